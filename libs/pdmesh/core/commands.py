@@ -1,0 +1,105 @@
+"""What the scheduling core wants done. The driver (service or simulator) carries each out, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.model import Epoch, GatewayId, InstanceId, RejectReason, RequestId, Role, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitPrefill:
+    """Hold ``num_blocks`` on ``instance_id`` for a request whose chunks follow in later plans.
+
+    ``decode_instance_id`` is where the KV goes; None means that it stays and decodes here, and ``num_blocks`` then
+    covers the output too.
+    """
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    num_blocks: int
+    decode_instance_id: InstanceId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Queue a step plan on an instance."""
+
+    instance_id: InstanceId
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceDecode:
+    """Reserve blocks on a decode instance and expect the request's KV there, under ``capability``."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    num_blocks: int
+    prefill_instance_id: InstanceId
+    capability: int  # 64 random bits; a piece without them is dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantTransfer:
+    """Let the prefill instance send to the decode instance: a transfer backend of the receiver is taken."""
+
+    instance_id: InstanceId  # the sender
+    request_id: RequestId
+    epoch: Epoch
+    decode_instance_id: InstanceId
+    capability: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeKv:
+    """Stop whatever runs for the request on the instance and free its KV and reservations; answered by KvReleased.
+
+    ``epoch`` and older. Idempotent: an instance that holds nothing answers all the same.
+    """
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """Tell the gateway that the request will not be served."""
+
+    gateway_id: GatewayId
+    request_id: RequestId
+    epoch: Epoch
+    reason: RejectReason
+    message: str
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Tell the gateway that the request's KV is lost: it resumes it from the transcript under the next epoch."""
+
+    gateway_id: GatewayId
+    request_id: RequestId
+    epoch: Epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetRole:
+    """Give an instance another role."""
+
+    instance_id: InstanceId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt:
+    """Send a Tick at this time, or earlier."""
+
+    at_s: float
+
+
+Command = AdmitPrefill | RunStep | PlaceDecode | GrantTransfer | FreeKv | Reject | Restart | SetRole | WakeAt

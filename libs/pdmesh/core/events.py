@@ -1,0 +1,197 @@
+"""What the scheduling core is told. Every event is a fact that has happened, in the past tense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.model import (
+    ChunkDone,
+    Epoch,
+    FinishReason,
+    GatewayId,
+    InstanceId,
+    InstanceProfile,
+    Request,
+    RequestId,
+    Resident,
+    Role,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A new request, or (``epoch`` > 0) one resumed by its gateway with its transcript."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCancelled:
+    """The client went away, or the gateway has all it wants (a stop string)."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayJoined:
+    """A gateway (re)connected. ``waiting`` are the requests it still waits for, as (id, epoch)."""
+
+    gateway_id: GatewayId
+    waiting: tuple[tuple[RequestId, Epoch], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLost:
+    """A gateway's lease ran out: nobody waits for its requests."""
+
+    gateway_id: GatewayId
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceJoined:
+    """An instance (re)registered, with the KV it holds."""
+
+    profile: InstanceProfile
+    residents: tuple[Resident, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLost:
+    """An instance's stream broke or its lease ran out; all it held is gone."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator asks an instance to take no new work. ``enabled=False`` takes it back."""
+
+    instance_id: InstanceId
+    enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChangeRequested:
+    """An operator gives an instance another role."""
+
+    instance_id: InstanceId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class BundleChangeRequested:
+    """An operator switches the policy bundle."""
+
+    bundle: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """An instance finished a planned step. ``duration_s`` is device time."""
+
+    instance_id: InstanceId
+    plan_id: int
+    duration_s: float
+    chunks: tuple[ChunkDone, ...]
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOffered:
+    """A prefill instance began computing the first chunk of a request whose KV must move."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLanded:
+    """A decode instance holds the whole KV of a request, checked, and has begun to decode it."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    num_bytes: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSent:
+    """A prefill instance's side of a landed transfer; ``exposed_s`` is waited for after the last layer was computed."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    num_bytes: int
+    duration_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """Either side gave a transfer up (deadline, no progress, checksum). The request must be prefilled again."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """The instance that held the generation ended it; the last token has been sent to the gateway."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    reason: FinishReason
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvReleased:
+    """An instance gave back the blocks (and the reservation) of a request. The core's books follow this alone."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReported:
+    """An instance's books at a heartbeat: ``free + held + quarantined = total`` blocks."""
+
+    instance_id: InstanceId
+    num_free_blocks: int
+    num_held_blocks: int
+    num_quarantined_blocks: int
+    num_decoding: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; due wake-ups (queue limits, leases of orphans) are looked at."""
+
+
+Event = (
+    RequestArrived
+    | RequestCancelled
+    | GatewayJoined
+    | GatewayLost
+    | InstanceJoined
+    | InstanceLost
+    | DrainRequested
+    | RoleChangeRequested
+    | BundleChangeRequested
+    | StepDone
+    | TransferOffered
+    | TransferLanded
+    | TransferSent
+    | TransferFailed
+    | RequestFinished
+    | KvReleased
+    | LoadReported
+    | Tick
+)

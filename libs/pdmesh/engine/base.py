@@ -1,0 +1,114 @@
+"""The engine's seam: what executes a step.
+
+An engine is blocking and single-threaded: the worker runtime calls `Engine.execute` on one worker thread, never two
+calls at a time. It decides nothing; it computes the batch it is given. ``pdmesh.engine`` has the real one (torch), and
+``pdmesh.testing.engine`` a stand-in of known speed.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdmesh.kv.store import KvStore
+from pdmesh.model import FinishReason, RequestId, SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineSequence:
+    """A request's state on an instance, shared by the runtime (which owns it) and the engine (which reads it).
+
+    ``token_ids`` is the transcript known here: prompt and output. On a decode instance the prompt part is zeros unless
+    sampling needs it (`needs_prompt_tokens`); its length is right all the same. ``num_prompt_tokens`` counts the
+    client's own prompt; what follows in ``token_ids`` are output tokens, wherever they were drawn.
+    """
+
+    request_id: RequestId
+    params: SamplingParams
+    token_ids: array.array[int]
+    num_prompt_tokens: int
+    block_table: list[int] = field(default_factory=list[int])
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def needs_prompt_tokens(params: SamplingParams) -> bool:
+    """Whether drawing an output token looks at the prompt."""
+    return params.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSlice:
+    """Tokens ``start`` … ``start + num_tokens - 1`` of a sequence, computed in one step; their KV is written.
+
+    A decode is a slice of the last token (``num_tokens == 1``, ``sample``). A chunk samples only if it is its
+    prompt's last.
+    ``prompt_logprobs`` asks for the log-probabilities of the slice's *following* tokens that are prompt tokens.
+    """
+
+    sequence: EngineSequence
+    start: int
+    num_tokens: int
+    sample: bool
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """``logprob`` of one token and the ``top`` most likely ones at its position, most likely first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceResult:
+    """What a slice gave: the drawn token if it sampled, and how the generation ends with it, if it does.
+
+    ``prompt_logprobs[i]`` belongs to the prompt token at ``start + 1 + i``.
+    """
+
+    token_id: int | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+
+
+#: Called on the engine's thread with a layer's number after its KV is written, while later layers are still to come.
+LayerHook = Callable[[int], None]
+
+
+class Engine(Protocol):
+    """Executes steps over a paged KV cache."""
+
+    @property
+    def kv(self) -> KvStore: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
+        """One forward pass; results in the order of ``batch``. Does not change the sequences.
+
+        An exception means a bug or a broken device: the runtime fails the batch's requests and stops the instance.
+        """
+        ...
+
+
+def finish_reason(
+    params: SamplingParams, num_output_tokens: int, token_id: int
+) -> tuple[FinishReason | None, int | None]:
+    """How a generation ends with its ``num_output_tokens``-th token: (reason, stop token id), or (None, None)."""
+    if num_output_tokens > params.min_tokens:
+        if token_id in params.eos_token_ids:
+            return FinishReason.STOP, None
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP, token_id
+    if num_output_tokens >= params.max_tokens:
+        return FinishReason.LENGTH, None
+    return None, None

@@ -1,0 +1,64 @@
+"""Errors, by what the caller can do about them.
+
+::
+
+    PdmeshError
+    ├── ConfigError            fix the configuration; a process that meets it at start exits with code 2
+    ├── RequestRejected        the client must change or repeat its request (carries status, code, retry-after)
+    ├── InstanceUnavailable    try another instance, or the same one later
+    ├── KvTransferError        the KV did not arrive; it can be recomputed from the transcript
+    └── ProtocolError          a peer sent what it must not: a bug or a version mismatch; drop that peer's stream
+
+``assert`` is for our own invariants only.
+"""
+
+from __future__ import annotations
+
+
+class PdmeshError(Exception):
+    """Base of every error pdmesh raises on purpose."""
+
+
+class ConfigError(PdmeshError):
+    """A setting, a checkpoint or a file named by a setting is wrong. The message names it and says what to do."""
+
+
+class RequestRejected(PdmeshError):
+    """A request that will not be served, in the shape of an OpenAI error.
+
+    ``retry_after_s`` is set where repeating the same request later can succeed (429, 503).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class InstanceUnavailable(PdmeshError):
+    """A peer process cannot be reached or is going away."""
+
+
+class KvTransferError(PdmeshError):
+    """A KV transfer failed or ran out of time; the request can be prefilled again."""
+
+
+class ProtocolError(PdmeshError):
+    """A frame or piece breaks the wire contract."""
+
+
+class OutboxFull(PdmeshError):
+    """A peer reads slower than we write and its bounded outbox is full."""

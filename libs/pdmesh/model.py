@@ -1,0 +1,186 @@
+"""The vocabulary of the mesh: values that every part of pdmesh speaks about.
+
+Pure and frozen. Times are in seconds on the clock of whoever drives the value, sizes in tokens, blocks or
+bytes as the name says. ``docs/terms.md`` defines the words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+InstanceId = NewType("InstanceId", str)
+GatewayId = NewType("GatewayId", str)
+
+#: How many times a request was (re)started; a frame or piece of an older epoch is dropped.
+Epoch = NewType("Epoch", int)
+
+
+class Role(StrEnum):
+    """What an instance does; it can change at run time."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+    @property
+    def can_prefill(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def can_decode(self) -> bool:
+        return self is not Role.PREFILL
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"  # an end-of-sequence token or a stop token id
+    LENGTH = "length"  # max_tokens or the context length was reached
+    CANCELLED = "cancelled"  # the client went away
+    ERROR = "error"  # the instance could not go on; the client gets an error event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. Defaults are those of the OpenAI API, or neutral where it is silent.
+
+    ``eos_token_ids`` is filled in by the gateway from the checkpoint and is empty under ``ignore_eos``; until
+    ``min_tokens`` output tokens exist, neither these nor ``stop_token_ids`` can be drawn. Stop *strings* are
+    the gateway's business: it has the text.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output tokens, as in transformers
+    presence_penalty: float = 0.0  # over output tokens
+    frequency_penalty: float = 0.0  # over output tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # with the output index, the whole key of the counter-based generator
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # None: none; 0: the sampled token's; n: and the n most likely
+    prompt_logprobs: int | None = None  # the same for prompt tokens (completions' ``echo`` with ``logprobs``)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the scheduling core knows of a request: sizes, not tokens.
+
+    A resumed request (``epoch`` > 0) counts the tokens delivered before as prompt tokens: they are prefilled
+    again, and ``max_tokens`` is what is left to generate.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    gateway_id: GatewayId
+    num_prompt_tokens: int
+    max_tokens: int
+    arrival_s: float
+    priority: int = 0  # lower is earlier, as in vLLM
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens whose KV may exist at once. The last output token's KV is never written."""
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """Shape of an instance's KV cache; a KV transfer needs equal layouts on both ends."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    dtype: str  # "float32" | "bfloat16"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one (layer, block) piece: keys and values."""
+        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceProfile:
+    """What an instance says of itself when it joins."""
+
+    instance_id: InstanceId
+    role: Role
+    model: str  # served model name
+    kv_layout: KvLayout
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int  # residents it decodes at once
+    num_transfer_backends: int  # receive slots for KV transfers
+    data_address: bytes  # worker address of its KV transport
+    device: str = "cpu"
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """A request whose KV an instance holds, as reported when it (re)joins.
+
+    ``decoding`` ones go on by themselves; others (a prefill cut short, a transfer half landed) are freed.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    gateway_id: GatewayId
+    num_blocks: int
+    num_context_tokens: int
+    decoding: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlan:
+    """A contiguous range of one request's prompt tokens, computed in one step."""
+
+    request_id: RequestId
+    epoch: Epoch
+    start: int
+    num_tokens: int
+    is_last: bool  # the step samples the first output token from it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One forward pass: chunks, with or without the instance's resident decodes (mixed or exclusive)."""
+
+    plan_id: int  # per instance, increasing
+    chunks: tuple[ChunkPlan, ...]
+    with_decodes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkDone:
+    """One chunk's result as the core sees it. ``num_tokens`` is 0 if the worker dropped the chunk (freed request)."""
+
+    request_id: RequestId
+    epoch: Epoch
+    num_tokens: int
+    is_last: bool
+
+
+class RejectReason(StrEnum):
+    """Why a request is refused, by what its client can do."""
+
+    OVERLOADED = "overloaded"  # queue full: 429, try again later
+    QUEUE_TIMEOUT = "queue_timeout"  # waited too long for room: 503
+    NO_INSTANCE = "no_instance"  # no prefill or no decode instance is there: 503
+    TOO_LONG = "too_long"  # can never fit any instance: 400

@@ -1,0 +1,77 @@
+"""The data plane's seam: how bytes of KV get from one instance to another.
+
+A transport knows nothing of requests or blocks. It moves *pieces*: a fixed-size header (`pdmesh.kv.piece`) and a
+payload no larger than ``max_payload_bytes``. Receive buffers exist before anything arrives; a length on the wire never
+allocates. `memory`, `ucx` and any later transport pass the same contract tests (``tests/contract``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+
+class SendBuffer(Protocol):
+    """A registered buffer lent by the transport: room for a header and a payload, one after the other."""
+
+    @property
+    def header(self) -> memoryview: ...
+
+    @property
+    def payload(self) -> memoryview:
+        """``max_payload_bytes`` long; send says how much of it is used."""
+        ...
+
+
+class ReceivedPiece(Protocol):
+    """A piece in a receive buffer; the buffer is reused after ``release``."""
+
+    @property
+    def header(self) -> memoryview: ...
+
+    @property
+    def payload(self) -> memoryview: ...
+
+    def release(self) -> None: ...
+
+
+class KvTransport(Protocol):
+    """Moves pieces between instances. Used from one event loop; opened by its ``async with``."""
+
+    @property
+    def address(self) -> bytes:
+        """What a peer passes to `send` to reach this transport."""
+        ...
+
+    @property
+    def max_payload_bytes(self) -> int: ...
+
+    def lend(self) -> AbstractAsyncContextManager[SendBuffer]:
+        """A send buffer, waiting for one if all are in use.
+
+        A buffer whose send was cancelled or timed out is *quarantined* when the block is left (the hardware may still
+        read it), and returns to the pool only when the endpoint has been force-closed.
+        """
+        ...
+
+    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+        """Send the header and the first ``payload_bytes``; returns when the buffer may be reused.
+
+        Pieces to one address arrive in the order of their sends. Raises `KvTransferError` if the peer cannot be reached
+        or does not take the piece within ``no_progress_s``; the endpoint is then force-closed, and the next send opens
+        a new one.
+        """
+        ...
+
+    def receive(self) -> AsyncIterator[ReceivedPiece]:
+        """Pieces from all peers. One consumer. While all receive buffers are held by it, senders wait."""
+        ...
+
+    async def forget(self, address: bytes) -> None:
+        """Close the endpoint to a peer that is gone."""
+        ...
+
+    def check_integrity(self) -> None:
+        """``free + lent + quarantined = total`` buffers, on both sides; AssertionError names the numbers."""
+        ...

@@ -1,0 +1,150 @@
+"""One side of a long-lived frame stream: a bounded outbox, a writer, and decoded frames to read.
+
+`FrameLink` hides whether it is the client's or the server's end of a gRPC stream. ``post`` never blocks: what is
+posted while a frame is on its way goes out together in the next one, so a burst costs one gRPC message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+import anyio
+import grpc
+import grpc.aio
+import msgspec
+
+from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError
+
+SendT = TypeVar("SendT")
+RecvT = TypeVar("RecvT")
+
+#: A frame may carry a prompt of 1M tokens (4 MB) and more; what is larger is refused by gRPC before it is read.
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+#: Messages waiting in one outbox. A peer that lets so many pile up is not reading.
+MAX_QUEUED_MESSAGES = 65_536
+
+#: Keepalive: a peer that does not answer for this long is gone (half-open TCP).
+GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class FrameLink(Generic[SendT, RecvT]):
+    """A typed, framed, bidirectional stream.
+
+    Run `pump` in a task group; it returns when `close` was called and the outbox is drained, and raises
+    `InstanceUnavailable` when the peer is gone. Read with ``async for messages in link.frames()``.
+    """
+
+    def __init__(
+        self,
+        *,
+        write: Callable[[bytes], Awaitable[Any]],
+        read: Callable[[], Awaitable[Any]],
+        receive_type: Any,
+        max_queued: int = MAX_QUEUED_MESSAGES,
+    ) -> None:
+        self._write = write
+        self._read = read
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[list[RecvT]] = msgspec.msgpack.Decoder(list[receive_type])
+        self._outbox: deque[SendT] = deque()
+        self._max_queued = max_queued
+        self._wake = anyio.Event()
+        self._closed = False
+
+    def post(self, message: SendT) -> None:
+        """Queue a message. Raises `OutboxFull` if the peer does not read, `InstanceUnavailable` after `close`."""
+        if self._closed:
+            raise InstanceUnavailable("the stream is closed")
+        if len(self._outbox) >= self._max_queued:
+            raise OutboxFull(f"{self._max_queued} messages are waiting for a peer that does not read")
+        self._outbox.append(message)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Post nothing more; `pump` ends once what is queued has been written."""
+        self._closed = True
+        self._wake.set()
+
+    async def pump(self) -> None:
+        """Write frames until closed."""
+        while True:
+            if not self._outbox:
+                if self._closed:
+                    return
+                self._wake = anyio.Event()
+                await self._wake.wait()
+                continue
+            batch = list(self._outbox)
+            self._outbox.clear()
+            try:
+                await self._write(self._encoder.encode(batch))
+            except (grpc.RpcError, grpc.aio.UsageError) as error:
+                self._closed = True
+                raise InstanceUnavailable(f"the peer's stream broke: {_describe(error)}") from error
+
+    async def frames(self) -> AsyncIterator[list[RecvT]]:
+        """Decoded frames until the peer ends the stream.
+
+        Raises `ProtocolError` for a malformed frame and `InstanceUnavailable` when the stream breaks.
+        """
+        while True:
+            try:
+                data = await self._read()
+            except grpc.RpcError as error:
+                raise InstanceUnavailable(f"the peer's stream broke: {_describe(error)}") from error
+            if data is grpc.aio.EOF:
+                return
+            try:
+                yield self._decoder.decode(data)
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"malformed frame of {len(data)} bytes: {error}") from error
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+@asynccontextmanager
+async def open_link(channel: grpc.aio.Channel, method: str, receive_type: Any) -> AsyncGenerator[FrameLink[Any, Any]]:
+    """The client's end of a stream; the call is cancelled when the block is left."""
+    multi: Any = channel.stream_stream(method)
+    call = multi()
+    try:
+        yield FrameLink(write=call.write, read=call.read, receive_type=receive_type)
+    finally:
+        call.cancel()
+
+
+def serve_link(
+    serve: Callable[[FrameLink[Any, Any], str], Awaitable[None]], receive_type: Any
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """A generic handler that hands the server's end of each stream, with the peer's name, to ``serve``.
+
+    A `ProtocolError` ends that stream alone, with INVALID_ARGUMENT and the reason.
+    """
+
+    async def handle(_requests: Any, context: Any) -> None:
+        link: FrameLink[Any, Any] = FrameLink(write=context.write, read=context.read, receive_type=receive_type)
+        try:
+            await serve(link, str(context.peer()))
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except InstanceUnavailable as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    return grpc.stream_stream_rpc_method_handler(handle)

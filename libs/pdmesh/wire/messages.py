@@ -1,0 +1,406 @@
+"""The frames between our services: msgspec tagged structs, msgpack-encoded.
+
+A gRPC message is one *frame*: a msgpack array of messages of one union. Fields are added with defaults and never
+retyped, so that a newer peer can talk to an older one. Values of ``pdmesh.model`` are embedded.
+
+Streams (all long-lived and bidirectional, generic gRPC handlers):
+
+=============================  =====================  =======================
+method                         client sends           server sends
+=============================  =====================  =======================
+``/pdmesh.v1.Scheduler/Worker``   `WorkerUp`             `WorkerDown`
+``/pdmesh.v1.Scheduler/Gateway``  `GatewayUp`            `GatewayDown`
+``/pdmesh.v1.Gateway/Tokens``     `TokensUp`             `TokensDown`
+=============================  =====================  =======================
+
+``/pdmesh.v1.Scheduler/Admin`` is unary: `AdminRequest` to `AdminResponse`.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+
+import msgspec
+
+from pdmesh.model import (
+    ChunkDone,
+    Epoch,
+    FinishReason,
+    GatewayId,
+    InstanceId,
+    InstanceProfile,
+    RejectReason,
+    RequestId,
+    Resident,
+    Role,
+    SamplingParams,
+    StepPlan,
+)
+
+#: Bumped when a peer of the last version could misread us. Checked at registration.
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all messages; the tag is the class name."""
+
+
+def pack_token_ids(token_ids: list[int] | array.array[int]) -> bytes:
+    """Token ids as little-endian int32, four bytes a token: 1M tokens decode without a million objects."""
+    packed = array.array("i", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_token_ids(packed: bytes) -> array.array[int]:
+    """Inverse of `pack_token_ids`. Raises ValueError if ``packed`` is not whole tokens."""
+    token_ids = array.array("i")
+    token_ids.frombytes(packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
+
+
+# --- a request's payload -----------------------------------------------------------------------------------------
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that a worker needs to run a request; the scheduler passes it on without looking inside the tokens.
+
+    ``token_ids`` is the transcript: the client's prompt and, for a resumed request, the output tokens delivered
+    before. ``params.max_tokens`` and ``min_tokens`` count from the client's prompt, not from here.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    gateway_id: GatewayId
+    token_address: str  # host:port of the gateway's Tokens stream
+    token_ids: bytes  # see `pack_token_ids`
+    num_prompt_tokens: int  # of them, the client's own; the rest are output tokens delivered before
+    params: SamplingParams
+    traceparent: str | None = None  # W3C trace context
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens delivered before this epoch; the next one has this index."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def max_tokens_left(self) -> int:
+        return self.params.max_tokens - self.num_output_tokens
+
+
+# --- worker <-> scheduler ----------------------------------------------------------------------------------------
+
+
+class RegisterWorker(Message, frozen=True, kw_only=True):
+    """First message of a worker's stream, also after a reconnect."""
+
+    profile: InstanceProfile
+    residents: tuple[Resident, ...]
+    token: str = ""  # shared mesh secret, where one is configured
+    version: int = PROTOCOL_VERSION
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Renews the lease; carries the books, ``free + held + quarantined = total``."""
+
+    num_free_blocks: int
+    num_held_blocks: int
+    num_quarantined_blocks: int
+    num_decoding: int
+
+
+class StepReport(Message, frozen=True, kw_only=True):
+    plan_id: int
+    duration_s: float
+    chunks: tuple[ChunkDone, ...]
+    num_decodes: int
+
+
+class OfferReport(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+
+
+class LandedReport(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+    num_bytes: int
+    duration_s: float
+
+
+class SentReport(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+    num_bytes: int
+    duration_s: float
+    exposed_s: float
+
+
+class TransferFailedReport(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+    reason: str
+
+
+class FinishedReport(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+    reason: FinishReason
+    num_output_tokens: int
+
+
+class ReleasedReport(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """The worker is stopping in good order: no lease to wait for."""
+
+
+WorkerUp = (
+    RegisterWorker
+    | Heartbeat
+    | StepReport
+    | OfferReport
+    | LandedReport
+    | SentReport
+    | TransferFailedReport
+    | FinishedReport
+    | ReleasedReport
+    | Goodbye
+)
+
+
+class WelcomeWorker(Message, frozen=True, kw_only=True):
+    """The registration is accepted. Without a heartbeat for ``lease_s`` the instance is given up."""
+
+    lease_s: float
+    heartbeat_s: float
+
+
+class RunPlan(Message, frozen=True, kw_only=True):
+    plan: StepPlan
+
+
+class Admit(Message, frozen=True, kw_only=True):
+    """See `pdmesh.core.commands.AdmitPrefill`; precedes the first plan that names the request."""
+
+    generation: Generation
+    num_blocks: int
+    kv_moves: bool  # False: it decodes here after its prefill
+
+
+class ExpectKv(Message, frozen=True, kw_only=True):
+    """See `pdmesh.core.commands.PlaceDecode`. ``generation.token_ids`` is empty unless sampling needs the prompt."""
+
+    generation: Generation
+    num_context_tokens: int  # tokens whose KV will land
+    num_blocks: int
+    capability: int
+    source_address: bytes  # data address of the sender, for the acknowledgement
+
+
+class Grant(Message, frozen=True, kw_only=True):
+    """See `pdmesh.core.commands.GrantTransfer`."""
+
+    request_id: RequestId
+    epoch: Epoch
+    capability: int
+    destination_address: bytes
+
+
+class Free(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+
+
+class ChangeRole(Message, frozen=True, kw_only=True):
+    role: Role
+
+
+WorkerDown = WelcomeWorker | RunPlan | Admit | ExpectKv | Grant | Free | ChangeRole
+
+
+# --- gateway <-> scheduler ---------------------------------------------------------------------------------------
+
+
+class RegisterGateway(Message, frozen=True, kw_only=True):
+    gateway_id: GatewayId
+    waiting: tuple[tuple[RequestId, Epoch], ...]
+    token: str = ""
+    version: int = PROTOCOL_VERSION
+
+
+class GatewayHeartbeat(Message, frozen=True, kw_only=True):
+    pass
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    generation: Generation
+    priority: int = 0
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+
+
+GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | Cancel
+
+
+class WelcomeGateway(Message, frozen=True, kw_only=True):
+    lease_s: float
+    heartbeat_s: float
+
+
+class Rejected(Message, frozen=True, kw_only=True):
+    request_id: RequestId
+    epoch: Epoch
+    reason: RejectReason
+    message: str
+    retry_after_s: float | None = None
+
+
+class Restarted(Message, frozen=True, kw_only=True):
+    """The request's KV is lost; resume it with its transcript under ``epoch + 1``."""
+
+    request_id: RequestId
+    epoch: Epoch
+    reason: str
+
+
+class InstanceStatus(Message, frozen=True, kw_only=True):
+    """One row of `pdmesh status`."""
+
+    instance_id: InstanceId
+    role: Role
+    model: str
+    device: str
+    pid: int
+    draining: bool
+    num_blocks: int
+    num_free_blocks: int
+    num_held_blocks: int
+    num_quarantined_blocks: int
+    num_prefilling: int
+    num_decoding: int
+    num_queued_tokens: int
+
+
+class MeshState(Message, frozen=True, kw_only=True):
+    """Pushed to gateways at each change of readiness and at each heartbeat; also what `pdmesh status` prints."""
+
+    ready: bool  # a prefill and a decode instance can take a request
+    reason: str  # why not, if not
+    instances: tuple[InstanceStatus, ...]
+    num_waiting: int
+    num_running: int
+    bundle: str
+    max_model_len: int = 0  # smallest of the instances; 0 while there is none
+    num_gateways: int = 0
+
+
+GatewayDown = WelcomeGateway | Rejected | Restarted | MeshState
+
+
+# --- worker -> gateway -------------------------------------------------------------------------------------------
+
+
+class RegisterTokens(Message, frozen=True, kw_only=True):
+    """First message of a worker's token stream."""
+
+    instance_id: InstanceId
+    token: str = ""
+    version: int = PROTOCOL_VERSION
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position. ``logprob`` is that of the token at hand; ``top`` the most likely ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOut(Message, frozen=True, kw_only=True):
+    """One output token. It is delivered only if ``epoch`` is current and ``index`` is the next one.
+
+    ``token_id`` is None only if the generation ended without one (``finish_reason`` error or cancelled).
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    index: int
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # which stop token id ended it; None for eos
+    error: str | None = None
+
+
+class PromptLogprobs(Message, frozen=True, kw_only=True):
+    """Log-probabilities of prompt tokens ``start`` … ``start + len - 1``; the first prompt token has none."""
+
+    request_id: RequestId
+    epoch: Epoch
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+TokensUp = RegisterTokens | TokenOut | PromptLogprobs
+
+
+class TokensAccepted(Message, frozen=True, kw_only=True):
+    """The gateway's answer to `RegisterTokens`."""
+
+
+TokensDown = TokensAccepted
+
+
+# --- admin -------------------------------------------------------------------------------------------------------
+
+
+class GetStatus(Message, frozen=True, kw_only=True):
+    token: str = ""
+
+
+class GetRequest(Message, frozen=True, kw_only=True):
+    request_id: str
+    token: str = ""
+
+
+AdminRequest = GetStatus | GetRequest
+
+
+class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a request's life: when (seconds since its arrival), what, where, and figures."""
+
+    at_s: float
+    what: str
+    instance_id: InstanceId | None = None
+    detail: str = ""
+
+
+class RequestRecord(Message, frozen=True, kw_only=True):
+    request_id: str
+    arrived_at: float  # Unix time, seconds
+    num_prompt_tokens: int
+    bundle: str
+    entries: tuple[RecordEntry, ...]
+
+
+class AdminError(Message, frozen=True, kw_only=True):
+    message: str
+
+
+AdminResponse = MeshState | RequestRecord | AdminError
