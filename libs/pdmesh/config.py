@@ -66,7 +66,6 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     instance_id: str | None = None  # default: role and a random suffix
-    scheduler_address: str = ""  # host:port
     served_model_name: str | None = None
     dtype: str = "auto"  # auto: the checkpoint's; float32 | bfloat16
     device: str = "auto"  # auto: cuda if there is one, else cpu
@@ -104,6 +103,8 @@ class MeshConfig:
     """The whole tree. `model` is a directory or a hub id; None is the built-in demo model."""
 
     model: str | None = None
+    scheduler_address: str = ""  # host:port that workers and gateways dial
+    ready_fd: int | None = None  # an inherited pipe: one JSON line is written to it when the service can serve
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -1,0 +1,92 @@
+"""How one of our processes lives: configure, announce, serve until told to stop, drain, exit.
+
+Each service's ``main(config)`` calls `run_service` with its ``serve`` coroutine, its composition root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import structlog
+
+from pdmesh.config import MeshConfig
+from pdmesh.errors import ConfigError
+from pdmesh.telemetry.logs import configure_logging
+
+log = structlog.get_logger()
+
+EXIT_CONFIG = 2
+
+
+@dataclass(slots=True)
+class ServiceContext:
+    """What the process offers to its service."""
+
+    ready_fd: int | None
+    #: Set at the first SIGINT or SIGTERM: take no new work, finish what runs, return. A second signal cancels.
+    stopping: anyio.Event = field(default_factory=anyio.Event)
+
+    def announce(self, **facts: Any) -> None:
+        """Say, once, that the service can be reached; ``facts`` are addresses and the like.
+
+        They go to the log and, as one JSON line, to the pipe that the supervisor handed us.
+        """
+        log.info("serving", **facts)
+        if self.ready_fd is not None:
+            os.write(self.ready_fd, json.dumps({"pid": os.getpid(), **facts}).encode() + b"\n")
+            os.close(self.ready_fd)
+            self.ready_fd = None
+
+
+Serve = Callable[[MeshConfig, ServiceContext], Awaitable[None]]
+
+
+def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
+    """Run ``serve`` to its end and return the exit code: 0 stopped, 1 failed, 2 the configuration is wrong."""
+    configure_logging(name, config.telemetry)
+    try:
+        anyio.run(_run, config, serve, backend_options={"use_uvloop": True})
+    except* ConfigError as group:
+        for error in _leaves(group):
+            sys.stderr.write(f"pdmesh {name}: {error}\n")
+        return EXIT_CONFIG
+    except* Exception:
+        log.exception("service failed")
+        return 1
+    return 0
+
+
+async def _run(config: MeshConfig, serve: Serve) -> None:
+    context = ServiceContext(ready_fd=config.ready_fd)
+    async with anyio.create_task_group() as tasks:
+
+        async def watch_signals() -> None:
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for received in signals:
+                    if context.stopping.is_set():
+                        log.warning("stopping now", signal=received.name)
+                        tasks.cancel_scope.cancel()
+                        return
+                    log.info("draining", signal=received.name)
+                    context.stopping.set()
+
+        tasks.start_soon(watch_signals)
+        await serve(config, context)
+        tasks.cancel_scope.cancel()
+
+
+def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            found.extend(_leaves(error))
+        else:
+            found.append(error)
+    return found

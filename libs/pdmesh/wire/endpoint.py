@@ -1,0 +1,99 @@
+"""gRPC servers and channels of our services: where they bind, and whom they trust."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdmesh.config import SecurityConfig
+from pdmesh.errors import ConfigError, ProtocolError
+from pdmesh.wire.link import GRPC_OPTIONS
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool) -> None:
+    """Refuse a bind wider than loopback without TLS and a key. Raises ConfigError."""
+    if is_loopback(host) or security.trusted_network:
+        return
+    missing = [
+        name
+        for name, given in (("TLS (security.tls_cert, security.tls_key)", security.tls_cert), ("a key", has_key))
+        if not given
+    ]
+    if missing:
+        raise ConfigError(
+            f"{what} would listen on {host}, beyond this machine, without {' and '.join(missing)}: "
+            "bind 127.0.0.1, add them, or set security.trusted_network if only trusted hosts can reach it"
+        )
+
+
+def check_token(given: str, security: SecurityConfig) -> None:
+    """Compare a peer's mesh token with ours, in constant time. Raises ProtocolError."""
+    if not hmac.compare_digest(given.encode(), security.mesh_token.encode()):
+        raise ProtocolError("wrong mesh token: set the same security.mesh_token on every service")
+
+
+async def start_server(
+    service: str,
+    methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]],
+    *,
+    host: str,
+    port: int,
+    security: SecurityConfig,
+) -> tuple[grpc.aio.Server, int]:
+    """Serve generic ``methods`` of ``service`` and return the server and the port it got. Raises ConfigError."""
+    check_bind(host, security, what=service, has_key=bool(security.mesh_token))
+    server = grpc.aio.server(options=GRPC_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+    bound_port = bind(server, host, port, security)
+    await server.start()
+    return server, bound_port
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig) -> int:
+    """Add the listening port, with TLS if configured. Raises ConfigError if it cannot be had."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if security.tls_cert is not None and security.tls_key is not None:
+            credentials = grpc.ssl_server_credentials(
+                [(_read(security.tls_key), _read(security.tls_cert))],
+                root_certificates=None if security.tls_ca is None else _read(security.tls_ca),
+                require_client_auth=security.tls_ca is not None,
+            )
+            return server.add_secure_port(address, credentials)
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: is another process using the port? ({error})") from error
+
+
+def open_channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
+    """A channel to one of our services; TLS exactly if we are configured with it."""
+    if security.tls_cert is not None and security.tls_key is not None:
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=None if security.tls_ca is None else _read(security.tls_ca),
+            private_key=_read(security.tls_key),
+            certificate_chain=_read(security.tls_cert),
+        )
+        return grpc.aio.secure_channel(address, credentials, options=GRPC_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
