@@ -53,11 +53,11 @@ def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
     configure_logging(name, config.telemetry)
     try:
         anyio.run(_run, config, serve, backend_options={"use_uvloop": True})
-    except* ConfigError as group:
-        for error in _leaves(group):
-            sys.stderr.write(f"pdmesh {name}: {error}\n")
-        return EXIT_CONFIG
-    except* Exception:
+    except Exception as error:
+        config_errors = [leaf for leaf in _leaves(error) if isinstance(leaf, ConfigError)]
+        if config_errors:
+            sys.stderr.write("".join(f"pdmesh {name}: {leaf}\n" for leaf in config_errors))
+            return EXIT_CONFIG
         log.exception("service failed")
         return 1
     return 0
@@ -82,11 +82,7 @@ async def _run(config: MeshConfig, serve: Serve) -> None:
         tasks.cancel_scope.cancel()
 
 
-def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            found.extend(_leaves(error))
-        else:
-            found.append(error)
-    return found
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for nested in error.exceptions for leaf in _leaves(nested)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def check_token(given: str, security: SecurityConfig) -> None:
 
 async def start_server(
     service: str,
-    methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]],
+    methods: dict[str, grpc.RpcMethodHandler[Any, Any]],
     *,
     host: str,
     port: int,
