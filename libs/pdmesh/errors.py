@@ -62,3 +62,10 @@ class ProtocolError(PdmeshError):
 
 class OutboxFull(PdmeshError):
     """A peer reads slower than we write and its bounded outbox is full."""
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors that a task group's exception group holds, however nested; an error that is none, alone."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for nested in error.exceptions for leaf in leaves(nested)]

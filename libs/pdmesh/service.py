@@ -17,7 +17,7 @@ import anyio
 import structlog
 
 from pdmesh.config import MeshConfig
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, leaves
 from pdmesh.telemetry.logs import configure_logging
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
     try:
         anyio.run(_run, config, serve, backend_options={"use_uvloop": True})
     except Exception as error:
-        config_errors = [leaf for leaf in _leaves(error) if isinstance(leaf, ConfigError)]
+        config_errors = [leaf for leaf in leaves(error) if isinstance(leaf, ConfigError)]
         if config_errors:
             sys.stderr.write("".join(f"pdmesh {name}: {leaf}\n" for leaf in config_errors))
             return EXIT_CONFIG
@@ -80,9 +80,3 @@ async def _run(config: MeshConfig, serve: Serve) -> None:
         tasks.start_soon(watch_signals)
         await serve(config, context)
         tasks.cancel_scope.cancel()
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for nested in error.exceptions for leaf in _leaves(nested)]

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError
+from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
 
 SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
@@ -135,16 +135,16 @@ def serve_link(
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """A generic handler that hands the server's end of each stream, with the peer's name, to ``serve``.
 
-    A `ProtocolError` ends that stream alone, with INVALID_ARGUMENT and the reason.
+    A `ProtocolError`, also from inside a task group, ends that stream alone, with INVALID_ARGUMENT and the reason.
     """
 
     async def handle(_requests: Any, context: Any) -> None:
         link: FrameLink[Any, Any] = FrameLink(write=context.write, read=context.read, receive_type=receive_type)
         try:
             await serve(link, str(context.peer()))
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except InstanceUnavailable as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except* ProtocolError as group:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(leaves(group)[0]))
+        except* InstanceUnavailable as group:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(leaves(group)[0]))
 
     return grpc.stream_stream_rpc_method_handler(handle)

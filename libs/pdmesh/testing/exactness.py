@@ -1,0 +1,126 @@
+"""Whether a mesh says what the reference says: greedy tokens and log-probabilities against `transformers`.
+
+Used by the end-to-end tests on a few meshes, and by ``benchmarks/exactness.py`` on the whole matrix.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+
+#: Two logits closer than this may change places by rounding alone; a reference with such a tie proves nothing.
+TIE_LOGIT = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What `transformers` generates greedily in fp32 after a prompt."""
+
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of the generated tokens
+    smallest_margin: float  # between the two largest logits, over all steps
+
+
+@lru_cache(maxsize=4)
+def _load(checkpoint: Path) -> Any:
+    import transformers  # heavy; tests only
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype="float32", attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def reference(checkpoint: Path, prompt: Sequence[int], max_tokens: int) -> Reference:
+    """Greedy decoding with `transformers`, never stopping at an end-of-sequence token."""
+    import torch
+
+    model = _load(checkpoint)
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    margin = float("inf")
+    with torch.inference_mode():
+        output = model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
+        while True:
+            logits = output.logits[0, -1].float()
+            best = torch.topk(logits, 2).values
+            margin = min(margin, float(best[0] - best[1]))
+            token_id = int(logits.argmax())
+            token_ids.append(token_id)
+            logprobs.append(float(torch.log_softmax(logits, -1)[token_id]))
+            if len(token_ids) == max_tokens:
+                break
+            output = model(torch.tensor([[token_id]]), past_key_values=output.past_key_values, use_cache=True)
+    return Reference(tuple(prompt), tuple(token_ids), tuple(logprobs), margin)
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion as a client got it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+
+
+async def complete(
+    client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int, **fields: Any
+) -> Answer:
+    """One non-streamed completion of a token-id prompt, with the token ids it generated."""
+    response = await client.post(
+        "/v1/completions",
+        json={
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 1,
+            "temperature": 0,
+            **fields,
+        },
+        timeout=600,
+    )
+    response.raise_for_status()
+    choice = response.json()["choices"][0]
+    return Answer(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), choice["text"])
+
+
+async def mismatches(
+    client: httpx.AsyncClient, model: str, references: Sequence[Reference], *, concurrency: int
+) -> list[str]:
+    """Ask for every reference, ``concurrency`` at a time; a sentence for each difference (tokens, or logprobs > 1e-4)."""
+    found: list[str] = []
+    limiter = anyio.CapacityLimiter(concurrency)
+
+    async def check(expected: Reference) -> None:
+        async with limiter:
+            got = await complete(client, model, expected.prompt, len(expected.token_ids))
+        where = f"prompt of {len(expected.prompt)} tokens (margin {expected.smallest_margin:.1e})"
+        if got.token_ids != expected.token_ids:
+            first = next(
+                (i for i, (a, b) in enumerate(zip(got.token_ids, expected.token_ids, strict=False)) if a != b), None
+            )
+            found.append(f"{where}: tokens differ from index {first}: {got.token_ids} != {expected.token_ids}")
+        else:
+            worst = max(abs(a - b) for a, b in zip(got.logprobs, expected.logprobs, strict=True))
+            if worst > 1e-4:
+                found.append(f"{where}: logprobs differ by {worst:.1e}")
+
+    async with anyio.create_task_group() as tasks:
+        for expected in references:
+            tasks.start_soon(check, expected)
+    return found

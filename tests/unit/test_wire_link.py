@@ -1,0 +1,145 @@
+"""Frames over a real loopback gRPC stream: batching, malformed frames, broken peers, bounded outboxes."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+
+from pdmesh.config import SecurityConfig
+from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull, ProtocolError
+from pdmesh.model import Epoch, RequestId
+from pdmesh.wire.endpoint import check_bind, check_token, open_channel, start_server
+from pdmesh.wire.link import FrameLink, open_link, serve_link
+from pdmesh.wire.messages import (
+    Free,
+    Heartbeat,
+    ReleasedReport,
+    WorkerDown,
+    WorkerUp,
+    pack_token_ids,
+    unpack_token_ids,
+)
+
+pytestmark = pytest.mark.anyio
+
+SERVICE = "pdmesh.test"
+
+
+@asynccontextmanager
+async def echo_server() -> AsyncGenerator[str]:
+    """Answers each ReleasedReport with a Free of the same request."""
+
+    async def serve(link: FrameLink[WorkerDown, WorkerUp], _peer: str) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.pump)
+            async for frame in link.frames():
+                for message in frame:
+                    if isinstance(message, ReleasedReport):
+                        link.post(Free(request_id=message.request_id, epoch=message.epoch))
+            link.close()
+
+    server, port = await start_server(
+        SERVICE, {"Echo": serve_link(serve, WorkerUp)}, host="127.0.0.1", port=0, security=SecurityConfig()
+    )
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(grace=None)
+
+
+async def echo(address: str, names: list[str]) -> list[str]:
+    got: list[str] = []
+    async with (
+        open_channel(address, SecurityConfig()) as channel,
+        open_link(channel, f"/{SERVICE}/Echo", WorkerDown) as link,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(link.pump)
+        for name in names:
+            link.post(ReleasedReport(request_id=RequestId(name), epoch=Epoch(0)))
+        with anyio.fail_after(10):
+            async for frame in link.frames():
+                got.extend(message.request_id for message in frame)
+                if len(got) == len(names):
+                    break
+        tasks.cancel_scope.cancel()
+    return got
+
+
+async def test_messages_arrive_once_in_order_however_they_are_framed() -> None:
+    names = [f"r{i}" for i in range(1000)]
+    async with echo_server() as address:
+        assert await echo(address, names) == names
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"\x00",
+        b"\xff" * 100,
+        msgspec.msgpack.encode([{"type": "Unknown"}]),
+        msgspec.msgpack.encode([{"type": "Heartbeat", "num_free_blocks": "many"}]),
+        msgspec.msgpack.encode({"type": "Heartbeat"}),
+        b"\xdd\xff\xff\xff\xff",  # an array header that promises four billion messages
+    ],
+)
+async def test_a_malformed_frame_ends_its_own_stream_and_no_other(garbage: bytes) -> None:
+    async with echo_server() as address, open_channel(address, SecurityConfig()) as channel:
+        call: Any = channel.stream_stream(f"/{SERVICE}/Echo")()
+        await call.write(garbage)
+        with anyio.fail_after(10), pytest.raises(grpc.aio.AioRpcError, match="malformed frame") as failed:
+            await call.read()
+        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await echo(address, ["a", "b"]) == ["a", "b"]
+
+
+async def test_an_unreachable_peer_is_unavailable() -> None:
+    async with (
+        open_channel("127.0.0.1:1", SecurityConfig()) as channel,
+        open_link(channel, f"/{SERVICE}/Echo", WorkerDown) as link,
+    ):
+        with anyio.fail_after(30), pytest.raises(InstanceUnavailable):
+            async for _frame in link.frames():
+                pass
+
+
+async def test_the_outbox_is_bounded_and_closes() -> None:
+    async def never(_data: bytes = b"") -> None:
+        await anyio.Event().wait()
+
+    link: FrameLink[WorkerUp, WorkerDown] = FrameLink(write=never, read=never, receive_type=WorkerDown, max_queued=2)
+    beat = Heartbeat(num_free_blocks=0, num_held_blocks=0, num_quarantined_blocks=0, num_decoding=0)
+    link.post(beat)
+    link.post(beat)
+    with pytest.raises(OutboxFull):
+        link.post(beat)
+    link.close()
+    with pytest.raises(InstanceUnavailable):
+        link.post(beat)
+
+
+def test_token_ids_survive_packing() -> None:
+    ids = [0, 1, 2**31 - 1, 128_000]
+    assert list(unpack_token_ids(pack_token_ids(ids))) == ids
+    with pytest.raises(ValueError, match="not a multiple"):
+        unpack_token_ids(b"abc")
+
+
+def test_a_wide_bind_needs_tls_and_a_key() -> None:
+    check_bind("127.0.0.1", SecurityConfig(), what="gateway", has_key=False)
+    check_bind("::1", SecurityConfig(), what="gateway", has_key=False)
+    check_bind("0.0.0.0", SecurityConfig(trusted_network=True), what="gateway", has_key=False)
+    with pytest.raises(ConfigError, match=r"TLS .* and a key"):
+        check_bind("0.0.0.0", SecurityConfig(), what="gateway", has_key=False)
+
+
+def test_a_wrong_mesh_token_is_a_protocol_error() -> None:
+    check_token("s", SecurityConfig(mesh_token="s"))
+    with pytest.raises(ProtocolError, match="mesh token"):
+        check_token("", SecurityConfig(mesh_token="s"))
