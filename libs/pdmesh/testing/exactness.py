@@ -102,7 +102,7 @@ async def complete(
 async def mismatches(
     client: httpx.AsyncClient, model: str, references: Sequence[Reference], *, concurrency: int
 ) -> list[str]:
-    """Ask for every reference, ``concurrency`` at a time; a sentence for each difference (tokens, or logprobs > 1e-4)."""
+    """Ask for every reference, ``concurrency`` at a time; a sentence a difference (tokens, or logprobs > 1e-4)."""
     found: list[str] = []
     limiter = anyio.CapacityLimiter(concurrency)
 
