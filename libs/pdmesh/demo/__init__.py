@@ -1,0 +1,1 @@
+"""The model that serves when none is named."""

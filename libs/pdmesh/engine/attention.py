@@ -1,0 +1,182 @@
+"""Attention over the paged KV cache.
+
+An `AttentionBackend` plans a step once (the plan is the same for all layers), and the plan attends layer by layer.
+The torch backend here is the reference, and what runs on CPU: it copies the keys and values it needs into contiguous
+tensors and uses plain batched matmuls, which read a bf16 cache ten times faster than torch's fused attention does on
+the CPUs we measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdmesh.model import KvLayout, num_blocks_for
+
+#: Score elements of one tile of queries: bounds a long context's memory, and stays within the processor's caches.
+#: On CPU, softmax of bf16 computes in fp32 inside; asking for an fp32 result would only add two passes.
+_TILE_SCORES = 1 << 20
+#: Gathered keys and values of one group of decodes.
+_GROUP_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows ``row`` … ``row + num_tokens - 1`` of a step: the tokens from ``start`` on of one sequence."""
+
+    row: int
+    num_tokens: int
+    start: int
+    block_table: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+class AttentionOutput(NamedTuple):
+    output: Tensor  # (num_tokens, num_heads, head_dim)
+    lse: Tensor | None  # (num_tokens, num_heads), fp32: log-sum-exp of the scaled scores
+
+
+class AttentionPlan(Protocol):
+    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+        """Causal attention of ``query`` (num_tokens, num_heads, head_dim) over one layer's cache.
+
+        The step's own keys and values are in the cache already. ``lse`` lets partial results be merged.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """The backend in plain torch, for any device."""
+
+    layout: KvLayout
+    scale: float
+    device: torch.device
+
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+        chunks = [self._chunk(span) for span in spans if span.num_tokens > 1]
+        decodes = [self._decodes(group) for group in self._groups([span for span in spans if span.num_tokens == 1])]
+        return _TorchPlan(self.layout, self.scale, tuple(chunks), tuple(decodes))
+
+    def _chunk(self, span: Span) -> _Chunk:
+        table = np.asarray(span.block_table[: num_blocks_for(span.end, self.layout.block_size)], dtype=np.int64)
+        return _Chunk(span.row, span.num_tokens, span.start, self._head_rows(table[None]))
+
+    def _decodes(self, spans: Sequence[Span]) -> _Decodes:
+        num_blocks = [num_blocks_for(span.end, self.layout.block_size) for span in spans]
+        tables = np.empty((len(spans), max(num_blocks)), dtype=np.int64)
+        for table, span, used in zip(tables, spans, num_blocks, strict=True):
+            table[:used] = span.block_table[:used]
+            table[used:] = span.block_table[used - 1]  # padding, masked: a sequence reads only its own blocks
+        positions = np.arange(tables.shape[1] * self.layout.block_size)
+        padding = positions >= np.asarray([span.end for span in spans])[:, None]
+        rows = torch.tensor([span.row for span in spans], device=self.device)
+        return _Decodes(rows, self._head_rows(tables), torch.from_numpy(padding).to(self.device))
+
+    def _groups(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
+        """Decodes to compute together: contexts within a factor of two, keys and values of bounded size."""
+        longest_first = sorted(spans, key=lambda span: -span.end)
+        for _, bucket in groupby(longest_first, key=lambda span: span.end.bit_length()):
+            group = list(bucket)
+            num_blocks = num_blocks_for(group[0].end, self.layout.block_size)
+            size = max(1, _GROUP_BYTES // (num_blocks * self.layout.block_bytes))
+            yield from (group[first : first + size] for first in range(0, len(group), size))
+
+    def _head_rows(self, tables: npt.NDArray[np.int64]) -> Tensor:
+        """(2, sequences, heads, blocks): where these are in a cache seen as rows of (block, key or value, head)."""
+        num_heads = self.layout.num_kv_heads
+        halves = np.arange(2)[:, None, None, None]
+        heads = np.arange(num_heads)[None, None, :, None]
+        rows = (tables[None, :, None, :] * 2 + halves) * num_heads + heads
+        return torch.from_numpy(rows).to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    row: int
+    num_tokens: int
+    start: int
+    head_rows: Tensor  # (2, 1, num_kv_heads, num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    rows: Tensor  # (sequences,)
+    head_rows: Tensor  # (2, sequences, num_kv_heads, num_blocks)
+    padding: Tensor  # (sequences, num_blocks * block_size): positions that are not the sequence's
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchPlan:
+    layout: KvLayout
+    scale: float
+    chunks: tuple[_Chunk, ...]
+    decodes: tuple[_Decodes, ...]
+
+    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+        query = query * self.scale
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
+        for chunk in self.chunks:
+            self._attend_chunk(chunk, query, cache, output, lse)
+        for decodes in self.decodes:
+            self._attend_decodes(decodes, query, cache, output, lse)
+        return AttentionOutput(output, lse)
+
+    def _gather(self, cache: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each (sequences * num_kv_heads, positions, head_dim)."""
+        rows = cache.view(-1, self.layout.block_size * self.layout.head_dim).index_select(0, head_rows.view(-1))
+        _, num_sequences, num_heads, num_blocks = head_rows.shape
+        shape = (2, num_sequences * num_heads, num_blocks * self.layout.block_size, self.layout.head_dim)
+        keys, values = rows.view(shape)
+        return keys, values
+
+    def _attend_chunk(self, chunk: _Chunk, query: Tensor, cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
+        all_keys, all_values = self._gather(cache, chunk.head_rows)  # (num_kv_heads, positions, head_dim)
+        group = query.shape[1] // self.layout.num_kv_heads
+        tile_size = max(1, _TILE_SCORES // (group * (chunk.start + chunk.num_tokens)))
+        # One key-value head at a time: its keys up to any position are contiguous, so no matmul copies them.
+        for head, (keys, values) in enumerate(zip(all_keys, all_values, strict=True)):
+            heads = slice(head * group, (head + 1) * group)
+            for first in range(0, chunk.num_tokens, tile_size):
+                size = min(tile_size, chunk.num_tokens - first)
+                visible = chunk.start + first + size
+                tile = slice(chunk.row + first, chunk.row + first + size)
+                scores = query[tile, heads].reshape(size * group, -1) @ keys[:visible].t()
+                # Within the tile's own positions, a query sees those up to its own.
+                own = scores.view(size, group, visible)[..., visible - size :]
+                later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
+                own.masked_fill_(later[:, None], -torch.inf)
+                attended = torch.softmax(scores, dim=-1) @ values[:visible]
+                output[tile, heads] = attended.view(size, group, -1)
+                if lse is not None:
+                    lse[tile, heads] = torch.logsumexp(scores.float(), dim=-1).view(size, group)
+
+    def _attend_decodes(
+        self, decodes: _Decodes, query: Tensor, cache: Tensor, output: Tensor, lse: Tensor | None
+    ) -> None:
+        keys, values = self._gather(cache, decodes.head_rows)
+        num_kv_heads, head_dim = self.layout.num_kv_heads, self.layout.head_dim
+        num_sequences, num_heads = len(decodes.rows), query.shape[1]
+        group = num_heads // num_kv_heads
+        grouped = query[decodes.rows].view(num_sequences * num_kv_heads, group, head_dim)
+        scores = torch.bmm(grouped, keys.transpose(1, 2))
+        scores.view(num_sequences, num_heads, -1).masked_fill_(decodes.padding[:, None], -torch.inf)
+        attended = torch.bmm(torch.softmax(scores, dim=-1), values)
+        output[decodes.rows] = attended.view(num_sequences, num_heads, head_dim)
+        if lse is not None:
+            lse[decodes.rows] = torch.logsumexp(scores.float(), dim=-1).view(num_sequences, num_heads)

@@ -1,0 +1,160 @@
+"""Weights of a Hugging Face directory: single or sharded safetensors, checked against the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pdmesh.engine.files import read_json_object
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer: ``weight`` (out, in) and perhaps ``bias`` (out,)."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One transformer layer; q, k and v are fused in this order, and so are gate and up."""
+
+    input_norm: Tensor
+    qkv: Projection
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Projection
+    post_attention_norm: Tensor
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeights:
+    """All weights, in the dtype and on the device of the computation. A tied ``lm_head`` is the embedding itself."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    lm_head: Tensor
+
+
+def load_weights(directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen."""
+    with _open_tensors(directory) as tensors:
+        return _Reader(config, tensors, dtype, device).model()
+
+
+class _Tensors:
+    """Names of all tensors, each with the open file that holds it."""
+
+    def __init__(self, directory: Path, files: dict[str, Any]) -> None:
+        self._directory = directory
+        self._files = files
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        file = self._files.get(name)
+        if file is None:
+            raise ConfigError(f"{self._directory}: the weights hold no tensor {name!r}")
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"{self._directory}: tensor {name!r} has shape {tuple(tensor.shape)}; config.json means {shape}"
+            )
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ConfigError(f"{self._directory}: tensor {name!r} is {tensor.dtype}; quantized weights are not served")
+        return tensor
+
+
+@contextmanager
+def _open_tensors(directory: Path) -> Iterator[_Tensors]:
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        paths = [single]
+    elif index.exists():
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(f"{index} holds no weight_map of tensor names to file names")
+        # Names of plain files only: an index cannot point outside its directory.
+        paths = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
+    else:
+        raise ConfigError(f"{directory} holds no model.safetensors and no model.safetensors.index.json")
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except FileNotFoundError as error:
+                raise ConfigError(f"{path} is missing, but {index.name} names it") from error
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path} is no readable safetensors file: {error}") from error
+            files |= dict.fromkeys(file.keys(), file)
+        yield _Tensors(directory, files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    config: ModelConfig
+    tensors: _Tensors
+    dtype: torch.dtype
+    device: torch.device
+
+    def model(self) -> ModelWeights:
+        config = self.config
+        vocabulary = (config.vocab_size, config.hidden_size)
+        embedding = self._tensor("model.embed_tokens.weight", vocabulary)
+        return ModelWeights(
+            embedding=embedding,
+            layers=tuple(self._layer(f"model.layers.{layer}") for layer in range(config.num_layers)),
+            norm=self._tensor("model.norm.weight", (config.hidden_size,)),
+            lm_head=embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", vocabulary),
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        config = self.config
+        hidden, heads = (config.hidden_size,), (config.head_dim,)
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
+        gate_up = {f"{mlp}.gate_proj": config.intermediate_size, f"{mlp}.up_proj": config.intermediate_size}
+        return LayerWeights(
+            input_norm=self._tensor(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self._fused(qkv, config.hidden_size, has_bias=config.qkv_bias),
+            q_norm=self._tensor(f"{attention}.q_norm.weight", heads) if config.qk_norm else None,
+            k_norm=self._tensor(f"{attention}.k_norm.weight", heads) if config.qk_norm else None,
+            output=self._fused({f"{attention}.o_proj": config.hidden_size}, q_size, has_bias=config.output_bias),
+            post_attention_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=self._fused(gate_up, config.hidden_size, has_bias=config.mlp_bias),
+            down=self._fused(
+                {f"{mlp}.down_proj": config.hidden_size}, config.intermediate_size, has_bias=config.mlp_bias
+            ),
+        )
+
+    def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool) -> Projection:
+        """Projections of one input side by side, as one."""
+        weight = torch.empty(sum(outputs.values()), num_inputs, dtype=self.dtype, device=self.device)
+        bias = torch.empty(weight.shape[0], dtype=self.dtype, device=self.device) if has_bias else None
+        row = 0
+        for name, num_outputs in outputs.items():
+            weight[row : row + num_outputs] = self.tensors.read(f"{name}.weight", (num_outputs, num_inputs))
+            if bias is not None:
+                bias[row : row + num_outputs] = self.tensors.read(f"{name}.bias", (num_outputs,))
+            row += num_outputs
+        return Projection(weight, bias)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        # copy: the file's mapping is closed after loading
+        return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype, copy=True)

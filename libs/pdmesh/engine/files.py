@@ -1,0 +1,129 @@
+"""A model's files: where they are and what they say of it. Torch-free, so that gateways can use it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdmesh.engine.model_config import ModelConfig, parse_model_config
+from pdmesh.errors import ConfigError
+
+#: What a hub snapshot needs for serving; weights in other formats stay where they are.
+_HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultSampling:
+    """Sampling settings of ``generation_config.json`` for requests that do not say; None: not set there."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What an edge needs to know of a model."""
+
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: DefaultSampling
+
+
+def resolve_model(model: str) -> Path:
+    """The directory of ``model``: itself, or the snapshot of a hub id, downloaded if need be.
+
+    Blocking. Hugging Face's own variables (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT) apply.
+    """
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return path
+    if path.is_file():
+        raise ConfigError(f"model {model!r} is a file; give the directory that holds config.json")
+    # Only hub ids are looked up: "name" or "owner/name". Anything else was meant as a path.
+    if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model:
+        raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face hub id")
+
+    import huggingface_hub  # imported late: only a hub id needs it
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except HFValidationError as error:
+        raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face hub id") from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"model {model!r} is no directory and not in the Hugging Face cache, and the hub cannot be reached;"
+            " give a directory, or check the network and HF_HUB_OFFLINE"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ConfigError(
+            f"model {model!r} is no directory and the Hugging Face hub refuses it;"
+            " check the name, and HF_TOKEN if the model is gated"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"model {model!r} could not be downloaded: {error}") from error
+
+
+def load_model_config(directory: Path) -> ModelConfig:
+    """Read and check ``config.json``."""
+    path = directory / "config.json"
+    return parse_model_config(read_json_object(path), str(path))
+
+
+def load_model_info(directory: Path) -> ModelInfo:
+    """Read ``config.json`` and, where there is one, ``generation_config.json``."""
+    raw_config = read_json_object(directory / "config.json")
+    config = parse_model_config(raw_config, str(directory / "config.json"))
+    path = directory / "generation_config.json"
+    generation = read_json_object(path) if path.exists() else {}
+    eos = generation.get("eos_token_id", raw_config.get("eos_token_id"))
+    eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token_id, int) for token_id in eos_token_ids):
+        raise ConfigError(f"{directory}: eos_token_id is {eos!r}; it must be token ids")
+    return ModelInfo(
+        architecture=config.architecture.value,
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=tuple(eos_token_ids),
+        default_sampling=_default_sampling(generation, str(path)),
+    )
+
+
+def _default_sampling(generation: dict[str, Any], where: str) -> DefaultSampling:
+    top_k = _number(generation, "top_k", where)
+    return DefaultSampling(
+        temperature=_number(generation, "temperature", where),
+        top_p=_number(generation, "top_p", where),
+        top_k=None if top_k is None else int(top_k),
+        min_p=_number(generation, "min_p", where),
+        repetition_penalty=_number(generation, "repetition_penalty", where),
+    )
+
+
+def _number(raw: dict[str, Any], name: str, where: str) -> float | None:
+    value = raw.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a number")
+    return float(value)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a ConfigError that names it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is missing; {path.parent} is no Hugging Face model directory") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return value

@@ -1,0 +1,70 @@
+"""What transformers computes for a checkpoint: the reference that the engine is held to. Imports transformers late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class GreedyStep(NamedTuple):
+    """A greedily taken token, its log-probability, and by how much its logit beat the next one's."""
+
+    token_id: int
+    logprob: float
+    margin: float
+
+
+class HfReference:
+    """A checkpoint run by transformers in float32, with the KV cache that ``generate`` uses."""
+
+    def __init__(self, directory: Path) -> None:
+        import torch
+        import transformers
+
+        hf: Any = transformers  # only partly typed
+        hf.logging.disable_progress_bar()
+        self._model: Any = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def greedy(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """The greedy continuation; no token ends it."""
+        return [step.token_id for step in self.greedy_steps(prompt_ids, max_new_tokens)]
+
+    def greedy_steps(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[GreedyStep]:
+        """The greedy continuation, with what was known at each step."""
+        import torch
+
+        self._forget()
+        steps: list[GreedyStep] = []
+        cache = None
+        inputs = list(prompt_ids)
+        with torch.inference_mode():
+            for _ in range(max_new_tokens):
+                output = self._model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = output.past_key_values
+                logits = output.logits[0, -1]
+                best, second = torch.topk(logits, 2).values.tolist()
+                token_id = int(logits.argmax())
+                logprob = float(torch.log_softmax(logits, -1)[token_id])
+                steps.append(GreedyStep(token_id, logprob, best - second))
+                inputs = [token_id]
+        return steps
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[list[float]]:
+        """Log-probabilities of every next token at each position, ``[position][token]``."""
+        import torch
+
+        self._forget()
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([list(token_ids)])).logits[0]
+            return torch.log_softmax(logits.double(), dim=-1).tolist()
+
+    def _forget(self) -> None:
+        """Dynamic RoPE keeps the longest length seen across calls; every call here starts afresh."""
+        rotary = self._model.model.rotary_emb
+        self._model.model.rotary_emb = type(rotary)(config=self._model.config)
+
+
+def hf_greedy(directory: Path, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """Greedy continuation by transformers. For more than one prompt, keep an `HfReference`."""
+    return HfReference(directory).greedy(prompt_ids, max_new_tokens)

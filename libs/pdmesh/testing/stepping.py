@@ -1,0 +1,102 @@
+"""Driving an `Engine` by hand, as a worker would: chunks, decodes, and mixtures of several requests."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice, SliceResult
+from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+
+GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
+
+
+def new_sequence(
+    prompt_ids: Sequence[int], block_table: Sequence[int], params: SamplingParams = GREEDY
+) -> EngineSequence:
+    return EngineSequence(
+        request_id=RequestId("test"),
+        params=params,
+        token_ids=array.array("i", prompt_ids),
+        num_prompt_tokens=len(prompt_ids),
+        block_table=list(block_table),
+    )
+
+
+@dataclass(slots=True)
+class Generation:
+    """One request on its way: ``next_slice`` says what to compute next, ``accept`` takes its result in."""
+
+    sequence: EngineSequence
+    max_tokens: int
+    num_computed: int = 0
+    results: list[SliceResult] = field(default_factory=list[SliceResult])
+
+    @property
+    def done(self) -> bool:
+        return self.sequence.num_output_tokens == self.max_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.sequence.token_ids[self.sequence.num_prompt_tokens :].tolist()
+
+    def next_slice(self, chunk_tokens: int) -> SequenceSlice:
+        num_left = len(self.sequence.token_ids) - self.num_computed
+        num_tokens = min(chunk_tokens, num_left)
+        return SequenceSlice(
+            sequence=self.sequence,
+            start=self.num_computed,
+            num_tokens=num_tokens,
+            sample=num_tokens == num_left,
+            prompt_logprobs=self.sequence.params.prompt_logprobs is not None,
+        )
+
+    def accept(self, part: SequenceSlice, result: SliceResult) -> None:
+        self.num_computed += part.num_tokens
+        self.results.append(result)
+        if result.token_id is not None:
+            self.sequence.token_ids.append(result.token_id)
+
+
+def step(engine: Engine, parts: Sequence[tuple[Generation, int]]) -> None:
+    """One step over the next slices (of at most so many tokens) of these generations."""
+    batch = [(generation, generation.next_slice(chunk_tokens)) for generation, chunk_tokens in parts]
+    results = engine.execute([part for _, part in batch])
+    for (generation, part), result in zip(batch, results, strict=True):
+        generation.accept(part, result)
+
+
+def generate(
+    engine: Engine,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    *,
+    chunk_tokens: int = 1 << 20,
+    params: SamplingParams = GREEDY,
+    first_block: int = 0,
+) -> Generation:
+    """Run one request alone to its end, its blocks counted down from the cache's end so that ids are no order."""
+    generation = Generation(
+        new_sequence(prompt_ids, block_table(engine, len(prompt_ids) + max_tokens, first_block), params), max_tokens
+    )
+    while not generation.done:
+        step(engine, [(generation, chunk_tokens)])
+    return generation
+
+
+def block_table(engine: Engine, num_tokens: int, first: int = 0) -> list[int]:
+    """Blocks for a sequence: descending ids, leaving out the ``first`` highest."""
+    num_blocks = num_blocks_for(num_tokens, engine.kv.layout.block_size)
+    highest = engine.kv.num_blocks - 1 - first
+    assert num_blocks <= highest + 1, "the test's cache is too small"
+    return list(range(highest, highest - num_blocks, -1))
+
+
+def separate_tables(engine: Engine, lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Block tables of several sequences side by side."""
+    first = 0
+    for length in lengths:
+        table = block_table(engine, length, first)
+        first += len(table)
+        yield table

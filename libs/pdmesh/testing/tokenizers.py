@@ -1,0 +1,72 @@
+"""A byte-level BPE tokenizer of any size from 272 up, with a ChatML template, made by rule instead of training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+EOS_TOKEN = "<|im_end|>"
+#: Their ids follow the 256 bytes'.
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", EOS_TOKEN)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON_MERGES = "Ġ t|h e|i n|Ġ a|e r|o n|Ġt he|r e|a t|Ġ s|e n|Ġ w|o u"  # Ġ is the byte-level alphabet's space
+_LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
+
+
+def write_tokenizer(directory: Path, *, vocab_size: int, model_max_length: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``. The vocabulary has exactly ``vocab_size`` entries."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: token_id for token_id, token in enumerate([*alphabet, *SPECIAL_TOKENS])}
+    merges: list[tuple[str, str]] = []
+    for left, right in islice(_merges(), vocab_size - len(vocab)):
+        merges.append((left, right))
+        vocab[left + right] = len(vocab)
+    if len(vocab) != vocab_size:
+        raise ValueError(f"a vocabulary of {vocab_size} cannot be made: {len(vocab)} is the nearest")
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model_max_length,
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": EOS_TOKEN,
+        "pad_token": SPECIAL_TOKENS[0],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    """Distinct merges whose parts exist before them: some common ones, then letter pairs, then pairs with a letter."""
+    made: set[str] = set()
+
+    def candidates() -> Iterator[tuple[str, str]]:
+        for merge in _COMMON_MERGES.split("|"):
+            left, right = merge.split(" ")
+            yield left, right
+        pairs = [(left, right) for left in _LETTERS for right in _LETTERS]
+        yield from pairs
+        for left, right in pairs:
+            yield "Ġ", left + right
+        for left, right in pairs:
+            for letter in _LETTERS:
+                yield left + right, letter
+
+    for left, right in candidates():
+        if left + right not in made:
+            made.add(left + right)
+            yield left, right

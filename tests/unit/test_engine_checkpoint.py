@@ -1,0 +1,236 @@
+"""Directories that can be served, and a clear sentence for those that cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import AutoTokenizer
+
+from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.engine.files import load_model_config, load_model_info, resolve_model
+from pdmesh.engine.model_config import RopeType
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.errors import ConfigError
+from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint, write_safetensors
+from pdmesh.testing.stepping import generate
+
+PROMPT = list(range(20))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architecture is 'MambaForCausalLM', which is not served"),
+        ({"architectures": ..., "model_type": "gpt2"}, "architecture is 'gpt2'"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; it must be a positive integer"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"torch_dtype": "int8"}, "dtype is 'int8'"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE scaling 'longrope' is not served"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor is nan"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+    ids=str,
+)
+def test_an_unserved_configuration_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    edit_config(directory, **changes)
+    with pytest.raises(ConfigError, match=message) as error:
+        TorchEngine(directory, num_blocks=1)
+    assert str(directory / "config.json") in str(error.value)
+
+
+def test_sliding_windows_are_refused_only_where_used(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, architecture="qwen2")
+    edit_config(directory, use_sliding_window=False, sliding_window=32)
+    load_model_config(directory)
+    edit_config(directory, use_sliding_window=True, max_window_layers=2)
+    load_model_config(directory)
+    edit_config(directory, max_window_layers=1)
+    with pytest.raises(ConfigError, match="sliding-window"):
+        load_model_config(directory)
+    edit_config(directory, layer_types=["full_attention", "full_attention"])
+    load_model_config(directory)
+
+
+def overwrite(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_bytes(content)
+
+
+def drop_tensor(directory: Path) -> None:
+    write_safetensors(directory / "model.safetensors", {"model.norm.weight": np.ones(64, np.float32)}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda directory: (directory / "config.json").unlink(), "config.json is missing"),
+        (overwrite("config.json", b"{"), "config.json cannot be read"),
+        (overwrite("config.json", b"\xff"), "config.json cannot be read: 'utf-8'"),
+        (overwrite("config.json", b"[]"), "config.json holds no JSON object"),
+        (lambda directory: (directory / "model.safetensors").unlink(), "holds no model.safetensors"),
+        (overwrite("model.safetensors", b"garbage"), "no readable safetensors file"),
+        (overwrite("model.safetensors", (1 << 60).to_bytes(8, "little") + b"{}"), "model.safetensors is no readable"),
+        (drop_tensor, "hold no tensor 'model.embed_tokens.weight'"),
+        (
+            lambda directory: edit_config(directory, vocab_size=321),
+            r"has shape \(320, 64\); config.json means \(321, 64\)",
+        ),
+        (lambda directory: edit_config(directory, num_hidden_layers=3), "hold no tensor 'model.layers.2"),
+    ],
+)
+def test_a_broken_directory_is_named(break_it: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    break_it(directory)
+    with pytest.raises(ConfigError, match=message):
+        TorchEngine(directory, num_blocks=1)
+
+
+def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
+    single, sharded = write_checkpoint(tmp_path / "1"), write_checkpoint(tmp_path / "2", sharded=True)
+    outputs = [generate(TorchEngine(path, num_blocks=4), PROMPT, 10).output_ids for path in (single, sharded)]
+    assert outputs[0] == outputs[1]
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors is missing, but .*index.json names it"):
+        TorchEngine(sharded, num_blocks=1)
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no weight_map"):
+        TorchEngine(sharded, num_blocks=1)
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, architecture="qwen3")
+    absent = dict.fromkeys(
+        ("head_dim", "rope_theta", "rope_scaling", "tie_word_embeddings", "max_position_embeddings", "torch_dtype"), ...
+    )
+    edit_config(directory, **absent)
+    config = load_model_config(directory)
+    assert (config.head_dim, config.max_position_embeddings, config.tie_word_embeddings) == (128, 32768, False)
+    assert (config.rope.rope_type, config.rope.theta, config.dtype) == (RopeType.DEFAULT, 10_000.0, "float32")
+    edit_config(directory, architectures=["LlamaForCausalLM"])
+    config = load_model_config(directory)
+    assert (config.head_dim, config.max_position_embeddings, config.qk_norm) == (16, 2048, False)
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_model_len"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, 2000),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2000),
+        ({"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 500}, 1500),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1000),
+    ],
+    ids=str,
+)
+def test_scaled_rope_stretches_the_context(rope: dict[str, Any], max_model_len: int, tmp_path: Path) -> None:
+    for rope_parameters_key in (False, True):
+        directory = write_checkpoint(
+            tmp_path, rope_scaling=rope, rope_parameters_key=rope_parameters_key, max_position_embeddings=1000
+        )
+        assert load_model_info(directory).max_model_len == max_model_len
+
+
+def test_model_info_tells_ends_and_default_sampling(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    info = load_model_info(directory)
+    assert (info.architecture, info.vocab_size, info.eos_token_ids) == ("LlamaForCausalLM", 320, (258, 256))
+    generation = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": 5}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    info = load_model_info(directory)
+    assert info.eos_token_ids == (5,)
+    sampling = info.default_sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.6, 0.9, 20, None)
+    (directory / "generation_config.json").unlink()
+    assert load_model_info(directory).eos_token_ids == (258,)
+    for broken in ({"temperature": "hot"}, {"eos_token_id": "end"}):
+        (directory / "generation_config.json").write_text(json.dumps(broken))
+        with pytest.raises(ConfigError, match=r"temperature is 'hot'|eos_token_id is 'end'"):
+            load_model_info(directory)
+
+
+def test_resolving_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve_model(str(tmp_path / "file"))
+    for absent in (str(tmp_path / "nowhere"), "./nowhere", "", "a b"):
+        with pytest.raises(ConfigError, match="neither a directory nor a Hugging Face hub id"):
+            resolve_model(absent)
+
+    asked: list[str] = []
+
+    def downloads(repo_id: str, **_: object) -> str:
+        asked.append(repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", downloads)
+    assert resolve_model("owner/name") == tmp_path
+    assert asked == ["owner/name"]
+
+    def unreachable(repo_id: str, **_: object) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ConfigError, match="not in the Hugging Face cache, and the hub cannot be reached"):
+        resolve_model("owner/name")
+
+
+def test_the_demo_model_is_written_once_and_can_be_served(tmp_path: Path) -> None:
+    directory = demo_checkpoint(tmp_path / "cache")
+    written = (directory / "model.safetensors").stat()
+    assert demo_checkpoint(tmp_path / "cache") == directory
+    assert (directory / "model.safetensors").stat() == written
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [directory.name]
+    assert load_model_info(directory).max_model_len == 8192
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Héllo"}], tokenize=False, add_generation_prompt=True
+    )
+    token_ids = tokenizer(text).input_ids
+    assert tokenizer.decode(token_ids) == text == "<|im_start|>user\nHéllo<|im_end|>\n<|im_start|>assistant\n"
+    assert len(tokenizer) == load_model_info(directory).vocab_size
+    generate(TorchEngine(directory, num_blocks=4), token_ids, 2)
+
+
+def test_what_gateways_use_does_not_import_torch() -> None:
+    code = "import sys, pdmesh.demo.checkpoint, pdmesh.engine.files; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_benchmark_shape_has_82m_parameters() -> None:
+    shape = LLAMA_82M
+    attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    layer = attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
+    total = shape.vocab_size * shape.hidden_size + shape.num_layers * layer + shape.hidden_size
+    assert round(total / 1e6) == 82
+
+
+def test_bfloat16_is_rounded_to_nearest_even(tmp_path: Path) -> None:
+    values = np.array([1.0, 1.00390625, 1.01171875, -3.14159, 1e-30, 0.1], dtype=np.float32)
+    write_safetensors(tmp_path / "x.safetensors", {"x": values}, "bfloat16")
+    from safetensors.torch import load_file
+
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.from_numpy(values).bfloat16())

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.model import KvLayout
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=5, dtype="bfloat16")
+
+
+def test_gather_and_scatter_are_inverse_and_follow_the_order_of_ids() -> None:
+    store = TorchKvStore(LAYOUT, 7, torch.device("cpu"))
+    data = bytes(range(240)) * 3
+    assert LAYOUT.block_bytes == 240
+    data = data[:240] + data[1:241] + data[2:242]
+    store.scatter(1, [6, 0, 3], memoryview(data))
+    out = bytearray(720)
+    store.gather(1, [6, 0, 3], memoryview(out))
+    assert bytes(out) == data
+    store.gather(1, [3, 6, 0], memoryview(out))
+    assert bytes(out) == data[480:] + data[:480]
+    store.gather(1, [1, 2, 4], memoryview(out))
+    assert bytes(out) == bytes(720)
+    assert not store.layers[0].any()
+
+
+def test_a_piece_is_keys_then_values_of_one_block() -> None:
+    store = TorchKvStore(LAYOUT, 2, torch.device("cpu"))
+    store.layers[0][1, 0] = 1.0
+    store.layers[0][1, 1] = 2.0
+    out = bytearray(240)
+    store.gather(0, [1], memoryview(out))
+    piece = torch.frombuffer(out, dtype=torch.bfloat16).view(2, 3, 5, 4)
+    assert (piece[0] == 1).all()
+    assert (piece[1] == 2).all()
+
+
+def test_no_block_outside_the_cache_is_touched() -> None:
+    store = TorchKvStore(LAYOUT, 2, torch.device("cpu"))
+    for block_id in (-1, 2):
+        with pytest.raises(IndexError, match="2 blocks"):
+            store.scatter(0, [block_id], memoryview(bytes(240)))
+    with pytest.raises(ValueError, match="reshape"):
+        store.scatter(0, [0], memoryview(bytes(239)))
+    store.gather(0, [], memoryview(bytearray()))

@@ -1,0 +1,139 @@
+"""What a step promises beyond its tokens: hooks, isolation, KV that can move, generations that end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdmesh.engine.base import SequenceSlice, SliceResult
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.errors import ConfigError
+from pdmesh.model import FinishReason, SamplingParams
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.stepping import Generation, block_table, generate, new_sequence, separate_tables, step
+
+PROMPT = list(range(3, 60))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> TorchEngine:
+    return TorchEngine(write_checkpoint(tmp_path, num_layers=3), num_blocks=32, num_threads=1, device="cpu")
+
+
+def layer_bytes(engine: TorchEngine, layer: int, blocks: list[int]) -> bytes:
+    out = bytearray(len(blocks) * engine.kv.layout.block_bytes)
+    engine.kv.gather(layer, blocks, memoryview(out))
+    return bytes(out)
+
+
+def test_the_hook_sees_each_layers_kv_complete_and_in_order(engine: TorchEngine) -> None:
+    blocks = block_table(engine, len(PROMPT))
+    seen: list[tuple[int, bytes]] = []
+    part = SequenceSlice(sequence=new_sequence(PROMPT, blocks), start=0, num_tokens=len(PROMPT), sample=True)
+    engine.execute([part], on_layer=lambda layer: seen.append((layer, layer_bytes(engine, layer, blocks))))
+    assert seen == [(layer, layer_bytes(engine, layer, blocks)) for layer in range(3)]
+    assert len({content for _, content in seen}) == 3
+
+
+def test_a_hook_may_run_another_step(engine: TorchEngine) -> None:
+    """Layer-boundary preemption needs this: nothing of a step lives outside its call."""
+    other_prompt = PROMPT[::-1]
+    expected, other_expected = (generate(engine, prompt, 1).output_ids for prompt in (PROMPT, other_prompt))
+    tables = separate_tables(engine, [len(PROMPT), len(other_prompt)])
+    outer, inner = (
+        SequenceSlice(sequence=new_sequence(prompt, table), start=0, num_tokens=len(prompt), sample=True)
+        for prompt, table in zip((PROMPT, other_prompt), tables, strict=True)
+    )
+    nested: list[SliceResult] = []
+
+    def interrupt(layer: int) -> None:
+        if layer == 1:
+            nested.extend(engine.execute([inner]))
+
+    results = engine.execute([outer], on_layer=interrupt)
+    assert [result.token_id for result in results] == expected
+    assert [result.token_id for result in nested] == other_expected
+
+
+def test_two_chunks_of_one_request_may_share_a_step(engine: TorchEngine) -> None:
+    sequence = new_sequence(PROMPT, block_table(engine, len(PROMPT)))
+    first = SequenceSlice(sequence=sequence, start=0, num_tokens=20, sample=False)
+    second = SequenceSlice(sequence=sequence, start=20, num_tokens=len(PROMPT) - 20, sample=True)
+    results = engine.execute([first, second])
+    assert [result.token_id for result in results] == [None, *generate(engine, PROMPT, 1).output_ids]
+
+
+def test_an_empty_step_is_nothing(engine: TorchEngine) -> None:
+    assert engine.execute([]) == []
+
+
+def test_kv_moved_to_another_engine_decodes_the_same(engine: TorchEngine, tmp_path: Path) -> None:
+    expected = generate(engine, PROMPT, 20).output_ids
+    receiver = TorchEngine(tmp_path, num_blocks=32, device="cpu")
+    source, target = block_table(engine, 80), block_table(receiver, 80, first=9)
+    sender = Generation(new_sequence(PROMPT, source), max_tokens=20)
+    step(engine, [(sender, len(PROMPT))])
+    for layer in range(3):
+        receiver.kv.scatter(layer, target, memoryview(layer_bytes(engine, layer, source)))
+    # a decode instance does not know the prompt's tokens: zeros stand in
+    moved = new_sequence([0] * len(PROMPT), target)
+    moved.token_ids.extend(sender.output_ids)
+    receiving = Generation(moved, max_tokens=20, num_computed=len(PROMPT))
+    while not receiving.done:
+        step(receiver, [(receiving, 1)])
+    assert receiving.output_ids == expected
+
+
+def test_garbage_in_freed_blocks_reaches_no_other_request(engine: TorchEngine) -> None:
+    expected = generate(engine, PROMPT, 20, chunk_tokens=10).output_ids
+    for cache in engine.kv.layers:
+        cache.fill_(torch.nan)
+    assert generate(engine, PROMPT, 20, chunk_tokens=10).output_ids == expected
+
+
+def test_a_resumed_request_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
+    """A new epoch prefills prompt and delivered output; dynamic RoPE must treat the output as output."""
+    directory = write_checkpoint(
+        tmp_path, max_position_embeddings=32, rope_scaling={"rope_type": "dynamic", "factor": 8.0}
+    )
+    engine = TorchEngine(directory, num_blocks=16)
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=11, repetition_penalty=1.2, min_tokens=3)
+    expected = generate(engine, PROMPT, 30, params=params).output_ids
+    resumed = Generation(new_sequence(PROMPT, block_table(engine, 100, first=6), params), max_tokens=30)
+    resumed.sequence.token_ids.extend(expected[:13])
+    while not resumed.done:
+        step(engine, [(resumed, 21)])
+    assert resumed.output_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "stop_token_id"),
+    [
+        ({"max_tokens": 1}, FinishReason.LENGTH, None),
+        ({"max_tokens": 2}, None, None),
+        ({"max_tokens": 2, "eos_token_ids": "drawn"}, FinishReason.STOP, None),
+        ({"max_tokens": 2, "stop_token_ids": "drawn"}, FinishReason.STOP, "drawn"),
+    ],
+)
+def test_how_a_generation_ends(
+    engine: TorchEngine, changes: dict[str, object], reason: FinishReason | None, stop_token_id: str | None
+) -> None:
+    drawn = generate(engine, PROMPT, 1).output_ids[0]
+    values = {name: (drawn,) if value == "drawn" else value for name, value in changes.items()}
+    params = SamplingParams(**{"max_tokens": 1, "temperature": 0.0, **values})  # type: ignore[arg-type]
+    result = generate(engine, PROMPT, 1, params=params).results[-1]
+    assert (result.token_id, result.finish_reason) == (drawn, reason)
+    assert result.stop_token_id == (drawn if stop_token_id else None)
+
+
+def test_impossible_settings_are_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"max_model_len is 10000, but .* 8192 tokens"):
+        TorchEngine(directory, num_blocks=1, max_model_len=10_000)
+    with pytest.raises(ConfigError, match="dtype is 'int8'"):
+        TorchEngine(directory, num_blocks=1, dtype="int8")
+    with pytest.raises(ConfigError, match="device is 'abacus'"):
+        TorchEngine(directory, num_blocks=1, device="abacus")
+    assert TorchEngine(directory, num_blocks=1, max_model_len=100).max_model_len == 100
