@@ -1,0 +1,341 @@
+"""One client request as one stream of text: fan-out to transcripts, detokenizing, stop strings, cancelling."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import anyio
+import structlog
+
+from pdmesh.errors import RequestRejected
+from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams
+from pdmesh.wire.messages import Rejected, Restarted, Submit, TokenLogprobs, TokenOut, pack_token_ids
+from pdmesh_gateway.detokenizer import Detokenizer
+from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.stop import StopFinder
+from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.transcripts import Mailbox, Transcript, Transcripts, finish_of
+
+log = structlog.get_logger()
+
+#: How long a request waits for a scheduler that is gone for a moment.
+CONNECT_GRACE_S = 5.0
+
+#: How long a missing token may be late before its request is resumed: far more than two streams of one mesh differ.
+STALL_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """What a client asked for, checked and tokenized."""
+
+    request_id: str
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    traceparent: str | None = None
+    deadline_s: float = 3600.0
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What is new of one choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class GenerationFailed(RequestRejected):
+    """An instance could not go on with a generation."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=500, type="server_error", code="generation_failed")
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One generation of a job, from tokens to text."""
+
+    index: int
+    transcript: Transcript
+    detokenizer: Detokenizer
+    stop: StopFinder
+    num_tokens: int = 0
+    is_done: bool = False
+
+    def advance(self, tokens: list[TokenOut]) -> Delta:
+        """Turn delivered tokens into text. Raises GenerationFailed."""
+        delta = Delta(index=self.index)
+        min_tokens = self.transcript.params.min_tokens
+        for token in tokens:
+            finish = finish_of(token)
+            if finish == "error":
+                raise GenerationFailed(token.error or "The generation was aborted.")
+            piece = ""
+            if token.token_id is not None:
+                self.num_tokens += 1
+                delta.token_ids.append(token.token_id)
+                delta.logprobs.append(token.logprobs)
+                # The token that stopped the generation is no text, unless its text was asked for.
+                if finish != "stop" or self.stop.include_stop:
+                    piece = self.detokenizer.push(token.token_id)
+            if finish is not None:
+                piece += self.detokenizer.flush()
+            shown, found = self.stop.push(piece, check=self.num_tokens > min_tokens)
+            delta.text += shown
+            if found is not None:
+                finish, delta.stop_reason = "stop", found
+            elif finish is not None:
+                delta.text += self.stop.flush()
+                delta.stop_reason = token.stop_token_id
+            if finish is not None:
+                delta.finish_reason = finish
+                self.is_done = True
+                break
+        return delta
+
+
+class Generation:
+    """The choices of one job under way. Iterate `deltas` once."""
+
+    def __init__(self, generator: Generator, job: GenerationJob, choices: list[Choice], mailbox: Mailbox) -> None:
+        self._generator = generator
+        self._mailbox = mailbox
+        self._choices = choices
+        self._by_transcript = {choice.transcript.request_id: choice for choice in choices}
+        self._num_left = len(choices)
+        self._started_s = time.monotonic()
+        self.job = job
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
+
+    def num_tokens_of(self, index: int) -> int:
+        return self._choices[index].num_tokens
+
+    def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
+        """Of all prompt tokens of a choice, complete when its first token is here. The first has none."""
+        transcript = self._choices[index].transcript
+        return [transcript.prompt_logprobs.get(position) for position in range(transcript.num_prompt_tokens)]
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What is new, until every choice has ended. Raises RequestRejected if one cannot."""
+        metrics = self._generator.metrics
+        first_s: dict[int, float] = {}
+        last_s: dict[int, float] = {}
+        while self._num_left:
+            await self._wait()
+            now_s = time.monotonic()
+            batch: list[Delta] = []
+            while (transcript := self._mailbox.take()) is not None:
+                choice = self._by_transcript[transcript.request_id]
+                tokens = transcript.take()
+                if choice.is_done:
+                    continue
+                if tokens:
+                    delta = choice.advance(tokens)
+                    metrics.tokens_out(len(delta.token_ids), now_s, self._started_s, last_s.get(choice.index))
+                    first_s.setdefault(choice.index, now_s)
+                    last_s[choice.index] = now_s
+                    batch.append(delta)
+                    if delta.finish_reason is not None:
+                        metrics.finished(
+                            transcript.num_prompt_tokens,
+                            choice.num_tokens,
+                            delta.finish_reason,
+                            ttft_s=first_s[choice.index] - self._started_s,
+                            e2e_s=now_s - self._started_s,
+                        )
+                if choice.is_done:
+                    self._num_left -= 1
+                    self._generator.finish(transcript)
+                elif transcript.failure is not None:
+                    raise transcript.failure
+            if batch:
+                yield batch
+
+    async def _wait(self) -> None:
+        """Until there is news, resuming what lost a token on the way."""
+        while True:
+            stalled = [choice.transcript for choice in self._choices if choice.transcript.stalled_since_s is not None]
+            if not stalled:
+                await self._mailbox.wait()
+                return
+            resume_at_s = min(map(_resume_at_s, stalled))
+            with anyio.move_on_after(resume_at_s - time.monotonic()):
+                await self._mailbox.wait()
+                return
+            for transcript in stalled:
+                if transcript.stalled_since_s is not None and _resume_at_s(transcript) <= time.monotonic():
+                    self._generator.resume(transcript, "a token was lost on the way", cancel=True)
+
+
+def _resume_at_s(transcript: Transcript) -> float:
+    assert transcript.stalled_since_s is not None
+    return transcript.stalled_since_s + STALL_GRACE_S
+
+
+class Generator:
+    """Starts generations and keeps their transcripts; answers the scheduler about them."""
+
+    def __init__(
+        self,
+        *,
+        gateway_id: GatewayId,
+        token_address: str,
+        tokenizer: ModelTokenizer,
+        transcripts: Transcripts,
+        link: SchedulerLink,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._token_address = token_address
+        self._tokenizer = tokenizer
+        self._transcripts = transcripts
+        self._link = link
+        self.metrics = metrics
+
+    @asynccontextmanager
+    async def open(self, job: GenerationJob) -> AsyncGenerator[Generation]:
+        """Submit a job; whatever of it has not ended when the block is left is cancelled.
+
+        Raises RequestRejected if the scheduler cannot be reached or the job takes longer than its deadline.
+        """
+        with anyio.move_on_after(CONNECT_GRACE_S):
+            await self._link.wait_connected()
+        mailbox = Mailbox()
+        choices: list[Choice] = []
+        try:
+            for prompt_index, prompt in enumerate(job.prompts):
+                packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
+                for i in range(job.n):
+                    choice = self._choice(job, prompt_index * job.n + i, i, prompt, packed, mailbox)
+                    self._transcripts.add(choice.transcript)
+                    choices.append(choice)
+                    self._submit(choice.transcript)
+            with anyio.move_on_after(job.deadline_s) as scope:
+                yield Generation(self, job, choices, mailbox)
+            if scope.cancelled_caught:
+                raise RequestRejected(
+                    f"The request took longer than {job.deadline_s:g} s.",
+                    status=504,
+                    type="server_error",
+                    code="deadline_exceeded",
+                )
+        finally:
+            for choice in choices:
+                if not choice.is_done:
+                    self.finish(choice.transcript)
+
+    def finish(self, transcript: Transcript) -> None:
+        """Forget a request whose client has all it wants; cancel it where it still runs."""
+        if not transcript.finished:
+            transcript.finished = True
+            self._link.cancel(transcript.request_id, transcript.epoch)
+        self._transcripts.remove(transcript)
+
+    def resume(self, transcript: Transcript, reason: str, *, cancel: bool = False) -> None:
+        """Submit a request again, from its transcript and under the next epoch."""
+        log.warning("resuming", request_id=transcript.request_id, epoch=transcript.epoch, reason=reason)
+        if cancel:
+            self._link.cancel(transcript.request_id, transcript.epoch)
+        if not transcript.restart():
+            transcript.fail(
+                RequestRejected(
+                    f"The request was restarted too often; the last time: {reason}",
+                    status=503,
+                    type="server_error",
+                    code="restarted_too_often",
+                    retry_after_s=1,
+                )
+            )
+            return
+        self.metrics.restarted()
+        try:
+            self._submit(transcript)
+        except RequestRejected as error:
+            transcript.fail(error)
+
+    # What the scheduler says (`pdmesh_gateway.scheduler_link.Waiting`).
+
+    def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
+        return self._transcripts.waiting()
+
+    def on_rejected(self, message: Rejected) -> None:
+        transcript = self._transcripts.current(message.request_id, message.epoch)
+        if transcript is not None:
+            transcript.fail(_rejection(message))
+
+    def on_restarted(self, message: Restarted) -> None:
+        transcript = self._transcripts.current(message.request_id, message.epoch)
+        if transcript is not None:
+            self.resume(transcript, message.reason)
+
+    def _submit(self, transcript: Transcript) -> None:
+        self._link.submit(Submit(generation=transcript.generation(), priority=transcript.priority))
+
+    def _choice(
+        self, job: GenerationJob, index: int, i: int, prompt: Sequence[int], packed: bytes, mailbox: Mailbox
+    ) -> Choice:
+        request_id = job.request_id if job.num_choices == 1 else f"{job.request_id}-{index}"
+        if request_id in self._transcripts:  # clients choose ids, and can choose one twice
+            request_id = f"{request_id}-{secrets.token_hex(4)}"
+        transcript = Transcript(
+            request_id=RequestId(request_id),
+            gateway_id=self._gateway_id,
+            token_address=self._token_address,
+            prompt=packed,
+            params=replace(job.params, seed=(job.params.seed + i) % 2**63),
+            mailbox=mailbox,
+            clock=time.monotonic,
+            priority=job.priority,
+            traceparent=job.traceparent,
+        )
+        return Choice(
+            index=index,
+            transcript=transcript,
+            detokenizer=self._tokenizer.detokenizer(prompt[-32:], skip_special_tokens=job.skip_special_tokens),
+            stop=StopFinder(job.stop, job.include_stop),
+        )
+
+
+_STATUS_OF_REASON = {
+    RejectReason.OVERLOADED: (429, "rate_limit_error"),
+    RejectReason.QUEUE_TIMEOUT: (503, "server_error"),
+    RejectReason.NO_INSTANCE: (503, "server_error"),
+    RejectReason.TOO_LONG: (400, "invalid_request_error"),
+}
+
+
+def _rejection(message: Rejected) -> RequestRejected:
+    status, kind = _STATUS_OF_REASON[message.reason]
+    retry_after_s = message.retry_after_s if message.retry_after_s is not None else 1.0
+    return RequestRejected(
+        message.message,
+        status=status,
+        type=kind,
+        code=str(message.reason),
+        retry_after_s=None if status == 400 else retry_after_s,
+    )

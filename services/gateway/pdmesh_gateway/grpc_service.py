@@ -1,0 +1,189 @@
+"""The protobuf edge: `pdmesh.api.v1.Inference`, with the standard health and reflection services."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdmesh.config import SecurityConfig
+from pdmesh.errors import RequestRejected
+from pdmesh.wire.endpoint import bind
+from pdmesh.wire.link import GRPC_OPTIONS
+from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.http.exchange import as_rejection
+from pdmesh_gateway.proto import pdmesh_pb2 as pb
+from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
+from pdmesh_gateway.protocol import SamplingFields
+from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings
+from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent, new_request_id
+
+log = structlog.get_logger()
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+#: How often the health service looks at the mesh.
+HEALTH_INTERVAL_S = 1.0
+
+_STATUS_OF_HTTP = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+_FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+
+@asynccontextmanager
+async def serve_grpc(serving: Serving, security: SecurityConfig) -> AsyncGenerator[int]:
+    """Serve within the block; yields the port. When it is left, streams have a moment to end."""
+    limits = [("grpc.max_receive_message_length", serving.config.max_body_bytes)]
+    options = [option for option in GRPC_OPTIONS if option[0] != limits[0][0]] + limits
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=serving.config.max_concurrent_requests)
+    pb_grpc.add_InferenceServicer_to_server(_Inference(serving), server)  # type: ignore[no-untyped-call]
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = bind(server, serving.config.host, serving.config.grpc_port, security)
+    await server.start()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_report_health, serving, health_servicer)
+        try:
+            yield port
+        finally:
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await server.stop(grace=None)
+
+
+async def _report_health(serving: Serving, servicer: health.aio.HealthServicer) -> None:
+    """Tell the health service what ``/ready`` says."""
+    shown: Any = None
+    while True:
+        ready = serving.link.unready_reason is None
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        if status != shown:
+            shown = status
+            for name in ("", SERVICE):
+                await servicer.set(name, status)
+        await anyio.sleep(HEALTH_INTERVAL_S)
+
+
+class _Inference(pb_grpc.InferenceServicer):
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        """A client that goes away cancels this coroutine, and with it the generation."""
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        try:
+            self._serving.keys.check(metadata.get("authorization"))
+            job = await self._job(request, metadata.get("traceparent"))
+            held_bytes = 8 * job.num_prompt_tokens
+            with self._serving.admission.hold(num_requests=1, num_bytes=held_bytes):
+                async with self._serving.generator.open(job) as generation:
+                    async for batch in generation.deltas():
+                        for delta in batch:
+                            yield _response(delta, generation, with_logprobs=request.sampling.HasField("logprobs"))
+        except RequestRejected as error:
+            await _abort(context, error)
+        except Exception as error:
+            log.exception("request failed", request_id=request.request_id)
+            await _abort(context, as_rejection(error))
+
+    async def _job(self, request: pb.GenerateRequest, traceparent: str | None) -> GenerationJob:
+        serving = self._serving
+        serving.check_model(request.model or None)
+        request_id = check_request_id(request.request_id, param="request_id") if request.request_id else None
+        fields = _fields(request)
+        prompt = await self._prompt(request)
+        asked = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
+        number("max_tokens", asked, low=1)
+        max_tokens = fit_max_tokens(
+            asked,
+            num_prompt_tokens=len(prompt),
+            max_model_len=serving.max_model_len,
+            default=serving.config.default_max_tokens,
+            what="prompt",
+        )
+        logprobs = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
+        return GenerationJob(
+            request_id=serving.recent_ids.unique(request_id or new_request_id()),
+            prompts=[prompt],
+            params=sampling_params(fields, serving.info, max_tokens=max_tokens, logprobs=logprobs),
+            stop=stop_strings(fields),
+            include_stop=request.sampling.include_stop,
+            skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
+            priority=request.priority,
+            traceparent=check_traceparent(traceparent),
+            deadline_s=serving.config.request_timeout_s,
+        )
+
+    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
+        token_ids: Sequence[int] = list(request.token_ids.ids)
+        if request.text:
+            token_ids = await self._serving.encode(request.text, add_special_tokens=True, what="prompt")
+        return self._serving.check_prompt(token_ids, what="prompt")
+
+
+def _fields(request: pb.GenerateRequest) -> SamplingFields:
+    """The same fields as over HTTP, so that the same checks apply."""
+    sampling = request.sampling
+
+    def optional(name: str) -> Any:
+        return getattr(sampling, name) if sampling.HasField(name) else None
+
+    return SamplingFields(
+        temperature=optional("temperature"),
+        top_p=optional("top_p"),
+        top_k=optional("top_k"),
+        min_p=optional("min_p"),
+        repetition_penalty=optional("repetition_penalty"),
+        presence_penalty=optional("presence_penalty"),
+        frequency_penalty=optional("frequency_penalty"),
+        seed=optional("seed"),
+        min_tokens=optional("min_tokens"),
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logit_bias={str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
+        priority=request.priority,
+    )
+
+
+def _response(delta: Delta, generation: Generation, *, with_logprobs: bool) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(
+        request_id=generation.job.request_id, text=delta.text, token_ids=[i % 2**32 for i in delta.token_ids]
+    )
+    if with_logprobs:
+        for at in delta.logprobs:
+            if at is not None:
+                top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in at.top]
+                response.logprobs.append(pb.TokenLogprobs(logprob=at.logprob, top=top))
+    if delta.finish_reason is not None:
+        response.finish_reason = _FINISH[delta.finish_reason]
+        response.usage.prompt_tokens = generation.job.num_prompt_tokens
+        response.usage.completion_tokens = generation.num_output_tokens
+        if isinstance(delta.stop_reason, str):
+            response.stop_string = delta.stop_reason
+        elif delta.stop_reason is not None:
+            response.stop_token_id = delta.stop_reason
+    return response
+
+
+async def _abort(context: Any, error: RequestRejected) -> None:
+    metadata: tuple[tuple[str, str], ...] = ()
+    if error.retry_after_s is not None:
+        metadata = (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
+    code = _STATUS_OF_HTTP.get(error.status, grpc.StatusCode.INTERNAL)
+    await context.abort(code, error.message, trailing_metadata=metadata)

@@ -1,0 +1,102 @@
+"""Routes, and what surrounds every request: its id, its key, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import structlog
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.body import ClientGone
+from pdmesh_gateway.http.chat import ChatEndpoint
+from pdmesh_gateway.http.completions import CompletionsEndpoint
+from pdmesh_gateway.http.exchange import Exchange, as_rejection
+from pdmesh_gateway.http.utility import UtilityEndpoints
+from pdmesh_gateway.serving import Serving, check_request_id, new_request_id
+
+log = structlog.get_logger()
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+#: For the metric and the log only: the client is no longer there to see it (nginx's number).
+CLIENT_CLOSED_REQUEST = 499
+
+
+def build_app(serving: Serving) -> ASGIApp:
+    """The ASGI application of a gateway."""
+    utility = UtilityEndpoints(serving)
+    guarded: list[tuple[str, str, Handler]] = [
+        ("/v1/chat/completions", "POST", ChatEndpoint(serving)),
+        ("/v1/completions", "POST", CompletionsEndpoint(serving)),
+        ("/v1/models", "GET", utility.models),
+        ("/v1/models/{model:path}", "GET", utility.model),
+        ("/tokenize", "POST", utility.tokenize),
+        ("/detokenize", "POST", utility.detokenize),
+    ]
+    # Probes and scrapers carry no key, and learn nothing from these that a key protects.
+    open_to_all: list[tuple[str, str, Handler]] = [
+        ("/health", "GET", utility.ready),
+        ("/ready", "GET", utility.ready),
+        ("/live", "GET", utility.live),
+        ("/ping", "GET", utility.ready),
+        ("/metrics", "GET", utility.metrics),
+        ("/version", "GET", utility.version),
+        ("/docs", "GET", utility.docs),
+        ("/openapi.json", "GET", utility.openapi),
+    ]
+    routes = [
+        *(_Endpoint(serving, path, handler, guarded=True).route(method) for path, method, handler in guarded),
+        *(_Endpoint(serving, path, handler, guarded=False).route(method) for path, method, handler in open_to_all),
+    ]
+    return Router(routes, default=_Endpoint(serving, "other", _not_found, guarded=False), redirect_slashes=False)
+
+
+async def _not_found(exchange: Exchange) -> None:
+    if exchange.scope["type"] != "http":
+        return
+    method, path = exchange.scope["method"], exchange.scope["path"]
+    raise RequestRejected(f"Invalid URL ({method} {path})", status=404, code="not_found")
+
+
+class _Endpoint:
+    """An ASGI application around one handler."""
+
+    def __init__(self, serving: Serving, path: str, handler: Handler, *, guarded: bool) -> None:
+        self._serving = serving
+        self._path = path
+        self._handler = handler
+        self._guarded = guarded
+        self._method = ""
+
+    def route(self, method: str) -> Route:
+        self._method = method
+        return Route(self._path, self)  # the method is checked here, for a JSON body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, new_request_id(), dict(scope["headers"]))
+        try:
+            try:
+                self._check(exchange)
+                await self._handler(exchange)
+            except RequestRejected as error:
+                await exchange.respond_error(error)
+            except ClientGone:
+                exchange.status = CLIENT_CLOSED_REQUEST
+            except Exception as error:
+                log.exception("request failed", request_id=exchange.request_id, path=self._path)
+                await exchange.respond_error(as_rejection(error))
+        finally:
+            self._serving.metrics.responded(self._path, exchange.status)
+
+    def _check(self, exchange: Exchange) -> None:
+        given = exchange.header("x-request-id")
+        if given is not None:
+            exchange.request_id = check_request_id(given, param="X-Request-Id")
+        if self._method and exchange.scope["method"] not in (self._method, "HEAD" if self._method == "GET" else ""):
+            raise RequestRejected(
+                f"Not allowed to {exchange.scope['method']} on {self._path}.", status=405, code="method_not_allowed"
+            )
+        if self._guarded:
+            self._serving.keys.check(exchange.header("authorization"))

@@ -1,0 +1,176 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
+from pdmesh_gateway.http.logprobs import chat_logprobs
+from pdmesh_gateway.http.sse import ChunkWriter, usage_of
+from pdmesh_gateway.protocol import ChatChoice, ChatMessage, ChatRequest, ChatResponse, ResponseMessage, Usage
+from pdmesh_gateway.sampling import MAX_LOGPROBS, check_supported, fit_max_tokens, num_choices, number, sampling_params
+from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.tokenizer import ModelTokenizer
+
+
+class ChatEndpoint(GenerationEndpoint[ChatRequest]):
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, ChatRequest)
+
+    async def prepare(self, request: ChatRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+        serving = self._serving
+        serving.check_model(request.model)
+        check_supported(request)
+        _check_tools(request)
+        n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
+        number("max_tokens", request.max_tokens, low=1)
+        number("max_completion_tokens", request.max_completion_tokens, low=1)
+        num_top = _num_top_logprobs(request)
+        prompt = await self._prompt(request)
+        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        max_tokens = fit_max_tokens(
+            asked,
+            num_prompt_tokens=len(prompt),
+            max_model_len=serving.max_model_len,
+            default=serving.config.default_max_tokens,
+            what="messages",
+        )
+        params = sampling_params(request, serving.info, max_tokens=max_tokens, logprobs=num_top)
+        job = self.job(request, exchange, prompts=[prompt], params=params, n=n)
+        return job, _ChatRendering(request, serving.tokenizer, model=request.model or serving.model, job=job)
+
+    async def _prompt(self, request: ChatRequest) -> Sequence[int]:
+        serving = self._serving
+        text = await serving.tokenizer.render_chat(
+            template_messages(request.messages),
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            template=request.chat_template,
+            variables={**(request.chat_template_kwargs or {}), "documents": request.documents},
+        )
+        # The template writes the special tokens itself.
+        token_ids = await serving.encode(text, add_special_tokens=bool(request.add_special_tokens), what="messages")
+        return serving.check_prompt(token_ids, what="messages", truncate=request.truncate_prompt_tokens)
+
+
+def _check_tools(request: ChatRequest) -> None:
+    if request.tools and request.tool_choice != "none":
+        raise RequestRejected(
+            'Tool calls are not supported by this server: set `tool_choice` to "none".',
+            param="tools",
+            code="unsupported_value",
+        )
+
+
+def _num_top_logprobs(request: ChatRequest) -> int | None:
+    number("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise RequestRejected("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+        return None
+    return request.top_logprobs or 0
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as templates know them: text content, and tool arguments as objects. Raises RequestRejected."""
+    if not messages:
+        raise RequestRejected("`messages` must not be empty.", param="messages", code="invalid_value")
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    result: dict[str, Any] = msgspec.to_builtins(message)
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type not in ("text", "input_text", "output_text") or part.text is None:
+                raise RequestRejected(
+                    f"`{where}.content` has a part of type {part.type[:40]!r}; this model reads text only.",
+                    param="messages",
+                    code="unsupported_value",
+                )
+        content = "\n".join(part.text or "" for part in content)
+    result["content"] = content or ""
+    for call in result.get("tool_calls", []):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = msgspec.json.decode(function["arguments"])
+            except msgspec.DecodeError as error:
+                raise RequestRejected(
+                    f"`{where}.tool_calls` has arguments that are not JSON: {error}", param="messages"
+                ) from None
+    return result
+
+
+class _ChatRendering(Rendering):
+    def __init__(self, request: ChatRequest, tokenizer: ModelTokenizer, *, model: str, job: GenerationJob) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._id = f"chatcmpl-{job.request_id}"
+        self._created = int(time.time())
+        self._model = model
+        options = request.stream_options
+        self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
+        self._writer = ChunkWriter(
+            kind="chat.completion.chunk",
+            response_id=self._id,
+            created=self._created,
+            model=model,
+            null_usage=options is not None and bool(options.include_usage) and not self._continuous_usage,
+        )
+        self._begun = [False] * job.num_choices
+
+    def chunk(self, delta: Delta, generation: Generation) -> bytes:
+        request = self._request
+        job = generation.job
+        usage = (
+            usage_of(job.num_prompt_tokens, generation.num_tokens_of(delta.index)) if self._continuous_usage else None
+        )
+        head = b""
+        if not self._begun[delta.index]:
+            self._begun[delta.index] = True
+            prompt = list(job.prompts[0]) if request.return_token_ids else None
+            head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=usage)
+        return head + self._writer.delta(
+            delta.index,
+            delta.text,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            logprobs=chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs) if request.logprobs else None,
+            token_ids=delta.token_ids if request.return_token_ids else None,
+            usage=usage,
+        )
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._writer.usage(usage)
+
+    def response(self, choices: Sequence[Collected], generation: Generation, usage: Usage) -> msgspec.Struct:
+        request = self._request
+        return ChatResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=ResponseMessage(content=choice.text),
+                    logprobs=chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs)
+                    if request.logprobs
+                    else None,
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                    token_ids=choice.token_ids if request.return_token_ids else msgspec.UNSET,
+                )
+                for index, choice in enumerate(choices)
+            ],
+            usage=usage,
+            prompt_token_ids=list(generation.job.prompts[0]) if request.return_token_ids else msgspec.UNSET,
+        )

@@ -1,0 +1,226 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh.wire.messages import TokenLogprobs
+from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
+from pdmesh_gateway.http.logprobs import completion_logprobs, num_characters
+from pdmesh_gateway.http.sse import ChunkWriter, usage_of
+from pdmesh_gateway.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    Usage,
+)
+from pdmesh_gateway.sampling import check_supported, fit_max_tokens, num_choices, number, sampling_params
+from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.tokenizer import ModelTokenizer
+
+
+class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, CompletionRequest)
+
+    async def prepare(self, request: CompletionRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+        serving = self._serving
+        serving.check_model(request.model)
+        check_supported(request)
+        n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
+        asked = None if request.max_tokens is msgspec.UNSET else request.max_tokens
+        number("max_tokens", asked, low=0 if request.echo else 1)
+        prompts = await self._prompts(request)
+        # With echo, max_tokens 0 asks for the prompt alone; its log-probabilities come with a first token all the same.
+        prompt_only = asked == 0
+        default = serving.config.default_max_tokens
+        if default is None and request.max_tokens is msgspec.UNSET:
+            default = DEFAULT_COMPLETION_TOKENS
+        max_tokens = fit_max_tokens(
+            1 if prompt_only else asked,
+            num_prompt_tokens=max(map(len, prompts)),
+            max_model_len=serving.max_model_len,
+            default=default,
+            what="prompt",
+        )
+        params = sampling_params(
+            request,
+            serving.info,
+            max_tokens=max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.logprobs if request.echo else None,
+        )
+        job = self.job(request, exchange, prompts=prompts, params=params, n=n)
+        texts = await self._echoed(request, prompts) if request.echo else []
+        rendering = _CompletionRendering(
+            request, serving.tokenizer, model=request.model or serving.model, job=job, echoed=texts
+        )
+        return job, rendering
+
+    async def _prompts(self, request: CompletionRequest) -> list[Sequence[int]]:
+        """Token ids of every prompt. Raises RequestRejected."""
+        prompt = request.prompt
+        if prompt is None:
+            raise RequestRejected(
+                "Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter"
+            )
+        given: list[str | list[int]]
+        if isinstance(prompt, str):
+            given = [prompt]
+        elif all(isinstance(item, int) for item in prompt):
+            given = [[item for item in prompt if isinstance(item, int)]]
+        elif all(isinstance(item, str | list) for item in prompt):
+            given = [item for item in prompt if isinstance(item, str | list)]
+        else:
+            raise RequestRejected(
+                "Invalid value for `prompt`: a list must hold strings, token ids, or lists of token ids.",
+                param="prompt",
+                code="invalid_type",
+            )
+        if len(given) > self._serving.config.max_concurrent_requests:
+            raise RequestRejected(f"`prompt` holds {len(given)} prompts: too many.", param="prompt")
+        return [await self._prompt(one, request) for one in given]
+
+    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Sequence[int]:
+        serving = self._serving
+        token_ids: Sequence[int] = prompt if isinstance(prompt, list) else ()
+        if isinstance(prompt, str) and prompt:
+            add_special_tokens = request.add_special_tokens is not False
+            token_ids = await serving.encode(prompt, add_special_tokens=add_special_tokens, what="prompt")
+        return serving.check_prompt(token_ids, what="prompt", truncate=request.truncate_prompt_tokens)
+
+    async def _echoed(self, request: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
+        decode = self._serving.tokenizer.decode
+        skip = request.skip_special_tokens is not False
+        return [await decode(prompt, skip_special_tokens=skip) for prompt in prompts]
+
+
+class _CompletionRendering(Rendering):
+    def __init__(
+        self,
+        request: CompletionRequest,
+        tokenizer: ModelTokenizer,
+        *,
+        model: str,
+        job: GenerationJob,
+        echoed: Sequence[str],
+    ) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._id = f"cmpl-{job.request_id}"
+        self._created = int(time.time())
+        self._model = model
+        self._echoed = echoed  # by prompt; empty without echo
+        self._prompt_only = request.max_tokens == 0
+        options = request.stream_options
+        self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
+        self._writer = ChunkWriter(
+            kind="text_completion",
+            response_id=self._id,
+            created=self._created,
+            model=model,
+            null_usage=options is not None and bool(options.include_usage) and not self._continuous_usage,
+        )
+        self._begun = [False] * job.num_choices
+        self._offsets = [0] * job.num_choices
+
+    def num_output_tokens(self, generation: Generation) -> int:
+        return 0 if self._prompt_only else generation.num_output_tokens
+
+    def chunk(self, delta: Delta, generation: Generation) -> bytes:
+        index = delta.index
+        job = generation.job
+        prompt = job.prompts[index // job.n]
+        is_first = not self._begun[index]
+        self._begun[index] = True
+        delta = self._own(delta)
+        new_token_ids = delta.token_ids
+        if is_first and self._echoed:
+            delta = self._with_echo(delta, generation)
+        num_output_tokens = 0 if self._prompt_only else generation.num_tokens_of(index)
+        return self._writer.delta(
+            index,
+            delta.text,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            logprobs=self._logprobs(index, delta.token_ids, delta.logprobs),
+            token_ids=new_token_ids if self._request.return_token_ids else None,
+            prompt_token_ids=list(prompt) if self._request.return_token_ids and is_first else None,
+            usage=usage_of(len(prompt), num_output_tokens) if self._continuous_usage else None,
+        )
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._writer.usage(usage)
+
+    def response(self, choices: Sequence[Collected], generation: Generation, usage: Usage) -> msgspec.Struct:
+        return CompletionResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(index, choice, generation) for index, choice in enumerate(choices)],
+            usage=usage,
+        )
+
+    def _choice(self, index: int, choice: Collected, generation: Generation) -> CompletionChoice:
+        own = self._own(
+            Delta(
+                index=index,
+                text=choice.text,
+                token_ids=choice.token_ids,
+                logprobs=choice.logprobs,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+        )
+        whole = self._with_echo(own, generation) if self._echoed else own
+        with_ids = bool(self._request.return_token_ids)
+        return CompletionChoice(
+            index=index,
+            text=whole.text,
+            logprobs=self._logprobs(index, whole.token_ids, whole.logprobs),
+            finish_reason=own.finish_reason,
+            stop_reason=own.stop_reason,
+            token_ids=own.token_ids if with_ids else msgspec.UNSET,
+            prompt_token_ids=list(generation.job.prompts[index // generation.job.n]) if with_ids else msgspec.UNSET,
+        )
+
+    def _own(self, delta: Delta) -> Delta:
+        """Without the token that nobody asked for."""
+        if not self._prompt_only:
+            return delta
+        return Delta(index=delta.index, finish_reason="length")
+
+    def _with_echo(self, delta: Delta, generation: Generation) -> Delta:
+        """The prompt in front."""
+        job = generation.job
+        i = delta.index // job.n
+        logprobs: list[TokenLogprobs | None] = []
+        if self._request.logprobs is not None:
+            logprobs = generation.prompt_logprobs(delta.index) + delta.logprobs
+        return replace(
+            delta, text=self._echoed[i] + delta.text, token_ids=[*job.prompts[i], *delta.token_ids], logprobs=logprobs
+        )
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs | None:
+        if self._request.logprobs is None:
+            return None
+        result = completion_logprobs(
+            self._tokenizer,
+            token_ids,
+            logprobs,
+            num_top=self._request.logprobs,
+            text_offset=self._offsets[index],
+        )
+        self._offsets[index] += num_characters(self._tokenizer, token_ids)
+        return result

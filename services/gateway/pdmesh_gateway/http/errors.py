@@ -1,0 +1,30 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.protocol import ErrorBody, ErrorResponse
+
+
+def error_json(error: RequestRejected) -> bytes:
+    """The body of an error response, and the data of an error event."""
+    body = ErrorBody(message=error.message, type=error.type, param=error.param, code=error.code)
+    return msgspec.json.encode(ErrorResponse(body))
+
+
+def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
+    headers: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
+def internal_error() -> RequestRejected:
+    """For a bug of ours: the log has the details, the client does not."""
+    return RequestRejected("Internal server error.", status=500, type="server_error", code="internal_error")

@@ -1,0 +1,120 @@
+"""One HTTP request and its response, as thin over ASGI as streaming wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.body import ClientGone, read_body
+from pdmesh_gateway.http.errors import error_headers, error_json, internal_error
+
+JSON = b"application/json"
+
+#: Proxies must not collect events.
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What an endpoint sees of its request, and how it answers."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    request_id: str
+    headers: dict[bytes, bytes]
+    started: bool = False  # the response's head was sent
+    status: int = 0
+    _extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
+
+    def header(self, name: str) -> str | None:
+        value = self.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    @property
+    def content_length(self) -> int | None:
+        value = self.headers.get(b"content-length", b"")
+        return int(value) if value.isdigit() else None
+
+    async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
+        return await read_body(
+            self.receive, content_length=self.content_length, max_bytes=max_bytes, timeout_s=timeout_s
+        )
+
+    async def respond(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = JSON,
+        headers: list[tuple[bytes, bytes]] | None = None,
+    ) -> None:
+        """A whole response."""
+        await self._start(
+            status,
+            [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *(headers or [])],
+        )
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def respond_json(self, value: Any, *, status: int = 200) -> None:
+        await self.respond(msgspec.json.encode(value), status=status)
+
+    async def respond_error(self, error: RequestRejected) -> None:
+        """An error as a response or, if a stream has begun, as its last event; there is no ``[DONE]`` then."""
+        if self.started:
+            await self.send({"type": "http.response.body", "body": b"data: " + error_json(error) + b"\n\n"})
+            return
+        headers = error_headers(error)
+        if error.status in (408, 413):  # the rest of the body is not read
+            headers.append((b"connection", b"close"))
+        await self.respond(error_json(error), status=error.status, headers=headers)
+
+    async def start_events(self) -> None:
+        """Begin a stream of server-sent events."""
+        await self._start(200, _SSE_HEADERS)
+
+    async def send_events(self, data: bytes, *, more: bool = True) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def run_until_gone(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work``, but stop at once when the client closes its connection. Call after the body was read.
+
+        Raises what ``work`` raises, or ClientGone.
+        """
+        failure: Exception | None = ClientGone()
+
+        async def watch() -> None:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            try:
+                await work()
+                failure = None
+            except Exception as error:
+                failure = error
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        self.status = status
+        all_headers = [*headers, (b"x-request-id", self.request_id.encode("latin-1"))]
+        await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
+
+
+def as_rejection(error: Exception) -> RequestRejected:
+    return error if isinstance(error, RequestRejected) else internal_error()

@@ -1,0 +1,160 @@
+"""What chat and completions have in common: from a body to a job, and from a generation to a response or a stream."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh.model import SamplingParams
+from pdmesh.wire.messages import TokenLogprobs
+from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.http.body import decode_body
+from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.sse import DONE, usage_of
+from pdmesh_gateway.protocol import SamplingFields, Usage
+from pdmesh_gateway.sampling import stop_strings
+from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent
+
+RequestT = TypeVar("RequestT", bound=SamplingFields)
+
+
+@dataclass(slots=True)
+class Collected:
+    """One choice of a response that is not streamed."""
+
+    texts: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Rendering(ABC):
+    """How one request's deltas look in its dialect of the API."""
+
+    @abstractmethod
+    def chunk(self, delta: Delta, generation: Generation) -> bytes:
+        """One or more events for a choice's news."""
+
+    @abstractmethod
+    def response(self, choices: Sequence[Collected], generation: Generation, usage: Usage) -> msgspec.Struct:
+        """The whole response."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The event with the usage, after the last choice has ended."""
+
+    def num_output_tokens(self, generation: Generation) -> int:
+        return generation.num_output_tokens
+
+
+class GenerationEndpoint(ABC, Generic[RequestT]):
+    """``POST`` of a body that asks for a generation."""
+
+    def __init__(self, serving: Serving, request_type: type[RequestT]) -> None:
+        self._serving = serving
+        self._decoder = msgspec.json.Decoder(request_type)
+
+    @abstractmethod
+    async def prepare(self, request: RequestT, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+        """Check a request and turn it into a job. Raises RequestRejected."""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        config = self._serving.config
+        admission = self._serving.admission
+        expected = exchange.content_length
+        # While its length is not known a body counts as the largest allowed.
+        num_bytes = config.max_body_bytes if expected is None else min(expected, config.max_body_bytes)
+        with admission.hold(num_bytes=num_bytes):
+            body = await exchange.body(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        with admission.hold(num_bytes=len(body)):
+            await exchange.run_until_gone(lambda: self._serve(exchange, body))
+
+    async def _serve(self, exchange: Exchange, body: bytes) -> None:
+        serving = self._serving
+        request = await decode_body(self._decoder, body)
+        options = request.stream_options
+        if options is not None and not request.stream:
+            raise RequestRejected(
+                "`stream_options` is only allowed when `stream` is true.", param="stream_options", code="invalid_value"
+            )
+        job, rendering = await self.prepare(request, exchange)
+        # Ids of each prompt, packed, once here and once on their way.
+        with serving.admission.hold(num_requests=job.num_choices, num_bytes=8 * job.num_prompt_tokens * job.n):
+            async with serving.generator.open(job) as generation:
+                if request.stream:
+                    with_usage = options is not None and bool(options.include_usage)
+                    await _stream(exchange, generation, rendering, with_usage=with_usage)
+                else:
+                    await _respond(exchange, generation, rendering)
+
+    def job(
+        self,
+        request: SamplingFields,
+        exchange: Exchange,
+        *,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int,
+    ) -> GenerationJob:
+        serving = self._serving
+        most = serving.config.max_concurrent_requests
+        if len(prompts) * n > most:
+            raise RequestRejected(
+                f"{len(prompts)} prompts with `n` = {n} are more than {most} generations at once.",
+                param="n",
+                code="invalid_value",
+            )
+        if request.request_id is not None and exchange.header("x-request-id") is None:
+            exchange.request_id = check_request_id(request.request_id, param="request_id")
+        return GenerationJob(
+            request_id=serving.recent_ids.unique(exchange.request_id),
+            prompts=prompts,
+            params=params,
+            n=n,
+            stop=stop_strings(request),
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            priority=request.priority or 0,
+            traceparent=check_traceparent(exchange.header("traceparent")),
+            deadline_s=serving.config.request_timeout_s,
+        )
+
+
+async def _stream(exchange: Exchange, generation: Generation, rendering: Rendering, *, with_usage: bool) -> None:
+    # The response begins with its first token: until then an error still has a status of its own.
+    async for batch in generation.deltas():
+        if not exchange.started:
+            await exchange.start_events()
+        await exchange.send_events(b"".join([rendering.chunk(delta, generation) for delta in batch]))
+    tail = rendering.usage_chunk(_usage(generation, rendering)) if with_usage else b""
+    await exchange.send_events(tail + DONE, more=False)
+
+
+async def _respond(exchange: Exchange, generation: Generation, rendering: Rendering) -> None:
+    choices = [Collected() for _ in range(generation.job.num_choices)]
+    async for batch in generation.deltas():
+        for delta in batch:
+            choices[delta.index].add(delta)
+    await exchange.respond_json(rendering.response(choices, generation, _usage(generation, rendering)))
+
+
+def _usage(generation: Generation, rendering: Rendering) -> Usage:
+    return usage_of(generation.job.num_prompt_tokens, rendering.num_output_tokens(generation))

@@ -1,0 +1,83 @@
+"""``/openapi.json`` and a page that shows it, without scripts from elsewhere."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import msgspec
+
+from pdmesh_gateway import protocol
+
+#: path → (method, summary, request, response)
+_OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {
+    "/v1/chat/completions": ("post", "Answer a conversation", protocol.ChatRequest, protocol.ChatResponse),
+    "/v1/completions": ("post", "Continue a text", protocol.CompletionRequest, protocol.CompletionResponse),
+    "/v1/models": ("get", "The models served here", None, protocol.ModelList),
+    "/v1/models/{model}": ("get", "One model", None, protocol.ModelCard),
+    "/tokenize": ("post", "Text or conversation to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse),
+    "/detokenize": ("post", "Token ids to text", protocol.DetokenizeRequest, protocol.DetokenizeResponse),
+    "/health": ("get", "200 if a request would be served, else 503", None, None),
+    "/ready": ("get", "200 if a request would be served, else 503", None, None),
+    "/live": ("get", "200 while the process answers", None, None),
+    "/ping": ("get", "As /health", None, None),
+    "/metrics": ("get", "Prometheus metrics", None, None),
+    "/version": ("get", "The version of pdmesh", None, None),
+}
+
+
+def openapi_document(version: str) -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    types = [kind for operation in _OPERATIONS.values() for kind in operation[2:] if kind is not None]
+    all_types = [*types, protocol.ErrorResponse]
+    references, components = msgspec.json.schema_components(all_types, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(all_types, references, strict=True))
+    error = {"description": "An error", "content": {"application/json": {"schema": schemas[protocol.ErrorResponse]}}}
+    paths: dict[str, Any] = {}
+    for path, (method, summary, request, response) in _OPERATIONS.items():
+        ok: dict[str, Any] = {"description": "OK"}
+        if response is not None:
+            ok["content"] = {"application/json": {"schema": schemas[response]}}
+        if response in (protocol.ChatResponse, protocol.CompletionResponse):
+            ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        operation: dict[str, Any] = {"summary": summary, "responses": {"200": ok, "default": error}}
+        if request is not None:
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schemas[request]}},
+            }
+            operation["security"] = [{"apiKey": []}]
+        if "{model}" in path:
+            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        paths[path] = {method: operation}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdmesh gateway", "version": version},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def docs_page(document: dict[str, Any]) -> bytes:
+    """The document for people."""
+    sections: list[str] = []
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            fields = ""
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+                fields = "<p>Fields: " + ", ".join(f"<code>{html.escape(name)}</code>" for name in properties) + "</p>"
+            sections.append(
+                f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>"
+                f"<p>{html.escape(operation['summary'])}</p>{fields}"
+            )
+    title = f"{document['info']['title']} {document['info']['version']}"
+    page = (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
+        "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem}"
+        "h2{font-size:1.05rem;margin:1.6rem 0 0}p{margin:.3rem 0}</style>"
+        f"<h1>{html.escape(title)}</h1><p>Machine-readable: <a href=openapi.json>openapi.json</a></p>"
+        + "".join(sections)
+    )
+    return page.encode()

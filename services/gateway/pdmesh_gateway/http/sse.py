@@ -1,0 +1,85 @@
+"""Server-sent events, put together from bytes that are the same for a whole stream.
+
+A chunk is written per step and choice, so nothing is built for it but its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdmesh_gateway.protocol import PromptTokensDetails, Usage
+
+DONE = b"data: [DONE]\n\n"
+
+_END = b"}\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class ChunkWriter:
+    """Chunks of one response. ``kind`` is the ``object``: ``chat.completion.chunk`` or ``text_completion``."""
+
+    def __init__(self, *, kind: str, response_id: str, created: int, model: str, null_usage: bool) -> None:
+        self._is_chat = kind == "chat.completion.chunk"
+        head = _encode({"id": response_id, "object": kind, "created": created, "model": model})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._text_key = b',"delta":{"content":' if self._is_chat else b',"text":'
+        self._text_end = b"}" if self._is_chat else b""
+        # With include_usage every chunk has the field, null but in the last.
+        self._plain_end = b',"usage":null' + _END if null_usage else _END
+
+    def role(self, index: int, *, prompt_token_ids: Sequence[int] | None = None, usage: Usage | None = None) -> bytes:
+        """A chat choice's first chunk."""
+        extra = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + _encode(prompt_token_ids)
+        choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
+        return b"".join((self._head, choice, extra, self._end(usage)))
+
+    def delta(
+        self,
+        index: int,
+        text: str,
+        *,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+        logprobs: msgspec.Struct | None = None,
+        token_ids: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """New text of a choice; the last has its finish reason."""
+        parts = [
+            self._head,
+            b'{"index":%d' % index,
+            self._text_key,
+            _encode(text),
+            self._text_end,
+            b',"logprobs":',
+            b"null" if logprobs is None else _encode(logprobs),
+        ]
+        if finish_reason is None:
+            parts.append(b',"finish_reason":null')
+        else:
+            parts += (b',"finish_reason":', _encode(finish_reason), b',"stop_reason":', _encode(stop_reason))
+        if token_ids is not None:
+            parts += (b',"token_ids":', _encode(token_ids))
+        if prompt_token_ids is not None:
+            parts += (b',"prompt_token_ids":', _encode(prompt_token_ids))
+        parts += (b"}]", self._end(usage))
+        return b"".join(parts)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk after the last: no choices."""
+        return b"".join((self._head, b"]", self._end(usage)))
+
+    def _end(self, usage: Usage | None) -> bytes:
+        return self._plain_end if usage is None else b',"usage":' + _encode(usage) + _END
+
+
+def usage_of(num_prompt_tokens: int, num_output_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_output_tokens,
+        total_tokens=num_prompt_tokens + num_output_tokens,
+        prompt_tokens_details=PromptTokensDetails(),
+    )

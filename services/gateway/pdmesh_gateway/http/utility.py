@@ -1,0 +1,116 @@
+"""Everything but generations: models, tokenizing, probes, metrics, documents."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TypeVar
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.body import decode_body
+from pdmesh_gateway.http.chat import template_messages
+from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.openapi import docs_page, openapi_document
+from pdmesh_gateway.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from pdmesh_gateway.serving import Serving, check_token_ids
+
+T = TypeVar("T")
+
+HTML = b"text/html; charset=utf-8"
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class UtilityEndpoints:
+    """The handlers; each takes an exchange."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+    async def models(self, exchange: Exchange) -> None:
+        await exchange.respond_json(ModelList(data=[self._card()]))
+
+    async def model(self, exchange: Exchange) -> None:
+        self._serving.check_model(exchange.scope["path_params"]["model"])
+        await exchange.respond_json(self._card())
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        serving = self._serving
+        request = await self._read(exchange, self._tokenize)
+        serving.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestRejected("Send either `prompt` or `messages`.", param="prompt")
+        if request.messages is not None:
+            text = await serving.tokenizer.render_chat(
+                template_messages(request.messages),
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
+                template=request.chat_template,
+                variables={**(request.chat_template_kwargs or {}), "tools": request.tools},
+            )
+            add_special_tokens = bool(request.add_special_tokens)
+        else:
+            text = request.prompt or ""
+            add_special_tokens = request.add_special_tokens is not False
+        token_ids = await serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        strings = [serving.tokenizer.token_piece(i) for i in token_ids] if request.return_token_strs else None
+        await exchange.respond_json(
+            TokenizeResponse(
+                count=len(token_ids), max_model_len=serving.max_model_len, tokens=token_ids, token_strs=strings
+            )
+        )
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        serving = self._serving
+        request = await self._read(exchange, self._detokenize)
+        serving.check_model(request.model)
+        check_token_ids(request.tokens, serving.info.vocab_size, what="tokens")
+        text = await serving.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        await exchange.respond_json(DetokenizeResponse(text))
+
+    async def ready(self, exchange: Exchange) -> None:
+        """Routable: a request sent now would be served."""
+        reason = self._serving.link.unready_reason
+        if reason is not None:
+            raise RequestRejected(
+                f"Not ready: {reason}.", status=503, type="server_error", code="not_ready", retry_after_s=1
+            )
+        await exchange.respond_json({"status": "ready"})
+
+    async def live(self, exchange: Exchange) -> None:
+        """The process answers; it says nothing of the mesh."""
+        await exchange.respond_json({"status": "live"})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        await exchange.respond(self._serving.metrics.exposition(), content_type=PROMETHEUS)
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.respond_json({"version": version("pdmesh")})
+
+    async def openapi(self, exchange: Exchange) -> None:
+        await exchange.respond_json(openapi_document(version("pdmesh")))
+
+    async def docs(self, exchange: Exchange) -> None:
+        await exchange.respond(docs_page(openapi_document(version("pdmesh"))), content_type=HTML)
+
+    def _card(self) -> ModelCard:
+        serving = self._serving
+        return ModelCard(
+            id=serving.model, created=serving.created, root=serving.model_path, max_model_len=serving.max_model_len
+        )
+
+    async def _read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
+        config = self._serving.config
+        num_bytes = min(exchange.content_length or config.max_body_bytes, config.max_body_bytes)
+        with self._serving.admission.hold(num_bytes=num_bytes):
+            body = await exchange.body(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        return await decode_body(decoder, body)

@@ -1,0 +1,102 @@
+"""The gateway's composition root."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from pdmesh.config import MeshConfig
+from pdmesh.engine.files import load_model_info, resolve_model
+from pdmesh.errors import ConfigError
+from pdmesh.model import GatewayId
+from pdmesh.service import ServiceContext, run_service
+from pdmesh.wire.endpoint import check_bind
+from pdmesh_gateway.auth import ApiKeys
+from pdmesh_gateway.generate import Generator
+from pdmesh_gateway.grpc_service import serve_grpc
+from pdmesh_gateway.http.app import build_app
+from pdmesh_gateway.http.server import open_socket, serve_http
+from pdmesh_gateway.limits import Admission, RecentIds
+from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.token_server import serve_tokens
+from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.transcripts import Transcripts
+
+
+def main(config: MeshConfig) -> int:
+    """Run a gateway until it is told to stop; the exit code."""
+    return run_service("gateway", config, serve)
+
+
+async def serve(config: MeshConfig, context: ServiceContext) -> None:
+    """Build the gateway and serve. Raises ConfigError."""
+    gateway = config.gateway
+    if config.model is None:
+        raise ConfigError("the gateway needs a model: set `model` to the directory or hub id that the workers serve")
+    if not config.scheduler_address:
+        raise ConfigError("the gateway needs `scheduler_address`: the host:port of the scheduler")
+    keys = ApiKeys.load(config.security)
+    check_bind(gateway.host, config.security, what="the gateway", has_key=bool(keys))
+    directory = await anyio.to_thread.run_sync(resolve_model, config.model)
+    info = await anyio.to_thread.run_sync(load_model_info, directory)
+    tokenizer = await anyio.to_thread.run_sync(ModelTokenizer.load, directory)
+    model = config.worker.served_model_name or _served_name(config.model)
+
+    transcripts = Transcripts()
+    gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
+    link = SchedulerLink(gateway_id, config.scheduler_address, config.security)
+    metrics = GatewayMetrics(model, transcripts, lambda: link.state)
+    async with serve_tokens(transcripts, gateway, config.security) as token_port:
+        token_address = gateway.token_address or _address(gateway.token_host, token_port)
+        generator = Generator(
+            gateway_id=gateway_id,
+            token_address=token_address,
+            tokenizer=tokenizer,
+            transcripts=transcripts,
+            link=link,
+            metrics=metrics,
+        )
+        serving = Serving(
+            config=gateway,
+            model=model,
+            model_path=config.model,
+            created=int(time.time()),
+            info=info,
+            tokenizer=tokenizer,
+            generator=generator,
+            link=link,
+            admission=Admission(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
+            recent_ids=RecentIds(),
+            keys=keys,
+            metrics=metrics,
+        )
+        listener = open_socket(gateway.host, gateway.port)
+        # The edge's clients show keys, not certificates of ours.
+        edge_security = replace(config.security, tls_ca=None)
+        async with anyio.create_task_group() as tasks, serve_grpc(serving, edge_security) as grpc_port:
+            tasks.start_soon(link.run, generator)
+            context.announce(
+                http_address=_address(gateway.host, listener.getsockname()[1]),
+                grpc_address=_address(gateway.host, grpc_port),
+                token_address=token_address,
+                model=model,
+            )
+            await serve_http(build_app(serving), listener, edge_security, context.stopping)
+            tasks.cancel_scope.cancel()
+
+
+def _served_name(model: str) -> str:
+    """A hub id as it is, a directory by its name."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,166 @@
+"""Prometheus metrics of the gateway, in the shapes that dashboards for vLLM know, under our prefix.
+
+The latency histograms and the gauges that routers read are exposed a second time under vLLM's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from pdmesh.wire.messages import MeshState
+from pdmesh_gateway.transcripts import Transcripts
+
+PREFIX = "pdmesh"
+ALIAS_PREFIX = "vllm"
+
+# Bucket bounds are vLLM's, so that its dashboards draw the same.
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_LENGTH_BUCKETS = tuple(scale * step for scale in (1, 10, 100, 1000, 10_000, 100_000) for step in (1, 2, 5))
+
+
+class GatewayMetrics:
+    """All metrics of one gateway, in a registry of its own."""
+
+    def __init__(self, model: str, transcripts: Transcripts, mesh_state: Callable[[], MeshState | None]) -> None:
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"{PREFIX}:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"{PREFIX}:{name}", text, ["model_name"], registry=self.registry)
+
+        ttft = histogram(
+            "time_to_first_token_seconds", "From a request's submission to its first token.", _TTFT_BUCKETS
+        )
+        itl = histogram("inter_token_latency_seconds", "Between two tokens of one generation.", _ITL_BUCKETS)
+        tpot = histogram(
+            "request_time_per_output_token_seconds",
+            "Per request: from its first to its last token, per token after the first.",
+            _ITL_BUCKETS,
+        )
+        e2e = histogram("e2e_request_latency_seconds", "From a request's submission to its last token.", _E2E_BUCKETS)
+        prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _LENGTH_BUCKETS)
+        output_length = histogram("request_generation_tokens", "Output tokens of a request.", _LENGTH_BUCKETS)
+        prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        output_tokens = counter("generation_tokens", "Output tokens delivered.")
+        restarts = counter("request_restarts", "Requests resumed after a loss.")
+        self._ttft = ttft.labels(model)
+        self._itl = itl.labels(model)
+        self._tpot = tpot.labels(model)
+        self._e2e = e2e.labels(model)
+        self._prompt_length = prompt_length.labels(model)
+        self._output_length = output_length.labels(model)
+        self._prompt_tokens = prompt_tokens.labels(model)
+        self._output_tokens = output_tokens.labels(model)
+        self._restarts = restarts.labels(model)
+        self._success = Counter(
+            f"{PREFIX}:request_success",
+            "Generations that ended, by how.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._responses = Counter(
+            f"{PREFIX}:http_requests", "HTTP responses.", ["path", "status"], registry=self.registry
+        )
+        self._model = model
+        waiting = Gauge(f"{PREFIX}:gateway_transcripts", "Generations under way here.", registry=self.registry)
+        waiting.set_function(lambda: len(transcripts))
+        stray = Gauge(
+            f"{PREFIX}:gateway_stray_tokens", "Late, double or unknown tokens dropped.", registry=self.registry
+        )
+        stray.set_function(lambda: transcripts.num_stray)
+        mesh = _MeshCollector(model, mesh_state)
+        self.registry.register(mesh)
+        self.registry.register(_Alias([ttft, itl, tpot, e2e, prompt_tokens, output_tokens, self._success, mesh]))
+
+    def tokens_out(self, num_tokens: int, now_s: float, started_s: float, last_s: float | None) -> None:
+        """Tokens of one generation were delivered together; ``last_s`` is when the ones before were."""
+        self._output_tokens.inc(num_tokens)
+        if last_s is None:
+            self._ttft.observe(now_s - started_s)
+        elif num_tokens:
+            gap_s = (now_s - last_s) / num_tokens
+            for _ in range(num_tokens):
+                self._itl.observe(gap_s)
+
+    def finished(self, num_prompt_tokens: int, num_tokens: int, reason: str, *, ttft_s: float, e2e_s: float) -> None:
+        """A generation ended well."""
+        self._success.labels(self._model, reason).inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._prompt_length.observe(num_prompt_tokens)
+        self._output_length.observe(num_tokens)
+        self._e2e.observe(e2e_s)
+        if num_tokens > 1:
+            self._tpot.observe((e2e_s - ttft_s) / (num_tokens - 1))
+
+    def restarted(self) -> None:
+        self._restarts.inc()
+
+    def responded(self, path: str, status: int) -> None:
+        self._responses.labels(path, str(status)).inc()
+
+    def exposition(self) -> bytes:
+        """The text format of ``/metrics``."""
+        return generate_latest(self.registry)
+
+
+class _MeshCollector(Collector):
+    """The gauges that routers read, from the scheduler's last report."""
+
+    def __init__(self, model: str, mesh_state: Callable[[], MeshState | None]) -> None:
+        self._model = model
+        self._mesh_state = mesh_state
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._mesh_state()
+        instances = () if state is None else state.instances
+        num_blocks = sum(instance.num_blocks for instance in instances)
+        num_free = sum(instance.num_free_blocks for instance in instances)
+        values = {
+            "num_requests_waiting": (0 if state is None else state.num_waiting, "Requests in the scheduler's queue."),
+            "num_requests_running": (0 if state is None else state.num_running, "Requests on instances."),
+            "kv_cache_usage_perc": (1 - num_free / num_blocks if num_blocks else 0, "KV blocks in use; 1 is all."),
+        }
+        for name, (value, help_text) in values.items():
+            gauge = GaugeMetricFamily(f"{PREFIX}:{name}", help_text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        lora = GaugeMetricFamily(
+            f"{PREFIX}:lora_requests_info",
+            "Adapters in use: there are none.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        lora.add_metric(["0", "", ""], 1)
+        yield lora
+        cache = GaugeMetricFamily(f"{PREFIX}:cache_config_info", "The KV cache.", labels=["num_gpu_blocks"])
+        cache.add_metric([str(num_blocks)], 1)
+        yield cache
+
+
+class _Alias(Collector):
+    """The same metrics again under vLLM's prefix."""
+
+    def __init__(self, collectors: list[Collector]) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterator[Metric]:
+        for collector in self._collectors:
+            for metric in collector.collect():
+                alias = Metric(_aliased(metric.name), metric.documentation, metric.type)
+                alias.samples = [sample._replace(name=_aliased(sample.name)) for sample in metric.samples]
+                yield alias
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def _aliased(name: str) -> str:
+    return ALIAS_PREFIX + name.removeprefix(PREFIX)

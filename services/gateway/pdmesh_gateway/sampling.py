@@ -1,0 +1,185 @@
+"""From a client's fields to `SamplingParams`: ranges, defaults, and the lengths that fit."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from pdmesh.engine.files import ModelInfo
+from pdmesh.errors import RequestRejected
+from pdmesh.model import SamplingParams
+from pdmesh_gateway.protocol import UNSUPPORTED, SamplingFields
+
+#: Stop strings of one request: each costs a search per token.
+MAX_STOPS = 64
+MAX_STOP_CHARS = 4096
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+#: As in vLLM; OpenAI's own limits are 5 (completions) and 20 (chat).
+MAX_LOGPROBS = 20
+
+MAX_SEED = 2**63 - 1
+
+
+def check_supported(fields: SamplingFields) -> None:
+    """Refuse a field whose meaning we do not implement, by name, rather than ignore it."""
+    for name, neutral in UNSUPPORTED.items():
+        value = getattr(fields, name, None)
+        if value is not None and value not in neutral:
+            raise RequestRejected(f"`{name}` is not supported by this server.", param=name, code="unsupported_value")
+
+
+def number(
+    name: str,
+    value: float | None,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+) -> None:
+    """Check that ``value``, if given, is a finite number in ``[low, high]`` and greater than ``above``."""
+    if value is None:
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise invalid(name, f"`{name}` must be a finite number, got {value}.")
+    if value <= above:
+        raise invalid(name, f"`{name}` must be greater than {above:g}, got {_show(value)}.")
+    if value < low:
+        raise invalid(name, f"`{name}` must be at least {low:g}, got {_show(value)}.")
+    if value > high:
+        raise invalid(name, f"`{name}` must be at most {high:g}, got {_show(value)}.")
+
+
+def invalid(name: str, message: str) -> RequestRejected:
+    return RequestRejected(message, param=name, code="invalid_value")
+
+
+def _show(value: float) -> str:
+    if isinstance(value, int) and abs(value) >= 2**64:  # Python refuses to print a very long one
+        return "a huge number"
+    return str(value)
+
+
+def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"`stop` has {len(stops)} strings; {MAX_STOPS} are allowed.")
+    if sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise invalid("stop", f"`stop` is longer than {MAX_STOP_CHARS} characters in all.")
+    if "" in stops:
+        raise invalid("stop", "`stop` must not contain an empty string.")
+    return tuple(dict.fromkeys(stops))
+
+
+def num_choices(fields: SamplingFields, *, best_of: int | None, max_n: int) -> int:
+    number("n", fields.n, low=1, high=max_n)
+    n = 1 if fields.n is None else fields.n
+    if best_of is not None and best_of != n:
+        raise invalid("best_of", "`best_of` must equal `n`: candidates are not ranked by this server.")
+    return n
+
+
+def sampling_params(
+    fields: SamplingFields,
+    info: ModelInfo,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Check all ranges and fill in defaults: the client's value, else the checkpoint's, else OpenAI's.
+
+    Without a seed a random one is drawn. Raises RequestRejected naming the field.
+    """
+    number("temperature", fields.temperature, low=0, high=100)
+    number("top_p", fields.top_p, above=0, high=1)
+    number("top_k", fields.top_k, low=-1, high=2**31 - 1)
+    number("min_p", fields.min_p, low=0, high=1)
+    number("repetition_penalty", fields.repetition_penalty, above=0, high=100)
+    number("presence_penalty", fields.presence_penalty, low=-2, high=2)
+    number("frequency_penalty", fields.frequency_penalty, low=-2, high=2)
+    number("seed", fields.seed, low=-(2**63), high=MAX_SEED)
+    number("min_tokens", fields.min_tokens, low=0)
+    number("logprobs", logprobs, low=0, high=MAX_LOGPROBS)
+    number("priority", fields.priority, low=-(2**31), high=2**31 - 1)
+    if fields.min_tokens is not None and fields.min_tokens > max_tokens:
+        raise invalid(
+            "min_tokens", f"`min_tokens` must be at most `max_tokens` ({max_tokens}), got {_show(fields.min_tokens)}."
+        )
+    defaults = info.default_sampling
+    top_k = _first(fields.top_k, defaults.top_k, 0)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=float(_first(fields.temperature, defaults.temperature, 1.0)),
+        top_p=float(_first(fields.top_p, defaults.top_p, 1.0)),
+        top_k=max(0, int(top_k)),  # -1 is vLLM's word for all
+        min_p=float(_first(fields.min_p, defaults.min_p, 0.0)),
+        repetition_penalty=float(_first(fields.repetition_penalty, defaults.repetition_penalty, 1.0)),
+        presence_penalty=float(fields.presence_penalty or 0.0),
+        frequency_penalty=float(fields.frequency_penalty or 0.0),
+        logit_bias=_logit_bias(fields.logit_bias or {}, info.vocab_size),
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**63,
+        min_tokens=fields.min_tokens or 0,
+        stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], info.vocab_size),
+        eos_token_ids=() if fields.ignore_eos else info.eos_token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MAX_LOGIT_BIAS:
+        raise invalid("logit_bias", f"`logit_bias` has {len(biases)} entries; {MAX_LOGIT_BIAS} are allowed.")
+    result: list[tuple[int, float]] = []
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdecimal()) or len(key) > 10 or int(key) >= vocab_size:
+            raise invalid(
+                "logit_bias", f"`logit_bias` has the key {key[:40]!r}; keys are token ids below {vocab_size}."
+            )
+        number("logit_bias", bias, low=-100, high=100)
+        result.append((int(key), float(bias)))
+    return tuple(result)
+
+
+def _stop_token_ids(token_ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"`stop_token_ids` has more than {MAX_STOP_TOKEN_IDS} entries.")
+    for token_id in token_ids:
+        number("stop_token_ids", token_id, low=0, high=vocab_size - 1)
+    return tuple(token_ids)
+
+
+def fit_max_tokens(
+    asked: int | None, *, num_prompt_tokens: int, max_model_len: int, default: int | None, what: str
+) -> int:
+    """Output tokens to allow. Raises RequestRejected naming both lengths if they do not fit."""
+    if num_prompt_tokens >= max_model_len:
+        raise too_long(num_prompt_tokens, max_model_len, what=what)
+    left = max_model_len - num_prompt_tokens
+    if asked is None:
+        return left if default is None else min(left, default)
+    if asked > left:
+        raise RequestRejected(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the {what}, {asked} in the completion). "
+            f"Please reduce the length of the {what} or completion.",
+            param=what,
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def too_long(num_prompt_tokens: int, max_model_len: int, *, what: str, at_least: bool = False) -> RequestRejected:
+    qualifier = "at least " if at_least else ""
+    return RequestRejected(
+        f"This model's maximum context length is {max_model_len} tokens. However, your {what} resulted in "
+        f"{qualifier}{num_prompt_tokens} tokens. Please reduce the length of the {what}.",
+        param=what,
+        code="context_length_exceeded",
+    )

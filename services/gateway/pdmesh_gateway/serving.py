@@ -1,0 +1,103 @@
+"""What the HTTP and gRPC edges share: the served model, its limits, and how a request becomes a job."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pdmesh.config import GatewayConfig
+from pdmesh.engine.files import ModelInfo
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.auth import ApiKeys
+from pdmesh_gateway.generate import Generator
+from pdmesh_gateway.limits import Admission, RecentIds
+from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.sampling import invalid, too_long
+from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.tokenizer import ModelTokenizer
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The parts of a gateway that its edges use."""
+
+    config: GatewayConfig
+    model: str  # served name
+    model_path: str  # also accepted as a name, as in vLLM
+    created: int  # Unix time, seconds
+    info: ModelInfo
+    tokenizer: ModelTokenizer
+    generator: Generator
+    link: SchedulerLink
+    admission: Admission
+    recent_ids: RecentIds
+    keys: ApiKeys
+    metrics: GatewayMetrics
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt and output that the model, and every instance, can hold."""
+        state = self.link.state
+        if state is None or state.max_model_len <= 0:
+            return self.info.max_model_len
+        return min(self.info.max_model_len, state.max_model_len)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises RequestRejected (404) for a model that is not served here."""
+        if name is not None and name not in (self.model, self.model_path):
+            raise RequestRejected(
+                f"The model `{name[:200]}` does not exist.", status=404, param="model", code="model_not_found"
+            )
+
+    async def encode(self, text: str, *, add_special_tokens: bool, what: str) -> list[int]:
+        """Tokenize a prompt that is not hopelessly long. Raises RequestRejected."""
+        at_least = self.tokenizer.min_tokens_of(text)
+        if at_least > self.max_model_len:
+            raise too_long(at_least, self.max_model_len, what=what, at_least=True)
+        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def check_prompt(self, token_ids: Sequence[int], *, what: str, truncate: int | None = None) -> Sequence[int]:
+        """Check a prompt's ids and cut it on the left if asked to. Raises RequestRejected."""
+        if truncate is not None:
+            if truncate < -1 or truncate == 0 or truncate > self.max_model_len:
+                raise invalid(
+                    "truncate_prompt_tokens",
+                    f"`truncate_prompt_tokens` must be -1 or from 1 to {self.max_model_len}, got {truncate}.",
+                )
+            token_ids = token_ids[-(self.max_model_len - 1 if truncate == -1 else truncate) :]
+        if not token_ids:
+            raise RequestRejected(f"The {what} must not be empty.", param=what, code="invalid_value")
+        if len(token_ids) >= self.max_model_len:
+            raise too_long(len(token_ids), self.max_model_len, what=what)
+        check_token_ids(token_ids, self.info.vocab_size, what=what)
+        return token_ids
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, what: str) -> None:
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+    if outside:
+        shown = outside[0] if abs(outside[0]) < 2**63 else "a huge number"
+        raise invalid(what, f"Token id {shown} is out of vocabulary (0 to {vocab_size - 1}).")
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def check_request_id(request_id: str, *, param: str) -> str:
+    """A client's own id must be short and printable: it goes into logs and headers."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise RequestRejected(
+            f"`{param}` must be 1 to 128 characters of A-Z a-z 0-9 . _ : @ / + = -", param=param, code="invalid_value"
+        )
+    return request_id
+
+
+def check_traceparent(traceparent: str | None) -> str | None:
+    """A W3C trace context, or None: a broken one is ignored, as the standard says."""
+    return traceparent if traceparent is not None and _TRACEPARENT.fullmatch(traceparent) else None

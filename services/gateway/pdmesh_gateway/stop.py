@@ -1,0 +1,53 @@
+"""Stop strings in streamed text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StopFinder:
+    """Finds the stop string that completes first, however the text is cut into pieces.
+
+    Of two that complete at the same character the longer one counts. Text that could still become a stop string is
+    held back.
+    """
+
+    stops: Sequence[str]
+    include_stop: bool = False
+    _held: str = ""
+
+    def push(self, text: str, *, check: bool = True) -> tuple[str, str | None]:
+        """Take a piece; return what may be shown and, if one was found, the stop string.
+
+        ``check=False`` lets the piece pass unseen (fewer than ``min_tokens`` tokens yet).
+        """
+        if not self.stops:
+            return text, None
+        text = self._held + text
+        if not check:
+            self._held = ""
+            return text, None
+        matches = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if matches:
+            end, start, stop = min(matches)
+            self._held = ""
+            return text[: end if self.include_stop else start], stop
+        num_held = max(_overlap(text, stop) for stop in self.stops)
+        shown = len(text) - num_held
+        self._held = text[shown:]
+        return text[:shown], None
+
+    def flush(self) -> str:
+        """What is still held when the generation ended otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,29 @@
+"""Renders one stranger's template within limits: a JSON job on stdin, a JSON result on stdout."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import msgspec
+
+from pdmesh_gateway.templates import TemplateFailed, compile_template
+
+CPU_LIMIT_S = 3
+MEMORY_LIMIT_BYTES = 1024**3
+
+
+def main() -> int:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    job = msgspec.json.decode(sys.stdin.buffer.read())
+    try:
+        result = {"text": compile_template(job["source"])(job["variables"])}
+    except TemplateFailed as failed:
+        result = {"error": str(failed)}
+    sys.stdout.buffer.write(msgspec.json.encode(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The checkpoint's tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from tokenizers import Tokenizer
+
+from pdmesh.engine.files import read_json_object
+from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh_gateway.detokenizer import Detokenizer
+from pdmesh_gateway.templates import TemplateFailed, compile_template, render_untrusted
+
+#: Texts shorter than this are worked on at once: tokenizing takes less than a trip to another thread and back.
+INLINE_CHARS = 4096
+
+#: Placed in front of a conversation's last message to find where it ends (`continue_final_message`).
+_MARKER = "\ue000pdmesh-final\ue000"
+
+
+class ModelTokenizer:
+    """Text to token ids and back, and conversations to text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, template: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special_tokens = dict(special_tokens or {})
+        self._render: Callable[[Mapping[str, Any]], str] | None = None
+        if template is not None:
+            try:
+                self._render = compile_template(template)
+            except TemplateFailed as failed:
+                raise ConfigError(f"the checkpoint's chat template is broken: {failed}") from failed
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._longest_token_chars = max(map(len, vocabulary), default=1)
+        added = tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._byte_level = _is_byte_level(tokenizer)
+        self._texts: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, directory: Path) -> ModelTokenizer:
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``. Raises ConfigError."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{directory} has no tokenizer.json: save the checkpoint with its fast tokenizer")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        config_path = directory / "tokenizer_config.json"
+        config = read_json_object(config_path) if config_path.is_file() else {}
+        special_tokens = {
+            name: token if isinstance(token, str) else token["content"]
+            for name, token in config.items()
+            if name.endswith("_token") and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
+        }
+        return cls(tokenizer, template=_read_template(directory, config), special_tokens=special_tokens)
+
+    @property
+    def has_template(self) -> bool:
+        return self._render is not None
+
+    def min_tokens_of(self, text: str) -> int:
+        """A lower bound of how many tokens ``text`` is, without tokenizing it."""
+        return -(-len(text) // self._longest_token_chars)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``text``."""
+        if len(text) < INLINE_CHARS:
+            return self._encode(text, add_special_tokens)
+        return await anyio.to_thread.run_sync(self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        def decode() -> str:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return decode() if len(token_ids) < INLINE_CHARS else await anyio.to_thread.run_sync(decode)
+
+    def detokenizer(self, prompt_tail: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """An incremental decoder for one generation."""
+        hidden_ids = self.special_ids if skip_special_tokens else frozenset[int]()
+        return Detokenizer(self._tokenizer, hidden_ids=hidden_ids, prompt_tail=prompt_tail)
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, as log-probabilities name it."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = text  # at most the vocabulary
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, also where they are only a part of a character."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None or token_id in self._added_ids:
+            return self.token_text(token_id).encode()
+        if self._byte_level:
+            return bytes(_BYTE_OF_CHAR[char] for char in piece if char in _BYTE_OF_CHAR)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("\u2581", " ").encode()
+
+    def token_piece(self, token_id: int) -> str:
+        """A token as the vocabulary writes it (``token_strs`` of ``/tokenize``)."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the text that the model was trained on. Raises RequestRejected."""
+        if continue_final_message:
+            if add_generation_prompt:
+                raise RequestRejected(
+                    "Cannot set both `continue_final_message` and `add_generation_prompt` to true.",
+                    param="continue_final_message",
+                )
+            messages = [*messages[:-1], {**messages[-1], "content": (messages[-1].get("content") or "") + _MARKER}]
+        everything: dict[str, Any] = {
+            **self._special_tokens,
+            "tools": None,
+            "documents": None,
+            **(variables or {}),
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if template is not None:
+            text = await render_untrusted(template, everything)
+        else:
+            text = await self._render_own(everything, num_chars=sum(len(str(m.get("content"))) for m in messages))
+        if not continue_final_message:
+            return text
+        end = text.rfind(_MARKER)
+        if end < 0:
+            raise RequestRejected("The chat template drops the final message.", param="continue_final_message")
+        return text[:end]
+
+    async def _render_own(self, variables: Mapping[str, Any], *, num_chars: int) -> str:
+        if self._render is None:
+            raise RequestRejected(
+                "This model has no chat template: pass `chat_template`, or use /v1/completions.", param="chat_template"
+            )
+        try:
+            if num_chars < INLINE_CHARS:
+                return self._render(variables)
+            return await anyio.to_thread.run_sync(self._render, variables)
+        except TemplateFailed as failed:
+            raise RequestRejected(
+                f"The chat template refuses this conversation: {failed}", param="messages"
+            ) from failed
+
+
+def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])])
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 stays, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()

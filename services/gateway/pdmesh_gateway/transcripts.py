@@ -1,0 +1,229 @@
+"""Transcripts: what the gateway owns of each request, and the laws by which a token joins one.
+
+A token is delivered if its epoch is current and its index is the next one. An older epoch or index is dropped. A later
+index waits for the missing ones: the first token comes from the prefill instance and the second from the decode
+instance, on another stream, so they can overtake each other. If what is missing does not come within a grace period it
+is lost, and the request is resumed from its transcript under the next epoch.
+
+Everything here is synchronous and belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import anyio
+
+from pdmesh.errors import RequestRejected
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
+from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, TokenOut, pack_token_ids
+
+#: Tokens that wait for an earlier one. More than that and the earlier one is lost: they would be resumed anyway.
+MAX_AHEAD = 256
+
+FIRST_EPOCH = Epoch(0)
+
+#: How often a request is restarted before its client is told to try again.
+MAX_RESTARTS = 5
+
+
+class Mailbox:
+    """Wakes one consumer when any of its transcripts has something to say."""
+
+    def __init__(self) -> None:
+        self._ready: deque[Transcript] = deque()
+        self._event = anyio.Event()
+
+    def put(self, transcript: Transcript) -> None:
+        if not transcript.is_posted:
+            transcript.is_posted = True
+            self._ready.append(transcript)
+            self._event.set()
+
+    def take(self) -> Transcript | None:
+        if not self._ready:
+            return None
+        transcript = self._ready.popleft()
+        transcript.is_posted = False
+        return transcript
+
+    async def wait(self) -> None:
+        """Until there is something to take."""
+        if not self._ready:
+            self._event = anyio.Event()
+            await self._event.wait()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Transcript:
+    """One generation: the prompt and the tokens delivered so far."""
+
+    request_id: RequestId
+    gateway_id: GatewayId
+    token_address: str
+    prompt: bytes  # packed token ids
+    params: SamplingParams
+    mailbox: Mailbox
+    clock: Callable[[], float]
+    priority: int = 0
+    traceparent: str | None = None
+    epoch: Epoch = FIRST_EPOCH
+    output: array.array[int] = field(default_factory=lambda: array.array("i"))
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    #: Delivered, not yet taken by the consumer.
+    inbox: list[TokenOut] = field(default_factory=list[TokenOut])
+    failure: RequestRejected | None = None
+    finished: bool = False  # the last token was delivered, or the request failed, or its consumer has enough
+    #: Since when a token is known or suspected to be missing.
+    stalled_since_s: float | None = None
+    source: InstanceId | None = None  # whose stream the last token came from
+    num_dropped: int = 0
+    num_restarts: int = 0
+    is_posted: bool = False
+    _ahead: dict[int, TokenOut] = field(default_factory=dict[int, TokenOut])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+    def generation(self) -> Generation:
+        """What a worker needs to go on from here."""
+        return Generation(
+            request_id=self.request_id,
+            epoch=self.epoch,
+            gateway_id=self.gateway_id,
+            token_address=self.token_address,
+            token_ids=self.prompt + pack_token_ids(self.output) if self.output else self.prompt,
+            num_prompt_tokens=self.num_prompt_tokens,
+            params=self.params,
+            traceparent=self.traceparent,
+        )
+
+    def offer(self, token: TokenOut, source: InstanceId) -> None:
+        """A token arrived: deliver it, keep it for later, or drop it."""
+        num_next = len(self.output)
+        if token.epoch != self.epoch or self.finished or (token.token_id is not None and token.index < num_next):
+            self.num_dropped += 1
+        elif token.token_id is None or token.index == num_next:
+            self._deliver(token, source)
+            while self._ahead and (following := self._ahead.pop(len(self.output), None)) is not None:
+                self._deliver(following, source)
+            self.stalled_since_s = self.clock() if self._ahead and not self.finished else None
+            self.mailbox.put(self)
+        elif len(self._ahead) < MAX_AHEAD:
+            self._ahead[token.index] = token
+            if self.stalled_since_s is None:
+                self.stalled_since_s = self.clock()
+                self.mailbox.put(self)
+
+    def offer_prompt_logprobs(self, message: PromptLogprobs) -> None:
+        """Log-probabilities of prompt tokens; the same ones come again after a restart."""
+        if message.epoch != self.epoch or not 0 <= message.start < self.num_prompt_tokens:
+            self.num_dropped += 1
+            return
+        for position, logprobs in enumerate(message.logprobs, message.start):
+            if position < self.num_prompt_tokens:
+                self.prompt_logprobs[position] = logprobs
+
+    def suspect(self) -> None:
+        """The stream that the last token came from broke: what was on it may be lost."""
+        if not self.finished and self.stalled_since_s is None:
+            self.stalled_since_s = self.clock()
+            self.mailbox.put(self)
+
+    def restart(self) -> bool:
+        """Move to the next epoch, so that `generation` resumes the request. False if that was done too often."""
+        self.num_restarts += 1
+        if self.num_restarts > MAX_RESTARTS:
+            return False
+        self.epoch = Epoch(self.epoch + 1)
+        self._ahead.clear()
+        self.stalled_since_s = None
+        self.source = None
+        return True
+
+    def fail(self, error: RequestRejected) -> None:
+        """The request will not go on."""
+        if not self.finished:
+            self.failure = error
+            self.finished = True
+            self.mailbox.put(self)
+
+    def take(self) -> list[TokenOut]:
+        """Tokens delivered since the last call."""
+        tokens, self.inbox = self.inbox, []
+        return tokens
+
+    def _deliver(self, token: TokenOut, source: InstanceId) -> None:
+        self.source = source
+        if token.token_id is not None:
+            self.output.append(token.token_id)
+        self.inbox.append(token)
+        if token.finish_reason is not None:
+            self.finished = True
+
+
+class Transcripts:
+    """All transcripts of this gateway, by request."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[RequestId, Transcript] = {}
+        self.num_stray = 0  # messages for requests that are gone, or of old epochs and indices
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._by_id
+
+    def add(self, transcript: Transcript) -> None:
+        self._by_id[transcript.request_id] = transcript
+
+    def remove(self, transcript: Transcript) -> None:
+        del self._by_id[transcript.request_id]
+        self.num_stray += transcript.num_dropped
+
+    def current(self, request_id: RequestId, epoch: Epoch) -> Transcript | None:
+        """The transcript, if it still waits for something of this epoch."""
+        transcript = self._by_id.get(request_id)
+        if transcript is None or transcript.finished or transcript.epoch != epoch:
+            return None
+        return transcript
+
+    def deliver(self, messages: Iterable[TokenOut | PromptLogprobs], source: InstanceId) -> None:
+        """One frame of a worker."""
+        by_id = self._by_id
+        for message in messages:
+            transcript = by_id.get(message.request_id)
+            if transcript is None:
+                self.num_stray += 1
+            elif isinstance(message, TokenOut):
+                transcript.offer(message, source)
+            else:
+                transcript.offer_prompt_logprobs(message)
+
+    def source_lost(self, source: InstanceId) -> None:
+        """A worker's stream broke."""
+        for transcript in self._by_id.values():
+            if transcript.source == source:
+                transcript.suspect()
+
+    def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
+        """What a scheduler must know after a reconnect."""
+        return tuple((t.request_id, t.epoch) for t in self._by_id.values() if not t.finished)
+
+
+def finish_of(token: TokenOut) -> str | None:
+    """OpenAI's word for how a generation ended."""
+    match token.finish_reason:
+        case None:
+            return None
+        case FinishReason.STOP:
+            return "stop"
+        case FinishReason.LENGTH:
+            return "length"
+        case FinishReason.CANCELLED | FinishReason.ERROR:
+            return "error"

@@ -1,0 +1,123 @@
+"""The protobuf edge: Generate, health, reflection."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pdmesh.config import SecurityConfig
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh, silence
+from pdmesh_gateway.proto import pdmesh_pb2 as pb
+from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
+from pdmesh_gateway.testing import running_gateway
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_checkpoint(directory, max_position_embeddings=512)
+    return directory
+
+
+@asynccontextmanager
+async def served(
+    model: Path, security: SecurityConfig | None = None
+) -> AsyncGenerator[tuple[grpc.aio.Channel, ScriptedMesh]]:
+    async with scripted_mesh() as mesh, running_gateway(model, mesh.address, security=security) as running:
+        await mesh.until(lambda: len(mesh.registrations) == 1)
+        async with grpc.aio.insecure_channel(running.facts["grpc_address"]) as channel:
+            yield channel, mesh
+
+
+def stub(channel: grpc.aio.Channel) -> Any:
+    return pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+
+async def test_generate_streams_text_and_tokens(model: Path) -> None:
+    async with served(model) as (channel, mesh):
+        sampling = pb.SamplingOptions(max_tokens=9, stop=["ca"], logprobs=1, seed=3)
+        request = pb.GenerateRequest(request_id="mine", text="abc", sampling=sampling, priority=2)
+        responses = [response async for response in stub(channel).Generate(request)]
+        assert "".join(response.text for response in responses) == "ab"
+        token_ids = [token_id for response in responses for token_id in response.token_ids]
+        assert len(token_ids) == 4
+        assert sum(len(response.logprobs) for response in responses) == 4
+        last = responses[-1]
+        assert (last.finish_reason, last.stop_string) == (pb.FINISH_REASON_STOP, "ca")
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 4)
+        assert mesh.submitted[0].priority == 2
+        assert mesh.submitted[0].generation.params.seed == 3
+
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=token_ids[:3]), sampling=pb.SamplingOptions(max_tokens=6)
+        )
+        responses = [response async for response in stub(channel).Generate(request)]
+        assert "".join(response.text for response in responses) == "abcabc"
+        assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_bad_requests_have_a_status_and_a_reason(model: Path) -> None:
+    async with served(model, SecurityConfig(api_key="secret")) as (channel, _mesh):
+        authorized = (("authorization", "Bearer secret"),)
+        cases = [
+            (pb.GenerateRequest(text="a"), None, grpc.StatusCode.UNAUTHENTICATED),
+            (pb.GenerateRequest(), authorized, grpc.StatusCode.INVALID_ARGUMENT),
+            (pb.GenerateRequest(text="a", model="other"), authorized, grpc.StatusCode.NOT_FOUND),
+            (
+                pb.GenerateRequest(text="a", sampling=pb.SamplingOptions(temperature=-1)),
+                authorized,
+                grpc.StatusCode.INVALID_ARGUMENT,
+            ),
+            (
+                pb.GenerateRequest(text="a", sampling=pb.SamplingOptions(max_tokens=1000)),
+                authorized,
+                grpc.StatusCode.INVALID_ARGUMENT,
+            ),
+        ]
+        for request, metadata, code in cases:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                async for _response in stub(channel).Generate(request, metadata=metadata):
+                    pass
+            assert failed.value.code() is code, failed.value.details()
+            assert failed.value.details()
+
+
+async def test_a_client_that_leaves_cancels_its_request(model: Path) -> None:
+    async with served(model) as (channel, mesh):
+        mesh.script = silence
+        call = stub(channel).Generate(pb.GenerateRequest(text="abc"))
+        await mesh.next_submit()
+        call.cancel()
+        await mesh.until(lambda: len(mesh.cancelled) == 1)
+
+
+async def test_health_follows_the_mesh(model: Path) -> None:
+    async with served(model) as (channel, mesh):
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="pdmesh.api.v1.Inference"))
+        statuses = [(await watch.read()).status]
+        while statuses[-1] != health_pb2.HealthCheckResponse.SERVING:
+            statuses.append((await watch.read()).status)
+        mesh.set_state(msgspec.structs.replace(READY, ready=False, reason="gone"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+
+
+async def test_reflection_names_the_services(model: Path) -> None:
+    async with served(model) as (channel, _mesh):
+        stub_type: Any = reflection_pb2_grpc.ServerReflectionStub
+        call = stub_type(channel).ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        response = await call.read()
+        names = {service.name for service in response.list_services_response.service}
+        assert {"pdmesh.api.v1.Inference", "grpc.health.v1.Health"} <= names
+        call.cancel()

@@ -1,0 +1,472 @@
+"""The HTTP edge as clients see it, in front of a scripted mesh."""
+
+import json
+import re
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+import openai
+import pytest
+
+from pdmesh.config import GatewayConfig, SecurityConfig
+from pdmesh.model import FinishReason, RejectReason
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.scripted_mesh import READY, Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
+from pdmesh.wire.messages import Generation, MeshState, Rejected, TokenOut
+from pdmesh_gateway.testing import RunningGateway, running_gateway
+
+pytestmark = pytest.mark.anyio
+
+CONTEXT = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_checkpoint(directory, max_position_embeddings=CONTEXT)
+    return directory
+
+
+@asynccontextmanager
+async def served(
+    model: Path,
+    script: Script = echo_prompt,
+    *,
+    gateway: GatewayConfig | None = None,
+    security: SecurityConfig | None = None,
+) -> AsyncGenerator[tuple[httpx.AsyncClient, ScriptedMesh, RunningGateway]]:
+    async with (
+        scripted_mesh(script) as mesh,
+        running_gateway(model, mesh.address, gateway=gateway, security=security) as running,
+    ):
+        await mesh.until(lambda: len(mesh.registrations) == 1)
+        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+            while (await client.get("/ready")).status_code != 200:
+                pass
+            yield client, mesh, running
+
+
+def events(text: str) -> list[Any]:
+    """The data of server-sent events, which must be all there is."""
+    assert text.endswith("\n\n")
+    blocks = text[:-2].split("\n\n")
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    return [block[6:] if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+async def test_a_chat_stream_has_the_shape_that_clients_know(model: Path) -> None:
+    async with served(model) as (client, _mesh, _running):
+        response = await client.post(
+            "/v1/chat/completions",
+            json={
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "hé"}],
+                "max_tokens": 8,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+            headers={"X-Request-Id": "my-id"},
+        )
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-request-id"] == "my-id"
+    *chunks, usage, done = events(response.text)
+    assert done == "[DONE]"
+    for chunk in [*chunks, usage]:
+        assert chunk["id"] == "chatcmpl-my-id"
+        assert chunk["object"] == "chat.completion.chunk"
+        assert chunk["model"] == "tiny"
+        assert isinstance(chunk["created"], int)
+    first, *rest = chunks
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all("role" not in chunk["choices"][0]["delta"] for chunk in rest)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * len(rest) + ["length"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 8
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks).startswith("user\nh")
+
+
+async def test_a_completion_stream_has_the_shape_that_clients_know(model: Path) -> None:
+    async with served(model) as (client, _mesh, _running):
+        response = await client.post(
+            "/v1/completions",
+            json={"prompt": "abc", "max_tokens": 6, "stream": True, "return_token_ids": True, "logprobs": 1},
+        )
+        plain = await client.post(
+            "/v1/completions", json={"prompt": "abc", "max_tokens": 6, "return_token_ids": True, "logprobs": 1}
+        )
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    assert all("usage" not in chunk for chunk in chunks)
+    assert all(chunk["object"] == "text_completion" for chunk in chunks)
+    assert re.fullmatch(r"cmpl-[0-9a-f]{32}", chunks[0]["id"])
+    [choice] = plain.json()["choices"]
+    streamed = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(one["text"] for one in streamed) == choice["text"] == "abcabc"
+    assert [token_id for one in streamed for token_id in one["token_ids"]] == choice["token_ids"]
+    assert streamed[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+    for key, whole in choice["logprobs"].items():
+        assert [value for one in streamed for value in one["logprobs"][key]] == whole
+    assert choice["finish_reason"] == streamed[-1]["finish_reason"] == "length"
+
+
+async def test_continuous_usage_counts_up(model: Path) -> None:
+    async with served(model) as (client, _mesh, _running):
+        response = await client.post(
+            "/v1/completions",
+            json={
+                "prompt": "ab",
+                "max_tokens": 4,
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            },
+        )
+    *chunks, last, _done = events(response.text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 4
+
+
+async def test_the_openai_client_works_unmodified(model: Path) -> None:
+    async with (
+        served(model) as (_client, mesh, running),
+        openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        assert [card.id async for card in client.models.list()] == ["tiny"]
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hello, hello"}],
+            max_completion_tokens=10,
+            n=2,
+            seed=7,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        texts = ["", ""]
+        finished: list[int] = []
+        usage = None
+        async for chunk in stream:
+            usage = chunk.usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                if choice.finish_reason == "length":
+                    finished.append(choice.index)
+        assert texts[0] == texts[1] != ""
+        assert sorted(finished) == [0, 1]
+        assert usage is not None
+        assert usage.completion_tokens == 20
+        assert [submit.generation.params.seed for submit in mesh.submitted] == [7, 8]
+
+        chat = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "é"}], logprobs=True, top_logprobs=2, max_tokens=7
+        )
+        logprobs = chat.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert len(logprobs.content) == 7
+        assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
+        assert b"".join(bytes(entry.bytes or []) for entry in logprobs.content).startswith(b"<|im_start|>user\n\xc3")
+
+        completion = await client.completions.create(
+            model="tiny", prompt=["abcd", "xyz"], max_tokens=7, stop=["da"], logprobs=1, echo=True
+        )
+        assert [choice.text for choice in completion.choices] == ["abcdabc", "xyzxyzxyzx"]
+        assert [choice.finish_reason for choice in completion.choices] == ["stop", "length"]
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="gpt-4", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await client.completions.create(model="tiny", prompt="a", temperature=-1)
+
+
+async def test_echo_gives_prompt_logprobs_as_evaluation_harnesses_read_them(model: Path) -> None:
+    prompts = [[10, 11, 12, 13], [20, 21]]
+    async with served(model) as (client, mesh, _running):
+        for max_tokens in (1, 0):
+            response = await client.post(
+                "/v1/completions",
+                json={"prompt": prompts, "max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0},
+            )
+            body = response.json()
+            for prompt, choice in zip(prompts, body["choices"], strict=True):
+                logprobs = choice["logprobs"]
+                assert len(logprobs["tokens"]) == len(prompt) + max_tokens
+                assert logprobs["token_logprobs"][0] is None
+                assert logprobs["top_logprobs"][0] is None
+                assert all(value == -0.125 for value in logprobs["token_logprobs"][1:])
+                assert logprobs["text_offset"][0] == 0
+                assert choice["text"] == "".join(logprobs["tokens"])
+            assert body["usage"]["completion_tokens"] == 2 * max_tokens
+        assert all(submit.generation.params.prompt_logprobs == 1 for submit in mesh.submitted)
+
+
+async def test_stop_strings_end_a_generation_and_cancel_the_rest(model: Path) -> None:
+    def endless(generation: Generation) -> list[TokenOut]:
+        tokens = echo_prompt(generation)
+        return [token for token in tokens if isinstance(token, TokenOut) and token.finish_reason is None]
+
+    async with served(model, endless) as (client, mesh, _running):
+        for include_stop, text in ((False, "a"), (True, "abcdab")):
+            response = await client.post(
+                "/v1/completions",
+                json={
+                    "prompt": "abcd",
+                    "max_tokens": 100,
+                    "stop": ["cdabc", "bcdab", "bca"],  # the second completes first
+                    "include_stop_str_in_output": include_stop,
+                },
+            )
+            [choice] = response.json()["choices"]
+            assert choice["text"] == text
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "bcdab")
+        await mesh.until(lambda: len(mesh.cancelled) == 2)
+
+
+async def test_a_stop_token_is_named_and_not_shown(model: Path) -> None:
+    async with served(model) as (client, _mesh, _running):
+        ids = (await client.post("/tokenize", json={"prompt": "xyz"})).json()["tokens"]
+        response = await client.post(
+            "/v1/completions", json={"prompt": "xyz", "max_tokens": 9, "stop_token_ids": [ids[-1]]}
+        )
+    [choice] = response.json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[-1])
+    assert "z" not in choice["text"]
+
+
+async def test_tokenize_and_detokenize_are_inverse(model: Path) -> None:
+    async with served(model) as (client, _mesh, _running):
+        response = await client.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})
+        body = response.json()
+        assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+        assert body["max_model_len"] == CONTEXT
+        back = await client.post("/detokenize", json={"tokens": body["tokens"]})
+        assert back.json() == {"prompt": "héllo"}
+        chat = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
+        text = (await client.post("/detokenize", json={"tokens": chat.json()["tokens"]})).json()["prompt"]
+        assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_probes_documents_and_metrics(model: Path) -> None:
+    async with served(model) as (client, mesh, _running):
+        await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        for path in ("/health", "/ready", "/live", "/ping", "/version", "/docs", "/openapi.json", "/v1/models/tiny"):
+            assert (await client.get(path)).status_code == 200, path
+        document = (await client.get("/openapi.json")).json()
+        assert "/v1/chat/completions" in document["paths"]
+        metrics = (await client.get("/metrics")).text
+        for prefix in ("pdmesh", "vllm"):
+            assert f'{prefix}:time_to_first_token_seconds_count{{model_name="tiny"}} 1.0' in metrics
+            assert f'{prefix}:generation_tokens_total{{model_name="tiny"}} 3.0' in metrics
+            assert f'{prefix}:kv_cache_usage_perc{{model_name="tiny"}} 0.25' in metrics
+            for gauge in ("num_requests_waiting", "num_requests_running", "lora_requests_info", "cache_config_info"):
+                assert f"\n{prefix}:{gauge}" in metrics
+        mesh.set_state(replace_state(ready=False, reason="no decode instance"))
+        while (await client.get("/ready")).status_code == 200:
+            pass
+        health = await client.get("/health")
+        assert (health.status_code, health.headers["retry-after"]) == (503, "1")
+        assert "no decode instance" in error_of(health)["message"]
+        assert (await client.get("/live")).status_code == 200
+
+
+def replace_state(**changes: Any) -> MeshState:
+    return msgspec.structs.replace(READY, **changes)
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+#: path, body, status, param, a pattern of the message
+BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
+    ("completions", {"prompt": "a", "model": "other"}, 404, "model", "`other` does not exist"),
+    ("completions", {"prompt": ""}, 400, "prompt", "must not be empty"),
+    ("completions", {"prompt": []}, 400, "prompt", "must not be empty"),
+    ("completions", {}, 400, "prompt", "Missing required parameter"),
+    ("completions", {"prompt": ["a", 1]}, 400, "prompt", "a list must hold"),
+    ("completions", {"prompt": [999_999]}, 400, "prompt", "out of vocabulary"),
+    ("completions", {"prompt": [-1]}, 400, "prompt", "out of vocabulary"),
+    ("completions", {"prompt": [65] * 600}, 400, "prompt", "512 tokens.*600 tokens"),
+    ("completions", {"prompt": "a" * 100_000}, 400, "prompt", "512 tokens.*at least [0-9]+ tokens"),
+    ("completions", {"prompt": [65] * 12, "max_tokens": 501}, 400, "prompt", r"512 tokens.*513 tokens \(12 in"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    ("completions", {"prompt": "a", "max_tokens": 10**25}, 400, "prompt", "maximum context length"),
+    ("completions", {"prompt": "a", "n": 0}, 400, "n", "at least 1"),
+    ("completions", {"prompt": "a", "n": 129}, 400, "n", "at most 128"),
+    ("completions", {"prompt": "a", "best_of": 2}, 400, "best_of", "must equal `n`"),
+    ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs", "at most 20"),
+    ("completions", {"prompt": "a", "stop": [""]}, 400, "stop", "empty string"),
+    ("completions", {"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
+    ("completions", {"prompt": "a", "request_id": "a b"}, 400, "request_id", "characters"),
+    ("completions", {"prompt": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", "must be"),
+    ("chat/completions", {"messages": []}, 400, "messages", "must not be empty"),
+    ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages", "role"),
+    ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
+    ("chat/completions", {**CHAT, "chat_template": "{% for"}, 400, "chat_template", "Invalid chat template"),
+    ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "not supp"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ("chat/completions", {**CHAT, "colour": 1}, 400, "colour", "Unrecognized request argument supplied: colour"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400,
+        "messages",
+        "reads text only",
+    ),
+]
+
+
+async def test_bad_requests_get_a_clear_error(model: Path) -> None:
+    async with served(model) as (client, mesh, _running):
+        for path, body, status, param, message in BAD_REQUESTS:
+            response = await client.post(f"/v1/{path}", json=body)
+            error = error_of(response)
+            assert (response.status_code, error["param"]) == (status, param), error
+            assert re.search(message, error["message"]), error
+            assert error["type"] == "invalid_request_error"
+        assert mesh.submitted == []
+
+
+async def test_fields_of_benchmarks_and_clients_are_accepted(model: Path) -> None:
+    fields: dict[str, Any] = {
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "repetition_penalty": 1.0,
+        "top_k": 5,
+        "min_p": 0.1,
+        "logprobs": None,
+        "stop_token_ids": [],
+        "seed": 1,
+        "n": 1,
+        "user": "me",
+        "priority": 3,
+        "request_id": "mine",
+        "response_format": {"type": "text"},
+        "max_tokens": 3,
+    }
+    async with served(model) as (client, mesh, _running):
+        response = await client.post("/v1/chat/completions", json={**CHAT, **fields, "max_completion_tokens": 2})
+        assert response.json()["usage"]["completion_tokens"] == 2
+        assert response.json()["id"] == "chatcmpl-mine"
+        response = await client.post("/v1/completions", json={"prompt": "ab", **fields})
+        assert response.json()["id"] == "cmpl-mine~2"
+        first = mesh.submitted[0]
+        assert (first.priority, first.generation.params.eos_token_ids) == (3, ())
+
+
+async def test_default_lengths(model: Path) -> None:
+    async with served(model) as (client, mesh, _running):
+        await client.post("/v1/completions", json={"prompt": [65] * 12})
+        await client.post("/v1/completions", json={"prompt": [65] * 12, "max_tokens": None})
+        await client.post("/v1/completions", json={"prompt": [65] * 510})
+        assert [submit.generation.params.max_tokens for submit in mesh.submitted] == [16, 500, 2]
+
+
+async def test_keys_guard_the_api_and_not_the_probes(model: Path) -> None:
+    async with served(model, security=SecurityConfig(api_key="secret")) as (client, _mesh, _running):
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/tokenize")):
+                response = await client.request(method, path, headers=headers)
+                assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
+        assert (await client.get("/health")).status_code == 200
+        allowed = await client.get("/v1/models", headers={"Authorization": "Bearer secret"})
+        assert allowed.status_code == 200
+
+
+async def test_wrong_methods_paths_and_ids(model: Path) -> None:
+    async with served(model) as (client, _mesh, _running):
+        assert (await client.get("/v1/completions")).status_code == 405
+        assert (await client.post("/health")).status_code == 405
+        unknown = await client.get("/v1/nothing")
+        assert (unknown.status_code, error_of(unknown)["code"]) == (404, "not_found")
+        for bad in ("a b", "x" * 200):
+            response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": bad})
+            assert (response.status_code, error_of(response)["param"]) == (400, "X-Request-Id")
+
+
+async def test_limits_answer_413_408_and_429(model: Path) -> None:
+    config = GatewayConfig(max_body_bytes=1000, body_timeout_s=0.2, max_concurrent_requests=2)
+    async with served(model, gateway=config) as (client, _mesh, running):
+        big = await client.post("/v1/completions", content=b" " * 1001)
+        assert (big.status_code, error_of(big)["code"]) == (413, "body_too_large")
+
+        async def growing() -> AsyncGenerator[bytes]:
+            for _ in range(11):
+                yield b" " * 100
+
+        big = await client.post("/v1/completions", content=growing())
+        assert big.status_code == 413
+        host, port = running.facts["http_address"].split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:  # a body that never ends
+            await stream.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            answer = b"".join([part async for part in stream])
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"body_timeout"' in answer
+        many = await client.post("/v1/completions", json={"prompt": "a", "n": 3})
+        assert many.status_code == 400
+        ok = await client.post("/v1/completions", json={"prompt": "a", "n": 2})
+        assert ok.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        (RejectReason.OVERLOADED, 429),
+        (RejectReason.QUEUE_TIMEOUT, 503),
+        (RejectReason.NO_INSTANCE, 503),
+        (RejectReason.TOO_LONG, 400),
+    ],
+)
+async def test_the_schedulers_refusals_become_statuses(model: Path, reason: RejectReason, status: int) -> None:
+    async with served(model) as (client, mesh, _running):
+
+        def refuse(generation: Generation) -> list[TokenOut]:
+            mesh.say(
+                Rejected(
+                    request_id=generation.request_id,
+                    epoch=generation.epoch,
+                    reason=reason,
+                    message="no room",
+                    retry_after_s=2.5,
+                )
+            )
+            return []
+
+        mesh.script = refuse
+        response = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert response.status_code == status
+        assert error_of(response)["message"] == "no room"
+        assert response.headers.get("retry-after") == (None if status == 400 else "3")
+
+
+async def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(model: Path) -> None:
+    def begin(generation: Generation) -> list[TokenOut]:
+        return [token_out(generation, 0, 70)]
+
+    def fail(generation: Generation) -> list[TokenOut]:
+        return [token_out(generation, 1, None, finish_reason=FinishReason.ERROR, error="the engine broke")]
+
+    async with served(model, begin) as (client, mesh, _running):
+        async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
+            lines = response.aiter_lines()
+            assert json.loads((await anext(lines))[6:])["choices"][0]["finish_reason"] is None
+            mesh.send_tokens(*fail(mesh.submitted[0].generation))
+            [last] = [line async for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine broke"
+        mesh.script = fail
+        whole = await client.post("/v1/completions", json={"prompt": "a"})
+        assert (whole.status_code, error_of(whole)["message"]) == (500, "the engine broke")

@@ -1,0 +1,300 @@
+"""What happens to a gateway's streams when clients leave, workers break, schedulers restart and strangers knock."""
+
+import json
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import grpc
+import grpc.aio
+import httpx
+import msgspec
+import pytest
+
+from pdmesh.config import GatewayConfig, SecurityConfig
+from pdmesh.model import Epoch, FinishReason, RequestId
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
+from pdmesh.wire.endpoint import open_channel
+from pdmesh.wire.messages import Generation, Restarted, TokenOut, unpack_token_ids
+from pdmesh_gateway import generate
+from pdmesh_gateway.testing import RunningGateway, running_gateway
+from pdmesh_gateway.transcripts import MAX_RESTARTS
+
+pytestmark = pytest.mark.anyio
+
+BODY = {"prompt": "abc", "max_tokens": 6, "stream": True, "seed": 1}
+WHOLE = "abcabc"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_checkpoint(directory, max_position_embeddings=512)
+    return directory
+
+
+@asynccontextmanager
+async def served(
+    model: Path, mesh: ScriptedMesh, *, gateway: GatewayConfig | None = None
+) -> AsyncGenerator[RunningGateway]:
+    async with running_gateway(model, mesh.address, gateway=gateway) as running:
+        await mesh.until(lambda: len(mesh.registrations) == 1)
+        yield running
+
+
+async def complete(running: RunningGateway, **fields: Any) -> str:
+    """The text of a streamed completion that ends well."""
+    async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+        response = await client.post("/v1/completions", json={**BODY, **fields})
+    assert response.status_code == 200, response.text
+    *chunks, done = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert done == "[DONE]", response.text
+    return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+
+
+async def complete_into(texts: list[str], running: RunningGateway) -> None:
+    texts.append(await complete(running))
+
+
+@asynccontextmanager
+async def raw_request(running: RunningGateway, **fields: Any) -> AsyncGenerator[anyio.abc.SocketStream]:
+    """A request over a bare socket, closed at the end of the block."""
+    host, port = running.facts["http_address"].split(":")
+    body = json.dumps({**BODY, **fields}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(head + body)
+        yield stream
+
+
+def first_tokens(generation: Generation, count: int) -> list[TokenOut]:
+    return [message for message in echo_prompt(generation) if isinstance(message, TokenOut)][:count]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_cancels_its_request(model: Path, num_tokens: int, stream: bool) -> None:
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        async with raw_request(running, stream=stream, n=2) as client:
+            submits = [await mesh.next_submit(i) for i in range(2)]
+            for submit in submits:
+                mesh.send_tokens(*first_tokens(submit.generation, num_tokens))
+            if num_tokens and stream:
+                await client.receive()
+        await mesh.until(lambda: len(mesh.cancelled) == 2)
+        assert sorted(mesh.cancelled) == sorted((s.generation.request_id, Epoch(0)) for s in submits)
+
+
+async def test_a_client_that_leaves_between_two_does_not_disturb_the_other(model: Path) -> None:
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            generation = (await mesh.next_submit(0)).generation
+            async with raw_request(running):
+                await mesh.next_submit(1)
+            await mesh.until(lambda: len(mesh.cancelled) == 1)
+            mesh.send_tokens(*first_tokens(generation, 6))
+        assert texts == [WHOLE]
+
+
+async def test_a_restarted_request_goes_on_where_it_was(model: Path) -> None:
+    def dies_twice(generation: Generation) -> list[TokenOut]:
+        if generation.epoch < 2:
+            mesh.send_tokens(*first_tokens(generation, 2))
+            return []
+        return first_tokens(generation, 6)
+
+    async with scripted_mesh(dies_twice) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            for epoch in range(2):
+                generation = (await mesh.next_submit(epoch)).generation
+                assert generation.epoch == epoch
+                await delivered(running, 2 * epoch + 2)
+                mesh.say(Restarted(request_id=generation.request_id, epoch=generation.epoch, reason="lost"))
+            await mesh.next_submit(2)
+        assert texts == [WHOLE]
+        last = mesh.submitted[2].generation
+        assert last.num_output_tokens == 4
+        assert last.num_prompt_tokens == 3
+        token_ids = list(unpack_token_ids(last.token_ids))
+        assert token_ids[3:] == [*token_ids[:3], token_ids[0]]
+
+
+async def delivered(running: RunningGateway, num_tokens: int) -> None:
+    """Until the gateway has counted so many tokens."""
+    async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+        wanted = f'pdmesh:generation_tokens_total{{model_name="tiny"}} {float(num_tokens)}'
+        while wanted not in (await client.get("/metrics")).text:
+            pass
+
+
+async def test_a_request_that_is_restarted_for_ever_ends_with_503(model: Path) -> None:
+    def restart(generation: Generation) -> list[TokenOut]:
+        mesh.say(Restarted(request_id=generation.request_id, epoch=generation.epoch, reason="lost"))
+        return []
+
+    async with scripted_mesh(restart) as mesh, served(model, mesh) as running:
+        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+            response = await client.post("/v1/completions", json=BODY)
+        assert response.status_code == 503
+        assert "retry-after" in response.headers
+        assert len(mesh.submitted) == MAX_RESTARTS + 1
+
+
+async def test_a_lost_token_resumes_the_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "STALL_GRACE_S", 0.01)
+
+    def loses_one(generation: Generation) -> list[TokenOut]:
+        tokens = first_tokens(generation, 6)
+        return tokens if generation.epoch else [*tokens[:2], *tokens[3:]]
+
+    async with scripted_mesh(loses_one) as mesh, served(model, mesh) as running:
+        assert await complete(running) == WHOLE
+        assert mesh.cancelled == [(mesh.submitted[0].generation.request_id, Epoch(0))]
+        assert mesh.submitted[1].generation.num_output_tokens == 2
+
+
+async def test_a_broken_worker_stream_resumes_its_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "STALL_GRACE_S", 0.01)
+
+    def breaks_once(generation: Generation) -> list[TokenOut]:
+        return first_tokens(generation, 6) if generation.epoch else first_tokens(generation, 2)
+
+    async with scripted_mesh(breaks_once) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            await delivered(running, 2)
+            mesh.drop_worker()
+        assert texts == [WHOLE]
+
+
+async def test_tokens_that_overtake_each_other_or_come_late_are_put_right(model: Path) -> None:
+    def disorder(generation: Generation) -> list[TokenOut]:
+        tokens = first_tokens(generation, 6)
+        stale = [msgspec.structs.replace(token, epoch=Epoch(7), token_id=80) for token in tokens]
+        foreign = [msgspec.structs.replace(token, request_id=RequestId("nobody")) for token in tokens]
+        return [tokens[1], tokens[0], *stale, tokens[0], tokens[1], tokens[3], *foreign, tokens[2], *tokens[4:]]
+
+    async with scripted_mesh(disorder) as mesh, served(model, mesh) as running:
+        assert await complete(running) == WHOLE
+        assert len(mesh.submitted) == 1
+
+
+async def test_running_generations_survive_a_scheduler_restart(model: Path) -> None:
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            generation = (await mesh.next_submit(0)).generation
+            mesh.send_tokens(*first_tokens(generation, 2))
+            mesh.drop_gateway()
+            await mesh.until(lambda: len(mesh.registrations) == 2)
+            assert mesh.registrations[1].waiting == ((generation.request_id, Epoch(0)),)
+            assert mesh.registrations[1].gateway_id == mesh.registrations[0].gateway_id
+            mesh.send_tokens(*first_tokens(generation, 6)[2:])
+        assert texts == [WHOLE]
+
+
+async def test_without_a_scheduler_requests_wait_a_little_and_get_503(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "CONNECT_GRACE_S", 0.01)
+    async with (
+        running_gateway(model, "127.0.0.1:1") as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+        response = await client.post("/v1/completions", json=BODY)
+        assert response.status_code == 503
+        assert "retry-after" in response.headers
+        assert (await client.get("/ready")).status_code == 503
+
+
+async def test_a_deadline_ends_a_request(model: Path) -> None:
+    config = GatewayConfig(request_timeout_s=0.05)
+    async with (
+        scripted_mesh(silence) as mesh,
+        served(model, mesh, gateway=config) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+        response = await client.post("/v1/completions", json=BODY)
+        assert response.status_code == 504
+        await mesh.until(lambda: len(mesh.cancelled) == 1)
+
+
+async def test_garbage_on_any_port_disturbs_nobody(model: Path) -> None:
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            generation = (await mesh.next_submit(0)).generation
+            mesh.send_tokens(*first_tokens(generation, 2))
+            for name in ("http_address", "grpc_address", "token_address"):
+                host, port = running.facts[name].split(":")
+                async with await anyio.connect_tcp(host, int(port)) as stream:
+                    await stream.send(os.urandom(4096))
+                    with anyio.fail_after(20):
+                        try:
+                            while True:
+                                await stream.receive()
+                        except (anyio.EndOfStream, anyio.BrokenResourceError):
+                            pass
+            for frame in (b"", b"\xff" * 50, msgspec.msgpack.encode([{"type": "TokensAccepted"}])):
+                await expect_refusal(running, frame)
+            token = msgspec.msgpack.encode([{"type": "RegisterTokens", "instance_id": "x", "token": "wrong"}])
+            await expect_refusal(running, token)
+            version = msgspec.msgpack.encode([{"type": "RegisterTokens", "instance_id": "x", "version": 99}])
+            await expect_refusal(running, version)
+            mesh.send_tokens(*first_tokens(generation, 6)[2:])
+        assert texts == [WHOLE]
+
+
+async def expect_refusal(running: RunningGateway, frame: bytes) -> None:
+    async with open_channel(running.facts["token_address"], SecurityConfig()) as channel:
+        call: Any = channel.stream_stream("/pdmesh.v1.Gateway/Tokens")()
+        await call.write(frame)
+        with anyio.fail_after(20), pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call.read()
+        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_draining_lets_streams_end_and_takes_no_new_ones(model: Path) -> None:
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            generation = (await mesh.next_submit(0)).generation
+            mesh.send_tokens(*first_tokens(generation, 2))
+            await delivered(running, 2)
+            running.stopping.set()
+            host, port = running.facts["http_address"].split(":")
+            with anyio.fail_after(20):
+                while True:  # until the listener is closed
+                    try:
+                        await (await anyio.connect_tcp(host, int(port))).aclose()
+                    except OSError:
+                        break
+            mesh.send_tokens(*first_tokens(generation, 6)[2:])
+        assert texts == [WHOLE]
+
+
+async def test_finish_reasons_of_workers_reach_the_client(model: Path) -> None:
+    def stop(generation: Generation) -> list[TokenOut]:
+        return [token_out(generation, 0, 70), token_out(generation, 1, 71, finish_reason=FinishReason.STOP)]
+
+    async with (
+        scripted_mesh(stop) as mesh,
+        served(model, mesh) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+        body = (await client.post("/v1/completions", json={**BODY, "stream": False})).json()
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] == 2

@@ -1,0 +1,239 @@
+"""Small parts of the gateway's edges: keys, limits, bodies, templates, ranges."""
+
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from pdmesh.config import SecurityConfig
+from pdmesh.engine.files import DefaultSampling, ModelInfo
+from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh.testing.tokenizers import write_tokenizer
+from pdmesh_gateway.auth import ApiKeys
+from pdmesh_gateway.http.body import ClientGone, decode_body, read_body
+from pdmesh_gateway.limits import Admission, RecentIds
+from pdmesh_gateway.protocol import ChatRequest, CompletionRequest
+from pdmesh_gateway.sampling import sampling_params
+from pdmesh_gateway.templates import TemplateFailed, compile_template, render_untrusted
+from pdmesh_gateway.tokenizer import ModelTokenizer
+
+pytestmark = pytest.mark.anyio
+
+INFO = ModelInfo(
+    architecture="llama",
+    max_model_len=100,
+    vocab_size=300,
+    eos_token_ids=(2,),
+    default_sampling=DefaultSampling(temperature=0.6, top_k=20),
+)
+
+
+def receiver(*parts: bytes, ends: bool = True) -> Callable[[], Awaitable[Any]]:
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop(0)
+        if ends:
+            return {"type": "http.request", "body": b"", "more_body": False}
+        return await anyio.Event().wait()
+
+    return receive
+
+
+async def test_a_body_is_read_within_its_limit() -> None:
+    whole = await read_body(receiver(b"ab", b"cd"), content_length=None, max_bytes=4, timeout_s=10)
+    assert whole == b"abcd"
+    for content_length, parts in ((5, []), (None, [b"abc", b"de"])):
+        with pytest.raises(RequestRejected, match="larger than 4 bytes") as refused:
+            await read_body(receiver(*parts), content_length=content_length, max_bytes=4, timeout_s=10)
+        assert refused.value.status == 413
+
+
+async def test_a_body_that_never_ends_is_given_up() -> None:
+    with pytest.raises(RequestRejected, match="did not arrive") as refused:
+        await read_body(receiver(b"{", ends=False), content_length=None, max_bytes=100, timeout_s=0.01)
+    assert refused.value.status == 408
+
+
+async def test_a_client_that_leaves_while_sending_is_gone() -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGone):
+        await read_body(receive, content_length=None, max_bytes=100, timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (b"", None, "could not parse the JSON"),
+        (b"{", None, "could not parse the JSON"),
+        (b"\xff\xfe", None, "could not parse the JSON"),
+        (b"[" * 100_000, None, "got `array`"),
+        (b"[]", None, "got `array`"),
+        (b'{"prompt": 5}', "prompt", "Invalid value for `prompt`"),
+        (b'{"temperature": "hot"}', "temperature", "Expected `float | null`, got `str`"),
+        (b'{"temperature": 1e999}', "temperature", "out of range"),
+        (b'{"n": 1.5}', "n", "got `float`"),
+        (b'{"n": true}', "n", "got `bool`"),
+        (b'{"stop": [1]}', "stop", r"`stop\[0\]`"),
+        (b'{"colour": 1}', "colour", "Unrecognized request argument supplied: colour"),
+        (b'{"prompt": "\xff"}', None, "could not parse|Invalid"),
+        (b'{"temperature": NaN, "colour": 1}', "colour", "Unrecognized request argument"),
+    ],
+)
+async def test_a_bad_body_is_refused_by_field(body: bytes, param: str | None, message: str) -> None:
+    with pytest.raises(RequestRejected, match=message) as refused:
+        await decode_body(msgspec.json.Decoder(CompletionRequest), body)
+    assert refused.value.status == 400
+    assert refused.value.param == param
+
+
+async def test_a_missing_field_is_named() -> None:
+    with pytest.raises(RequestRejected, match="messages") as refused:
+        await decode_body(msgspec.json.Decoder(ChatRequest), b"{}")
+    assert refused.value.param == "messages"
+
+
+async def test_nan_is_read_so_that_its_field_can_be_named() -> None:
+    request = await decode_body(msgspec.json.Decoder(CompletionRequest), b'{"temperature": NaN}')
+    assert request.temperature is not None
+    assert math.isnan(request.temperature)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0),
+        ("seed", 10**30),
+        pytest.param("seed", 10**5000, id="seed-endless"),
+        ("min_tokens", -1),
+        ("min_tokens", 11),
+        ("priority", 2**40),
+        ("stop_token_ids", [300]),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {"300": 1.0}),
+        ("logit_bias", {"1": 101.0}),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
+    request = CompletionRequest(prompt="a", **{field: value})
+    with pytest.raises(RequestRejected, match=field) as refused:
+        sampling_params(request, INFO, max_tokens=10, logprobs=None)
+    assert (refused.value.status, refused.value.param) == (400, field)
+
+
+def test_defaults_are_the_clients_then_the_checkpoints_then_neutral() -> None:
+    params = sampling_params(CompletionRequest(prompt="a"), INFO, max_tokens=10, logprobs=None)
+    assert (params.temperature, params.top_k, params.top_p, params.eos_token_ids) == (0.6, 20, 1.0, (2,))
+    request = CompletionRequest(prompt="a", temperature=0, top_k=-1, ignore_eos=True, seed=-1)
+    params = sampling_params(request, INFO, max_tokens=10, logprobs=None)
+    assert (params.temperature, params.top_k, params.eos_token_ids, params.seed) == (0.0, 0, (), 2**63 - 1)
+
+
+def test_random_seeds_differ() -> None:
+    seeds = {sampling_params(CompletionRequest(), INFO, max_tokens=1, logprobs=None).seed for _ in range(10)}
+    assert len(seeds) == 10
+
+
+def test_admission_counts_and_gives_back() -> None:
+    admission = Admission(max_requests=2, max_bytes=10)
+    with admission.hold(num_requests=2, num_bytes=10):
+        for more in ({"num_requests": 1}, {"num_bytes": 1}):
+            with pytest.raises(RequestRejected, match="overloaded") as refused, admission.hold(**more):
+                pass
+            assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
+    assert (admission.num_requests, admission.num_bytes) == (0, 0)
+
+
+def test_ids_are_not_used_twice() -> None:
+    ids = RecentIds(size=2)
+    assert [ids.unique("a"), ids.unique("a"), ids.unique("b"), ids.unique("a")] == ["a", "a~2", "b", "a~3"]
+
+
+def test_keys_come_from_file_and_setting(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfirst\n\n second \n")
+    keys = ApiKeys.load(SecurityConfig(api_keys_file=path, api_key="third"))
+    for key in ("first", "second", "third"):
+        keys.check(f"Bearer {key}")
+    for header in (None, "", "first", "Basic first", "Bearer", "Bearer fourth", "Bearer # ours", "Bearer \udcff"):
+        with pytest.raises(RequestRejected) as refused:
+            keys.check(header)
+        assert refused.value.status == 401
+    ApiKeys.load(SecurityConfig()).check(None)
+
+
+def test_a_keys_file_without_keys_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("# none\n")
+    for name in ("empty", "missing"):
+        with pytest.raises(ConfigError, match="api_keys_file"):
+            ApiKeys.load(SecurityConfig(api_keys_file=tmp_path / name))
+
+
+def test_templates_follow_hugging_faces_conventions() -> None:
+    source = (
+        "{%- for m in messages %}\n    {%- if loop.index > 2 %}{% break %}{% endif %}\n"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}\n{%- endfor %}"
+    )
+    assert compile_template(source)({"messages": [{"a": "<é>"}, {}, {}]}) == '{"a": "<é>"}{}'
+    with pytest.raises(TemplateFailed, match="roles must alternate"):
+        compile_template("{{ raise_exception('roles must alternate') }}")({})
+    with pytest.raises(TemplateFailed, match="line 1"):
+        compile_template("{% for %}")
+    with pytest.raises(TemplateFailed):
+        compile_template("{{ ''.__class__.__mro__[1].__subclasses__() }}")({})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for %}", "Invalid chat template"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages.append(1) }}", "Invalid chat template"),
+        ("{{ 'a' * 10 ** 10 }}", "Invalid chat template"),
+        ("x" * 100_000, "longer than"),
+    ],
+)
+async def test_a_strangers_template_is_refused_with_a_reason(source: str, message: str) -> None:
+    with pytest.raises(RequestRejected, match=message) as refused:
+        await render_untrusted(source, {"messages": []})
+    assert (refused.value.status, refused.value.param) == (400, "chat_template")
+
+
+async def test_a_strangers_template_renders() -> None:
+    assert await render_untrusted("{{ messages[0].content }}!", {"messages": [{"content": "hé"}]}) == "hé!"
+
+
+async def test_a_final_message_is_continued(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, vocab_size=300, model_max_length=100)
+    tokenizer = ModelTokenizer.load(tmp_path)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Well, "}]
+    text = await tokenizer.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("assistant\nWell, ")
+    with pytest.raises(RequestRejected, match="continue_final_message"):
+        await tokenizer.render_chat(messages, continue_final_message=True)
+
+
+def test_a_broken_checkpoint_template_stops_the_start(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, vocab_size=300, model_max_length=100)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError, match="chat template is broken"):
+        ModelTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
+        ModelTokenizer.load(tmp_path)

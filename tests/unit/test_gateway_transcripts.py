@@ -1,0 +1,155 @@
+"""A token is delivered if its epoch is current and its index is the next one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.errors import RequestRejected
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
+from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, pack_token_ids, unpack_token_ids
+from pdmesh_gateway.transcripts import MAX_AHEAD, MAX_RESTARTS, Mailbox, Transcript, Transcripts
+
+pytestmark = pytest.mark.anyio
+
+A = InstanceId("a")
+
+
+def transcript(prompt: list[int] | None = None) -> Transcript:
+    return Transcript(
+        request_id=RequestId("r"),
+        gateway_id=GatewayId("g"),
+        token_address="127.0.0.1:1",
+        prompt=pack_token_ids(prompt or [1, 2, 3]),
+        params=SamplingParams(max_tokens=100),
+        mailbox=Mailbox(),
+        clock=lambda: 5.0,
+    )
+
+
+def token(index: int, *, epoch: int = 0, finish: FinishReason | None = None) -> TokenOut:
+    return TokenOut(
+        request_id=RequestId("r"), epoch=Epoch(epoch), index=index, token_id=100 + index, finish_reason=finish
+    )
+
+
+async def test_tokens_are_delivered_in_order_and_once() -> None:
+    t = transcript()
+    for index in (0, 1, 1, 0, 2):
+        t.offer(token(index), A)
+    assert [out.index for out in t.take()] == [0, 1, 2]
+    assert list(t.output) == [100, 101, 102]
+    assert t.num_dropped == 2
+    assert t.stalled_since_s is None
+
+
+async def test_a_late_epoch_is_dropped() -> None:
+    t = transcript()
+    t.offer(token(0), A)
+    assert t.restart()
+    t.offer(token(1, epoch=0), A)
+    assert [out.index for out in t.take()] == [0]
+    t.offer(token(1, epoch=1), A)
+    assert [out.index for out in t.take()] == [1]
+
+
+async def test_a_gap_is_known_until_it_closes() -> None:
+    t = transcript()
+    t.offer(token(1), A)
+    assert t.take() == []
+    assert t.stalled_since_s == 5.0
+    assert t.mailbox.take() is t  # its consumer watches the clock from now on
+    t.offer(token(0), A)
+    assert [out.index for out in t.take()] == [0, 1]
+    assert t.stalled_since_s is None
+
+
+async def test_a_resumed_request_goes_on_from_what_was_delivered() -> None:
+    t = transcript([7, 8])
+    t.offer(token(0), A)
+    t.offer(token(2), A)  # lost: index 1
+    assert t.restart()
+    generation = t.generation()
+    assert generation.epoch == 1
+    assert list(unpack_token_ids(generation.token_ids)) == [7, 8, 100]
+    assert generation.num_prompt_tokens == 2
+    assert generation.max_tokens_left == 99
+    t.offer(token(1, epoch=1), A)
+    t.offer(token(2, epoch=1, finish=FinishReason.LENGTH), A)
+    assert [out.index for out in t.take()] == [0, 1, 2]
+    assert t.finished
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=60),
+    restarts=st.sets(st.integers(0, 59), max_size=2),
+)
+async def test_whatever_arrives_the_transcript_has_no_gap_and_no_double(
+    arrivals: list[tuple[int, int]], restarts: set[int]
+) -> None:
+    t = transcript()
+    taken: list[int] = []
+    for i, (epoch, index) in enumerate(arrivals):
+        if i in restarts:
+            assert t.restart()
+        t.offer(token(index, epoch=epoch), A)
+        taken += [out.index for out in t.take()]
+    assert taken == list(range(len(taken)))
+    assert list(t.output) == [100 + index for index in taken]
+
+
+async def test_what_waits_for_a_gap_is_bounded() -> None:
+    t = transcript()
+    for index in range(1, 10 * MAX_AHEAD):
+        t.offer(token(index), A)
+    assert len(t._ahead) == MAX_AHEAD
+
+
+async def test_restarts_are_bounded() -> None:
+    t = transcript()
+    assert [t.restart() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [False]
+
+
+async def test_a_broken_stream_makes_its_requests_suspect() -> None:
+    transcripts = Transcripts()
+    t = transcript()
+    transcripts.add(t)
+    transcripts.deliver([token(0)], A)
+    transcripts.source_lost(InstanceId("b"))
+    assert t.stalled_since_s is None
+    transcripts.source_lost(A)
+    assert t.stalled_since_s == 5.0
+    transcripts.deliver([token(1)], A)  # it was only slow
+    assert t.stalled_since_s is None
+
+
+async def test_prompt_logprobs_of_another_epoch_or_place_are_dropped() -> None:
+    t = transcript([1, 2])
+    lp = TokenLogprobs(-1.0)
+    for epoch, start in ((1, 1), (0, -1), (0, 5)):
+        t.offer_prompt_logprobs(
+            PromptLogprobs(request_id=t.request_id, epoch=Epoch(epoch), start=start, logprobs=(lp,))
+        )
+    assert t.prompt_logprobs == {}
+    t.offer_prompt_logprobs(PromptLogprobs(request_id=t.request_id, epoch=Epoch(0), start=1, logprobs=(lp,) * 9))
+    assert t.prompt_logprobs == {1: lp}
+
+
+async def test_a_failed_request_takes_no_more_tokens() -> None:
+    t = transcript()
+    t.fail(RequestRejected("no"))
+    t.offer(token(0), A)
+    assert t.take() == []
+    assert t.finished
+
+
+async def test_waiting_names_what_is_not_finished() -> None:
+    transcripts = Transcripts()
+    t = transcript()
+    transcripts.add(t)
+    assert transcripts.waiting() == ((RequestId("r"), Epoch(0)),)
+    transcripts.deliver([token(0, finish=FinishReason.STOP)], A)
+    assert transcripts.waiting() == ()
+    assert transcripts.current(RequestId("r"), Epoch(0)) is None
+    transcripts.remove(t)
+    transcripts.deliver([token(1)], A)
+    assert transcripts.num_stray == 1
