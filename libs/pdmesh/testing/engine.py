@@ -1,0 +1,220 @@
+"""An engine without a model, whose output proves that the right KV was in the right place.
+
+The KV that `FakeEngine` writes is a function of token, position, layer and of the KV *before* it as read back from the
+cache; each token it draws is a hash of the whole context's KV, again as read back. So a chunk computed out of order, a
+piece moved to the wrong block or one byte lost on the way changes the output, and `reference_output` says what it
+should have been. With ``checks_kv=False`` the cache is left alone and a step costs next to nothing: the stand-in for
+benchmarks of everything else.
+"""
+
+from __future__ import annotations
+
+import array
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
+from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
+
+#: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
+FAKE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
+
+#: Drawn tokens are printable ASCII in byte-level vocabularies, whether these count bytes from 0 or from "!".
+FIRST_TOKEN_ID = 33
+NUM_TOKEN_IDS = 60
+
+_WORD_BYTES = 4
+_MIX = 0x9E3779B1
+_TIMEOUT_S = 30.0
+
+Words = npt.NDArray[np.uint32]
+
+
+class FakeKvStore:
+    """A paged cache of 32-bit words, all of them in use: ``words[layer, block, k or v, token, lane]``."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        lanes, rest = divmod(layout.block_bytes, 2 * layout.block_size * _WORD_BYTES)
+        if rest:
+            raise ValueError(f"a token of {layout} is not whole 32-bit words")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.words: Words = np.zeros((layout.num_layers, num_blocks, 2, layout.block_size, lanes), dtype=np.uint32)
+
+    def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
+        source = self.words[layer, list(block_ids)]
+        out.cast("B")[:] = source.tobytes()
+
+    def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
+        shape = (len(block_ids), *self.words.shape[2:])
+        self.words[layer, list(block_ids)] = np.frombuffer(data, dtype=np.uint32).reshape(shape)
+
+
+class StepGate:
+    """Lets a test stop an engine between layers: the engine waits at each layer until the test lets it through.
+
+    `arrived` blocks and is for a worker thread; ``let_through`` and `open` never do.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals = threading.Semaphore(0)
+        self._permits = threading.Semaphore(0)
+        self._is_open = threading.Event()
+
+    def arrived(self) -> None:
+        """Wait until the engine has come to its next layer."""
+        if not self._arrivals.acquire(timeout=_TIMEOUT_S):
+            raise TimeoutError("the engine has not come to its next layer")
+
+    def let_through(self, num_layers: int = 1) -> None:
+        self._permits.release(num_layers)
+
+    def open(self) -> None:
+        """Hold nothing up from now on."""
+        self._is_open.set()
+        self._permits.release()
+
+    def wait(self) -> None:
+        """Called by the engine."""
+        if self._is_open.is_set():
+            return
+        self._arrivals.release()
+        if not self._permits.acquire(timeout=_TIMEOUT_S):
+            raise TimeoutError("the test has not let the engine through")
+
+
+class FakeEngine:
+    """Implements `pdmesh.engine.base.Engine`.
+
+    ``step_s`` is the latency model: seconds that a batch takes. ``fails`` makes a batch raise, as a
+    broken device would.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout = FAKE_LAYOUT,
+        *,
+        num_blocks: int = 64,
+        max_model_len: int = 4096,
+        checks_kv: bool = True,
+        gate: StepGate | None = None,
+        step_s: Callable[[Sequence[SequenceSlice]], float] | None = None,
+        fails: Callable[[Sequence[SequenceSlice]], bool] | None = None,
+    ) -> None:
+        self.kv = FakeKvStore(layout, num_blocks)
+        self.max_model_len = max_model_len
+        self.batches: list[tuple[tuple[RequestId, int, int], ...]] = []  # (request, start, tokens), kept if checks_kv
+        self._checks_kv = checks_kv
+        self._gate = gate
+        self._step_s = step_s
+        self._fails = fails
+        positions = np.arange(max_model_len, dtype=np.uint32)
+        self._weights: Words = ((positions * np.uint32(_MIX)) ^ (positions >> np.uint32(3))) | np.uint32(1)
+        self._lanes: Words = np.arange(self.kv.words.shape[-1], dtype=np.uint32) * np.uint32(0x85EBCA6B)
+
+    def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
+        if self._fails is not None and self._fails(batch):
+            raise RuntimeError("the fake device broke")
+        if self._step_s is not None:
+            time.sleep(self._step_s(batch))
+        if self._checks_kv:
+            self.batches.append(tuple((s.sequence.request_id, s.start, s.num_tokens) for s in batch))
+        for layer in range(self.kv.layout.num_layers):
+            if self._gate is not None:
+                self._gate.wait()
+            if self._checks_kv:
+                for part in batch:
+                    self._write(layer, part)
+            if on_layer is not None:
+                on_layer(layer)
+        return [self._result(part) for part in batch]
+
+    def _write(self, layer: int, part: SequenceSlice) -> None:
+        end = part.start + part.num_tokens
+        block_size = self.kv.layout.block_size
+        positions = np.arange(part.start, end)
+        blocks = np.asarray(part.sequence.block_table)[positions // block_size]
+        tokens = np.asarray(part.sequence.token_ids[part.start : end], dtype=np.uint32)
+        keys = (tokens * np.uint32(_MIX) + np.uint32(layer))[:, None] + self._lanes
+        before = self._read(part.sequence, part.start, slice(layer, layer + 1))[0, 0, :, 0]
+        prefix = (before * self._weights[: part.start]).sum(dtype=np.uint32)
+        values = prefix + np.cumsum(keys[:, 0] * self._weights[part.start : end], dtype=np.uint32)
+        self.kv.words[layer, blocks, 0, positions % block_size] = keys
+        self.kv.words[layer, blocks, 1, positions % block_size] = values[:, None] ^ self._lanes
+
+    def _read(self, sequence: EngineSequence, num_tokens: int, layers: slice) -> Words:
+        """The context as it lies in the cache: (layers, 2, num_tokens, lanes)."""
+        block_size = self.kv.layout.block_size
+        table = sequence.block_table[: num_blocks_for(num_tokens, block_size)]
+        pages = self.kv.words[layers][:, table]
+        by_token = pages.swapaxes(1, 2)
+        return by_token.reshape(pages.shape[0], 2, len(table) * block_size, len(self._lanes))[:, :, :num_tokens]
+
+    def _context_hash(self, sequence: EngineSequence, num_tokens: int) -> int:
+        if not self._checks_kv:
+            return (sequence.token_ids[num_tokens - 1] + num_tokens) * _MIX
+        by_position = self._read(sequence, num_tokens, slice(None)).sum(axis=(0, 3), dtype=np.uint32)
+        keys, values = (by_position * self._weights[:num_tokens]).sum(axis=1, dtype=np.uint32)
+        return (int(keys) * 31 + int(values)) * _MIX
+
+    def _result(self, part: SequenceSlice) -> SliceResult:
+        sequence, params = part.sequence, part.sequence.params
+        prompt_logprobs: tuple[Logprobs, ...] = ()
+        if part.prompt_logprobs:
+            following = sequence.token_ids[part.start + 1 : part.start + part.num_tokens + 1]
+            in_prompt = following[: max(0, sequence.num_prompt_tokens - part.start - 1)]
+            prompt_logprobs = tuple(_logprobs(token, params.prompt_logprobs or 0) for token in in_prompt)
+        if not part.sample:
+            return SliceResult(prompt_logprobs=prompt_logprobs)
+        mixed = self._context_hash(sequence, part.start + part.num_tokens)
+        if params.temperature > 0:
+            mixed += params.seed * 0x27D4EB2F
+        num_output_tokens = sequence.num_output_tokens + 1
+        token_id = _draw(mixed, params, num_output_tokens)
+        reason, stop_token_id = finish_reason(params, num_output_tokens, token_id)
+        return SliceResult(
+            token_id=token_id,
+            logprobs=None if params.logprobs is None else _logprobs(token_id, params.logprobs),
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _draw(mixed: int, params: SamplingParams, num_output_tokens: int) -> int:
+    banned = (*params.eos_token_ids, *params.stop_token_ids) if num_output_tokens <= params.min_tokens else ()
+    drawn = (mixed >> 8) % NUM_TOKEN_IDS
+    while FIRST_TOKEN_ID + drawn in banned:
+        drawn = (drawn + 1) % NUM_TOKEN_IDS
+    return FIRST_TOKEN_ID + drawn
+
+
+def _logprobs(token_id: int, num_top: int) -> Logprobs:
+    own = -1.0 - (token_id % 97) / 128
+    return Logprobs(logprob=own, top=tuple((token_id + rank, own - rank) for rank in range(num_top)))
+
+
+def reference_output(prompt: Sequence[int], params: SamplingParams, *, layout: KvLayout = FAKE_LAYOUT) -> list[int]:
+    """What any mesh of fake engines of this layout must answer: the prompt in one chunk, alone, in fresh blocks."""
+    num_blocks = num_blocks_for(len(prompt) + params.max_tokens, layout.block_size)
+    engine = FakeEngine(layout, num_blocks=num_blocks, max_model_len=len(prompt) + params.max_tokens)
+    sequence = EngineSequence(
+        request_id=RequestId("reference"),
+        params=params,
+        token_ids=array.array("i", prompt),
+        num_prompt_tokens=len(prompt),
+        block_table=list(range(num_blocks)),
+    )
+    start = 0
+    while True:
+        num_tokens = len(sequence.token_ids) - start
+        (result,) = engine.execute([SequenceSlice(sequence=sequence, start=start, num_tokens=num_tokens, sample=True)])
+        assert result.token_id is not None
+        start = len(sequence.token_ids)
+        sequence.token_ids.append(result.token_id)
+        if result.finish_reason is not None:
+            return sequence.token_ids[len(prompt) :].tolist()

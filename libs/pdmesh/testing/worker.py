@@ -1,0 +1,239 @@
+"""Instances without processes and sockets, for tests: the real runtime, its reports and tokens kept in lists."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from pdmesh.config import TransferConfig
+from pdmesh.engine.base import Engine
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import TransferOutcome
+from pdmesh.model import ChunkPlan, Epoch, GatewayId, RequestId, Role, SamplingParams, StepPlan, num_blocks_for
+from pdmesh.transport.base import KvTransport
+from pdmesh.wire.messages import (
+    Admit,
+    ExpectKv,
+    Generation,
+    Grant,
+    OfferReport,
+    RunPlan,
+    TokenOut,
+    TokensUp,
+    WorkerUp,
+    pack_token_ids,
+)
+from pdmesh.worker.instance import Instance
+from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.steps import run_steps
+from pdmesh.worker.threads import EngineThread
+
+T = TypeVar("T")
+
+CAPABILITY = 0x5EC12E7
+WAIT_LIMIT_S = 20.0
+
+
+@dataclass(slots=True, eq=False)
+class RunningInstance:
+    """An instance with its step loop, and all that it has said so far."""
+
+    engine: Engine
+    pool: BlockPool
+    mover: KvMover
+    address: bytes
+    instance: Instance = field(init=False)
+    reports: list[WorkerUp] = field(default_factory=list[WorkerUp])
+    tokens: list[TokensUp] = field(default_factory=list[TokensUp])
+    failure: Exception | None = None
+    _plan_ids: itertools.count[int] = field(default_factory=itertools.count)
+    _said: anyio.Event = field(default_factory=anyio.Event)
+
+    def report(self, message: WorkerUp) -> None:
+        self.reports.append(message)
+        self.notify()
+
+    def open(self, address: str) -> None:
+        """`pdmesh.worker.instance.TokenSink`."""
+
+    def send(self, address: str, message: TokensUp) -> None:
+        self.tokens.append(message)
+        self.notify()
+
+    def notify(self) -> None:
+        self._said.set()
+        self._said = anyio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something that is said or freed makes ``condition`` true."""
+        with anyio.fail_after(WAIT_LIMIT_S):
+            while not condition():
+                await self._said.wait()
+
+    async def reported(self, kind: type[T], request_id: str, *, count: int = 1) -> T:
+        """Wait for the request's report of this kind and return the latest."""
+        await self.until(lambda: len(self.reports_of(kind, request_id)) >= count)
+        return self.reports_of(kind, request_id)[-1]
+
+    def reports_of(self, kind: type[T], request_id: str) -> list[T]:
+        return [
+            report
+            for report in self.reports
+            if isinstance(report, kind) and getattr(report, "request_id", None) == request_id
+        ]
+
+    def tokens_of(self, request_id: str, epoch: int = 0) -> list[TokenOut]:
+        return [
+            token
+            for token in self.tokens
+            if isinstance(token, TokenOut) and token.request_id == request_id and token.epoch == epoch
+        ]
+
+    def admit(self, generation: Generation, *, kv_moves: bool) -> None:
+        num_kept = 0 if kv_moves else generation.max_tokens_left - 1
+        num_blocks = num_blocks_for(generation.num_tokens + num_kept, self.block_size)
+        self.instance.handle(Admit(generation=generation, num_blocks=num_blocks, kv_moves=kv_moves))
+
+    def expect(self, generation: Generation, source: RunningInstance, *, with_tokens: bool = False) -> None:
+        num_tokens = generation.num_tokens
+        bare = generation if with_tokens else msgspec.structs.replace(generation, token_ids=b"")
+        self.instance.handle(
+            ExpectKv(
+                generation=bare,
+                num_context_tokens=num_tokens,
+                num_blocks=num_blocks_for(num_tokens + generation.max_tokens_left - 1, self.block_size),
+                capability=CAPABILITY,
+                source_address=source.address,
+            )
+        )
+
+    def run(self, chunks: Iterable[ChunkPlan], *, with_decodes: bool = False) -> int:
+        """Queue one plan and return its id."""
+        plan_id = next(self._plan_ids)
+        self.instance.handle(RunPlan(plan=StepPlan(plan_id=plan_id, chunks=tuple(chunks), with_decodes=with_decodes)))
+        return plan_id
+
+    def grant(self, generation: Generation, destination: RunningInstance) -> None:
+        self.instance.handle(
+            Grant(
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                capability=CAPABILITY,
+                destination_address=destination.address,
+            )
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self.engine.kv.layout.block_size
+
+    def assert_all_free(self) -> None:
+        """Nothing is held, and the books balance."""
+        self.instance.check_integrity()
+        books = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)
+        assert books == (self.pool.num_blocks, 0, 0), f"free, held, quarantined: {books}"
+
+
+@asynccontextmanager
+async def running_instance(
+    engine: Engine,
+    transport: KvTransport,
+    *,
+    role: Role = Role.MIXED,
+    config: TransferConfig | None = None,
+) -> AsyncGenerator[RunningInstance]:
+    """The runtime of one instance on an open ``transport``; integrity is checked when the block is left."""
+    pool = BlockPool(engine.kv.num_blocks)
+
+    def on_outcome(outcome: TransferOutcome) -> None:
+        running.instance.on_outcome(outcome)
+        running.notify()
+
+    async with (
+        EngineThread() as thread,
+        KvMover(
+            transport=transport, store=engine.kv, pool=pool, config=config or TransferConfig(), on_outcome=on_outcome
+        ) as mover,
+        anyio.create_task_group() as tasks,
+    ):
+        running = RunningInstance(engine, pool, mover, transport.address)
+        running.instance = instance = Instance(
+            role=role,
+            max_model_len=engine.max_model_len,
+            block_size=engine.kv.layout.block_size,
+            pool=pool,
+            mover=mover,
+            report=running.report,
+            tokens=running,
+            metrics=WorkerMetrics(),
+        )
+
+        async def step() -> None:
+            running.failure = await run_steps(instance, engine, thread)
+            running.notify()
+
+        tasks.start_soon(step)
+        yield running
+        instance.check_integrity()
+        tasks.cancel_scope.cancel()
+
+
+def make_generation(
+    request_id: str, prompt: Sequence[int], params: SamplingParams, *, output: Sequence[int] = (), epoch: int = 0
+) -> Generation:
+    """A request as the gateway sends it; ``output`` are tokens delivered in earlier epochs."""
+    return Generation(
+        request_id=RequestId(request_id),
+        epoch=Epoch(epoch),
+        gateway_id=GatewayId("gateway"),
+        token_address="",
+        token_ids=pack_token_ids([*prompt, *output]),
+        num_prompt_tokens=len(prompt),
+        params=params,
+    )
+
+
+def chunk_plans(generation: Generation, sizes: Sequence[int]) -> list[ChunkPlan]:
+    """The request's chunks: of these sizes, the last one repeated until the prompt is used up."""
+    plans: list[ChunkPlan] = []
+    start = 0
+    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+        num_tokens = min(size, generation.num_tokens - start)
+        end = start + num_tokens
+        plans.append(
+            ChunkPlan(
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                start=start,
+                num_tokens=num_tokens,
+                is_last=end == generation.num_tokens,
+            )
+        )
+        start = end
+        if start == generation.num_tokens:
+            return plans
+    raise AssertionError("unreachable")
+
+
+async def hand_over(
+    generation: Generation,
+    prefill: RunningInstance,
+    decode: RunningInstance,
+    sizes: Sequence[int],
+    *,
+    with_tokens: bool = False,
+) -> None:
+    """Do for one request what the scheduler does, up to the grant; the rest goes by itself."""
+    decode.expect(generation, prefill, with_tokens=with_tokens)
+    prefill.admit(generation, kv_moves=True)
+    for chunk in chunk_plans(generation, sizes):
+        prefill.run([chunk])
+    await prefill.reported(OfferReport, generation.request_id)
+    prefill.grant(generation, decode)

@@ -1,0 +1,65 @@
+"""One step's work, made from a plan and the residents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.engine.base import LayerHook, SequenceSlice
+from pdmesh.kv.sender import KvSender
+from pdmesh.model import ChunkPlan, StepPlan
+from pdmesh.worker.sequences import Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    hold: Hold
+    plan: ChunkPlan
+    number: int  # of the request's chunks
+
+    def slice(self) -> SequenceSlice:
+        return SequenceSlice(
+            sequence=self.hold.sequence,
+            start=self.plan.start,
+            num_tokens=self.plan.num_tokens,
+            sample=self.plan.is_last,
+            prompt_logprobs=self.hold.sequence.params.prompt_logprobs is not None,
+        )
+
+    def completed_blocks(self, block_size: int) -> tuple[int, int]:
+        """(first, count) of the blocks that this chunk fills up; the last chunk's partial block counts as full."""
+        first = self.plan.start // block_size
+        end = self.plan.start + self.plan.num_tokens
+        last = -(-end // block_size) if self.plan.is_last else end // block_size
+        return first, last - first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``."""
+
+    plan: StepPlan | None  # None: a decode step of the instance's own
+    chunks: tuple[Chunk, ...]
+    decodes: tuple[Hold, ...]
+
+    @property
+    def slices(self) -> list[SequenceSlice]:
+        return [chunk.slice() for chunk in self.chunks] + [
+            SequenceSlice(sequence=hold.sequence, start=len(hold.sequence.token_ids) - 1, num_tokens=1, sample=True)
+            for hold in self.decodes
+        ]
+
+    def on_layer(self, block_size: int) -> LayerHook | None:
+        """Tells the senders, from the engine's thread, which blocks of a layer are complete."""
+        moving: list[tuple[KvSender, int, int, int]] = []
+        for chunk in self.chunks:
+            first, count = chunk.completed_blocks(block_size)
+            if chunk.hold.sender is not None and count:
+                moving.append((chunk.hold.sender, chunk.number, first, count))
+        if not moving:
+            return None
+
+        def layer_done(layer: int) -> None:
+            for sender, number, first, count in moving:
+                sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
+
+        return layer_done

@@ -1,0 +1,70 @@
+"""The engine that the configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdmesh.config import MeshConfig
+from pdmesh.engine.base import Engine
+from pdmesh.engine.files import load_model_config, resolve_model
+from pdmesh.errors import ConfigError
+from pdmesh.model import KvLayout
+
+#: Of the stand-in engine, unless configured.
+_FAKE_MODEL_LEN = 32_768
+
+
+def served_model_name(config: MeshConfig) -> str:
+    """What clients call the model: as configured, else the last part of its path or hub id."""
+    return config.worker.served_model_name or Path(config.model or config.worker.engine).name
+
+
+def build_engine(config: MeshConfig, num_threads: int) -> Engine:
+    """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError."""
+    worker = config.worker
+    if worker.engine == "fake":
+        from pdmesh.testing.engine import FakeEngine  # a stand-in is no part of a serving process
+
+        layout = KvLayout(num_layers=2, num_kv_heads=2, head_dim=64, block_size=worker.block_size, dtype="float32")
+        max_model_len = worker.max_model_len or _FAKE_MODEL_LEN
+        num_blocks = _num_blocks(layout, worker.kv_cache_bytes)
+        return FakeEngine(layout, num_blocks=num_blocks, max_model_len=max_model_len, checks_kv=False)
+    if worker.engine != "torch":
+        raise ConfigError(f"worker.engine is {worker.engine!r}: use torch or fake")
+    if config.model is None:
+        raise ConfigError("no model is set: give a directory or a hub id (PDMESH_MODEL)")
+
+    from pdmesh.engine.runner import TorchEngine  # torch takes seconds to import
+
+    directory = resolve_model(config.model)
+    layout = load_model_config(directory).kv_layout(dtype=worker.dtype, block_size=worker.block_size)
+    return TorchEngine(
+        directory,
+        num_blocks=_num_blocks(layout, worker.kv_cache_bytes),
+        block_size=worker.block_size,
+        dtype=worker.dtype,
+        device=worker.device,
+        max_model_len=worker.max_model_len,
+        num_threads=num_threads,
+        deterministic=worker.deterministic,
+    )
+
+
+def device_name(config: MeshConfig) -> str:
+    """The device that `build_engine` chose."""
+    if config.worker.engine == "fake":
+        return "cpu"
+    from pdmesh.engine.runner import torch_device
+
+    return str(torch_device(config.worker.device))
+
+
+def _num_blocks(layout: KvLayout, kv_cache_bytes: int) -> int:
+    bytes_per_block = layout.num_layers * layout.block_bytes
+    num_blocks = kv_cache_bytes // bytes_per_block
+    if num_blocks == 0:
+        raise ConfigError(
+            f"worker.kv_cache_bytes is {kv_cache_bytes}, but one block of {layout.block_size} tokens takes"
+            f" {bytes_per_block} bytes in {layout.num_layers} layers: give more memory or smaller blocks"
+        )
+    return num_blocks

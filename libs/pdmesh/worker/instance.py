@@ -1,0 +1,420 @@
+"""What an instance does between steps: it takes messages, makes the next batch, and hands out what a step gave.
+
+No I/O: messages come in through `Instance.handle`, go out through the callables it was given, and only the step loop
+(`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. It executes and does not decide: whatever
+it cannot take it *refuses* (`TransferFailedReport`), and the scheduler starts the request again elsewhere.
+"""
+
+from __future__ import annotations
+
+import array
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+import anyio
+import structlog
+
+from pdmesh.engine.base import EngineSequence, SliceResult
+from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.model import ChunkPlan, Epoch, FinishReason, RequestId, Resident, Role, StepPlan, num_blocks_for
+from pdmesh.wire.messages import (
+    Admit,
+    ChangeRole,
+    ExpectKv,
+    Free,
+    Generation,
+    Grant,
+    Heartbeat,
+    LandedReport,
+    OfferReport,
+    ReleasedReport,
+    RunPlan,
+    SentReport,
+    TokensUp,
+    TransferFailedReport,
+    WelcomeWorker,
+    WorkerDown,
+    WorkerUp,
+    unpack_token_ids,
+)
+from pdmesh.worker.batch import Batch, Chunk
+from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.replies import error_out, finished_report, prompt_logprobs, step_report, token_out
+from pdmesh.worker.sequences import Hold, Sequences, Stage
+
+log = structlog.get_logger()
+
+#: Plans waiting for the engine. A scheduler keeps a few in flight; what goes beyond this is answered as dropped.
+MAX_QUEUED_PLANS = 1024
+
+
+class TokenSink(Protocol):
+    """Where tokens go. Neither call blocks."""
+
+    def open(self, address: str) -> None:
+        """Get ready to send to a gateway."""
+        ...
+
+    def send(self, address: str, message: TokensUp) -> None: ...
+
+
+class Instance:
+    """The requests of one model replica. See the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        max_model_len: int,
+        block_size: int,
+        pool: BlockPool,
+        mover: KvMover,
+        report: Callable[[WorkerUp], None],
+        tokens: TokenSink,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.role = role
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._pool = pool
+        self._mover = mover
+        self._report = report
+        self._tokens = tokens
+        self._metrics = metrics
+        self._sequences = Sequences(pool, mover, on_released=self._released)
+        self._plans: deque[StepPlan] = deque()
+        self._has_work = anyio.Event()
+        self._admits = True
+
+    # --- the scheduler's messages ----------------------------------------------------------------------------
+
+    def handle(self, message: WorkerDown) -> None:
+        """Take one message. Nothing a peer can send makes it raise."""
+        match message:
+            case RunPlan(plan=plan):
+                self._queue(plan)
+            case Admit():
+                self._admit(message)
+            case ExpectKv():
+                self._expect(message)
+            case Grant():
+                self._mover.grant(
+                    message.request_id,
+                    message.epoch,
+                    destination_address=message.destination_address,
+                    capability=message.capability,
+                )
+            case Free(request_id=request_id, epoch=epoch):
+                self._free(request_id, epoch)
+            case ChangeRole(role=role):
+                self.role = role
+            case WelcomeWorker():
+                log.warning("a second welcome from the scheduler")
+            case _:
+                assert_never(message)
+
+    def _queue(self, plan: StepPlan) -> None:
+        if len(self._plans) < MAX_QUEUED_PLANS:
+            self._plans.append(plan)
+            self._has_work.set()
+        else:
+            log.error("too many plans are waiting; dropping one", plan_id=plan.plan_id)
+            self._report_step(Batch(plan=plan, chunks=(), decodes=()), 0.0)
+
+    def _admit(self, message: Admit) -> None:
+        generation = message.generation
+        try:
+            token_ids = self._transcript(generation)
+            num_tokens = len(token_ids)
+            num_output_tokens_kept = 0 if message.kv_moves else generation.max_tokens_left - 1
+            hold = self._hold(generation, token_ids, message.num_blocks, num_tokens + num_output_tokens_kept)
+        except PdmeshError as error:
+            self._refuse(generation.request_id, generation.epoch, str(error))
+            return
+        if message.kv_moves:
+            hold.sender = self._mover.offer(
+                hold.request_id, hold.epoch, block_ids=hold.sequence.block_table, num_context_tokens=num_tokens
+            )
+
+    def _expect(self, message: ExpectKv) -> None:
+        generation, num_context_tokens = message.generation, message.num_context_tokens
+        try:
+            if generation.token_ids:
+                token_ids = self._transcript(generation)
+            else:  # zeros stand in for a prompt that sampling does not look at
+                token_ids = array.array("i", bytes(4 * min(max(0, num_context_tokens), self._max_model_len)))
+            if len(token_ids) != num_context_tokens:
+                raise ProtocolError(f"{num_context_tokens} tokens of KV for a transcript of {len(token_ids)}")
+            max_tokens_left = generation.params.max_tokens - (num_context_tokens - generation.num_prompt_tokens)
+            hold = self._hold(generation, token_ids, message.num_blocks, num_context_tokens + max_tokens_left - 1)
+        except PdmeshError as error:
+            self._refuse(generation.request_id, generation.epoch, str(error))
+            return
+        hold.stage = Stage.RECEIVING
+        self._mover.expect(
+            hold.request_id,
+            hold.epoch,
+            capability=message.capability,
+            block_ids=hold.sequence.block_table,
+            num_context_tokens=num_context_tokens,
+            source_address=message.source_address,
+        )
+
+    def _transcript(self, generation: Generation) -> array.array[int]:
+        try:
+            return unpack_token_ids(generation.token_ids)
+        except ValueError as error:
+            raise ProtocolError(f"a transcript of {len(generation.token_ids)} bytes is not whole tokens") from error
+
+    def _hold(self, generation: Generation, token_ids: array.array[int], num_blocks: int, max_kv_tokens: int) -> Hold:
+        """Take the blocks of a request. Raises PdmeshError if that cannot be."""
+        if not self._admits:
+            raise InstanceUnavailable("the instance is stopping")
+        if self._sequences.get(generation.request_id, generation.epoch) is not None:
+            raise ProtocolError("the request is held here already")
+        if not 1 <= generation.num_prompt_tokens <= len(token_ids) <= self._max_model_len:
+            raise ProtocolError(
+                f"a transcript of {len(token_ids)} tokens, {generation.num_prompt_tokens} of them prompt"
+            )
+        if generation.params.max_tokens <= len(token_ids) - generation.num_prompt_tokens:
+            raise ProtocolError(f"no output tokens are left of {generation.params.max_tokens}")
+        if max_kv_tokens > self._max_model_len:
+            raise ProtocolError(f"{max_kv_tokens} tokens are more than the {self._max_model_len} of the model")
+        if num_blocks < num_blocks_for(max_kv_tokens, self._block_size):
+            raise ProtocolError(f"{num_blocks} blocks of {self._block_size} cannot hold {max_kv_tokens} tokens")
+        hold = Hold(
+            generation=generation,
+            sequence=EngineSequence(
+                request_id=generation.request_id,
+                params=generation.params,
+                token_ids=token_ids,
+                num_prompt_tokens=generation.num_prompt_tokens,
+                block_table=self._pool.allocate(num_blocks),
+            ),
+            stage=Stage.PREFILLING,
+        )
+        self._sequences.add(hold)
+        self._tokens.open(generation.token_address)
+        return hold
+
+    def _refuse(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:
+        log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
+        self._metrics.refused_requests.inc()
+        self._report(TransferFailedReport(request_id=request_id, epoch=epoch, reason=reason))
+        if self._sequences.get(request_id, epoch) is None:
+            self._report(ReleasedReport(request_id=request_id, epoch=epoch))
+
+    def _free(self, request_id: RequestId, epoch: Epoch) -> None:
+        holds = self._sequences.up_to(request_id, epoch)
+        if not self._sequences.is_leaving(request_id, epoch) and all(hold.epoch != epoch for hold in holds):
+            self._report(ReleasedReport(request_id=request_id, epoch=epoch))
+        for hold in holds:
+            self._sequences.release(hold)
+
+    # --- steps -----------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch | None:
+        """The next plan, or a decode step over the residents, or None: there is nothing to do."""
+        while self._plans:
+            plan = self._plans.popleft()
+            chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
+            decodes = tuple(self._sequences.decoding) if plan.with_decodes else ()
+            batch = self._started(Batch(plan=plan, chunks=chunks, decodes=decodes))
+            if chunks or decodes:
+                return batch
+            self._report_step(batch, 0.0)
+        if self._sequences.num_decoding:
+            return self._started(Batch(plan=None, chunks=(), decodes=tuple(self._sequences.decoding)))
+        return None
+
+    async def wait_for_work(self) -> None:
+        """Return when `next_batch` is worth another call."""
+        if not self._plans and not self._sequences.num_decoding:
+            self._has_work = anyio.Event()
+            await self._has_work.wait()
+
+    def _begin(self, part: ChunkPlan) -> Chunk | None:
+        hold = self._sequences.get(part.request_id, part.epoch)
+        if hold is None:  # freed meanwhile
+            return None
+        end = part.start + part.num_tokens
+        num_tokens = len(hold.sequence.token_ids)
+        if (
+            hold.stage is not Stage.PREFILLING
+            or hold.in_step
+            or part.start != hold.num_computed_tokens
+            or not part.start < end <= num_tokens
+            or part.is_last != (end == num_tokens)
+        ):
+            self._fail(
+                hold, f"chunk {part.start}…{end} does not follow {hold.num_computed_tokens} of {num_tokens} tokens"
+            )
+            return None
+        if hold.sender is not None and hold.num_chunks == 0:
+            self._report(OfferReport(request_id=hold.request_id, epoch=hold.epoch))
+        hold.num_chunks += 1
+        hold.in_step = True
+        return Chunk(hold, part, hold.num_chunks - 1)
+
+    def _started(self, batch: Batch) -> Batch:
+        for hold in batch.decodes:
+            hold.in_step = True
+        return batch
+
+    def finish_batch(self, batch: Batch, results: list[SliceResult], duration_s: float) -> None:
+        """Hand out what the batch gave."""
+        kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
+        self._metrics.step_s.labels(kind).observe(duration_s)
+        self._report_step(batch, duration_s)
+        for chunk, result in zip(batch.chunks, results, strict=False):
+            if self._sequences.step_ended(chunk.hold):
+                self._finish_chunk(chunk, result)
+        for hold, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
+            if self._sequences.step_ended(hold):
+                self._deliver(hold, result)
+
+    def _finish_chunk(self, chunk: Chunk, result: SliceResult) -> None:
+        hold, plan = chunk.hold, chunk.plan
+        hold.num_computed_tokens += plan.num_tokens
+        self._metrics.prompt_tokens.inc(plan.num_tokens)
+        if result.prompt_logprobs:
+            self._send(hold, prompt_logprobs(chunk, result))
+        if not plan.is_last:
+            return
+        if hold.sender is None:
+            self._sequences.start_decoding(hold)
+            self._deliver(hold, result)
+            return
+        token_index = hold.sequence.num_output_tokens
+        self._deliver(hold, result)
+        if not hold.doomed:
+            assert result.token_id is not None
+            hold.stage = Stage.SENDING
+            hold.sender.commit(token_id=result.token_id, token_index=token_index)
+
+    def _deliver(self, hold: Hold, result: SliceResult) -> None:
+        """Send a drawn token to the gateway; release the request if it ends with it."""
+        assert result.token_id is not None, "a slice that samples gave no token"
+        self._metrics.generation_tokens.inc()
+        self._send(hold, token_out(hold, result))
+        hold.sequence.token_ids.append(result.token_id)
+        if result.finish_reason is not None:
+            self._finish(hold, result.finish_reason)
+
+    def fail_batch(self, batch: Batch, error: Exception) -> None:
+        """The engine broke: end the batch's requests with an error."""
+        for hold in (*(chunk.hold for chunk in batch.chunks), *batch.decodes):
+            if self._sequences.step_ended(hold):
+                self._send(hold, error_out(hold, error))
+                self._finish(hold, FinishReason.ERROR)
+
+    def _finish(self, hold: Hold, reason: FinishReason) -> None:
+        self._report(finished_report(hold, reason))
+        self._sequences.release(hold)
+
+    def _report_step(self, batch: Batch, duration_s: float) -> None:
+        report = step_report(batch, duration_s)
+        if report is not None:
+            self._report(report)
+
+    # --- transfers -------------------------------------------------------------------------------------------
+
+    def on_outcome(self, outcome: TransferOutcome) -> None:
+        """Take the end of a KV transfer from the mover."""
+        hold = self._sequences.get(outcome.request_id, outcome.epoch)
+        if hold is None:
+            return
+        match outcome:
+            case LandedTransfer():
+                self._landed(hold, outcome)
+            case SentTransfer():
+                self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
+                self._metrics.transfer_s.observe(outcome.duration_s)
+                self._metrics.exposed_s.observe(outcome.exposed_s)
+                self._report(
+                    SentReport(
+                        request_id=hold.request_id,
+                        epoch=hold.epoch,
+                        num_bytes=outcome.num_bytes,
+                        duration_s=outcome.duration_s,
+                        exposed_s=outcome.exposed_s,
+                    )
+                )
+                self._sequences.release(hold)
+            case FailedTransfer(sending=sending, reason=reason):
+                self._metrics.failed_transfers.labels("out" if sending else "in").inc()
+                self._fail(hold, reason)
+            case _:
+                assert_never(outcome)
+
+    def _landed(self, hold: Hold, outcome: LandedTransfer) -> None:
+        if outcome.token_index != hold.sequence.num_output_tokens:
+            self._fail(hold, f"the first token came with index {outcome.token_index}")
+            return
+        self._metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
+        hold.sequence.token_ids.append(outcome.token_id)
+        self._sequences.start_decoding(hold)
+        self._report(
+            LandedReport(
+                request_id=hold.request_id,
+                epoch=hold.epoch,
+                num_bytes=outcome.num_bytes,
+                duration_s=outcome.duration_s,
+            )
+        )
+        self._has_work.set()
+
+    def _fail(self, hold: Hold, reason: str) -> None:
+        log.warning("request given up", request_id=hold.request_id, epoch=hold.epoch, reason=reason)
+        self._report(TransferFailedReport(request_id=hold.request_id, epoch=hold.epoch, reason=reason))
+        self._sequences.release(hold)
+
+    # --- books -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_decoding(self) -> int:
+        return self._sequences.num_decoding
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            num_free_blocks=self._pool.num_free,
+            num_held_blocks=self._pool.num_held,
+            num_quarantined_blocks=self._pool.num_quarantined,
+            num_decoding=self._sequences.num_decoding,
+        )
+
+    async def drop_all_but_decoding(self) -> None:
+        """Forget all plans and all requests that do not decode yet, and wait until their blocks are free.
+
+        A scheduler that we register with knows nothing of them; gateways start them again.
+        """
+        self._plans.clear()
+        for hold in self._sequences:
+            if hold.stage is not Stage.DECODING:
+                self._sequences.release(hold)
+        await self._sequences.settled()
+
+    def residents(self) -> tuple[Resident, ...]:
+        return tuple(hold.as_resident() for hold in self._sequences)
+
+    def stop_admitting(self) -> None:
+        """Refuse new requests from now on."""
+        self._admits = False
+
+    async def emptied(self) -> None:
+        """Wait until no request is held."""
+        await self._sequences.emptied()
+
+    def check_integrity(self) -> None:
+        self._sequences.check_integrity()
+        self._mover.check_integrity()
+
+    def _released(self, hold: Hold) -> None:
+        self._report(ReleasedReport(request_id=hold.request_id, epoch=hold.epoch))
+
+    def _send(self, hold: Hold, message: TokensUp) -> None:
+        self._tokens.send(hold.generation.token_address, message)

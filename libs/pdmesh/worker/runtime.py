@@ -1,0 +1,165 @@
+"""A worker process: engine, KV transport, links and step loop, put together and taken apart again."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+
+import anyio
+import structlog
+
+from pdmesh.config import LOOPBACK, MeshConfig, TransferConfig
+from pdmesh.engine.base import Engine
+from pdmesh.errors import ConfigError, InstanceUnavailable
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import TransferOutcome
+from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.service import ServiceContext
+from pdmesh.telemetry.exposition import serve_metrics
+from pdmesh.transport.base import KvTransport
+from pdmesh.wire.endpoint import open_channel
+from pdmesh.wire.messages import Draining, RegisterWorker, WorkerUp
+from pdmesh.worker.engines import build_engine, device_name, served_model_name
+from pdmesh.worker.instance import Instance
+from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.scheduler_link import SchedulerLink
+from pdmesh.worker.steps import run_steps
+from pdmesh.worker.threads import EngineThread, fair_num_threads
+from pdmesh.worker.token_links import open_token_links
+
+log = structlog.get_logger()
+
+#: How long requests may go on after the first signal to stop.
+DRAIN_LIMIT_S = 30.0
+
+
+async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) -> None:
+    """Serve as one instance until told to stop. Raises InstanceUnavailable if the engine breaks."""
+    if not config.scheduler_address:
+        raise ConfigError("no scheduler is set: give its host:port (PDMESH_SCHEDULER_ADDRESS)")
+    num_threads = fair_num_threads(config.worker.num_threads)
+    async with EngineThread() as thread:
+        engine = await thread.run(partial(build_engine, config, num_threads))
+        log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, num_blocks=engine.kv.num_blocks)
+        async with _transport(config.transfer) as transport:
+            await serve_instance(config, context, role, thread=thread, engine=engine, transport=transport)
+
+
+async def serve_instance(
+    config: MeshConfig,
+    context: ServiceContext,
+    role: Role,
+    *,
+    thread: EngineThread,
+    engine: Engine,
+    transport: KvTransport,
+) -> None:
+    """`run_worker`, from where engine and transport are there."""
+    instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
+    device = device_name(config)
+    failure: Exception | None = None
+    metrics = WorkerMetrics()
+    pool = BlockPool(engine.kv.num_blocks)
+
+    def on_outcome(outcome: TransferOutcome) -> None:
+        instance.on_outcome(outcome)
+
+    def report(message: WorkerUp) -> None:
+        scheduler.report(message)
+
+    def registration() -> RegisterWorker:
+        profile = InstanceProfile(
+            instance_id=instance_id,
+            role=instance.role,
+            model=served_model_name(config),
+            kv_layout=engine.kv.layout,
+            num_blocks=engine.kv.num_blocks,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=config.worker.max_num_seqs,
+            num_transfer_backends=config.transfer.num_backends,
+            data_address=transport.address,
+            device=device,
+            pid=os.getpid(),
+        )
+        return RegisterWorker(profile=profile, residents=instance.residents(), token=config.security.mesh_token)
+
+    async with (
+        KvMover(
+            transport=transport, store=engine.kv, pool=pool, config=config.transfer, on_outcome=on_outcome
+        ) as mover,
+        open_token_links(instance_id, config.security) as tokens,
+        open_channel(config.scheduler_address, config.security) as channel,
+        anyio.create_task_group() as links,
+    ):
+        instance = Instance(
+            role=role,
+            max_model_len=engine.max_model_len,
+            block_size=engine.kv.layout.block_size,
+            pool=pool,
+            mover=mover,
+            report=report,
+            tokens=tokens,
+            metrics=metrics,
+        )
+        scheduler = SchedulerLink(
+            channel,
+            prepare=instance.drop_all_but_decoding,
+            registration=registration,
+            heartbeat=instance.heartbeat,
+            handle=instance.handle,
+        )
+        metrics.watch(
+            pool,
+            num_decoding=lambda: instance.num_decoding,
+            num_dropped_pieces=lambda: mover.counters().dropped,
+        )
+        with serve_metrics(metrics.registry, host=LOOPBACK, port=config.worker.metrics_port) as metrics_port:
+            facts = {
+                "instance_id": instance_id,
+                "role": str(role),
+                "transport": config.transfer.transport,
+                "metrics_port": metrics_port,
+            }
+            links.start_soon(scheduler.run)
+            async with anyio.create_task_group() as work:
+                work.start_soon(_announce, context, scheduler, facts)
+                work.start_soon(_drain, context, scheduler, instance, work.cancel_scope)
+                failure = await run_steps(instance, engine, thread)
+                work.cancel_scope.cancel()
+            await tokens.flush()
+            await scheduler.leave()
+        links.cancel_scope.cancel()
+    if failure is not None:
+        raise InstanceUnavailable(f"the engine failed: {failure}") from failure
+
+
+async def _announce(context: ServiceContext, scheduler: SchedulerLink, facts: dict[str, object]) -> None:
+    await scheduler.registered.wait()
+    context.announce(**facts)
+
+
+async def _drain(
+    context: ServiceContext, scheduler: SchedulerLink, instance: Instance, work: anyio.CancelScope
+) -> None:
+    """When told to stop: take nothing new, let what runs end, within a limit."""
+    await context.stopping.wait()
+    instance.stop_admitting()
+    scheduler.report(Draining())
+    with anyio.move_on_after(DRAIN_LIMIT_S) as limit:
+        await instance.emptied()
+    if limit.cancelled_caught:
+        log.warning("stopping with requests unfinished", num_decoding=instance.num_decoding)
+    work.cancel()
+
+
+def _transport(config: TransferConfig) -> AbstractAsyncContextManager[KvTransport]:
+    if config.transport == "ucx":
+        from pdmesh.transport.ucx import UcxTransport  # loads UCX
+
+        return UcxTransport(config)
+    from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+
+    return MemoryTransport(config, MemoryFabric())  # reaches no other process: for an instance that does both roles

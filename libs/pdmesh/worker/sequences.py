@@ -1,0 +1,154 @@
+"""The requests an instance holds: their blocks, their transcripts, and how far each has come.
+
+A hold is *released* once: its transfer is stopped, its blocks go back to the pool, and when the last of them is free
+the scheduler is told. While a step uses the blocks, or a copy still touches them, the release waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import anyio
+
+from pdmesh.engine.base import EngineSequence
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.sender import KvSender
+from pdmesh.model import Epoch, RequestId, Resident
+from pdmesh.wire.messages import Generation
+
+
+class Stage(Enum):
+    PREFILLING = auto()
+    SENDING = auto()  # computed; its KV is on the way
+    RECEIVING = auto()
+    DECODING = auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Hold:
+    """One request of one epoch on this instance."""
+
+    generation: Generation
+    sequence: EngineSequence
+    stage: Stage
+    sender: KvSender | None = None  # set if the KV moves on after its prefill
+    num_computed_tokens: int = 0
+    num_chunks: int = 0  # begun
+    in_step: bool = False
+    doomed: bool = False  # released, but a step or a copy still uses its blocks
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.generation.request_id
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.generation.epoch
+
+    def as_resident(self) -> Resident:
+        return Resident(
+            request_id=self.request_id,
+            epoch=self.epoch,
+            gateway_id=self.generation.gateway_id,
+            num_blocks=len(self.sequence.block_table),
+            num_context_tokens=len(self.sequence.token_ids),
+            decoding=self.stage is Stage.DECODING,
+        )
+
+
+class Sequences:
+    """The table of holds. ``on_released`` is called once per hold, when its last block is free."""
+
+    def __init__(self, pool: BlockPool, mover: KvMover, *, on_released: Callable[[Hold], None]) -> None:
+        self._pool = pool
+        self._mover = mover
+        self._on_released = on_released
+        self._holds: dict[tuple[RequestId, Epoch], Hold] = {}
+        self._decoding: dict[tuple[RequestId, Epoch], Hold] = {}
+        self._leaving: set[Hold] = set()
+        self._released = anyio.Event()
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def __iter__(self) -> Iterator[Hold]:
+        """Over a copy: holds may be released on the way."""
+        return iter(list(self._holds.values()))
+
+    def get(self, request_id: RequestId, epoch: Epoch) -> Hold | None:
+        return self._holds.get((request_id, epoch))
+
+    def up_to(self, request_id: RequestId, epoch: Epoch) -> list[Hold]:
+        """The request's holds of this epoch and older ones."""
+        return [hold for hold in self if hold.request_id == request_id and hold.epoch <= epoch]
+
+    def is_leaving(self, request_id: RequestId, epoch: Epoch) -> bool:
+        """Whether the hold was released but its blocks are not free yet."""
+        return any(hold.request_id == request_id and hold.epoch == epoch for hold in self._leaving)
+
+    @property
+    def decoding(self) -> list[Hold]:
+        """The residents, oldest first."""
+        return list(self._decoding.values())
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._decoding)
+
+    def add(self, hold: Hold) -> None:
+        self._holds[hold.request_id, hold.epoch] = hold
+
+    def start_decoding(self, hold: Hold) -> None:
+        hold.stage = Stage.DECODING
+        self._decoding[hold.request_id, hold.epoch] = hold
+
+    def release(self, hold: Hold) -> None:
+        """Stop what runs for the request and give its blocks back, at once or when the step that uses them ends."""
+        if hold.doomed:
+            return
+        key = hold.request_id, hold.epoch
+        del self._holds[key]
+        self._decoding.pop(key, None)
+        self._leaving.add(hold)
+        hold.doomed = True
+        self._mover.cancel(*key)
+        if not hold.in_step:
+            self._free(hold)
+
+    def step_ended(self, hold: Hold) -> bool:
+        """Note that no step uses the hold's blocks any more; False if it was released meanwhile."""
+        hold.in_step = False
+        if hold.doomed:
+            self._free(hold)
+        return not hold.doomed
+
+    async def settled(self) -> None:
+        """Wait until every released hold's blocks are free."""
+        while self._leaving:
+            await self._released.wait()
+
+    async def emptied(self) -> None:
+        """Wait until nothing is held."""
+        while self._holds or self._leaving:
+            await self._released.wait()
+
+    def check_integrity(self) -> None:
+        """The holds' blocks are the pool's held blocks, each of them once."""
+        self._pool.check_integrity()
+        tables = [block for hold in self for block in hold.sequence.block_table]
+        assert len(tables) == len(set(tables)), f"{len(tables) - len(set(tables))} blocks are in two tables"
+        if not self._leaving:
+            num_held = self._pool.num_held
+            assert len(tables) == num_held, f"{len(tables)} blocks in tables, {num_held} held in the pool"
+
+    def _free(self, hold: Hold) -> None:
+        self._pool.free(hold.sequence.block_table, on_released=lambda: self._freed(hold))
+
+    def _freed(self, hold: Hold) -> None:
+        self._leaving.remove(hold)
+        self._on_released(hold)
+        self._released.set()
+        self._released = anyio.Event()

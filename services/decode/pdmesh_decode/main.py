@@ -1,0 +1,16 @@
+"""Composition root of the decode service: an instance that generates tokens (``mixed``: and computes prompts)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pdmesh.config import MeshConfig
+from pdmesh.model import Role
+from pdmesh.service import run_service
+from pdmesh.worker.runtime import run_worker
+
+
+def main(config: MeshConfig) -> int:
+    """Run until stopped; the exit code. ``worker.role`` may ask for another role than decode."""
+    role = Role(config.worker.role or Role.DECODE)
+    return run_service(role, config, partial(run_worker, role=role))

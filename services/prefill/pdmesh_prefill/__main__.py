@@ -1,0 +1,8 @@
+"""``python -m pdmesh_prefill``: one instance, configured by the environment."""
+
+import sys
+
+from pdmesh.service import run_from_environment
+from pdmesh_prefill.main import main
+
+sys.exit(run_from_environment("prefill", main))

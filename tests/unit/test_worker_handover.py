@@ -1,0 +1,266 @@
+"""A request that is prefilled on one instance and decoded on another, over both transports."""
+
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from pdmesh.config import TransferConfig
+from pdmesh.model import FinishReason, Role, SamplingParams
+from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
+from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
+from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
+from pdmesh.wire.messages import (
+    FinishedReport,
+    Free,
+    Generation,
+    LandedReport,
+    OfferReport,
+    ReleasedReport,
+    SentReport,
+    TransferFailedReport,
+)
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = TransferConfig(max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4)
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+
+Pair = tuple[RunningInstance, RunningInstance]
+
+
+@asynccontextmanager
+async def memory_pair(
+    fabric: MemoryFabric | None = None,
+    *,
+    config: TransferConfig = CONFIG,
+    prefill_engine: FakeEngine | None = None,
+    decode_engine: FakeEngine | None = None,
+) -> AsyncGenerator[Pair]:
+    fabric = fabric or MemoryFabric()
+    async with (
+        MemoryTransport(config, fabric) as source,
+        MemoryTransport(config, fabric) as target,
+        running_instance(prefill_engine or FakeEngine(), source, role=Role.PREFILL, config=config) as prefill,
+        running_instance(decode_engine or FakeEngine(), target, role=Role.DECODE, config=config) as decode,
+    ):
+        yield prefill, decode
+
+
+@asynccontextmanager
+async def ucx_pair() -> AsyncGenerator[Pair]:
+    from pdmesh.transport.ucx import UcxTransport
+
+    async with (
+        UcxTransport(CONFIG) as source,
+        UcxTransport(CONFIG) as target,
+        running_instance(FakeEngine(num_blocks=2048), source, role=Role.PREFILL, config=CONFIG) as prefill,
+        running_instance(FakeEngine(num_blocks=2048), target, role=Role.DECODE, config=CONFIG) as decode,
+    ):
+        yield prefill, decode
+
+
+def output_of(request_id: str, *instances: RunningInstance, epoch: int = 0) -> list[int]:
+    """The request's tokens from all instances, by index; no index twice."""
+    tokens = {token.index: token.token_id for instance in instances for token in instance.tokens_of(request_id, epoch)}
+    assert len(tokens) == sum(len(instance.tokens_of(request_id, epoch)) for instance in instances)
+    return [token_id for _, token_id in sorted(tokens.items()) if token_id is not None]
+
+
+def free(running: RunningInstance, generation: Generation) -> None:
+    running.instance.handle(Free(request_id=generation.request_id, epoch=generation.epoch))
+
+
+async def check_whole_way(pair: Pair, name: str, prompt: list[int], params: SamplingParams, sizes: list[int]) -> None:
+    prefill, decode = pair
+    generation = make_generation(name, prompt, params)
+    await hand_over(generation, prefill, decode, sizes)
+    await decode.reported(ReleasedReport, name)
+    await prefill.reported(ReleasedReport, name)
+    assert output_of(name, prefill, decode) == reference_output(prompt, params)
+    assert [token.index for token in prefill.tokens_of(name)] == [0]  # the first token does not wait for the KV
+    assert len(prefill.reports_of(OfferReport, name)) == len(prefill.reports_of(SentReport, name)) == 1
+    (landed,) = decode.reports_of(LandedReport, name)
+    layout = prefill.engine.kv.layout
+    num_blocks = -(-len(prompt) // layout.block_size)
+    assert landed.num_bytes == prefill.reports_of(SentReport, name)[0].num_bytes
+    assert landed.num_bytes == num_blocks * layout.num_layers * layout.block_bytes
+    assert len(decode.reports_of(FinishedReport, name)) == 1
+    for instance in pair:
+        assert len(instance.reports_of(ReleasedReport, name)) == 1
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [4], [5, 2, 8], [100]])
+async def test_the_output_is_that_of_one_instance(sizes: list[int]) -> None:
+    async with memory_pair() as pair:
+        await check_whole_way(pair, "r", list(range(50, 71)), GREEDY, sizes)
+        for instance in pair:
+            instance.assert_all_free()
+
+
+@pytest.mark.ucx
+async def test_the_output_is_that_of_one_instance_over_ucx() -> None:
+    async with ucx_pair() as pair:
+        async with anyio.create_task_group() as tasks:
+            for number, sizes in enumerate([[1], [3], [4], [5, 2, 8], [100], [512]]):
+                prompt = [number + position % 89 for position in range(30 + 200 * number)]
+                params = SamplingParams(max_tokens=6, temperature=number % 2, seed=number)
+                tasks.start_soon(check_whole_way, pair, f"r{number}", prompt, params, sizes)
+        for instance in pair:
+            instance.assert_all_free()
+
+
+async def test_a_resumed_request_is_handed_over_too() -> None:
+    prompt, whole = [3, 1, 4, 1, 5], reference_output([3, 1, 4, 1, 5], GREEDY)
+    async with memory_pair() as (prefill, decode):
+        generation = make_generation("r", prompt, GREEDY, output=whole[:2], epoch=1)
+        await hand_over(generation, prefill, decode, [4], with_tokens=True)
+        await decode.reported(FinishedReport, "r")
+        assert output_of("r", prefill, decode, epoch=1) == whole[2:]
+        assert prefill.tokens_of("r", epoch=1)[0].index == 2
+
+
+async def test_a_request_that_ends_with_its_first_token_is_not_committed() -> None:
+    async with memory_pair() as (prefill, decode):
+        generation = make_generation("r", [1] * 9, SamplingParams(max_tokens=1, temperature=0))
+        await hand_over(generation, prefill, decode, [4])
+        await prefill.reported(ReleasedReport, "r")
+        assert prefill.tokens_of("r")[0].finish_reason is FinishReason.LENGTH
+        assert len(prefill.reports_of(FinishedReport, "r")) == 1
+        assert prefill.reports_of(SentReport, "r") == []
+        assert prefill.reports_of(TransferFailedReport, "r") == []
+        prefill.assert_all_free()
+        free(decode, generation)  # as the core does
+        await decode.reported(ReleasedReport, "r")
+        assert decode.tokens == []
+        decode.assert_all_free()
+
+
+async def test_decoding_goes_on_while_others_land() -> None:
+    async with memory_pair(prefill_engine=FakeEngine(num_blocks=512), decode_engine=FakeEngine(num_blocks=512)) as pair:
+        async with anyio.create_task_group() as tasks:
+            for number in range(12):
+                params = SamplingParams(max_tokens=1 + 3 * (number % 5) + 1, temperature=0)
+                tasks.start_soon(check_whole_way, pair, f"r{number}", [number] * (3 + 5 * number), params, [1 + number])
+        for instance in pair:
+            instance.assert_all_free()
+
+
+async def freed_before_the_first_chunk(generation: Generation, pair: Pair, gate: StepGate, hold: anyio.Event) -> None:
+    prefill, decode = pair
+    decode.expect(generation, prefill)
+    prefill.admit(generation, kv_moves=True)
+
+
+async def freed_before_the_grant(generation: Generation, pair: Pair, gate: StepGate, hold: anyio.Event) -> None:
+    prefill, _ = pair
+    await freed_before_the_first_chunk(generation, pair, gate, hold)
+    gate.open()
+    for chunk in chunk_plans(generation, [4]):
+        prefill.run([chunk])
+    await prefill.until(lambda: len(prefill.tokens) == 1)
+
+
+async def freed_between_layers(generation: Generation, pair: Pair, gate: StepGate, hold: anyio.Event) -> None:
+    await hand_over(generation, *pair, [4])
+    for _ in range(3):  # into the first layer of the second chunk; layers of the first are under way
+        await to_thread.run_sync(gate.arrived)
+        gate.let_through()
+    await to_thread.run_sync(gate.arrived)
+    await anyio.wait_all_tasks_blocked()
+
+
+async def freed_in_transfer(generation: Generation, pair: Pair, gate: StepGate, hold: anyio.Event) -> None:
+    gate.open()
+    await hand_over(generation, *pair, [4])
+    await pair[0].until(lambda: len(pair[0].tokens) == 1)
+    await anyio.wait_all_tasks_blocked()
+
+
+async def freed_while_decoding(generation: Generation, pair: Pair, gate: StepGate, hold: anyio.Event) -> None:
+    gate.open()
+    hold.set()
+    await hand_over(generation, *pair, [4])
+    await pair[1].until(lambda: len(pair[1].tokens) >= 3)
+
+
+Stage = Callable[[Generation, Pair, StepGate, anyio.Event], Awaitable[None]]
+
+
+@pytest.mark.parametrize(
+    "reach_stage",
+    [
+        freed_before_the_first_chunk,
+        freed_before_the_grant,
+        freed_between_layers,
+        freed_in_transfer,
+        freed_while_decoding,
+    ],
+)
+async def test_a_cancel_at_any_stage_frees_both_sides(reach_stage: Stage) -> None:
+    gate, hold = StepGate(), anyio.Event()
+    fabric = MemoryFabric(MemoryFaults(gate=hold))
+    async with memory_pair(fabric, prefill_engine=FakeEngine(gate=gate)) as pair:
+        params = SamplingParams(max_tokens=200, temperature=0)
+        generation = make_generation("r", list(range(13)), params)
+        await reach_stage(generation, pair, gate, hold)
+        for instance in pair:
+            free(instance, generation)
+        gate.open()
+        hold.set()
+        for instance in pair:
+            await instance.reported(ReleasedReport, "r")
+        await anyio.wait_all_tasks_blocked()
+        for instance in pair:
+            instance.assert_all_free()
+            assert instance.reports_of(FinishedReport, "r") == []
+        # and the next request finds everything in order
+        await check_whole_way(pair, "next", list(range(30)), GREEDY, [7])
+
+
+async def test_a_corrupted_piece_fails_the_transfer_on_both_sides() -> None:
+    pieces = itertools.count()
+    fabric = MemoryFabric(MemoryFaults(corrupt=lambda _header: next(pieces) == 1))
+    async with memory_pair(fabric) as pair:
+        prefill, decode = pair
+        generation = make_generation("r", list(range(21)), GREEDY)
+        await hand_over(generation, prefill, decode, [8])
+        for instance in pair:
+            await instance.reported(ReleasedReport, "r")
+            assert len(instance.reports_of(TransferFailedReport, "r")) == 1
+            instance.assert_all_free()
+        assert decode.tokens == []
+        await check_whole_way(pair, "next", list(range(30)), GREEDY, [7])
+
+
+async def test_an_unreachable_receiver_fails_the_transfer() -> None:
+    fabric = MemoryFabric(MemoryFaults(refuse=True))
+    async with memory_pair(fabric) as (prefill, decode):
+        generation = make_generation("r", list(range(21)), GREEDY)
+        await hand_over(generation, prefill, decode, [8])
+        await prefill.reported(ReleasedReport, "r")
+        assert len(prefill.reports_of(TransferFailedReport, "r")) == 1
+        prefill.assert_all_free()
+        free(decode, generation)
+        decode.assert_all_free()
+
+
+async def test_a_capability_that_does_not_fit_moves_nothing() -> None:
+    async with memory_pair() as (prefill, decode):
+        generation = make_generation("r", list(range(21)), GREEDY)
+        await hand_over(generation, prefill, decode, [8])
+        stranger = make_generation("s", list(range(21)), GREEDY)
+        prefill.admit(stranger, kv_moves=True)
+        for chunk in chunk_plans(stranger, [21]):
+            prefill.run([chunk])
+        prefill.grant(stranger, decode)  # nobody told the receiver
+        await decode.reported(FinishedReport, "r")
+        await prefill.until(lambda: bool(prefill.tokens_of("s")))
+        await anyio.wait_all_tasks_blocked()
+        assert sum(decode.mover.counters().dropped.values()) > 0
+        free(prefill, stranger)
+        for instance in (prefill, decode):
+            instance.assert_all_free()

@@ -1,0 +1,428 @@
+"""One instance that prefills and decodes: what comes out, what is reported, and that nothing is held afterwards."""
+
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+from anyio import to_thread
+
+from pdmesh.config import TransferConfig
+from pdmesh.model import ChunkPlan, FinishReason, RequestId, Role, SamplingParams
+from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
+from pdmesh.testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh.wire.messages import (
+    Admit,
+    ChangeRole,
+    ExpectKv,
+    FinishedReport,
+    Free,
+    Generation,
+    PromptLogprobs,
+    ReleasedReport,
+    StepReport,
+    TransferFailedReport,
+)
+from pdmesh.worker.instance import MAX_QUEUED_PLANS
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = TransferConfig(max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4)
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+
+
+@asynccontextmanager
+async def mixed(engine: FakeEngine | None = None) -> AsyncGenerator[RunningInstance]:
+    async with (
+        MemoryTransport(CONFIG, MemoryFabric()) as transport,
+        running_instance(engine or FakeEngine(), transport, config=CONFIG) as running,
+    ):
+        yield running
+
+
+def free(running: RunningInstance, generation: Generation) -> None:
+    running.instance.handle(Free(request_id=generation.request_id, epoch=generation.epoch))
+
+
+def output_of(running: RunningInstance, request_id: str, epoch: int = 0) -> list[int]:
+    """The request's tokens; their indices must follow each other, and only the last one ends it."""
+    tokens = running.tokens_of(request_id, epoch)
+    assert [token.index for token in tokens] == list(range(tokens[0].index, tokens[0].index + len(tokens)))
+    assert all(token.finish_reason is None for token in tokens[:-1])
+    return [token.token_id for token in tokens if token.token_id is not None]
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [4], [5, 2], [17]])
+async def test_output_does_not_depend_on_chunks(sizes: list[int]) -> None:
+    prompt = list(range(40, 57))
+    generation = make_generation("r", prompt, GREEDY)
+    async with mixed() as running:
+        running.admit(generation, kv_moves=False)
+        plans = chunk_plans(generation, sizes)
+        for chunk in plans:
+            running.run([chunk])
+        await running.reported(ReleasedReport, "r")
+        assert output_of(running, "r") == reference_output(prompt, GREEDY)
+        assert running.tokens_of("r")[-1].finish_reason is FinishReason.LENGTH
+        steps = [report for report in running.reports if isinstance(report, StepReport)]
+        assert [step.plan_id for step in steps] == list(range(len(plans)))
+        assert sum(done.num_tokens for step in steps for done in step.chunks) == len(prompt)
+        assert running.reports_of(FinishedReport, "r") == [
+            FinishedReport(
+                request_id=RequestId("r"), epoch=generation.epoch, reason=FinishReason.LENGTH, num_output_tokens=8
+            )
+        ]
+        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        running.assert_all_free()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_output_does_not_depend_on_company(seed: int) -> None:
+    """Several requests, their chunks interleaved in random plans with and without decodes."""
+    rng = random.Random(seed)
+    async with mixed(FakeEngine(num_blocks=256)) as running:
+        requests: dict[str, Generation] = {}
+        waiting: list[list[ChunkPlan]] = []
+        for number in range(8):
+            params = SamplingParams(max_tokens=rng.randint(1, 12), temperature=rng.choice([0, 1]), seed=number)
+            generation = make_generation(f"r{number}", [rng.randrange(999) for _ in range(rng.randint(1, 30))], params)
+            requests[generation.request_id] = generation
+            running.admit(generation, kv_moves=False)
+            waiting.append(chunk_plans(generation, [rng.randint(1, 9) for _ in range(4)]))
+        while waiting:
+            together = rng.sample(waiting, rng.randint(1, min(3, len(waiting))))
+            running.run([chunks.pop(0) for chunks in together], with_decodes=rng.random() < 0.5)
+            waiting = [chunks for chunks in waiting if chunks]
+            await anyio.lowlevel.checkpoint()
+        for request_id, generation in requests.items():
+            await running.reported(ReleasedReport, request_id)
+            prompt = list(memoryview(generation.token_ids).cast("i"))
+            assert output_of(running, request_id) == reference_output(prompt, generation.params)
+        running.assert_all_free()
+
+
+async def test_a_resumed_request_goes_on_where_it_was() -> None:
+    prompt, whole = [9, 8, 7], reference_output([9, 8, 7], GREEDY)
+    generation = make_generation("r", prompt, GREEDY, output=whole[:3], epoch=1)
+    async with mixed() as running:
+        running.admit(generation, kv_moves=False)
+        running.run(chunk_plans(generation, [4]))  # both in one plan: the second cannot follow
+        await running.reported(TransferFailedReport, "r")
+        again = make_generation("r", prompt, GREEDY, output=whole[:3], epoch=2)
+        running.admit(again, kv_moves=False)
+        for chunk in chunk_plans(again, [4]):
+            running.run([chunk])
+        await running.reported(FinishedReport, "r")
+        assert output_of(running, "r", epoch=2) == whole[3:]
+        assert running.tokens_of("r", epoch=2)[0].index == 3
+        await running.until(lambda: len(running.reports_of(ReleasedReport, "r")) == 2)
+        running.assert_all_free()
+
+
+@pytest.mark.parametrize("sizes", [[1], [4], [7], [50]])
+async def test_every_prompt_token_but_the_first_gets_its_logprobs(sizes: list[int]) -> None:
+    prompt = list(range(200, 223))
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1, logprobs=2)
+    generation = make_generation("r", prompt, params)
+    async with mixed() as running:
+        running.admit(generation, kv_moves=False)
+        for chunk in chunk_plans(generation, sizes):
+            running.run([chunk])
+        await running.reported(ReleasedReport, "r")
+        parts = [message for message in running.tokens if isinstance(message, PromptLogprobs)]
+        tops = {part.start + i: one.top for part in parts for i, one in enumerate(part.logprobs)}
+        assert {position: top[0][0] for position, top in tops.items()} == dict(list(enumerate(prompt))[1:])
+        assert sum(len(part.logprobs) for part in parts) == len(prompt) - 1
+        logprobs = [token.logprobs for token in running.tokens_of("r")]
+        assert all(one is not None and len(one.top) == 2 for one in logprobs)
+
+
+async def test_a_free_that_finds_nothing_is_answered() -> None:
+    async with mixed() as running:
+        free(running, make_generation("r", [1], GREEDY, epoch=4))
+        assert running.reports == [
+            ReleasedReport(request_id=RequestId("r"), epoch=make_generation("r", [1], GREEDY, epoch=4).epoch)
+        ]
+
+
+async def test_a_free_takes_older_epochs_with_it() -> None:
+    async with mixed() as running:
+        running.admit(make_generation("r", [1] * 9, GREEDY, epoch=0), kv_moves=False)
+        free(running, make_generation("r", [1], GREEDY, epoch=1))
+        assert sorted(report.epoch for report in running.reports_of(ReleasedReport, "r")) == [0, 1]
+        running.assert_all_free()
+
+
+async def test_a_chunk_of_a_freed_request_is_skipped() -> None:
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        other, generation = make_generation("o", [1] * 5, GREEDY), make_generation("r", [2] * 8, GREEDY)
+        running.admit(other, kv_moves=False)
+        running.admit(generation, kv_moves=False)
+        running.run(chunk_plans(other, [5]))
+        plan_id = running.run(chunk_plans(generation, [8]))
+        await to_thread.run_sync(gate.arrived)  # the other's step runs, ours waits
+        free(running, generation)
+        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        gate.open()
+        await running.reported(ReleasedReport, "o")
+        (step,) = [report for report in running.reports if isinstance(report, StepReport) and report.plan_id == plan_id]
+        assert [done.num_tokens for done in step.chunks] == [0]
+        assert running.tokens_of("r") == []
+        assert output_of(running, "o") == reference_output([1] * 5, GREEDY)
+        running.assert_all_free()
+
+
+@pytest.mark.parametrize("num_layers_before", [1, 2, 3, 4, 5])
+async def test_a_free_during_a_step_waits_for_its_end(num_layers_before: int) -> None:
+    """Freed in the first or second layer of its first chunk, of its second, or of its first decode step."""
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        generation = make_generation("r", [3] * 8, GREEDY)
+        running.admit(generation, kv_moves=False)
+        for chunk in chunk_plans(generation, [4]):
+            running.run([chunk])
+        for _ in range(num_layers_before - 1):
+            await to_thread.run_sync(gate.arrived)
+            gate.let_through()
+        await to_thread.run_sync(gate.arrived)
+        num_tokens = len(running.tokens_of("r"))
+        free(running, generation)
+        assert running.reports_of(ReleasedReport, "r") == []  # the step still uses the blocks
+        gate.open()
+        await running.reported(ReleasedReport, "r")
+        await anyio.wait_all_tasks_blocked()
+        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        assert len(running.tokens_of("r")) == num_tokens
+        running.assert_all_free()
+
+
+Break = Callable[[Generation, RunningInstance], None]
+
+
+def too_few_blocks(generation: Generation, running: RunningInstance) -> None:
+    running.instance.handle(Admit(generation=generation, num_blocks=1, kv_moves=False))
+
+
+def too_many_blocks(generation: Generation, running: RunningInstance) -> None:
+    running.instance.handle(Admit(generation=generation, num_blocks=10_000, kv_moves=False))
+
+
+def torn_tokens(generation: Generation, running: RunningInstance) -> None:
+    running.admit(replace(generation, token_ids=generation.token_ids[:-1]), kv_moves=False)
+
+
+def no_tokens(generation: Generation, running: RunningInstance) -> None:
+    running.instance.handle(Admit(generation=replace(generation, token_ids=b""), num_blocks=9, kv_moves=True))
+
+
+def too_long(generation: Generation, running: RunningInstance) -> None:
+    params = SamplingParams(max_tokens=100_000)
+    running.instance.handle(Admit(generation=replace(generation, params=params), num_blocks=60, kv_moves=False))
+
+
+def nothing_left(generation: Generation, running: RunningInstance) -> None:
+    running.admit(replace(generation, params=SamplingParams(max_tokens=0)), kv_moves=True)
+
+
+def absurd_context(generation: Generation, running: RunningInstance) -> None:
+    running.instance.handle(
+        ExpectKv(
+            generation=replace(generation, token_ids=b""),
+            num_context_tokens=1 << 40,
+            num_blocks=4,
+            capability=1,
+            source_address=b"?",
+        )
+    )
+
+
+def negative_context(generation: Generation, running: RunningInstance) -> None:
+    running.instance.handle(
+        ExpectKv(
+            generation=replace(generation, token_ids=b""),
+            num_context_tokens=-1,
+            num_blocks=4,
+            capability=1,
+            source_address=b"?",
+        )
+    )
+
+
+def context_of_another_length(generation: Generation, running: RunningInstance) -> None:
+    running.instance.handle(
+        ExpectKv(generation=generation, num_context_tokens=3, num_blocks=9, capability=1, source_address=b"?")
+    )
+
+
+def second_chunk_first(generation: Generation, running: RunningInstance) -> None:
+    running.admit(generation, kv_moves=False)
+    running.run([chunk_plans(generation, [4])[1]])
+
+
+def chunk_beyond_the_prompt(generation: Generation, running: RunningInstance) -> None:
+    running.admit(generation, kv_moves=False)
+    running.run(
+        [ChunkPlan(request_id=generation.request_id, epoch=generation.epoch, start=0, num_tokens=99, is_last=True)]
+    )
+
+
+def empty_chunk(generation: Generation, running: RunningInstance) -> None:
+    running.admit(generation, kv_moves=False)
+    running.run(
+        [ChunkPlan(request_id=generation.request_id, epoch=generation.epoch, start=0, num_tokens=0, is_last=False)]
+    )
+
+
+def last_chunk_not_called_so(generation: Generation, running: RunningInstance) -> None:
+    running.admit(generation, kv_moves=False)
+    running.run(
+        [ChunkPlan(request_id=generation.request_id, epoch=generation.epoch, start=0, num_tokens=12, is_last=False)]
+    )
+
+
+def admitted_while_stopping(generation: Generation, running: RunningInstance) -> None:
+    running.instance.stop_admitting()
+    running.admit(generation, kv_moves=False)
+
+
+def first_chunk(generation: Generation, *, num_tokens: int, is_last: bool) -> ChunkPlan:
+    return ChunkPlan(
+        request_id=generation.request_id, epoch=generation.epoch, start=0, num_tokens=num_tokens, is_last=is_last
+    )
+
+
+def replace(generation: Generation, **changes: object) -> Generation:
+    return msgspec.structs.replace(generation, **changes)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        too_few_blocks,
+        too_many_blocks,
+        torn_tokens,
+        no_tokens,
+        too_long,
+        nothing_left,
+        absurd_context,
+        negative_context,
+        context_of_another_length,
+        second_chunk_first,
+        chunk_beyond_the_prompt,
+        empty_chunk,
+        last_chunk_not_called_so,
+        admitted_while_stopping,
+    ],
+)
+async def test_what_cannot_be_done_is_refused_and_harms_nobody(break_it: Break) -> None:
+    async with mixed() as running:
+        other = make_generation("other", [5] * 6, GREEDY)
+        running.admit(other, kv_moves=False)
+        break_it(make_generation("r", list(range(12)), GREEDY), running)
+        running.run(chunk_plans(other, [6]))
+        await running.reported(ReleasedReport, "other")
+        assert len(running.reports_of(TransferFailedReport, "r")) == 1
+        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        assert output_of(running, "other") == reference_output([5] * 6, GREEDY)
+        running.assert_all_free()
+
+
+async def test_a_plan_of_unknown_requests_is_answered() -> None:
+    async with mixed() as running:
+        stranger = make_generation("stranger", [1, 2], GREEDY)
+        plan_id = running.run(chunk_plans(stranger, [2]), with_decodes=True)
+        await running.until(lambda: bool(running.reports))
+        (step,) = running.reports
+        assert isinstance(step, StepReport)
+        assert (step.plan_id, [done.num_tokens for done in step.chunks], step.num_decodes) == (plan_id, [0], 0)
+
+
+async def test_a_flood_of_plans_is_answered() -> None:
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        running.admit(make_generation("r", [1] * 4, GREEDY), kv_moves=False)
+        running.run(chunk_plans(make_generation("r", [1] * 4, GREEDY), [4]))
+        await to_thread.run_sync(gate.arrived)
+        for _ in range(MAX_QUEUED_PLANS + 3):
+            running.run(chunk_plans(make_generation("stranger", [1], GREEDY), [1]))
+        assert len(running.reports) == 3
+        gate.open()
+        await running.reported(ReleasedReport, "r")
+        assert sum(isinstance(report, StepReport) for report in running.reports) == 1 + MAX_QUEUED_PLANS + 3
+
+
+async def test_a_broken_engine_ends_its_batch_with_an_error() -> None:
+    engine = FakeEngine(fails=lambda batch: any(part.sequence.request_id == "bad" for part in batch))
+    async with mixed(engine) as running:
+        good, bad = make_generation("good", [1] * 3, GREEDY), make_generation("bad", [2] * 3, GREEDY)
+        for generation in (good, bad):
+            running.admit(generation, kv_moves=False)
+        running.run(chunk_plans(bad, [3]))
+        await running.until(lambda: running.failure is not None)
+        (token,) = running.tokens_of("bad")
+        assert (token.token_id, token.finish_reason, token.index) == (None, FinishReason.ERROR, 0)
+        assert token.error is not None
+        assert running.reports_of(FinishedReport, "bad")[0].reason is FinishReason.ERROR
+        assert len(running.reports_of(ReleasedReport, "bad")) == 1
+        free(running, good)
+        running.assert_all_free()
+
+
+async def test_only_decoding_requests_survive_a_new_registration() -> None:
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        decoding = make_generation("decoding", [1] * 4, GREEDY)
+        prefilling = make_generation("prefilling", [2] * 8, GREEDY)
+        queued = make_generation("queued", [3] * 4, GREEDY)
+        for generation in (decoding, prefilling, queued):
+            running.admit(generation, kv_moves=False)
+        running.run(chunk_plans(decoding, [4]))
+        running.run([chunk_plans(prefilling, [4])[0]])
+        running.run(chunk_plans(queued, [4]))
+        for _ in range(2):  # both layers of the first step
+            await to_thread.run_sync(gate.arrived)
+            gate.let_through()
+        await to_thread.run_sync(gate.arrived)  # the second step is in its first layer
+        async with anyio.create_task_group() as tasks:
+            dropped = anyio.Event()
+
+            async def drop() -> None:
+                await running.instance.drop_all_but_decoding()
+                dropped.set()
+
+            tasks.start_soon(drop)
+            await anyio.wait_all_tasks_blocked()
+            assert not dropped.is_set()  # the step that uses its blocks has not ended
+            gate.open()
+            await dropped.wait()
+        (resident,) = running.instance.residents()
+        assert (resident.request_id, resident.decoding) == ("decoding", True)
+        assert resident.num_blocks == 3  # 4 + 8 - 1 tokens in blocks of 4
+        await running.reported(ReleasedReport, "decoding")
+        assert output_of(running, "decoding") == reference_output([1] * 4, GREEDY)
+        assert running.tokens_of("prefilling") == running.tokens_of("queued") == []
+        running.assert_all_free()
+
+
+async def test_emptied_waits_for_the_last_release() -> None:
+    async with mixed() as running:
+        generation = make_generation("r", [1] * 4, GREEDY)
+        running.admit(generation, kv_moves=False)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(running.instance.emptied)
+            running.run(chunk_plans(generation, [4]))
+        assert len(running.reports_of(ReleasedReport, "r")) == 1
+
+
+async def test_role_changes_and_books_are_told() -> None:
+    async with mixed() as running:
+        running.instance.handle(ChangeRole(role=Role.DECODE))
+        assert running.instance.role is Role.DECODE
+        running.admit(make_generation("r", [1] * 4, GREEDY), kv_moves=False)
+        books = running.instance.heartbeat()
+        assert (books.num_free_blocks, books.num_held_blocks, books.num_quarantined_blocks) == (61, 3, 0)
