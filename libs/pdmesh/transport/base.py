@@ -58,7 +58,8 @@ class KvTransport(Protocol):
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
         """Send the header and the first ``payload_bytes``; returns when the buffer may be reused.
 
-        Pieces to one address arrive in the order of their sends. Raises `KvTransferError` if the peer cannot be reached
+        Pieces to one address arrive in the order of their sends, if each send is awaited before the next begins; sends
+        under way at the same time may overtake one another. Raises `KvTransferError` if the peer cannot be reached
         or does not take the piece within ``no_progress_s``; the endpoint is then force-closed, and the next send opens
         a new one.
         """

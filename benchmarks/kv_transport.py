@@ -1,0 +1,258 @@
+"""KV pieces between two processes of this machine: ours beside UCX's own `ucx_perftest`, in one run.
+
+    python benchmarks/kv_transport.py [--sizes 16384 65536 1048576 16777216] [--megabytes 2048] [--tls ...]
+
+For each piece size, in turn and best of ``--rounds``: ``ucx_perftest -t tag_bw`` (one buffer, spinning), *raw* (our
+transport: headers, rings of buffers, the event loop, asleep when idle) and *hand-over* (`KvMover`: gather, checksum,
+send, check, scatter). GB are 10^9 bytes. Compare ratios of one run, never figures of two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from pdmesh.config import TransferConfig
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.testing.kv import ByteStore
+from pdmesh.transport.ucx import UcxTransport
+
+EPOCH, CAPABILITY = Epoch(0), 1
+NUM_LAYERS = 16
+SENDERS = 8  # sends under way at once
+
+
+def layout_for(piece_bytes: int) -> KvLayout:
+    """Blocks of 64 KiB (8 KV heads of 128, 16 tokens, bf16), or of a piece if that is less."""
+    block_bytes = min(piece_bytes, 64 * 1024)
+    return KvLayout(
+        num_layers=NUM_LAYERS, num_kv_heads=8, head_dim=block_bytes // (2 * 8 * 16 * 2), block_size=16, dtype="bfloat16"
+    )
+
+
+# --- our side, each function in a process of its own -----------------------------------------------------------------
+
+
+async def send_raw(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    async with UcxTransport(config) as transport:
+        destination = await anyio.to_thread.run_sync(pipe.recv)
+        left = num_pieces
+
+        async def send_some() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                async with transport.lend() as buffer:
+                    await transport.send(destination, buffer, transport.max_payload_bytes)
+
+        pipe.send(time.monotonic())
+        async with anyio.create_task_group() as tasks:
+            for _ in range(SENDERS):
+                tasks.start_soon(send_some)
+        await anyio.to_thread.run_sync(pipe.recv)
+
+
+async def receive_raw(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    async with UcxTransport(config) as transport:
+        pipe.send(transport.address)
+        left = num_pieces
+        async for piece in transport.receive():
+            piece.release()
+            left -= 1
+            if left == 0:
+                break
+        pipe.send(time.monotonic())
+        await anyio.to_thread.run_sync(pipe.recv)
+
+
+async def send_kv(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    await move(pipe, config, num_pieces, sending=True)
+
+
+async def receive_kv(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    await move(pipe, config, num_pieces, sending=False)
+
+
+async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sending: bool) -> None:
+    """Requests of 16 layers, each layer of four pieces, one after another but for the two under way at once."""
+    layout = layout_for(config.max_payload_bytes)
+    num_blocks = 4 * config.max_payload_bytes // layout.block_bytes
+    num_requests = max(2, num_pieces // (4 * NUM_LAYERS))
+    pool = BlockPool(num_blocks)
+    store = ByteStore(layout, num_blocks)
+    block_ids = pool.allocate(num_blocks)
+    ended, slots = anyio.Semaphore(0), anyio.Semaphore(2)
+
+    def on_outcome(outcome: TransferOutcome) -> None:
+        assert isinstance(outcome, SentTransfer | LandedTransfer), outcome
+        ended.release()
+        slots.release()
+
+    transport = UcxTransport(config)
+    mover = KvMover(transport=transport, store=store, pool=pool, config=config, on_outcome=on_outcome)
+    async with transport, mover:
+        pipe.send(transport.address)
+        peer = await anyio.to_thread.run_sync(pipe.recv)
+        request_ids = [RequestId(str(number)) for number in range(num_requests)]
+        num_context_tokens = num_blocks * layout.block_size
+        if not sending:
+            for request_id in request_ids:
+                mover.expect(
+                    request_id,
+                    EPOCH,
+                    capability=CAPABILITY,
+                    block_ids=block_ids,
+                    num_context_tokens=num_context_tokens,
+                    source_address=peer,
+                )
+            pipe.send("ready")
+        else:
+            await anyio.to_thread.run_sync(pipe.recv)
+            pipe.send(time.monotonic())
+            for request_id in request_ids:
+                await slots.acquire()
+                sender = mover.offer(request_id, EPOCH, block_ids=block_ids, num_context_tokens=num_context_tokens)
+                mover.grant(request_id, EPOCH, destination_address=peer, capability=CAPABILITY)
+                for layer in range(NUM_LAYERS):
+                    sender.blocks_ready(chunk=0, layer=layer, first_block=0, num_blocks=num_blocks)
+                sender.commit(token_id=0, token_index=0)
+        for _ in request_ids:
+            await ended.acquire()
+        pipe.send((time.monotonic(), num_requests * NUM_LAYERS * num_blocks * layout.block_bytes))
+        await anyio.to_thread.run_sync(pipe.recv)
+
+
+def run_side(side: Any, pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    anyio.run(partial(side, pipe, config, num_pieces), backend_options={"use_uvloop": True})
+
+
+@contextlib.contextmanager
+def two_processes(sender: Any, receiver: Any, config: TransferConfig, num_pieces: int) -> Iterator[tuple[Any, Any]]:
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for side in (sender, receiver):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=run_side, args=(side, theirs, config, num_pieces))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        yield pipes[0], pipes[1]
+    finally:
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                pipe.send("end")
+        for process in processes:
+            process.join(20)
+            if process.exitcode is None:
+                process.kill()
+
+
+def measure_raw(config: TransferConfig, num_pieces: int) -> float:
+    with two_processes(send_raw, receive_raw, config, num_pieces) as (sender, receiver):
+        sender.send(receiver.recv())
+        started_s = sender.recv()
+        return num_pieces * config.max_payload_bytes / (receiver.recv() - started_s) / 1e9
+
+
+def measure_handover(config: TransferConfig, num_pieces: int) -> float:
+    with two_processes(send_kv, receive_kv, config, num_pieces) as (sender, receiver):
+        sender_address, receiver_address = sender.recv(), receiver.recv()
+        receiver.send(sender_address)
+        assert receiver.recv() == "ready"
+        sender.send(receiver_address)
+        sender.send("go")
+        started_s = sender.recv()
+        ended_s, num_bytes = sender.recv()
+        return float(num_bytes) / (ended_s - started_s) / 1e9
+
+
+# --- UCX's own ----------------------------------------------------------------------------------------------------------
+
+
+def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None) -> float:
+    """Bandwidth that ``ucx_perftest -t tag_bw`` reports, GB/s."""
+    spec = find_spec("libucx")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(root / "lib")}
+    if tls is not None:
+        environment["UCX_TLS"] = tls
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [str(root / "bin" / "ucx_perftest"), "-p", port]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(50):
+                client = subprocess.run(
+                    [*command, "127.0.0.1", "-t", "tag_bw", "-s", str(piece_bytes), "-n", str(num_pieces), "-f"],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=120,
+                )
+                if client.returncode == 0:
+                    break
+                time.sleep(0.1)  # the server is not listening yet
+            numbers = re.findall(r"[\d.]+", client.stdout.strip().splitlines()[-1])
+            return float(numbers[5]) / 1e3 * 1.048576  # it prints MiB as MB
+        finally:
+            server.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="KV pieces between two processes, beside ucx_perftest")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[16 * 1024, 128 * 1024, 1024**2, 4 * 1024**2, 16 * 1024**2]
+    )
+    parser.add_argument("--megabytes", type=int, default=2048, help="moved per measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="the best of so many, alternating")
+    parser.add_argument("--tls", help="UCX_TLS for all three")
+    options = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, commit {commit or 'unknown'}")
+    print(f"{'piece':>10} {'perftest':>10} {'raw':>8} {'ratio':>6} {'hand-over':>10} {'ratio':>6}   (GB/s)")
+    for size in options.sizes:
+        num_pieces = min(20_000, max(64, options.megabytes * 1_000_000 // size))
+        config = TransferConfig(max_payload_bytes=size, ucx_tls=options.tls)
+        best = [0.0, 0.0, 0.0]
+        for _ in range(options.rounds):
+            figures = (
+                measure_perftest(size, num_pieces, options.tls),
+                measure_raw(config, num_pieces),
+                measure_handover(config, num_pieces),
+            )
+            best = [max(pair) for pair in zip(best, figures, strict=True)]
+        perftest, raw, handover = best
+        print(
+            f"{size:>10} {perftest:>10.2f} {raw:>8.2f} {raw / perftest:>6.0%} {handover:>10.2f} "
+            f"{handover / perftest:>6.0%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The books of an instance's KV blocks: free, held, or quarantined while a copy may still touch them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from pdmesh.errors import PdmeshError
+
+
+class OutOfBlocks(PdmeshError):
+    """The pool has fewer free blocks than asked for: books disagree, or blocks are still quarantined."""
+
+
+class BlockPool:
+    """Hands out the ids of ``num_blocks`` blocks, in contiguous runs where it can. Used from one thread.
+
+    `pinned` marks blocks that a copy on another thread touches; blocks freed meanwhile are quarantined until it ends.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._num_free = num_blocks
+        self._runs = [(0, num_blocks)] if num_blocks else []  # free runs (start, end), ascending, never adjacent
+        self._held: set[int] = set()
+        self._quarantined: dict[int, _Release] = {}
+        self._pins: Counter[int] = Counter()
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Ascending ids: the smallest free run that holds them all, else the largest runs.
+
+        Raises `OutOfBlocks`, and changes nothing, if there are too few.
+        """
+        if num_blocks > self._num_free:
+            raise OutOfBlocks(f"{num_blocks} blocks asked for, {self._num_free} of {self._num_blocks} free")
+        fitting = [run for run in self._runs if run[1] - run[0] >= num_blocks]
+        if fitting:
+            runs = [min(fitting, key=lambda run: run[1] - run[0])]
+        else:
+            runs = sorted(self._runs, key=lambda run: run[0] - run[1])
+        block_ids: list[int] = []
+        for start, end in runs:
+            taken = min(num_blocks - len(block_ids), end - start)
+            if taken == 0:
+                break
+            block_ids.extend(range(start, start + taken))
+            index = bisect_left(self._runs, (start, end))
+            self._runs[index : index + 1] = [(start + taken, end)] if taken < end - start else []
+        block_ids.sort()
+        self._num_free -= num_blocks
+        self._held.update(block_ids)
+        return block_ids
+
+    def free(self, block_ids: Sequence[int], *, on_released: Callable[[], None] | None = None) -> None:
+        """Give held blocks back. ``on_released`` is called when the last is free: at once, unless one is pinned."""
+        assert len(set(block_ids)) == len(block_ids), "a block is freed twice in one call"
+        unheld = [block_id for block_id in block_ids if block_id not in self._held]
+        assert not unheld, f"blocks {unheld} are freed but not held"
+        self._held.difference_update(block_ids)
+        pinned = [block_id for block_id in block_ids if block_id in self._pins]
+        release = _Release(len(pinned), on_released)
+        for block_id in pinned:
+            self._quarantined[block_id] = release
+        for block_id in block_ids:
+            if block_id not in self._quarantined:
+                self._add_free(block_id)
+        release.settle()
+
+    @contextmanager
+    def pinned(self, block_ids: Sequence[int]) -> Iterator[None]:
+        """Blocks that something off the event loop reads or writes inside this block."""
+        self._pins.update(block_ids)
+        try:
+            yield
+        finally:
+            for block_id in block_ids:
+                self._unpin(block_id)
+
+    def check_integrity(self) -> None:
+        """``free + held + quarantined = total``, and no block is in two of them."""
+        num_free = sum(end - start for start, end in self._runs)
+        numbers = f"{num_free} free + {self.num_held} held + {self.num_quarantined} quarantined of {self._num_blocks}"
+        assert num_free == self._num_free, f"blocks: {numbers}, but {self._num_free} counted free"
+        assert num_free + self.num_held + self.num_quarantined == self._num_blocks, f"blocks: {numbers}"
+        assert not self._held & self._quarantined.keys(), f"blocks both held and quarantined: {numbers}"
+        assert all(block_id in self._pins for block_id in self._quarantined), f"quarantined without a copy: {numbers}"
+        ends = [end for _, end in self._runs]
+        starts = [start for start, _ in self._runs]
+        assert all(end < start for end, start in zip(ends, starts[1:], strict=False)), f"free runs touch: {numbers}"
+        free = {block_id for start, end in self._runs for block_id in range(start, end)}
+        assert not free & (self._held | self._quarantined.keys()), f"blocks both free and used: {numbers}"
+
+    def _unpin(self, block_id: int) -> None:
+        self._pins[block_id] -= 1
+        if self._pins[block_id] > 0:
+            return
+        del self._pins[block_id]
+        release = self._quarantined.pop(block_id, None)
+        if release is not None:
+            self._add_free(block_id)
+            release.num_pinned -= 1
+            release.settle()
+
+    def _add_free(self, block_id: int) -> None:
+        start, end = block_id, block_id + 1
+        index = bisect_left(self._runs, (start, end))
+        if index < len(self._runs) and self._runs[index][0] == end:
+            end = self._runs.pop(index)[1]
+        if index > 0 and self._runs[index - 1][1] == start:
+            start = self._runs.pop(index - 1)[0]
+        insort(self._runs, (start, end))
+        self._num_free += 1
+
+
+class _Release:
+    """Blocks freed together, some of which are still pinned."""
+
+    def __init__(self, num_pinned: int, on_released: Callable[[], None] | None) -> None:
+        self.num_pinned = num_pinned
+        self._on_released = on_released
+
+    def settle(self) -> None:
+        if self.num_pinned == 0 and self._on_released is not None:
+            on_released, self._on_released = self._on_released, None
+            on_released()

@@ -1,0 +1,376 @@
+"""The hand-over of requests' KV, both directions of one instance, in one object.
+
+What a worker runtime needs to know::
+
+    pool = BlockPool(num_blocks)                       # pdmesh.kv.blocks, owned by the runtime
+    mover = KvMover(transport=transport, store=engine.kv, pool=pool, config=config.transfer, on_outcome=on_outcome)
+    async with transport, mover:                       # tasks run inside; leaving cancels every transfer
+        ...
+
+**Sending** (prefill). ``sending = mover.offer(...)`` when the request is admitted; it holds no resources until there is
+something to send. From the engine's thread, for each layer of each chunk, ``sending.blocks_ready(...)`` (about a
+microsecond). ``mover.grant(...)`` when the scheduler says so, before or after. ``sending.commit(...)`` with the first
+token. Exactly one outcome follows: `SentTransfer` or `FailedTransfer`; then the blocks may be freed.
+
+**Receiving** (decode). ``mover.expect(...)`` with the reserved blocks. Exactly one outcome follows: `LandedTransfer`
+(the acknowledgement is on its way; decode may start) or `FailedTransfer`.
+
+**Freeing.** ``mover.cancel(request_id, epoch)`` first (idempotent, unknown requests are fine, no outcome follows), then
+``pool.free(block_ids, on_released=...)``: blocks that a running copy still touches stay quarantined until it ends,
+and ``on_released`` is called when the last one is free (at once if none is). After a `FailedTransfer` or `SentTransfer`
+only ``pool.free`` is needed.
+
+``on_outcome`` is called on the event loop and must not block. Everything but ``blocks_ready`` belongs to the event
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import structlog
+
+from pdmesh.config import TransferConfig
+from pdmesh.errors import ConfigError, KvTransferError, ProtocolError
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key, unpack_header
+from pdmesh.kv.receiver import KvReceiver
+from pdmesh.kv.sender import INLINE_COPY_BYTES, KvSender
+from pdmesh.kv.store import KvStore
+from pdmesh.model import Epoch, RequestId
+from pdmesh.transport.base import KvTransport, ReceivedPiece
+
+log = structlog.get_logger()
+
+#: Threads that copy and check pieces, for all transfers together.
+COPY_THREADS = 2
+
+
+class TransferCounters(NamedTuple):
+    """Totals since the start, and what is under way. ``dropped`` counts pieces by the reason they were dropped for."""
+
+    num_pieces_sent: int
+    num_bytes_sent: int
+    num_pieces_received: int
+    num_bytes_received: int
+    dropped: Mapping[str, int]
+    num_sending: int
+    num_receiving: int
+
+
+class KvMover:
+    """Moves requests' KV out of and into one instance."""
+
+    def __init__(
+        self,
+        *,
+        transport: KvTransport,
+        store: KvStore,
+        pool: BlockPool,
+        config: TransferConfig,
+        on_outcome: OnOutcome,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if config.max_payload_bytes < store.layout.block_bytes:
+            raise ConfigError(
+                f"transfer.max_payload_bytes is {config.max_payload_bytes}, less than one KV block of this model "
+                f"({store.layout.block_bytes} bytes): raise it, or lower worker.block_size"
+            )
+        self._transport = transport
+        self._store = store
+        self._pool = pool
+        self._config = config
+        self._on_outcome = on_outcome
+        self._clock = clock
+        self._senders: dict[bytes, tuple[KvSender, anyio.CancelScope]] = {}
+        self._receivers: dict[bytes, KvReceiver] = {}
+        self._dropped: Counter[str] = Counter()
+        self._num_pieces_sent = self._num_bytes_sent = 0
+        self._num_pieces_received = self._num_bytes_received = 0
+
+    async def __aenter__(self) -> Self:
+        self._copies = anyio.CapacityLimiter(COPY_THREADS)
+        # anyio has no call from a thread that does not wait for its result.
+        self._call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        self._stack = AsyncExitStack()
+        self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        self._tasks.start_soon(self._receive)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tasks.cancel_scope.cancel()
+        await self._stack.__aexit__(kind, error, trace)
+
+    # --- for the worker runtime ---------------------------------------------------------------------------------------
+
+    def offer(
+        self, request_id: RequestId, epoch: Epoch, *, block_ids: Sequence[int], num_context_tokens: int
+    ) -> KvSender:
+        """Get ready to send. ``block_ids`` is the request's block table, whose first blocks hold the context.
+
+        An older epoch of the request is cancelled.
+        """
+        sender = KvSender(
+            request_id,
+            epoch,
+            block_ids=block_ids,
+            num_context_tokens=num_context_tokens,
+            store=self._store,
+            transport=self._transport,
+            config=self._config,
+            copies=self._copies,
+            call_soon=self._call_soon,
+            clock=self._clock,
+        )
+        self._cancel_sender(sender.key, epoch)
+        scope = anyio.CancelScope()
+        self._senders[sender.key] = (sender, scope)
+        self._tasks.start_soon(self._send, sender, scope)
+        return sender
+
+    def grant(self, request_id: RequestId, epoch: Epoch, *, destination_address: bytes, capability: int) -> None:
+        """Let an offered transfer start. Ignored if it is not there (the request was freed meanwhile)."""
+        sender, _ = self._senders.get(request_key(request_id), (None, None))
+        if sender is not None and sender.epoch == epoch:
+            sender.grant(destination_address, capability)
+
+    def expect(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        capability: int,
+        block_ids: Sequence[int],
+        num_context_tokens: int,
+        source_address: bytes,
+    ) -> None:
+        """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
+
+        An older epoch of the request is cancelled.
+        """
+        receiver = KvReceiver(
+            request_id,
+            epoch,
+            capability=capability,
+            block_ids=block_ids,
+            num_context_tokens=num_context_tokens,
+            source_address=source_address,
+            layout=self._store.layout,
+        )
+        self._receivers[receiver.key] = receiver
+
+    def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Stop sending and receiving this epoch and older, without an outcome. Idempotent."""
+        key = request_key(request_id)
+        self._cancel_sender(key, epoch)
+        receiver = self._receivers.get(key)
+        if receiver is not None and receiver.epoch <= epoch:
+            del self._receivers[key]
+
+    def counters(self) -> TransferCounters:
+        return TransferCounters(
+            num_pieces_sent=self._num_pieces_sent + sum(sender.num_pieces for sender, _ in self._senders.values()),
+            num_bytes_sent=self._num_bytes_sent + sum(sender.num_bytes for sender, _ in self._senders.values()),
+            num_pieces_received=self._num_pieces_received,
+            num_bytes_received=self._num_bytes_received,
+            dropped=dict(self._dropped),
+            num_sending=len(self._senders),
+            num_receiving=len(self._receivers),
+        )
+
+    def check_integrity(self) -> None:
+        self._transport.check_integrity()
+        self._pool.check_integrity()
+        for receiver in self._receivers.values():
+            receiver.check_integrity()
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def _cancel_sender(self, key: bytes, epoch: Epoch) -> None:
+        sender, scope = self._senders.get(key, (None, None))
+        if sender is not None and scope is not None and sender.epoch <= epoch:
+            scope.cancel()
+            self._forget_sender(sender)
+
+    def _forget_sender(self, sender: KvSender) -> None:
+        """Take the sender out of the table; its task may still be ending."""
+        current, _ = self._senders.get(sender.key, (None, None))
+        if current is sender:
+            del self._senders[sender.key]
+
+    async def _send(self, sender: KvSender, scope: anyio.CancelScope) -> None:
+        try:
+            with scope:
+                try:
+                    outcome = await sender.run()
+                except KvTransferError as error:
+                    self._forget_sender(sender)
+                    self._fail(sender.request_id, sender.epoch, sending=True, reason=str(error))
+                    if sender.destination_address is not None:
+                        await self._tell(PieceKind.ABORT, sender, sender.destination_address)
+                else:
+                    self._forget_sender(sender)
+                    self._on_outcome(outcome)
+        finally:
+            sender.close()
+            self._forget_sender(sender)
+            self._num_pieces_sent += sender.num_pieces
+            self._num_bytes_sent += sender.num_bytes
+
+    async def _tell(self, kind: PieceKind, transfer: KvSender | KvReceiver, address: bytes) -> None:
+        """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
+        header = PieceHeader(kind=kind, request_key=transfer.key, epoch=transfer.epoch, capability=transfer.capability)
+        try:
+            async with self._transport.lend() as buffer:
+                pack_header(header, buffer.header)
+                await self._transport.send(address, buffer, 0)
+        except KvTransferError as error:
+            log.warning("peer not told", request_id=transfer.request_id, kind=kind.name, reason=str(error))
+
+    def _fail(self, request_id: RequestId, epoch: Epoch, *, sending: bool, reason: str) -> None:
+        log.warning("kv transfer failed", request_id=request_id, epoch=epoch, sending=sending, reason=reason)
+        self._on_outcome(FailedTransfer(request_id=request_id, epoch=epoch, sending=sending, reason=reason))
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        async for piece in self._transport.receive():
+            try:
+                header = unpack_header(piece.header)
+            except ProtocolError:
+                self._drop(piece, "malformed")
+                continue
+            if header.kind is PieceKind.LANDED:
+                self._take_landed(header, piece)
+            elif header.kind is PieceKind.ABORT:
+                self._take_abort(header, piece)
+            else:
+                self._take_kv_or_commit(header, piece)
+
+    def _drop(self, piece: ReceivedPiece, reason: str) -> None:
+        self._dropped[reason] += 1
+        piece.release()
+
+    def _take_landed(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        sender, _ = self._senders.get(header.request_key, (None, None))
+        if sender is None:
+            self._drop(piece, "unknown")
+        elif reason := _mismatch(sender, header):
+            self._drop(piece, reason)
+        else:
+            piece.release()
+            sender.landed()
+
+    def _take_abort(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        sender, _ = self._senders.get(header.request_key, (None, None))
+        receiver = self._receivers.get(header.request_key)
+        if sender is not None and _mismatch(sender, header) is None:
+            sender.fail("the receiver gave up")
+        elif receiver is not None and _mismatch(receiver, header) is None:
+            self._give_up(receiver, "the sender gave up", tell=False)
+        else:
+            self._dropped["unknown"] += 1
+        piece.release()
+
+    def _take_kv_or_commit(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        receiver = self._receivers.get(header.request_key)
+        if receiver is None:
+            self._drop(piece, "unknown")
+            return
+        if reason := _mismatch(receiver, header):
+            self._drop(piece, reason)
+            return
+        if receiver.first_piece_s is None:
+            receiver.first_piece_s = self._clock()
+        if header.kind is PieceKind.COMMIT:
+            piece.release()
+            if reason := receiver.commit(header):
+                self._give_up(receiver, reason)
+            else:
+                self._check_landed(receiver)
+        elif reason := receiver.claim(header, len(piece.payload)):
+            self._drop(piece, reason)
+        elif header.payload_bytes < INLINE_COPY_BYTES:
+            self._end_copy(receiver, header, piece, self._copy_in(receiver, header, piece))
+        else:
+            # As many of these at once as there are receive buffers.
+            self._tasks.start_soon(self._copy_off_loop, receiver, header, piece)
+
+    async def _copy_off_loop(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece) -> None:
+        if self._receivers.get(receiver.key) is not receiver:
+            self._drop(piece, "unknown")  # freed since: the blocks may be another request's by now
+            return
+        try:
+            with self._pool.pinned(receiver.block_ids_of(header)):
+                copy = functools.partial(self._copy_in, receiver, header, piece)
+                valid = await anyio.to_thread.run_sync(copy, limiter=self._copies)
+        except BaseException:
+            piece.release()
+            raise
+        self._end_copy(receiver, header, piece, valid)
+
+    def _copy_in(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece) -> bool:
+        """Check the payload and copy it into its blocks. False, and nothing copied, if it was damaged on the way."""
+        if payload_checksum(piece.payload) != header.checksum:
+            return False
+        self._store.scatter(header.layer, receiver.block_ids_of(header), piece.payload)
+        return True
+
+    def _end_copy(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece, valid: bool) -> None:
+        if not valid:
+            self._drop(piece, "checksum")
+            self._give_up(receiver, f"a piece of layer {header.layer} was damaged on the way")
+            return
+        piece.release()
+        self._num_pieces_received += 1
+        self._num_bytes_received += header.payload_bytes
+        receiver.place(header)
+        self._check_landed(receiver)
+
+    def _check_landed(self, receiver: KvReceiver) -> None:
+        if not receiver.complete or self._receivers.get(receiver.key) is not receiver:
+            return
+        assert receiver.first_token is not None
+        assert receiver.first_piece_s is not None
+        del self._receivers[receiver.key]
+        self._tasks.start_soon(self._tell, PieceKind.LANDED, receiver, receiver.source_address)
+        self._on_outcome(
+            LandedTransfer(
+                request_id=receiver.request_id,
+                epoch=receiver.epoch,
+                token_id=receiver.first_token.token_id,
+                token_index=receiver.first_token.token_index,
+                num_bytes=receiver.num_bytes,
+                duration_s=self._clock() - receiver.first_piece_s,
+            )
+        )
+
+    def _give_up(self, receiver: KvReceiver, reason: str, *, tell: bool = True) -> None:
+        if self._receivers.get(receiver.key) is not receiver:
+            return  # cancelled, or failed before
+        del self._receivers[receiver.key]
+        if tell:
+            self._tasks.start_soon(self._tell, PieceKind.ABORT, receiver, receiver.source_address)
+        self._fail(receiver.request_id, receiver.epoch, sending=False, reason=reason)
+
+
+def _mismatch(transfer: KvSender | KvReceiver, header: PieceHeader) -> str | None:
+    """Why a piece does not belong to a transfer of its request."""
+    if header.epoch != transfer.epoch:
+        return "epoch"
+    if header.capability != transfer.capability:
+        return "capability"
+    return None

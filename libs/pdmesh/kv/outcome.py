@@ -1,0 +1,51 @@
+"""How KV transfers end, as told to the worker runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdmesh.model import Epoch, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentTransfer:
+    """Sender's side: the receiver acknowledged the whole KV.
+
+    ``duration_s`` runs from the grant, ``exposed_s`` from the moment the last layer of the last chunk was computed,
+    both to the acknowledgement.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    num_bytes: int
+    duration_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandedTransfer:
+    """Receiver's side: every block of every layer is in place, checked; the first token and its output index came."""
+
+    request_id: RequestId
+    epoch: Epoch
+    token_id: int
+    token_index: int
+    num_bytes: int
+    duration_s: float  # from the first piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedTransfer:
+    """Either side gave the transfer up; the request must be prefilled again."""
+
+    request_id: RequestId
+    epoch: Epoch
+    sending: bool
+    reason: str
+
+
+TransferOutcome = SentTransfer | LandedTransfer | FailedTransfer
+
+#: Called on the event loop; must not block.
+OnOutcome = Callable[[TransferOutcome], None]

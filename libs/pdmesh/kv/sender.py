@@ -1,0 +1,227 @@
+"""One request's KV on its way out: layers are pushed as they are computed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+from pdmesh.config import TransferConfig
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.outcome import SentTransfer
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key
+from pdmesh.kv.store import KvStore
+from pdmesh.model import Epoch, RequestId, num_blocks_for
+from pdmesh.transport.base import KvTransport, SendBuffer
+
+#: Pieces of one transfer under way at once: one is copied and checked while others travel.
+PIECES_IN_FLIGHT = 4
+
+#: A copy smaller than this costs less than the hop to a thread and back (about 60 µs, measured).
+INLINE_COPY_BYTES = 64 * 1024
+
+#: Runs a callback on the event loop soon, from any thread, without waiting for it.
+CallSoon = Callable[[Callable[[], object]], object]
+
+
+class _Blocks(NamedTuple):
+    """Complete blocks of one layer that fit one piece."""
+
+    chunk: int
+    layer: int
+    first_block: int
+    num_blocks: int
+
+
+class _Commit(NamedTuple):
+    token_id: int
+    token_index: int
+
+
+class KvSender:
+    """The sender's side of a transfer; made by `pdmesh.kv.mover.KvMover.offer`, which also runs it."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        block_ids: Sequence[int],
+        num_context_tokens: int,
+        store: KvStore,
+        transport: KvTransport,
+        config: TransferConfig,
+        copies: anyio.CapacityLimiter,
+        call_soon: CallSoon,
+        clock: Callable[[], float],
+    ) -> None:
+        layout = store.layout
+        num_blocks = num_blocks_for(num_context_tokens, layout.block_size)
+        assert 0 < num_blocks <= len(block_ids), f"{num_context_tokens} tokens in {len(block_ids)} blocks"
+        self.request_id = request_id
+        self.epoch = epoch
+        self.key = request_key(request_id)
+        self.destination_address: bytes | None = None
+        self.capability = 0
+        self.num_bytes = 0
+        self.num_pieces = 0
+        self._block_ids = list(block_ids[:num_blocks])
+        self._num_context_tokens = num_context_tokens
+        self._store = store
+        self._transport = transport
+        self._config = config
+        self._copies = copies
+        self._call_soon = call_soon
+        self._clock = clock
+        self._blocks_per_piece = transport.max_payload_bytes // layout.block_bytes
+        self._num_awaited = num_blocks * layout.num_layers  # (layer, block) pairs not yet computed
+        self._computed_s = 0.0
+        # A piece has one block at least, so that this bound is never reached.
+        self._ready_in, self._ready_out = anyio.create_memory_object_stream[_Blocks](self._num_awaited)
+        self._commit: _Commit | None = None
+        self._failure: str | None = None
+        self._granted = anyio.Event()
+        self._committed = anyio.Event()
+        self._landed = anyio.Event()
+        self._work = anyio.CancelScope()
+
+    # --- called by the worker runtime ---------------------------------------------------------------------------------
+
+    def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
+        """Blocks ``first_block`` … of the request's block table are complete in this layer. Any thread; cheap.
+
+        Each (layer, block) is named once; the context's last block when its last token has been computed.
+        """
+        if num_blocks > 0:
+            blocks = _Blocks(chunk, layer, first_block, num_blocks)
+            self._call_soon(functools.partial(self._add_ready, blocks, self._clock()))
+
+    def commit(self, *, token_id: int, token_index: int) -> None:
+        """The first token, drawn from the last chunk, and its output index. Event loop only."""
+        self._commit = _Commit(token_id, token_index)
+        self._committed.set()
+
+    # --- called by the mover ------------------------------------------------------------------------------------------
+
+    def grant(self, destination_address: bytes, capability: int) -> None:
+        self.destination_address = destination_address
+        self.capability = capability
+        self._granted.set()
+
+    def landed(self) -> None:
+        self._landed.set()
+
+    def fail(self, reason: str) -> None:
+        """End `run` with a KvTransferError."""
+        if self._failure is None:
+            self._failure = reason
+            self._work.cancel()
+
+    def close(self) -> None:
+        self._ready_in.close()
+        self._ready_out.close()
+
+    async def run(self) -> SentTransfer:
+        """Send everything and wait for the acknowledgement. Raises KvTransferError.
+
+        The deadline runs once the transfer is granted and the whole KV is there: until then it waits for the
+        computation, which may be long or preempted. A piece under way has the transport's no-progress limit.
+        """
+        limit_s = self._config.deadline_s
+        with self._work:
+            await self._granted.wait()
+            granted_s = self._clock()
+            async with anyio.create_task_group() as lanes:
+                for _ in range(PIECES_IN_FLIGHT):
+                    lanes.start_soon(self._send_ready)
+                await self._committed.wait()
+                self._work.deadline = anyio.current_time() + limit_s
+            await self._send_commit()
+            await self._landed.wait()
+            landed_s = self._clock()
+            return SentTransfer(
+                request_id=self.request_id,
+                epoch=self.epoch,
+                num_bytes=self.num_bytes,
+                duration_s=landed_s - granted_s,
+                exposed_s=landed_s - self._computed_s,
+            )
+        raise KvTransferError(self._failure or f"the KV did not land within {limit_s:g} s")
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _add_ready(self, blocks: _Blocks, now_s: float) -> None:
+        end = blocks.first_block + blocks.num_blocks
+        assert blocks.layer < self._store.layout.num_layers, f"layer {blocks.layer}"
+        assert end <= len(self._block_ids), f"block {end - 1} of {len(self._block_ids)}"
+        self._num_awaited -= blocks.num_blocks
+        assert self._num_awaited >= 0, "a block was named twice"
+        try:
+            for first in range(blocks.first_block, end, self._blocks_per_piece):
+                num_blocks = min(self._blocks_per_piece, end - first)
+                self._ready_in.send_nowait(blocks._replace(first_block=first, num_blocks=num_blocks))
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            return  # the transfer has ended; the engine does not know yet
+        if self._num_awaited == 0:
+            self._computed_s = now_s
+            self._ready_in.close()
+
+    async def _send_ready(self) -> None:
+        try:
+            async for blocks in self._ready_out:
+                async with self._transport.lend() as buffer:
+                    await self._send_blocks(blocks, buffer)
+        except KvTransferError as error:
+            self.fail(str(error))
+
+    async def _send_blocks(self, blocks: _Blocks, buffer: SendBuffer) -> None:
+        assert self.destination_address is not None
+        payload_bytes = blocks.num_blocks * self._store.layout.block_bytes
+        if payload_bytes < INLINE_COPY_BYTES:
+            self._fill(blocks, buffer, payload_bytes)
+        else:
+            await anyio.to_thread.run_sync(self._fill, blocks, buffer, payload_bytes, limiter=self._copies)
+            # The request may have been freed, and its blocks used again, while the thread copied them.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._transport.send(self.destination_address, buffer, payload_bytes)
+        self.num_pieces += 1
+        self.num_bytes += payload_bytes
+
+    def _fill(self, blocks: _Blocks, buffer: SendBuffer, payload_bytes: int) -> None:
+        payload = buffer.payload[:payload_bytes]
+        first = blocks.first_block
+        self._store.gather(blocks.layer, self._block_ids[first : first + blocks.num_blocks], payload)
+        header = PieceHeader(
+            kind=PieceKind.KV,
+            request_key=self.key,
+            epoch=self.epoch,
+            capability=self.capability,
+            chunk=blocks.chunk,
+            layer=blocks.layer,
+            first_block=first,
+            num_blocks=blocks.num_blocks,
+            payload_bytes=payload_bytes,
+            checksum=payload_checksum(payload),
+            num_heads=self._store.layout.num_kv_heads,
+        )
+        pack_header(header, buffer.header)
+
+    async def _send_commit(self) -> None:
+        assert self.destination_address is not None
+        assert self._commit is not None
+        header = PieceHeader(
+            kind=PieceKind.COMMIT,
+            request_key=self.key,
+            epoch=self.epoch,
+            capability=self.capability,
+            num_context_tokens=self._num_context_tokens,
+            token_id=self._commit.token_id,
+            token_index=self._commit.token_index,
+        )
+        async with self._transport.lend() as buffer:
+            pack_header(header, buffer.header)
+            await self._transport.send(self.destination_address, buffer, 0)

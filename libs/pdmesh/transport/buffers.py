@@ -1,0 +1,84 @@
+"""Piece buffers that every transport uses: memory set aside once, lent, quarantined and given back."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import AsyncIterator
+
+import anyio
+import anyio.lowlevel
+
+#: Room for a piece's header (`pdmesh.kv.piece`), a multiple of the cache line.
+HEADER_BYTES = 128
+
+
+class PieceBuffer:
+    """Room for one message: a transport's own prefix, a header and a payload, one after the other."""
+
+    __slots__ = ("header", "memory", "payload")
+
+    def __init__(self, memory: memoryview, prefix_bytes: int = 0) -> None:
+        self.memory = memory
+        self.header = memory[prefix_bytes : prefix_bytes + HEADER_BYTES]
+        self.payload = memory[prefix_bytes + HEADER_BYTES :]
+
+
+def allocate_buffers(num_buffers: int, payload_bytes: int, prefix_bytes: int = 0) -> list[PieceBuffer]:
+    """Buffers in one mapping, each beginning on a page. The pages are touched now, not during a transfer."""
+    size = prefix_bytes + HEADER_BYTES + payload_bytes
+    stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    arena = mmap.mmap(-1, num_buffers * stride)
+    for page in range(0, len(arena), mmap.PAGESIZE):
+        arena[page] = 0
+    view = memoryview(arena)
+    return [PieceBuffer(view[i * stride : i * stride + size], prefix_bytes) for i in range(num_buffers)]
+
+
+class SendPool:
+    """A fixed number of send buffers: free, lent, or quarantined because hardware or a peer may still read them."""
+
+    def __init__(self, buffers: list[PieceBuffer]) -> None:
+        self._num_buffers = len(buffers)
+        self._free = list(buffers)
+        self._num_free = anyio.Semaphore(len(buffers))
+        self._lent: set[PieceBuffer] = set()
+        self._quarantined: set[PieceBuffer] = set()
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[PieceBuffer]:
+        await self._num_free.acquire()
+        buffer = self._free.pop()
+        self._lent.add(buffer)
+        try:
+            yield buffer
+        finally:
+            self._lent.remove(buffer)
+            if buffer not in self._quarantined:
+                self._give_back(buffer)
+
+    def quarantine(self, buffer: PieceBuffer) -> None:
+        """Keep a lent buffer from being lent again until `unquarantine`."""
+        self._quarantined.add(buffer)
+
+    def unquarantine(self, buffer: PieceBuffer) -> None:
+        """Nobody reads the buffer any more."""
+        self._quarantined.remove(buffer)
+        if buffer not in self._lent:
+            self._give_back(buffer)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def check_integrity(self) -> None:
+        num_free = len(self._free)
+        num_lent = len(self._lent - self._quarantined)
+        num_quarantined = len(self._quarantined)
+        assert num_free + num_lent + num_quarantined == self._num_buffers, (
+            f"send buffers: {num_free} free + {num_lent} lent + {num_quarantined} quarantined != {self._num_buffers}"
+        )
+
+    def _give_back(self, buffer: PieceBuffer) -> None:
+        self._free.append(buffer)
+        self._num_free.release()

@@ -1,0 +1,159 @@
+"""KV pieces within one process, for tests: the same contract as over a network, and faults on demand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.lowlevel
+
+from pdmesh.config import TransferConfig
+from pdmesh.errors import KvTransferError
+from pdmesh.transport.base import SendBuffer
+from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
+
+#: Chooses pieces by their header.
+Chooser = Callable[[bytes], bool]
+
+
+def _none(_header: bytes) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFaults:
+    """What a fabric does to pieces."""
+
+    drop: Chooser = _none  # sent, but never arrives
+    corrupt: Chooser = _none  # one byte of the payload is changed on the way
+    refuse: bool = False  # every peer is out of reach
+    gate: anyio.Event | None = None  # pieces wait for it, within the sender's no-progress limit
+
+
+class MemoryFabric:
+    """Joins the memory transports of one process; assign ``faults`` to change what happens to later pieces."""
+
+    def __init__(self, faults: MemoryFaults | None = None) -> None:
+        self.faults = faults or MemoryFaults()
+        self._transports: dict[bytes, MemoryTransport] = {}
+        self._numbers = itertools.count()
+
+    def join(self, transport: MemoryTransport) -> bytes:
+        address = b"memory:%d" % next(self._numbers)
+        self._transports[address] = transport
+        return address
+
+    def leave(self, address: bytes) -> None:
+        del self._transports[address]
+
+    def find(self, address: bytes) -> MemoryTransport:
+        peer = self._transports.get(address)
+        if peer is None or self.faults.refuse:
+            raise KvTransferError("the peer cannot be reached")
+        return peer
+
+
+class MemoryPiece:
+    """A received piece; see `pdmesh.transport.base.ReceivedPiece`."""
+
+    __slots__ = ("_slot", "_transport", "header", "payload")
+
+    def __init__(self, transport: MemoryTransport, slot: PieceBuffer, payload_bytes: int) -> None:
+        self._transport = transport
+        self._slot: PieceBuffer | None = slot
+        self.header = slot.header
+        self.payload = slot.payload[:payload_bytes]
+
+    def release(self) -> None:
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            self._transport._release(slot)
+
+
+class MemoryTransport:
+    """`pdmesh.transport.base.KvTransport` within one process."""
+
+    def __init__(self, config: TransferConfig, fabric: MemoryFabric) -> None:
+        self._config = config
+        self._fabric = fabric
+
+    async def __aenter__(self) -> Self:
+        config = self._config
+        self._pool = SendPool(allocate_buffers(config.num_send_buffers, config.max_payload_bytes))
+        self._free = allocate_buffers(config.num_receive_buffers, config.max_payload_bytes)
+        self._num_free = anyio.Semaphore(len(self._free))
+        self._num_held = 0  # by the queue and the consumer
+        self._arrived_in, self._arrived_out = anyio.create_memory_object_stream[MemoryPiece](len(self._free))
+        self._address = self._fabric.join(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._fabric.leave(self._address)
+        self._arrived_in.close()
+        self._arrived_out.close()
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._config.max_payload_bytes
+
+    def lend(self) -> AbstractAsyncContextManager[PieceBuffer]:
+        return self._pool.lend()
+
+    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+        assert payload_bytes <= self._config.max_payload_bytes
+        peer = self._fabric.find(address)
+        faults = self._fabric.faults
+        limit_s = self._config.no_progress_s
+        try:
+            with anyio.fail_after(limit_s):
+                if faults.gate is not None:
+                    await faults.gate.wait()
+                await peer._num_free.acquire()
+        except TimeoutError:
+            raise KvTransferError(f"the peer took nothing for {limit_s:g} s") from None
+        header = bytes(buffer.header)
+        if faults.drop(header):
+            peer._num_free.release()
+            return
+        slot = peer._free.pop()
+        slot.header[:] = buffer.header
+        slot.payload[:payload_bytes] = buffer.payload[:payload_bytes]
+        if payload_bytes and faults.corrupt(header):
+            slot.payload[0] ^= 0xFF
+        peer._num_held += 1
+        try:
+            peer._arrived_in.send_nowait(MemoryPiece(peer, slot, payload_bytes))
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            peer._release(slot)
+            raise KvTransferError("the peer is gone") from None
+
+    async def receive(self) -> AsyncIterator[MemoryPiece]:
+        async for piece in self._arrived_out:
+            yield piece
+
+    async def forget(self, address: bytes) -> None:
+        await anyio.lowlevel.checkpoint()  # there are no endpoints
+
+    def check_integrity(self) -> None:
+        self._pool.check_integrity()
+        num_free = len(self._free)
+        total = self._config.num_receive_buffers
+        assert num_free + self._num_held == total, (
+            f"receive buffers: {num_free} free + {self._num_held} held != {total}"
+        )
+
+    def _release(self, slot: PieceBuffer) -> None:
+        self._num_held -= 1
+        self._free.append(slot)
+        self._num_free.release()

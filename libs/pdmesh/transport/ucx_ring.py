@@ -1,0 +1,107 @@
+"""The receiving half of the UCX transport: a fixed number of buffers, some posted to UCX, some held by the consumer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import structlog
+
+from pdmesh.transport.buffers import PieceBuffer
+from pdmesh.transport.ucx_api import PREFIX, PREFIX_MAGIC, UcxApi
+
+log = structlog.get_logger()
+
+#: Receives posted at once. Those used last are posted next, so that a few that are in the cache serve most pieces: with
+#: 4 instead of 16 the receiver spends 0.5 to 0.7 of the time on a piece of 1 MiB (measured, 2-core VM, L2 2 MiB).
+MAX_POSTED = 4
+
+
+class UcxPiece:
+    """A received piece; see `pdmesh.transport.base.ReceivedPiece`."""
+
+    __slots__ = ("_ring", "_slot", "header", "payload")
+
+    def __init__(self, ring: UcxRing, slot: int, header: memoryview, payload: memoryview) -> None:
+        self._ring = ring
+        self._slot: int | None = slot
+        self.header = header
+        self.payload = payload
+
+    def release(self) -> None:
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            self._ring.release(slot)
+
+
+class UcxRing:
+    """Receive buffers: free, posted, or held by the consumer (or queued for it)."""
+
+    def __init__(self, api: UcxApi, buffers: list[PieceBuffer], wake: Callable[[], None]) -> None:
+        self._api = api
+        self._buffers = buffers
+        self._wake = wake
+        self._arrays = [api.array(buffer.memory) for buffer in buffers]
+        self._free = list(range(len(buffers)))
+        self._posted: dict[int, Any] = {}  # requests by slot, in the order of posting, which is that of arrival
+        self._num_held = 0
+        self._arrived_in, self._arrived_out = anyio.create_memory_object_stream[UcxPiece](len(buffers))
+        self.num_malformed = 0
+
+    def post(self) -> None:
+        """Offer free buffers to UCX."""
+        while self._free and len(self._posted) < MAX_POSTED:
+            slot = self._free.pop()
+            # A message shorter than the prefix must not find that of the message before.
+            self._buffers[slot].memory[: PREFIX.size] = bytes(PREFIX.size)
+            self._posted[slot] = self._api.worker.tag_recv(self._arrays[slot], self._api.tag, self._api.any_tag)
+
+    def reap(self) -> bool:
+        """Hand on the pieces that have arrived. True if there were any."""
+        arrived = [slot for slot, request in self._posted.items() if request.completed]
+        for slot in arrived:
+            self._take(slot, self._posted.pop(slot))
+        return bool(arrived)
+
+    def release(self, slot: int) -> None:
+        self._num_held -= 1
+        self._free.append(slot)
+        self._wake()
+
+    async def receive(self) -> AsyncIterator[UcxPiece]:
+        async for piece in self._arrived_out:
+            yield piece
+
+    def close(self) -> None:
+        """Take the buffers and the messages that found none away from UCX."""
+        worker = self._api.worker
+        worker.cancel_inflight_requests()
+        worker.progress()
+        # ucxx receives what is left when it destroys the worker, and waits, for ever if the sender is stopped or dead.
+        while worker.tag_probe(self._api.tag, self._api.any_tag, remove=True).matched:
+            pass
+        self._posted.clear()
+        self._arrays.clear()
+        self._arrived_in.close()
+        self._arrived_out.close()
+
+    def check_integrity(self) -> None:
+        num_free, num_posted, total = len(self._free), len(self._posted), len(self._buffers)
+        assert num_free + num_posted + self._num_held == total, (
+            f"receive buffers: {num_free} free + {num_posted} posted + {self._num_held} held != {total}"
+        )
+
+    def _take(self, slot: int, request: Any) -> None:
+        buffer = self._buffers[slot]
+        error = self._api.error_of(request)  # larger than the buffer, or its sender broke off
+        if error is None:
+            magic, payload_bytes, _ = PREFIX.unpack_from(buffer.memory)
+            if magic == PREFIX_MAGIC and payload_bytes <= len(buffer.payload):
+                self._num_held += 1
+                self._arrived_in.send_nowait(UcxPiece(self, slot, buffer.header, buffer.payload[:payload_bytes]))
+                return
+            error = "not a piece"
+        log.warning("dropped a message", reason=error)
+        self.num_malformed += 1
+        self._free.append(slot)

@@ -1,0 +1,221 @@
+"""UCX between two real processes, one of which is stopped, killed, or sends what it must not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+
+from pdmesh.config import TransferConfig
+from pdmesh.errors import ConfigError, KvTransferError
+from pdmesh.testing.kv import SMALL_TRANSFER
+from pdmesh.transport.address import WorkerAddress, pack_address, unpack_address
+from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.ucx import UcxTransport
+from pdmesh.transport.ucx_api import names_shared_memory
+
+pytestmark = [pytest.mark.anyio, pytest.mark.ucx]
+
+CONFIG = replace(SMALL_TRANSFER, transport="ucx", no_progress_s=0.3)
+#: With shared memory (no UCX error handling inside a host), and without it.
+BOTH = pytest.mark.parametrize("tls", [None, "tcp"], ids=["shared_memory", "tcp"])
+
+
+class Peer:
+    """A `pdmesh.testing.ucx_peer` process."""
+
+    def __init__(self, process: subprocess.Popen[str], address: bytes) -> None:
+        self.process = process
+        self.address = address
+
+    def say(self, *words: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(words) + "\n")
+        self.process.stdin.flush()
+
+
+@asynccontextmanager
+async def open_peer(tls: str | None = None, max_payload_bytes: int = 4096) -> AsyncIterator[Peer]:
+    command = [sys.executable, "-m", "pdmesh.testing.ucx_peer", "--max-payload-bytes", str(max_payload_bytes)]
+    with subprocess.Popen(  # noqa: ASYNC220 - it starts at once; what it says is waited for on a thread
+        command + (["--tls", tls] if tls else []),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            address = bytes.fromhex(await anyio.to_thread.run_sync(process.stdout.readline))
+            yield Peer(process, address)
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                _, errors = await anyio.to_thread.run_sync(lambda: process.communicate("end\n", timeout=20))
+                assert (process.returncode, errors) == (0, "")
+        finally:
+            process.kill()
+
+
+async def send(transport: UcxTransport, address: bytes, header: bytes, payload: bytes = b"") -> None:
+    async with transport.lend() as buffer:
+        buffer.header[:] = header.ljust(HEADER_BYTES, b"\0")
+        buffer.payload[: len(payload)] = payload
+        await transport.send(address, buffer, len(payload))
+
+
+async def take(pieces: AsyncIterator[ReceivedPiece]) -> tuple[bytes, bytes]:
+    with anyio.fail_after(20):
+        piece = await anext(pieces)
+    got = bytes(piece.header).rstrip(b"\0"), bytes(piece.payload)
+    piece.release()
+    return got
+
+
+@BOTH
+@pytest.mark.parametrize("size", [0, 1, 4096, 300_000, 1 << 20])
+async def test_there_and_back(tls: str | None, size: int) -> None:
+    config = replace(CONFIG, ucx_tls=tls, max_payload_bytes=max(size, 1))
+    async with open_peer(tls, max(size, 1)) as peer, UcxTransport(config) as transport:
+        peer.say("echo", transport.address.hex())
+        pieces = aiter(transport.receive())
+        for number in range(8):
+            payload = os.urandom(size)
+            await send(transport, peer.address, b"%d" % number, payload)
+            assert await take(pieces) == (b"%d" % number, payload)
+        transport.check_integrity()
+
+
+@BOTH
+async def test_a_stopped_peer_is_noticed_and_reached_again_when_it_goes_on(tls: str | None) -> None:
+    async with open_peer(tls) as peer, UcxTransport(replace(CONFIG, ucx_tls=tls, num_send_buffers=1)) as transport:
+        peer.say("echo", transport.address.hex())
+        pieces = aiter(transport.receive())
+        await send(transport, peer.address, b"before")
+        assert await take(pieces) == (b"before", b"")
+        peer.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(KvTransferError, match="took nothing"):
+            await send(transport, peer.address, b"stopped", bytes(4096))
+        transport.check_integrity()
+        peer.process.send_signal(signal.SIGCONT)
+        async with anyio.create_task_group() as tasks:
+
+            async def send_until_answered() -> None:
+                while True:
+                    with contextlib.suppress(KvTransferError):  # the peer, too, has given up and must reconnect
+                        await send(transport, peer.address, b"after", bytes(4096))  # the only buffer is back
+
+            tasks.start_soon(send_until_answered)
+            while (await take(pieces))[0] != b"after":
+                pass
+            tasks.cancel_scope.cancel()
+
+
+@BOTH
+async def test_a_cancelled_send_keeps_its_buffer_quarantined_until_the_endpoint_is_closed(tls: str | None) -> None:
+    config = replace(CONFIG, ucx_tls=tls, num_send_buffers=1, no_progress_s=60.0)
+    async with open_peer(tls) as peer, UcxTransport(config) as transport:
+        peer.say("echo", transport.address.hex())
+        await send(transport, peer.address, b"before")
+        assert await take(aiter(transport.receive())) == (b"before", b"")
+        peer.process.send_signal(signal.SIGSTOP)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send, transport, peer.address, b"cancelled", bytes(4096))
+            await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        transport.check_integrity()
+        lent = anyio.Event()
+
+        async def lend() -> None:
+            async with transport.lend():
+                lent.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lend)
+            for _ in range(100):
+                await anyio.lowlevel.checkpoint()
+            assert not lent.is_set()
+            await transport.forget(peer.address)
+            with anyio.fail_after(10):
+                await lent.wait()
+        transport.check_integrity()
+
+
+@BOTH
+async def test_a_killed_peer_is_an_error(tls: str | None) -> None:
+    async with open_peer(tls) as peer, UcxTransport(replace(CONFIG, ucx_tls=tls)) as transport:
+        peer.say("echo", transport.address.hex())
+        await send(transport, peer.address, b"before")
+        assert await take(aiter(transport.receive())) == (b"before", b"")
+        peer.process.kill()
+        peer.process.wait()
+        for _ in range(3):
+            with pytest.raises(KvTransferError):
+                await send(transport, peer.address, b"after", bytes(4096))
+        await transport.forget(peer.address)
+        transport.check_integrity()
+
+
+@BOTH
+async def test_closing_does_not_wait_for_a_stopped_sender(tls: str | None) -> None:
+    """Its announced pieces are in UCX's queue; receiving them would take for ever."""
+    async with open_peer(tls) as peer:
+        async with UcxTransport(replace(CONFIG, ucx_tls=tls)) as transport:
+            pieces = aiter(transport.receive())
+            peer.say("flood", transport.address.hex(), "16")
+            held = [await anext(pieces) for _ in range(CONFIG.num_receive_buffers)]
+            for _ in range(100):
+                await anyio.lowlevel.checkpoint()
+            peer.process.send_signal(signal.SIGSTOP)
+            held[0].release()
+        peer.process.kill()
+        peer.process.wait()
+
+
+async def test_a_piece_larger_than_the_buffers_is_dropped_and_counted() -> None:
+    async with open_peer(max_payload_bytes=8192) as large, open_peer() as peer, UcxTransport(CONFIG) as transport:
+        large.say("flood", transport.address.hex(), "3")
+        peer.say("echo", transport.address.hex())
+        pieces = aiter(transport.receive())
+        while transport.num_malformed < 3:
+            await send(transport, peer.address, b"ok", b"payload")
+            assert await take(pieces) == (b"ok", b"payload")
+        transport.check_integrity()
+
+
+async def test_an_address_of_another_host_gets_error_handling_and_works_as_well() -> None:
+    async with open_peer() as peer, UcxTransport(CONFIG) as transport:
+        peer.say("echo", transport.address.hex())
+        elsewhere = pack_address(WorkerAddress(bytes(8), unpack_address(peer.address).worker))
+        await send(transport, elsewhere, b"there", bytes(4096))
+        assert await take(aiter(transport.receive())) == (b"there", bytes(4096))
+        peer.process.kill()
+        peer.process.wait()
+        with pytest.raises(KvTransferError):
+            await send(transport, elsewhere, b"gone", bytes(4096))
+
+
+async def test_a_transport_that_ucx_does_not_have_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="ucx_tls"):
+        async with UcxTransport(TransferConfig(ucx_tls="carrier_pigeon")):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("tls", "shares"),
+    [("all", True), ("tcp", False), ("tcp,sm", True), ("^sm", False), ("^ib", True), ("posix,cma", True)],
+)
+def test_shared_memory_in_a_tls_setting(tls: str, shares: bool) -> None:
+    assert names_shared_memory(tls) is shares

@@ -1,0 +1,104 @@
+"""Laws of the block pool: blocks are never lost, never in two places, and contiguous where that is possible."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdmesh.kv.blocks import BlockPool, OutOfBlocks
+
+NUM_BLOCKS = 24
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """A pool beside a plain model of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.held: list[list[int]] = []
+        self.pins: list[tuple[list[int], ExitStack]] = []
+        self.releasing: list[list[int]] = []  # freed, not yet released
+
+    def pinned(self) -> set[int]:
+        return {block for blocks, _ in self.pins for block in blocks}
+
+    def free_blocks(self) -> set[int]:
+        held = {block for blocks in self.held for block in blocks}
+        freed = {block for blocks in self.releasing for block in blocks}
+        return set(range(NUM_BLOCKS)) - held - (freed & self.pinned())
+
+    @rule(num_blocks=st.integers(0, NUM_BLOCKS + 1))
+    def allocate(self, num_blocks: int) -> None:
+        free = self.free_blocks()
+        if num_blocks > len(free):
+            with pytest.raises(OutOfBlocks):
+                self.pool.allocate(num_blocks)
+            return
+        block_ids = self.pool.allocate(num_blocks)
+        assert len(block_ids) == num_blocks
+        assert set(block_ids) <= free
+        assert block_ids == sorted(set(block_ids))
+        runs = [start for start in free if set(range(start, start + num_blocks)) <= free]
+        if runs and block_ids:
+            assert block_ids == list(range(block_ids[0], block_ids[0] + num_blocks)), "a run would have held them"
+        self.held.append(block_ids)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.releasing.append(blocks)
+        self.pool.free(blocks, on_released=lambda: self.releasing.remove(blocks))
+        assert (blocks in self.releasing and bool(blocks)) == bool(set(blocks) & self.pinned())
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.held))
+        some = data.draw(st.lists(st.sampled_from(blocks), unique=True)) if blocks else []
+        stack = ExitStack()
+        stack.enter_context(self.pool.pinned(some))
+        self.pins.append((some, stack))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        _, stack = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        stack.close()
+
+    @invariant()
+    def balance(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.num_held == sum(map(len, self.held))
+        assert self.pool.num_free == len(self.free_blocks())
+        assert self.pool.num_free + self.pool.num_held + self.pool.num_quarantined == NUM_BLOCKS
+        for blocks in self.releasing:
+            assert set(blocks) & self.pinned(), "released late"
+
+    def teardown(self) -> None:
+        for _, stack in self.pins:
+            stack.close()
+        for blocks in self.held:
+            self.pool.free(blocks)
+        assert self.pool.num_free == NUM_BLOCKS
+        assert self.pool.allocate(NUM_BLOCKS) == list(range(NUM_BLOCKS))
+
+
+BlockPoolMachine.TestCase.settings = settings(deadline=None, max_examples=100)
+test_block_pool = BlockPoolMachine.TestCase
+
+
+def test_a_block_cannot_be_freed_twice() -> None:
+    pool = BlockPool(4)
+    block_ids = pool.allocate(2)
+    pool.free(block_ids)
+    with pytest.raises(AssertionError, match="not held"):
+        pool.free(block_ids)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.free([0, 0])
+    pool.check_integrity()

@@ -1,0 +1,501 @@
+"""A request's KV from one instance to another: what lands, what is refused, what fails, and that the books balance."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pdmesh.config import TransferConfig
+from pdmesh.errors import ConfigError
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key, unpack_header
+from pdmesh.kv.sender import INLINE_COPY_BYTES, KvSender
+from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.transport.base import KvTransport
+from pdmesh.transport.memory import MemoryFaults
+
+pytestmark = pytest.mark.anyio
+
+REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234_5678_9ABC_DEF0
+NUM_BLOCKS = 32
+#: Blocks of 128 KiB: copied on a thread.
+LARGE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=8, head_dim=64, block_size=32, dtype="float32")
+LARGE_TRANSFER = replace(SMALL_TRANSFER, max_payload_bytes=3 * LARGE_LAYOUT.block_bytes)
+assert LARGE_LAYOUT.block_bytes > INLINE_COPY_BYTES
+
+
+@dataclass
+class Side:
+    """One instance: its store, pool and mover, and the outcomes it was told."""
+
+    transport: KvTransport
+    store: ByteStore
+    pool: BlockPool
+    mover: KvMover
+    outcomes: list[TransferOutcome] = field(default_factory=list[TransferOutcome])
+    told: anyio.Event = field(default_factory=anyio.Event)
+
+    async def outcome(self) -> TransferOutcome:
+        """The next outcome."""
+        while not self.outcomes:
+            self.told = anyio.Event()
+            await self.told.wait()
+        return self.outcomes.pop(0)
+
+
+class Pair:
+    def __init__(self, a: Side, b: Side) -> None:
+        self.a, self.b = a, b
+        self.a_blocks = a.pool.allocate(9)
+        self.b_blocks = b.pool.allocate(11)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return 8 * self.a.store.layout.block_size + 1  # nine blocks, the last with one token
+
+    def offer(self, epoch: Epoch = EPOCH) -> KvSender:
+        return self.a.mover.offer(REQUEST, epoch, block_ids=self.a_blocks, num_context_tokens=self.num_context_tokens)
+
+    def grant(self, capability: int = CAPABILITY) -> None:
+        self.a.mover.grant(REQUEST, EPOCH, destination_address=self.b.transport.address, capability=capability)
+
+    def expect(self, epoch: Epoch = EPOCH, num_context_tokens: int | None = None) -> None:
+        self.b.mover.expect(
+            REQUEST,
+            epoch,
+            capability=CAPABILITY,
+            block_ids=self.b_blocks,
+            num_context_tokens=num_context_tokens or self.num_context_tokens,
+            source_address=self.a.transport.address,
+        )
+
+    def compute(self, sender: KvSender, *, chunks: tuple[tuple[int, int], ...] = ((0, 4), (4, 5))) -> None:
+        """Say that every layer of each chunk, as (first block, blocks), is there."""
+        for chunk, (first_block, num_blocks) in enumerate(chunks):
+            for layer in range(self.a.store.layout.num_layers):
+                sender.blocks_ready(chunk=chunk, layer=layer, first_block=first_block, num_blocks=num_blocks)
+
+    def check_moved(self) -> None:
+        for layer in range(self.a.store.layout.num_layers):
+            for source, destination in zip(self.a_blocks, self.b_blocks, strict=False):
+                assert self.a.store.block(layer, source) == self.b.store.block(layer, destination)
+            for untouched in set(range(NUM_BLOCKS)) - set(self.b_blocks[:9]):
+                assert not any(self.b.store.block(layer, untouched))
+
+    def free_all(self) -> None:
+        for side, blocks in ((self.a, self.a_blocks), (self.b, self.b_blocks)):
+            side.mover.cancel(REQUEST, EPOCH)
+            side.pool.free(blocks)
+
+    @property
+    def total_bytes(self) -> int:
+        layout = self.a.store.layout
+        return 9 * layout.num_layers * layout.block_bytes
+
+
+@asynccontextmanager
+async def open_side(
+    maker: TransportMaker, layout: KvLayout, config: TransferConfig, store: ByteStore
+) -> AsyncIterator[Side]:
+    def on_outcome(outcome: TransferOutcome) -> None:
+        side.outcomes.append(outcome)
+        side.told.set()
+
+    pool = BlockPool(NUM_BLOCKS)
+    async with maker.open(config) as transport:
+        mover = KvMover(transport=transport, store=store, pool=pool, config=config, on_outcome=on_outcome)
+        side = Side(transport, store, pool, mover)
+        async with mover:
+            yield side
+            mover.check_integrity()
+
+
+@asynccontextmanager
+async def open_pair(
+    maker: TransportMaker,
+    layout: KvLayout = SMALL_LAYOUT,
+    config: TransferConfig = SMALL_TRANSFER,
+    *,
+    make_store: Callable[[KvLayout, int], ByteStore] = ByteStore,
+) -> AsyncIterator[Pair]:
+    async with (
+        open_side(maker, layout, config, ByteStore(layout, NUM_BLOCKS, seed=1)) as a,
+        open_side(maker, layout, config, make_store(layout, NUM_BLOCKS)) as b,
+    ):
+        with anyio.fail_after(30):
+            yield Pair(a, b)
+        for side in (a, b):
+            assert side.outcomes == []
+            assert side.pool.num_free == NUM_BLOCKS, "blocks are left over"
+            assert side.mover.counters()[-2:] == (0, 0)
+
+
+@pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
+def maker(request: pytest.FixtureRequest) -> TransportMaker:
+    return TransportMaker(request.param)
+
+
+@pytest.fixture
+def memory() -> TransportMaker:
+    return TransportMaker("memory")
+
+
+@pytest.mark.parametrize("layout", [SMALL_LAYOUT, LARGE_LAYOUT], ids=["small", "large"])
+@pytest.mark.parametrize("granted_first", [True, False])
+async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_first: bool) -> None:
+    config = SMALL_TRANSFER if layout is SMALL_LAYOUT else LARGE_TRANSFER
+    async with open_pair(maker, layout, config) as pair:
+        pair.expect()
+        sender = pair.offer()
+        if granted_first:
+            pair.grant()
+        await anyio.to_thread.run_sync(lambda: pair.compute(sender))  # as an engine would
+        sender.commit(token_id=7, token_index=2)
+        if not granted_first:
+            pair.grant()
+        landed = await pair.b.outcome()
+        assert isinstance(landed, LandedTransfer)
+        assert (landed.request_id, landed.epoch, landed.token_id, landed.token_index) == (REQUEST, EPOCH, 7, 2)
+        assert landed.num_bytes == pair.total_bytes
+        pair.check_moved()
+        sent = await pair.a.outcome()
+        assert isinstance(sent, SentTransfer)
+        assert sent.num_bytes == pair.total_bytes
+        assert sent.exposed_s >= 0
+        assert sent.duration_s >= 0
+        assert pair.b.mover.counters().num_bytes_received == pair.a.mover.counters().num_bytes_sent == pair.total_bytes
+        assert pair.b.mover.counters().dropped == {}
+        pair.free_all()
+
+
+async def test_layers_are_pushed_while_later_ones_are_computed(maker: TransportMaker) -> None:
+    """What is ready arrives though the rest is not there yet."""
+    async with open_pair(maker) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.grant()
+        sender.blocks_ready(chunk=0, layer=0, first_block=0, num_blocks=4)
+        while pair.b.mover.counters().num_bytes_received < 4 * SMALL_LAYOUT.block_bytes:
+            await anyio.lowlevel.checkpoint()
+        assert pair.b.store.block(0, pair.b_blocks[3]) == pair.a.store.block(0, pair.a_blocks[3])
+        pair.free_all()
+
+
+async def test_no_bytes_move_before_the_grant(memory: TransportMaker) -> None:
+    async with open_pair(memory) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.compute(sender)
+        sender.commit(token_id=1, token_index=0)
+        await anyio.wait_all_tasks_blocked()
+        assert pair.b.mover.counters().num_pieces_received == 0
+        pair.a.mover.grant(REQUEST, Epoch(2), destination_address=pair.b.transport.address, capability=CAPABILITY)
+        await anyio.wait_all_tasks_blocked()
+        assert pair.b.mover.counters().num_pieces_received == 0
+        pair.free_all()
+
+
+async def test_cancel_at_any_moment_frees_everything(maker: TransportMaker) -> None:
+    for num_checkpoints in range(0, 60, 3):
+        async with open_pair(maker, LARGE_LAYOUT, LARGE_TRANSFER) as pair:
+            pair.expect()
+            sender = pair.offer()
+            pair.compute(sender)
+            pair.grant()
+            sender.commit(token_id=1, token_index=0)
+            for _ in range(num_checkpoints):
+                await anyio.lowlevel.checkpoint()
+            released = anyio.Event()
+            pair.a.mover.cancel(REQUEST, EPOCH)
+            pair.a.pool.free(pair.a_blocks)
+            pair.b.mover.cancel(REQUEST, EPOCH)
+            pair.b.pool.free(pair.b_blocks, on_released=released.set)
+            pair.b.mover.check_integrity()
+            await released.wait()
+            pair.b.mover.check_integrity()
+            pair.a.outcomes.clear()
+            pair.b.outcomes.clear()
+
+
+async def test_blocks_freed_during_a_copy_stay_quarantined_until_it_ends(memory: TransportMaker) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class SlowStore(ByteStore):
+        def scatter(self, layer: int, block_ids: object, data: memoryview) -> None:
+            entered.set()
+            assert go_on.wait(20)
+
+    async with open_pair(memory, LARGE_LAYOUT, LARGE_TRANSFER, make_store=SlowStore) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.grant()
+        sender.blocks_ready(chunk=0, layer=0, first_block=0, num_blocks=2)
+        await anyio.to_thread.run_sync(entered.wait)
+        released = anyio.Event()
+        pair.b.mover.cancel(REQUEST, EPOCH)
+        pair.b.pool.free(pair.b_blocks, on_released=released.set)
+        assert pair.b.pool.num_quarantined == 2
+        assert not set(pair.b.pool.allocate(30)) & set(pair.b_blocks[:2])
+        pair.b.pool.free(sorted(set(range(NUM_BLOCKS)) - set(pair.b_blocks[:2])))
+        assert not released.is_set()
+        go_on.set()
+        await released.wait()
+        pair.a.mover.cancel(REQUEST, EPOCH)
+        pair.a.pool.free(pair.a_blocks)
+
+
+async def test_a_damaged_piece_fails_both_sides(memory: TransportMaker) -> None:
+    memory.fabric.faults = MemoryFaults(corrupt=lambda header: unpack_header(header).layer == 2)
+    async with open_pair(memory) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.compute(sender)
+        pair.grant()
+        failed = await pair.b.outcome()
+        assert isinstance(failed, FailedTransfer)
+        assert not failed.sending
+        assert "damaged" in failed.reason
+        failed = await pair.a.outcome()
+        assert isinstance(failed, FailedTransfer)
+        assert failed.sending
+        assert pair.b.mover.counters().dropped["checksum"] == 1
+        assert not any(pair.b.store.block(2, pair.b_blocks[0]))
+        pair.free_all()
+
+
+async def test_a_lost_piece_is_noticed_at_the_commit(memory: TransportMaker) -> None:
+    memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header).layer == 1)
+    async with open_pair(memory) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.compute(sender)
+        sender.commit(token_id=1, token_index=0)
+        pair.grant()
+        failed = await pair.b.outcome()
+        assert isinstance(failed, FailedTransfer)
+        assert "missing" in failed.reason
+        assert isinstance(await pair.a.outcome(), FailedTransfer)
+        pair.free_all()
+
+
+@pytest.mark.parametrize("lost", [PieceKind.COMMIT, PieceKind.LANDED])
+async def test_a_lost_end_is_noticed_by_the_deadline(memory: TransportMaker, lost: PieceKind) -> None:
+    memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header).kind is lost)
+    async with open_pair(memory, config=replace(SMALL_TRANSFER, deadline_s=0.05)) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.compute(sender)
+        sender.commit(token_id=1, token_index=0)
+        pair.grant()
+        failed = await pair.a.outcome()
+        assert isinstance(failed, FailedTransfer)
+        assert failed.sending
+        assert "0.05 s" in failed.reason
+        assert isinstance(await pair.b.outcome(), FailedTransfer if lost is PieceKind.COMMIT else LandedTransfer)
+        pair.free_all()
+
+
+async def test_the_deadline_does_not_run_while_the_engine_computes(memory: TransportMaker) -> None:
+    async with open_pair(memory, config=replace(SMALL_TRANSFER, deadline_s=0.0)) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.grant()
+        sender.blocks_ready(chunk=0, layer=0, first_block=0, num_blocks=4)
+        await anyio.wait_all_tasks_blocked()
+        assert pair.a.outcomes == []
+        pair.free_all()
+
+
+async def test_an_unreachable_receiver_fails_the_sender(memory: TransportMaker) -> None:
+    memory.fabric.faults = MemoryFaults(refuse=True)
+    async with open_pair(memory) as pair:
+        sender = pair.offer()
+        pair.compute(sender)
+        pair.grant()
+        failed = await pair.a.outcome()
+        assert isinstance(failed, FailedTransfer)
+        assert "cannot be reached" in failed.reason
+        pair.free_all()
+
+
+async def test_a_stalled_receiver_fails_the_sender(memory: TransportMaker) -> None:
+    memory.fabric.faults = MemoryFaults(gate=anyio.Event())
+    async with open_pair(memory, config=replace(SMALL_TRANSFER, no_progress_s=0.02)) as pair:
+        sender = pair.offer()
+        pair.compute(sender)
+        pair.grant()
+        failed = await pair.a.outcome()
+        assert isinstance(failed, FailedTransfer)
+        assert "took nothing" in failed.reason
+        memory.fabric.faults = MemoryFaults()
+        pair.free_all()
+
+
+@dataclass(frozen=True)
+class Forgery:
+    """A piece that must not land, and why."""
+
+    reason: str
+    header: PieceHeader
+    payload_bytes: int
+
+
+def _forgeries() -> list[Forgery]:
+    size = SMALL_LAYOUT.block_bytes
+    good = PieceHeader(
+        kind=PieceKind.KV,
+        request_key=request_key(REQUEST),
+        epoch=EPOCH,
+        capability=CAPABILITY,
+        num_blocks=1,
+        num_heads=2,
+        payload_bytes=size,
+        checksum=payload_checksum(memoryview(bytes(size))),
+    )
+    return [
+        Forgery("unknown", replace(good, request_key=request_key(RequestId("another"))), size),
+        Forgery("unknown", replace(good, kind=PieceKind.LANDED, request_key=bytes(16)), 0),
+        Forgery("unknown", replace(good, kind=PieceKind.ABORT, capability=1), 0),
+        Forgery("epoch", replace(good, epoch=Epoch(2)), size),
+        Forgery("epoch", replace(good, epoch=Epoch(4)), size),
+        Forgery("capability", replace(good, capability=CAPABILITY ^ 1), size),
+        Forgery("capability", replace(good, kind=PieceKind.COMMIT, capability=0), 0),
+        Forgery("range", replace(good, layer=3), size),
+        Forgery("range", replace(good, layer=2**32 - 1), size),
+        Forgery("range", replace(good, first_block=9), size),
+        Forgery("range", replace(good, first_block=2**32 - 1), size),
+        Forgery("range", replace(good, num_blocks=0), size),
+        Forgery("range", replace(good, num_blocks=2), size),
+        Forgery("range", replace(good, num_blocks=2, payload_bytes=2 * size), size),
+        Forgery("range", replace(good, payload_bytes=size + 1), size),
+        Forgery("range", replace(good, head_start=1), size),
+        Forgery("range", replace(good, num_heads=1), size),
+    ]
+
+
+@pytest.mark.parametrize("forgery", [pytest.param(f, id=f"{f.reason}-{i}") for i, f in enumerate(_forgeries())])
+async def test_a_forged_piece_is_dropped_and_the_transfer_goes_on(maker: TransportMaker, forgery: Forgery) -> None:
+    async with open_pair(maker) as pair:
+        pair.expect()
+        await send_raw(pair, forgery.header, bytes(forgery.payload_bytes))
+        sender = pair.offer()
+        pair.compute(sender)
+        sender.commit(token_id=1, token_index=0)
+        pair.grant()
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        assert pair.b.mover.counters().dropped == {forgery.reason: 1}
+        pair.check_moved()
+        pair.free_all()
+
+
+async def test_a_repeated_piece_is_dropped(memory: TransportMaker) -> None:
+    async with open_pair(memory) as pair:
+        pair.expect()
+        header = replace(_forgeries()[0].header, request_key=request_key(REQUEST))
+        await send_raw(pair, header, bytes(header.payload_bytes))
+        await send_raw(pair, header, bytes(header.payload_bytes))
+        await anyio.wait_all_tasks_blocked()
+        assert pair.b.mover.counters().num_pieces_received == 1
+        assert pair.b.mover.counters().dropped == {"duplicate": 1}
+        pair.free_all()
+
+
+async def test_garbage_headers_are_counted(memory: TransportMaker) -> None:
+    async with open_pair(memory) as pair:
+        async with pair.a.transport.lend() as buffer:
+            buffer.header[:] = bytes(len(buffer.header))
+            await pair.a.transport.send(pair.b.transport.address, buffer, 100)
+        await anyio.wait_all_tasks_blocked()
+        assert pair.b.mover.counters().dropped == {"malformed": 1}
+        pair.free_all()
+
+
+async def send_raw(pair: Pair, header: PieceHeader, payload: bytes) -> None:
+    async with pair.a.transport.lend() as buffer:
+        pack_header(header, buffer.header)
+        buffer.payload[: len(payload)] = payload
+        await pair.a.transport.send(pair.b.transport.address, buffer, len(payload))
+
+
+async def test_a_commit_for_another_length_fails(memory: TransportMaker) -> None:
+    async with open_pair(memory) as pair:
+        pair.expect(num_context_tokens=pair.num_context_tokens + 1)
+        sender = pair.offer()
+        pair.compute(sender)
+        sender.commit(token_id=1, token_index=0)
+        pair.grant()
+        failed = await pair.b.outcome()
+        assert isinstance(failed, FailedTransfer)
+        assert "34 were expected" in failed.reason
+        assert isinstance(await pair.a.outcome(), FailedTransfer)
+        pair.free_all()
+
+
+async def test_a_newer_epoch_takes_the_place_of_an_older_one(memory: TransportMaker) -> None:
+    async with open_pair(memory) as pair:
+        pair.expect(Epoch(2))
+        pair.offer(Epoch(2))
+        pair.expect()
+        sender = pair.offer()
+        pair.a.mover.cancel(REQUEST, Epoch(2))  # late: touches nothing
+        pair.b.mover.cancel(REQUEST, Epoch(2))
+        pair.compute(sender)
+        sender.commit(token_id=1, token_index=0)
+        pair.grant()
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        pair.free_all()
+
+
+async def test_many_requests_at_once(maker: TransportMaker) -> None:
+    layout, config = LARGE_LAYOUT, LARGE_TRANSFER
+    async with open_pair(maker, layout, config) as pair:
+        pair.free_all()
+        blocks = {RequestId(f"request {i}"): (pair.a.pool.allocate(3), pair.b.pool.allocate(4)) for i in range(8)}
+        for request_id, (source, destination) in blocks.items():
+            pair.b.mover.expect(
+                request_id,
+                EPOCH,
+                capability=CAPABILITY,
+                block_ids=destination,
+                num_context_tokens=3 * layout.block_size,
+                source_address=pair.a.transport.address,
+            )
+            sender = pair.a.mover.offer(request_id, EPOCH, block_ids=source, num_context_tokens=3 * layout.block_size)
+            pair.a.mover.grant(request_id, EPOCH, destination_address=pair.b.transport.address, capability=CAPABILITY)
+            pair.compute(sender, chunks=((0, 2), (2, 1)))
+            sender.commit(token_id=1, token_index=0)
+        for side, kind in ((pair.b, LandedTransfer), (pair.a, SentTransfer)):
+            outcomes = [await side.outcome() for _ in blocks]
+            assert all(isinstance(outcome, kind) for outcome in outcomes)
+            assert {outcome.request_id for outcome in outcomes} == set(blocks)
+        for source, destination in blocks.values():
+            for layer in range(layout.num_layers):
+                for a, b in zip(source, destination, strict=False):
+                    assert pair.a.store.block(layer, a) == pair.b.store.block(layer, b)
+            pair.a.pool.free(source)
+            pair.b.pool.free(destination)
+
+
+async def test_leaving_the_mover_ends_what_is_under_way(memory: TransportMaker) -> None:
+    async with open_side(memory, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore(SMALL_LAYOUT, NUM_BLOCKS)) as side:
+        block_ids = side.pool.allocate(2)
+        side.mover.offer(REQUEST, EPOCH, block_ids=block_ids, num_context_tokens=5)
+
+
+async def test_a_piece_must_hold_a_block(memory: TransportMaker) -> None:
+    config = replace(SMALL_TRANSFER, max_payload_bytes=SMALL_LAYOUT.block_bytes - 1)
+    async with memory.open(config) as transport:
+        store = ByteStore(SMALL_LAYOUT, 1)
+        with pytest.raises(ConfigError, match="max_payload_bytes"):
+            KvMover(transport=transport, store=store, pool=BlockPool(1), config=config, on_outcome=print)
