@@ -1,1 +1,82 @@
-"""One definition of every figure the mesh reports. Filled in with the scheduling core."""
+"""One definition of every figure the mesh reports, with its formula, unit and undefined case.
+
+Of a request: ``arrival_s`` is when the client's request was accepted, ``token_times_s`` when each output token was
+delivered, all on one clock. A figure that is undefined is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+
+def ttft_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
+    """Time to first token, seconds: first token - arrival. Undefined without a token."""
+    return token_times_s[0] - arrival_s if token_times_s else None
+
+
+def e2e_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
+    """End-to-end latency (also called job completion time, JCT), seconds: last token - arrival. Undefined without a
+    token.
+    """
+    return token_times_s[-1] - arrival_s if token_times_s else None
+
+
+def tpot_s(token_times_s: Sequence[float]) -> float | None:
+    """Time per output token, seconds: (E2E - TTFT) / (n - 1). Undefined for fewer than two tokens."""
+    if len(token_times_s) < 2:
+        return None
+    return (token_times_s[-1] - token_times_s[0]) / (len(token_times_s) - 1)
+
+
+def itl_s(token_times_s: Sequence[float]) -> list[float]:
+    """Inter-token latencies, seconds: each token - the one before. Empty for fewer than two tokens."""
+    return [later - earlier for earlier, later in pairwise(token_times_s)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """A service level objective, seconds; None asks nothing."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+
+def meets_slo(slo: Slo, arrival_s: float, token_times_s: Sequence[float]) -> bool:
+    """Whether a finished request kept every limit. A figure that is undefined keeps its limit, except that a request
+    without a token keeps none.
+    """
+    if not token_times_s:
+        return False
+    figures = (
+        (slo.ttft_s, ttft_s(arrival_s, token_times_s)),
+        (slo.tpot_s, tpot_s(token_times_s)),
+        (slo.e2e_s, e2e_s(arrival_s, token_times_s)),
+    )
+    return all(limit is None or figure is None or figure <= limit for limit, figure in figures)
+
+
+def slo_attainment(met: Iterable[bool]) -> float | None:
+    """Share of requests that met their objective, 0 to 1; failed and rejected ones count as not met. Undefined for no
+    request.
+    """
+    outcomes = list(met)
+    return sum(outcomes) / len(outcomes) if outcomes else None
+
+
+def goodput(met: Iterable[bool], duration_s: float) -> float | None:
+    """Requests per second that met their objective: number met / duration. Undefined for a duration of 0."""
+    return sum(met) / duration_s if duration_s > 0 else None
+
+
+def percentile(values: Iterable[float], percent: float) -> float | None:
+    """The smallest value that at least ``percent`` % of the values do not exceed (nearest rank), in their unit.
+    Undefined for no value.
+    """
+    if not 0 <= percent <= 100:
+        raise ValueError(f"a percentile is between 0 and 100, not {percent}")
+    ordered = sorted(values)
+    return ordered[max(0, ceil(len(ordered) * percent / 100) - 1)] if ordered else None

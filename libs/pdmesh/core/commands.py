@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pdmesh.model import Epoch, GatewayId, InstanceId, RejectReason, RequestId, Role, StepPlan
 
@@ -87,6 +88,26 @@ class Restart:
     reason: str
 
 
+class Outcome(StrEnum):
+    """How the core's care for a request ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"  # by its client
+    REJECTED = "rejected"
+    RESTARTED = "restarted"  # its KV is lost; the next epoch is another request to the core
+    SUPERSEDED = "superseded"  # the gateway itself began the next epoch
+    GATEWAY_LOST = "gateway_lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetRequest:
+    """Drop what is kept for the request: it ended. Comes exactly once for each accepted (request, epoch)."""
+
+    request_id: RequestId
+    epoch: Epoch
+    outcome: Outcome
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetRole:
     """Give an instance another role."""
@@ -102,4 +123,6 @@ class WakeAt:
     at_s: float
 
 
-Command = AdmitPrefill | RunStep | PlaceDecode | GrantTransfer | FreeKv | Reject | Restart | SetRole | WakeAt
+Command = (
+    AdmitPrefill | RunStep | PlaceDecode | GrantTransfer | FreeKv | Reject | Restart | ForgetRequest | SetRole | WakeAt
+)

@@ -57,8 +57,15 @@ class InstanceJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceUnreachable:
+    """An instance's stream broke. Until it joins again or is lost it gets no plans and no new requests."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceLost:
-    """An instance's stream broke or its lease ran out; all it held is gone."""
+    """An instance said goodbye or its lease ran out; all it held is gone."""
 
     instance_id: InstanceId
 
@@ -181,6 +188,7 @@ Event = (
     | GatewayJoined
     | GatewayLost
     | InstanceJoined
+    | InstanceUnreachable
     | InstanceLost
     | DrainRequested
     | RoleChangeRequested

@@ -1,0 +1,1 @@
+"""Scheduling policies: order, packing, placement, and the named bundles that set them all."""

@@ -6,6 +6,7 @@ posted while a frame is on its way goes out together in the next one, so a burst
 
 from __future__ import annotations
 
+import asyncio  # for an exception that grpc.aio lets out
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -37,6 +38,10 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),
+    # gRPC's own waits between connection attempts; its defaults (1 s to 2 min) would outlast a restart's grace.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
 
@@ -54,9 +59,11 @@ class FrameLink(Generic[SendT, RecvT]):
         read: Callable[[], Awaitable[Any]],
         receive_type: Any,
         max_queued: int = MAX_QUEUED_MESSAGES,
+        finish: Callable[[], Awaitable[Any]] | None = None,
     ) -> None:
         self._write = write
         self._read = read
+        self._finish = finish
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[list[RecvT]] = msgspec.msgpack.Decoder(list[receive_type])
         self._outbox: deque[SendT] = deque()
@@ -74,26 +81,29 @@ class FrameLink(Generic[SendT, RecvT]):
         self._wake.set()
 
     def close(self) -> None:
-        """Post nothing more; `pump` ends once what is queued has been written."""
+        """Post nothing more; `pump` ends once what is queued has been written.
+
+        A client's end is half-closed then: when `frames` ends too, the peer has read everything.
+        """
         self._closed = True
         self._wake.set()
 
     async def pump(self) -> None:
         """Write frames until closed."""
-        while True:
-            if not self._outbox:
-                if self._closed:
-                    return
-                self._wake = anyio.Event()
-                await self._wake.wait()
-                continue
-            batch = list(self._outbox)
-            self._outbox.clear()
-            try:
+        try:
+            while not (self._closed and not self._outbox):
+                if not self._outbox:
+                    self._wake = anyio.Event()
+                    await self._wake.wait()
+                    continue
+                batch = list(self._outbox)
+                self._outbox.clear()
                 await self._write(self._encoder.encode(batch))
-            except (grpc.RpcError, grpc.aio.UsageError) as error:
-                self._closed = True
-                raise InstanceUnavailable(f"the peer's stream broke: {_describe(error)}") from error
+            if self._finish is not None:
+                await self._finish()
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:  # the last: RPC finished
+            self._closed = True
+            raise InstanceUnavailable(f"the peer's stream broke: {_describe(error)}") from error
 
     async def frames(self) -> AsyncIterator[list[RecvT]]:
         """Decoded frames until the peer ends the stream.
@@ -120,12 +130,20 @@ def _describe(error: Exception) -> str:
 
 
 @asynccontextmanager
-async def open_link(channel: grpc.aio.Channel, method: str, receive_type: Any) -> AsyncGenerator[FrameLink[Any, Any]]:
+async def open_link(
+    channel: grpc.aio.Channel, method: str, receive_type: Any, *, max_queued: int = MAX_QUEUED_MESSAGES
+) -> AsyncGenerator[FrameLink[Any, Any]]:
     """The client's end of a stream; the call is cancelled when the block is left."""
     multi: Any = channel.stream_stream(method)
     call = multi()
     try:
-        yield FrameLink(write=call.write, read=call.read, receive_type=receive_type)
+        yield FrameLink(
+            write=call.write,
+            read=call.read,
+            receive_type=receive_type,
+            max_queued=max_queued,
+            finish=call.done_writing,
+        )
     finally:
         call.cancel()
 

@@ -162,6 +162,10 @@ class ReleasedReport(Message, frozen=True, kw_only=True):
     epoch: Epoch
 
 
+class Draining(Message, frozen=True, kw_only=True):
+    """The worker is about to stop: what it holds goes on, new requests are refused."""
+
+
 class Goodbye(Message, frozen=True, kw_only=True):
     """The worker is stopping in good order: no lease to wait for."""
 
@@ -176,6 +180,7 @@ WorkerUp = (
     | TransferFailedReport
     | FinishedReport
     | ReleasedReport
+    | Draining
     | Goodbye
 )
 
@@ -389,6 +394,7 @@ class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     what: str
     instance_id: InstanceId | None = None
     detail: str = ""
+    figures: dict[str, float] = {}  # with their units in their names, for programs
 
 
 class RequestRecord(Message, frozen=True, kw_only=True):

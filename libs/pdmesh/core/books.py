@@ -1,0 +1,137 @@
+"""All the core's books together, and the few ways in which they change at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pdmesh.core.broker import TransferBroker
+from pdmesh.core.commands import Command, ForgetRequest, FreeKv, GrantTransfer, Outcome, Reject, Restart
+from pdmesh.core.queue import WaitingQueue
+from pdmesh.core.state import Instance, OrderKey, Phase, RequestKey, RequestState
+from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId
+
+
+class Books:
+    """Requests by id and by gateway, instances, the queue, the broker; and the commands under way."""
+
+    def __init__(self) -> None:
+        self.requests: dict[RequestId, RequestState] = {}
+        self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
+        self.instances: dict[InstanceId, Instance] = {}
+        self.queue = WaitingQueue()
+        self.broker = TransferBroker()
+        self.commands: list[Command] = []
+        self.ignored: Counter[str] = Counter()
+
+    def find(self, key: RequestKey) -> RequestState | None:
+        state = self.requests.get(key[0])
+        return state if state is not None and state.request.epoch == key[1] else None
+
+    def ignore(self, what: str) -> None:
+        """Something from outside does not fit the books: it changes nothing."""
+        self.ignored[what] += 1
+
+    # --- a request begins ---
+
+    def open(self, request: Request, order_key: OrderKey) -> RequestState:
+        state = RequestState(request, order_key)
+        self.requests[request.request_id] = state
+        self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None
+        return state
+
+    def adopt(self, state: RequestState, instance_id: InstanceId) -> None:
+        """The request turns out to be decoding already."""
+        if state.key in self.queue:
+            self.queue.remove(state)
+        state.phase = Phase.DECODING
+        state.prefill_id = state.decode_id = instance_id
+        state.num_planned_tokens = state.request.num_prompt_tokens
+
+    # --- its KV lands ---
+
+    def grant(self, keys: list[RequestKey]) -> None:
+        """Tell the senders of transfers that the broker granted."""
+        for request_id, epoch in keys:
+            state = self.requests[request_id]
+            if state.prefill_id is not None and state.decode_id is not None:
+                self.commands.append(
+                    GrantTransfer(
+                        instance_id=state.prefill_id,
+                        request_id=request_id,
+                        epoch=epoch,
+                        decode_instance_id=state.decode_id,
+                        capability=state.capability,
+                    )
+                )
+
+    def land(self, state: RequestState) -> None:
+        """Its whole KV is where it decodes."""
+        state.phase = Phase.DECODING
+        if state.decode_id is not None:
+            self.instances[state.decode_id].settle(state.key)
+            self.grant(self.broker.release(state.decode_id, state.key))
+
+    # --- it ends ---
+
+    def end(self, state: RequestState, outcome: Outcome, *, spare: Iterable[InstanceId | None] = ()) -> None:
+        """The one way a request ends: out of every book, its KV freed but on ``spare``, which free it unasked."""
+        request_id, epoch = key = state.key
+        del self.requests[request_id]
+        self.of_gateway[state.request.gateway_id].pop(request_id, None)
+        if key in self.queue:
+            self.queue.remove(state)
+        if state.prefill_id is not None and state.prefill_id in self.instances:
+            self.instances[state.prefill_id].drop_prefill(state)
+        if state.decode_id is not None:
+            self.broker.withdraw(state.decode_id, key)
+        for instance_id in dict.fromkeys((state.prefill_id, state.decode_id)):
+            if instance_id is not None and instance_id not in spare:
+                self.free(instance_id, key)
+        self.commands.append(ForgetRequest(request_id=request_id, epoch=epoch, outcome=outcome))
+
+    def reject(self, state: RequestState, reason: RejectReason, message: str, retry_after_s: float | None) -> None:
+        request_id, epoch = state.key
+        self.commands.append(
+            Reject(
+                gateway_id=state.request.gateway_id,
+                request_id=request_id,
+                epoch=epoch,
+                reason=reason,
+                message=message,
+                retry_after_s=retry_after_s,
+            )
+        )
+        self.end(state, Outcome.REJECTED)
+
+    def restart(self, state: RequestState, reason: str) -> None:
+        self.ask_to_resume(state.request.gateway_id, state.key, reason)
+        self.end(state, Outcome.RESTARTED)
+
+    def ask_to_resume(self, gateway_id: GatewayId, key: RequestKey, reason: str) -> None:
+        self.commands.append(Restart(gateway_id=gateway_id, request_id=key[0], epoch=key[1], reason=reason))
+
+    def free(self, instance_id: InstanceId, key: RequestKey) -> None:
+        """Ask once for the KV of a request that nobody needs there any more."""
+        instance = self.instances.get(instance_id)
+        hold = None if instance is None else instance.holds.get(key)
+        if hold is not None and not hold.freeing:
+            hold.freeing = True
+            self.commands.append(FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1]))
+
+    def check_integrity(self) -> None:
+        """Every book balances with every other; AssertionError names the numbers."""
+        self.queue.check_integrity()
+        self.broker.check_integrity()
+        for instance in self.instances.values():
+            instance.check_integrity()
+            for key in self.broker.granted(instance.instance_id):
+                assert key in instance.holds, f"{instance.instance_id}: a backend for {key}, which holds nothing"
+        num_waiting = sum(state.phase is Phase.WAITING for state in self.requests.values())
+        assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} are in the queue"
+        num_of_gateways = sum(len(requests) for requests in self.of_gateway.values())
+        assert num_of_gateways == len(self.requests), f"gateways have {num_of_gateways} of {len(self.requests)}"
+        for state in self.requests.values():
+            if state.phase is not Phase.WAITING:
+                assert state.decode_id is not None, f"{state.key} runs without a decode instance"
+                assert state.key in self.instances[state.decode_id].holds, f"{state.key} has no room to decode"

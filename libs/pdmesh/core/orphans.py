@@ -1,0 +1,53 @@
+"""Halves that wait for their counterpart after a scheduler's restart: see `pdmesh.core.reunion`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from pdmesh.core.state import RequestKey
+from pdmesh.model import GatewayId, InstanceId, RequestId
+
+OwnerT = TypeVar("OwnerT", InstanceId, GatewayId)
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan(Generic[OwnerT]):
+    key: RequestKey
+    owner: OwnerT
+    deadline_s: float
+
+
+class Orphans(Generic[OwnerT]):
+    """One kind of orphan by request, oldest first. All have the same grace, so that is also the order of deadlines."""
+
+    def __init__(self) -> None:
+        self._orphans: OrderedDict[RequestId, Orphan[OwnerT]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._orphans)
+
+    def add(self, key: RequestKey, owner: OwnerT, deadline_s: float) -> None:
+        self._orphans.pop(key[0], None)
+        self._orphans[key[0]] = Orphan(key, owner, deadline_s)
+
+    def get(self, request_id: RequestId) -> Orphan[OwnerT] | None:
+        return self._orphans.get(request_id)
+
+    def pop(self, request_id: RequestId) -> Orphan[OwnerT] | None:
+        return self._orphans.pop(request_id, None)
+
+    def drop_owner(self, owner: OwnerT) -> None:
+        for orphan in [orphan for orphan in self._orphans.values() if orphan.owner == owner]:
+            del self._orphans[orphan.key[0]]
+
+    def pop_due(self, now_s: float) -> list[Orphan[OwnerT]]:
+        due: list[Orphan[OwnerT]] = []
+        while self._orphans and next(iter(self._orphans.values())).deadline_s <= now_s:
+            due.append(self._orphans.popitem(last=False)[1])
+        return due
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        return next(iter(self._orphans.values())).deadline_s if self._orphans else None

@@ -1,0 +1,167 @@
+"""Instances and gateways join, rejoin and are lost; residents meet the requests that wait for them.
+
+After a scheduler's restart workers and gateways register again in any order: whichever side comes second finds the
+other among the orphans. What has no counterpart when its grace is over is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdmesh.core.books import Books
+from pdmesh.core.commands import Outcome
+from pdmesh.core.orphans import Orphans
+from pdmesh.core.state import HoldKind, Instance, Phase, RequestKey, RequestState
+from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, Resident
+
+
+class Reunion:
+    def __init__(self, books: Books, grace_s: float) -> None:
+        self._books = books
+        self._grace_s = grace_s
+        self._unclaimed: Orphans[InstanceId] = Orphans()  # residents that no gateway waits for, so far
+        self._unfound: Orphans[GatewayId] = Orphans()  # waited for, and on no instance, so far
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        deadlines = (self._unclaimed.next_deadline_s, self._unfound.next_deadline_s)
+        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
+
+    def expire(self, now_s: float) -> None:
+        for unfound in self._unfound.pop_due(now_s):
+            self._books.ask_to_resume(unfound.owner, unfound.key, "its KV is on no instance")
+        for unclaimed in self._unclaimed.pop_due(now_s):
+            self._books.free(unclaimed.owner, unclaimed.key)
+
+    # --- single requests ---
+
+    def claim(self, key: RequestKey) -> InstanceId | None:
+        """Where exactly this request is decoding, if it is; an older epoch of it is freed."""
+        self._unfound.pop(key[0])
+        return self._claim_resident(key)
+
+    def forget(self, request_id: RequestId) -> bool:
+        """Its client went away: whether anything was known of it here."""
+        unfound = self._unfound.pop(request_id)
+        resident = self._unclaimed.pop(request_id)
+        if resident is not None:
+            self._books.free(resident.owner, resident.key)
+        return unfound is not None or resident is not None
+
+    def released(self, instance_id: InstanceId, key: RequestKey) -> None:
+        """An unclaimed resident ended by itself."""
+        if (resident := self._unclaimed.get(key[0])) and (resident.owner, resident.key) == (instance_id, key):
+            self._unclaimed.pop(key[0])
+
+    # --- gateways ---
+
+    def gateway_joined(self, gateway_id: GatewayId, waiting: dict[RequestId, Epoch], now_s: float) -> None:
+        books = self._books
+        for request_id in list(books.of_gateway.setdefault(gateway_id, {})):
+            if request_id not in waiting:
+                books.end(books.requests[request_id], Outcome.CANCELLED)
+        self._unfound.drop_owner(gateway_id)
+        for key in waiting.items():
+            known = books.requests.get(key[0])
+            if known is not None:
+                if known.request.gateway_id != gateway_id or known.request.epoch >= key[1]:
+                    continue
+                books.end(known, Outcome.SUPERSEDED)
+            instance_id = self._claim_resident(key)
+            if instance_id is not None:
+                books.adopt(self._open_unknown(key, gateway_id, now_s), instance_id)
+            else:
+                self._unfound.add(key, gateway_id, now_s + self._grace_s)
+
+    def gateway_lost(self, gateway_id: GatewayId) -> None:
+        books = self._books
+        for request_id in list(books.of_gateway.get(gateway_id, ())):
+            books.end(books.requests[request_id], Outcome.GATEWAY_LOST)
+        books.of_gateway.pop(gateway_id, None)
+        self._unfound.drop_owner(gateway_id)
+
+    # --- instances ---
+
+    def instance_joined(self, profile: InstanceProfile, residents: tuple[Resident, ...], now_s: float) -> None:
+        books, instance_id = self._books, profile.instance_id
+        old = books.instances.pop(instance_id, None)
+        instance = books.instances[instance_id] = Instance(
+            profile,
+            next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
+            draining=old is not None and old.draining,
+        )
+        self._unclaimed.drop_owner(instance_id)
+        books.broker.open(instance_id, profile.num_transfer_backends)
+        for resident in residents:
+            key = (resident.request_id, resident.epoch)
+            if key in instance.holds:
+                books.ignore("resident")
+                continue
+            instance.take(key, resident.num_blocks, HoldKind.RESIDENT)
+            being_freed = old is not None and key in old.holds and old.holds[key].freeing
+            if being_freed or not resident.decoding or not self._keep_resident(instance_id, key, now_s):
+                books.free(instance_id, key)
+        if old is not None:
+            cut_off = [key for key in old.holds if key not in instance.holds]
+            self._restart_without(instance_id, cut_off, f"instance {instance_id} was cut off")
+        books.queue.unpark()
+
+    def instance_lost(self, instance_id: InstanceId) -> None:
+        instance = self._books.instances.pop(instance_id, None)
+        if instance is None:
+            self._books.ignore("instance_lost")
+            return
+        self._books.broker.close(instance_id)
+        self._unclaimed.drop_owner(instance_id)
+        self._restart_without(instance_id, instance.holds, f"instance {instance_id} was lost")
+
+    def _restart_without(self, instance_id: InstanceId, keys: Iterable[RequestKey], reason: str) -> None:
+        for key in keys:
+            state = self._books.find(key)
+            if state is not None and state.needs(instance_id):
+                self._books.restart(state, reason)
+
+    # --- residents ---
+
+    def _keep_resident(self, instance_id: InstanceId, key: RequestKey, now_s: float) -> bool:
+        """Match what an instance decodes with who waits for it. False if nobody does or ever will."""
+        books = self._books
+        known = books.requests.get(key[0])
+        if known is not None:
+            if known.key == key and known.decode_id == instance_id:
+                books.land(known)  # perhaps unheard of until now
+            elif known.key == key and known.phase is Phase.WAITING:
+                books.adopt(known, instance_id)
+            else:
+                return False
+            return True
+        unfound = self._unfound.get(key[0])
+        if unfound is not None:
+            if unfound.key != key:
+                return False
+            self._unfound.pop(key[0])
+            books.adopt(self._open_unknown(key, unfound.owner, now_s), instance_id)
+            return True
+        other = self._unclaimed.get(key[0])
+        if other is not None:
+            if other.key[1] >= key[1]:
+                return False
+            books.free(other.owner, other.key)
+        self._unclaimed.add(key, instance_id, now_s + self._grace_s)
+        return True
+
+    def _claim_resident(self, key: RequestKey) -> InstanceId | None:
+        resident = self._unclaimed.pop(key[0])
+        if resident is None:
+            return None
+        if resident.key == key:
+            return resident.owner
+        self._books.free(resident.owner, resident.key)
+        return None
+
+    def _open_unknown(self, key: RequestKey, gateway_id: GatewayId, now_s: float) -> RequestState:
+        # Its sizes do not matter: it is decoding, and will not be placed again in this epoch.
+        request = Request(
+            request_id=key[0], epoch=key[1], gateway_id=gateway_id, num_prompt_tokens=1, max_tokens=1, arrival_s=now_s
+        )
+        return self._books.open(request, ((), now_s, key[0]))

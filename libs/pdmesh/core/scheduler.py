@@ -1,0 +1,349 @@
+"""The scheduling core: events in, commands out.
+
+`SchedulerCore.handle` is synchronous, deterministic and free of I/O. Time is its argument, and the only randomness is
+the stream it was given, so the same events give the same commands, whoever drives it. ``docs/architecture.md`` tells a
+request's way in nine steps.
+
+Reports from outside may be late, repeated or wrong. They never raise: what does not fit the books is counted in
+``ignored`` and changes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import assert_never
+
+from pdmesh.core.books import Books
+from pdmesh.core.commands import Command, Outcome, Reject, SetRole, WakeAt
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import (
+    BundleChangeRequested,
+    DrainRequested,
+    Event,
+    GatewayJoined,
+    GatewayLost,
+    InstanceJoined,
+    InstanceLost,
+    InstanceUnreachable,
+    KvReleased,
+    LoadReported,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RoleChangeRequested,
+    StepDone,
+    Tick,
+    TransferFailed,
+    TransferLanded,
+    TransferOffered,
+    TransferSent,
+)
+from pdmesh.core.packing import Packer
+from pdmesh.core.placing import can_serve, could_place
+from pdmesh.core.reunion import Reunion
+from pdmesh.core.state import Instance, Phase, RequestKey, order_key
+from pdmesh.errors import ConfigError
+from pdmesh.model import InstanceId, RejectReason, Request
+from pdmesh.policy.base import Bundle, InstanceView
+from pdmesh.policy.bundles import make_bundle
+
+
+class SchedulerCore:
+    """Decides for the whole mesh."""
+
+    def __init__(self, config: CoreConfig, bundle: Bundle, rng: random.Random) -> None:
+        self._config = config
+        self._bundle = bundle
+        self._books = Books()
+        self._reunion = Reunion(self._books, config.orphan_grace_s)
+        self._packer = Packer(self._books, config.plans_in_flight, rng)
+        self._now_s = 0.0
+        self._wake_s: float | None = None
+
+    # --- what the driver may look at ---
+
+    @property
+    def bundle(self) -> str:
+        return self._bundle.name
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._books.queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._books.requests) - len(self._books.queue)
+
+    @property
+    def instances(self) -> list[InstanceView]:
+        return [instance.view for instance in self._books.instances.values()]
+
+    @property
+    def ignored(self) -> Mapping[str, int]:
+        """Reports that changed nothing because they did not fit the books, by what they were."""
+        return self._books.ignored
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why no request can be served now; None if one can."""
+        instances = self._books.instances.values()
+        if can_serve(instances):
+            return None
+        roles = [instance.role for instance in instances if instance.takes_new]
+        if not any(role.can_prefill for role in roles):
+            return "no prefill instance is there"
+        if not any(role.can_decode for role in roles):
+            return "no decode instance is there"
+        return "no prefill and decode instance have the same model and KV layout"
+
+    def is_active(self, key: RequestKey) -> bool:
+        """Whether the request waits or runs."""
+        return self._books.find(key) is not None
+
+    # --- events in, commands out ---
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Take note of an event and return what is to be done, in order."""
+        self._now_s = now_s
+        commands = self._books.commands = []
+        self._expire()
+        match event:
+            case RequestArrived():
+                self._arrived(event.request)
+            case RequestCancelled():
+                self._cancelled((event.request_id, event.epoch))
+            case GatewayJoined():
+                self._reunion.gateway_joined(event.gateway_id, dict(event.waiting), now_s)
+            case GatewayLost():
+                self._reunion.gateway_lost(event.gateway_id)
+            case InstanceJoined():
+                self._reunion.instance_joined(event.profile, event.residents, now_s)
+            case InstanceUnreachable():
+                if instance := self._instance(event.instance_id, event):
+                    instance.set_reachable(False)
+            case InstanceLost():
+                self._reunion.instance_lost(event.instance_id)
+            case DrainRequested():
+                if instance := self._instance(event.instance_id, event):
+                    instance.set_draining(event.enabled)
+            case RoleChangeRequested():
+                self._role_change_requested(event)
+            case BundleChangeRequested():
+                self._bundle_change_requested(event.bundle)
+            case StepDone():
+                self._step_done(event)
+            case TransferOffered():
+                self._transfer_offered(event)
+            case TransferLanded():
+                self._transfer_landed(event)
+            case TransferSent():
+                pass  # figures for the records; the books follow KvReleased
+            case TransferFailed():
+                self._transfer_failed(event)
+            case RequestFinished():
+                self._finished(event)
+            case KvReleased():
+                self._released(event)
+            case LoadReported():
+                if instance := self._instance(event.instance_id, event):
+                    instance.set_quarantined(event.num_quarantined_blocks)
+            case Tick():
+                self._wake_s = None  # what is due has been looked at
+            case _:
+                assert_never(event)
+        self._packer.pack(self._bundle)
+        self._ask_for_wake_up()
+        return commands
+
+    # --- requests come and go ---
+
+    def _arrived(self, request: Request) -> None:
+        books = self._books
+        known = books.requests.get(request.request_id)
+        if known is not None:
+            if known.request.gateway_id != request.gateway_id:
+                self._refuse_taken_id(request)
+                return
+            if known.request.epoch >= request.epoch:
+                books.ignore("RequestArrived")  # sent again after a reconnect
+                return
+            books.end(known, Outcome.SUPERSEDED)
+        state = books.open(request, order_key(self._bundle.order, request))
+        instance_id = self._reunion.claim(state.key)
+        if instance_id is not None:
+            books.adopt(state, instance_id)
+        elif self._is_full_for(request):
+            message = f"{len(books.queue)} requests are waiting"
+            books.reject(state, RejectReason.OVERLOADED, message, self._config.retry_after_s)
+        elif self._is_too_long(request):
+            message = f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate fit no instance"
+            books.reject(state, RejectReason.TOO_LONG, message, None)
+        else:
+            books.queue.add(state, self._now_s + self._config.max_queue_s)
+
+    def _refuse_taken_id(self, request: Request) -> None:
+        self._books.commands.append(
+            Reject(
+                gateway_id=request.gateway_id,
+                request_id=request.request_id,
+                epoch=request.epoch,
+                reason=RejectReason.OVERLOADED,
+                message="another gateway's request has this id",
+                retry_after_s=self._config.retry_after_s,
+            )
+        )
+
+    def _is_full_for(self, request: Request) -> bool:
+        if request.epoch > 0:
+            return False  # it was let in before, and half of its answer may be out
+        queue = self._books.queue
+        return (
+            len(queue) >= self._config.max_queue_entries
+            or queue.num_tokens + request.num_prompt_tokens > self._config.max_queue_tokens
+        )
+
+    def _is_too_long(self, request: Request) -> bool:
+        instances = self._books.instances.values()
+        has_prefill = any(instance.role.can_prefill for instance in instances)
+        has_decode = any(instance.role.can_decode for instance in instances)
+        return has_prefill and has_decode and not could_place(request, instances)
+
+    def _cancelled(self, key: RequestKey) -> None:
+        was_orphan = self._reunion.forget(key[0])
+        state = self._books.requests.get(key[0])
+        if state is not None and state.request.epoch <= key[1]:
+            self._books.end(state, Outcome.CANCELLED)
+        elif not was_orphan:
+            self._books.ignore("RequestCancelled")
+
+    def _finished(self, event: RequestFinished) -> None:
+        state = self._books.find((event.request_id, event.epoch))
+        if state is None or not state.needs(event.instance_id):
+            self._books.ignore("RequestFinished")
+            return
+        # The one that reports frees its own KV; after the landing so does the sender, when it hears of it.
+        spare = (event.instance_id, state.prefill_id if state.phase is Phase.DECODING else None)
+        self._books.end(state, Outcome.FINISHED, spare=spare)
+
+    # --- steps and transfers ---
+
+    def _step_done(self, event: StepDone) -> None:
+        instance = self._instance(event.instance_id, event)
+        if instance is None:
+            return
+        plan = instance.plans.pop(event.plan_id, None)
+        if plan is None:
+            self._books.ignore("StepDone")
+            return
+        instance.queue_tokens(-sum(chunk.num_tokens for chunk in plan.chunks))
+        done = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
+        for chunk in plan.chunks:
+            state = self._books.find((chunk.request_id, chunk.epoch))
+            if state is None or state.phase is not Phase.PREFILLING:
+                continue
+            if done.get(state.key) != chunk.num_tokens:
+                self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
+            elif chunk.is_last and state.decode_id == event.instance_id:
+                self._books.land(state)
+
+    def _transfer_offered(self, event: TransferOffered) -> None:
+        state = self._books.find((event.request_id, event.epoch))
+        if (
+            state is None
+            or state.phase is not Phase.PREFILLING
+            or state.prefill_id != event.instance_id
+            or state.decode_id is None
+            or state.decode_id == event.instance_id
+        ):
+            self._books.ignore("TransferOffered")
+            return
+        self._books.grant(self._books.broker.offer(state.decode_id, state.key))
+
+    def _transfer_landed(self, event: TransferLanded) -> None:
+        state = self._books.find((event.request_id, event.epoch))
+        if state is None or state.phase is not Phase.PREFILLING or state.decode_id != event.instance_id:
+            self._books.ignore("TransferLanded")
+            return
+        self._books.land(state)
+
+    def _transfer_failed(self, event: TransferFailed) -> None:
+        key = (event.request_id, event.epoch)
+        state = self._books.find(key)
+        if state is not None and state.needs(event.instance_id):
+            self._books.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}")
+        else:
+            self._books.free(event.instance_id, key)  # a sender that missed the acknowledgement still holds its KV
+
+    def _released(self, event: KvReleased) -> None:
+        key = (event.request_id, event.epoch)
+        instance = self._instance(event.instance_id, event)
+        if instance is None:
+            return
+        if instance.give_back(key) is None:
+            self._books.ignore("KvReleased")
+            return
+        self._reunion.released(event.instance_id, key)
+        state = self._books.find(key)
+        if state is not None and state.needs(event.instance_id):
+            # A sender whose prompt is all planned frees when the acknowledgement reaches it, perhaps before we hear of
+            # the landing. Any other release that nobody asked for leaves a request without its KV.
+            was_sent = state.decode_id != event.instance_id and state.is_planned
+            if not was_sent:
+                self._books.restart(state, f"instance {event.instance_id} dropped its KV")
+        self._books.grant(self._books.broker.release(event.instance_id, key))
+
+    # --- an operator's changes ---
+
+    def _role_change_requested(self, event: RoleChangeRequested) -> None:
+        if instance := self._instance(event.instance_id, event):
+            instance.set_role(event.role)
+            self._books.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
+            self._books.queue.unpark()
+
+    def _bundle_change_requested(self, name: str) -> None:
+        try:
+            self._bundle = make_bundle(name, self._config.policy)
+        except ConfigError:
+            self._books.ignore("BundleChangeRequested")
+            return
+        self._books.queue.reorder(self._bundle.order)
+        for instance in self._books.instances.values():
+            instance.reorder(self._bundle.order)
+
+    # --- time ---
+
+    def _expire(self) -> None:
+        retry_after_s = self._config.retry_after_s
+        while (state := self._books.queue.first_due(self._now_s)) is not None:
+            unready = self.unready_reason
+            if unready is None:
+                message = f"no room for {self._config.max_queue_s:g} s"
+                self._books.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
+            else:
+                self._books.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)
+        self._reunion.expire(self._now_s)
+
+    def _ask_for_wake_up(self) -> None:
+        if self._wake_s is not None and self._wake_s <= self._now_s:
+            self._wake_s = None
+        deadlines = (self._books.queue.next_deadline_s, self._reunion.next_deadline_s)
+        at_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
+        if at_s is not None and (self._wake_s is None or at_s < self._wake_s):
+            self._wake_s = at_s
+            self._books.commands.append(WakeAt(at_s=at_s))
+
+    # --- small things ---
+
+    def _instance(self, instance_id: InstanceId, event: Event) -> Instance | None:
+        instance = self._books.instances.get(instance_id)
+        if instance is None:
+            self._books.ignore(type(event).__name__)
+        return instance
+
+    def check_integrity(self) -> None:
+        """Every book balances with every other; AssertionError names the numbers."""
+        self._books.check_integrity()
+        for instance in self._books.instances.values():
+            num_plans = len(instance.plans)
+            assert num_plans <= self._config.plans_in_flight, f"{instance.instance_id}: {num_plans} plans in flight"

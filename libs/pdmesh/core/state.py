@@ -1,0 +1,263 @@
+"""The core's books: what it knows of each request, and what each instance holds.
+
+An instance's books follow the core's own commands: a hold is taken at AdmitPrefill or PlaceDecode and given back only
+at KvReleased, so they never promise blocks that a worker has not yet freed.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pdmesh.model import (
+    Epoch,
+    InstanceId,
+    InstanceProfile,
+    Request,
+    RequestId,
+    Role,
+    StepPlan,
+    num_blocks_for,
+)
+from pdmesh.policy.base import InstanceView, PrefillOrder
+
+RequestKey = tuple[RequestId, Epoch]
+OrderKey = tuple[tuple[float, ...], float, RequestId]  # the policy's key, made total by arrival and id
+
+
+class Phase(Enum):
+    WAITING = auto()  # in the queue
+    PREFILLING = auto()  # placed; its KV is being computed or on its way
+    DECODING = auto()  # its whole KV is where it decodes
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """An accepted request, until it ends."""
+
+    request: Request
+    order_key: OrderKey
+    phase: Phase = Phase.WAITING
+    prefill_id: InstanceId | None = None
+    decode_id: InstanceId | None = None
+    capability: int = 0
+    num_planned_tokens: int = 0
+
+    @property
+    def key(self) -> RequestKey:
+        return self.request.request_id, self.request.epoch
+
+    @property
+    def is_planned(self) -> bool:
+        return self.num_planned_tokens >= self.request.num_prompt_tokens
+
+    def needs(self, instance_id: InstanceId) -> bool:
+        """Whether it cannot go on without this instance."""
+        return self.decode_id == instance_id or (self.prefill_id == instance_id and self.phase is Phase.PREFILLING)
+
+
+def order_key(order: PrefillOrder, request: Request) -> OrderKey:
+    return order.key(request), request.arrival_s, request.request_id
+
+
+class HoldKind(Enum):
+    """What a request has on an instance."""
+
+    PREFILL = auto()  # its prompt's KV, which moves away
+    LOCAL = auto()  # its prompt's KV, which stays; room for its output, a seat
+    PROMISED = auto()  # room and a seat for KV on its way (virtual usage)
+    RESIDENT = auto()  # its KV and its seat: it decodes here
+
+
+@dataclass(slots=True)
+class Hold:
+    kind: HoldKind
+    num_blocks: int
+    freeing: bool = False  # FreeKv was sent
+
+
+class Instance:
+    """One instance's books."""
+
+    def __init__(self, profile: InstanceProfile, *, next_plan_id: int = 0, draining: bool = False) -> None:
+        self.profile = profile
+        self.instance_id = profile.instance_id
+        self.role = profile.role
+        self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
+        self.draining = draining
+        self.reachable = True
+        self.next_plan_id = next_plan_id
+        self.plans: dict[int, StepPlan] = {}  # in flight
+        self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned, in order
+        self.holds: dict[RequestKey, Hold] = {}
+        self.num_taken_blocks = 0
+        self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
+        self.num_queued_tokens = 0
+        self._num_of_kind = dict.fromkeys(HoldKind, 0)
+        self._num_promised_blocks = 0
+        self._view: InstanceView | None = None
+
+    # --- holds ---
+
+    def take(self, key: RequestKey, num_blocks: int, kind: HoldKind) -> None:
+        self.holds[key] = Hold(kind, num_blocks)
+        self._count(kind, num_blocks, 1)
+
+    def settle(self, key: RequestKey) -> None:
+        """The KV is whole and in place: what was promised, or computed to stay, is a resident."""
+        hold = self.holds.get(key)
+        if hold is not None and hold.kind in (HoldKind.PROMISED, HoldKind.LOCAL):
+            self._count(hold.kind, hold.num_blocks, -1)
+            hold.kind = HoldKind.RESIDENT
+            self._count(hold.kind, hold.num_blocks, 1)
+
+    def give_back(self, key: RequestKey) -> Hold | None:
+        hold = self.holds.pop(key, None)
+        if hold is not None:
+            self._count(hold.kind, hold.num_blocks, -1)
+        return hold
+
+    def _count(self, kind: HoldKind, num_blocks: int, sign: int) -> None:
+        self._num_of_kind[kind] += sign
+        self.num_taken_blocks += sign * num_blocks
+        if kind is HoldKind.PROMISED:
+            self._num_promised_blocks += sign * num_blocks
+        self._view = None
+
+    # --- prompt tokens ---
+
+    def queue_tokens(self, num_tokens: int) -> None:
+        """Count prompt tokens placed here (or, negative, computed or dropped)."""
+        self.num_queued_tokens += num_tokens
+        self._view = None
+
+    def add_prefill(self, state: RequestState) -> None:
+        insort(self.prefills, state, key=lambda state: state.order_key)
+        self.queue_tokens(state.request.num_prompt_tokens)
+
+    def reorder(self, order: PrefillOrder) -> None:
+        for state in self.prefills:
+            state.order_key = order_key(order, state.request)
+        self.prefills.sort(key=lambda state: state.order_key)
+
+    def drop_prefill(self, state: RequestState) -> None:
+        """The request ended: what was not planned of it never will be."""
+        if state in self.prefills:
+            self.prefills.remove(state)
+            self.queue_tokens(state.num_planned_tokens - state.request.num_prompt_tokens)
+
+    # --- what fits ---
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
+
+    @property
+    def num_seats_taken(self) -> int:
+        return self.num_decoding + self._num_of_kind[HoldKind.PROMISED] + self._num_of_kind[HoldKind.LOCAL]
+
+    @property
+    def num_decoding(self) -> int:
+        return self._num_of_kind[HoldKind.RESIDENT]
+
+    @property
+    def takes_new(self) -> bool:
+        return self.reachable and not self.draining
+
+    def num_prefill_blocks(self, request: Request) -> int:
+        return num_blocks_for(request.num_prompt_tokens, self.profile.kv_layout.block_size)
+
+    def num_decode_blocks(self, request: Request) -> int:
+        return num_blocks_for(request.max_total_tokens, self.profile.kv_layout.block_size)
+
+    def could_prefill(self, request: Request) -> bool:
+        """Whether the prompt fits this instance when it is empty."""
+        return (
+            self.role.can_prefill
+            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
+            and self.num_prefill_blocks(request) <= self.profile.num_blocks
+        )
+
+    def could_decode(self, request: Request) -> bool:
+        """Whether prompt and output fit this instance when it is empty."""
+        return (
+            self.role.can_decode
+            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
+            and self.num_decode_blocks(request) <= self.profile.num_blocks
+        )
+
+    def can_prefill(self, request: Request) -> bool:
+        """Whether the prompt fits now."""
+        return (
+            self.takes_new
+            and self.num_prefill_blocks(request) <= self.num_free_blocks
+            and self.could_prefill(request)
+            and (request.request_id, request.epoch) not in self.holds
+        )
+
+    def can_decode(self, request: Request) -> bool:
+        """Whether prompt and output fit now, with a seat to decode."""
+        return (
+            self.takes_new
+            and self.num_seats_taken < self.profile.max_num_seqs
+            and self.num_decode_blocks(request) <= self.num_free_blocks
+            and self.could_decode(request)
+            and (request.request_id, request.epoch) not in self.holds
+        )
+
+    # --- views and checks ---
+
+    def set_draining(self, draining: bool) -> None:
+        self.draining = draining
+        self._view = None
+
+    def set_reachable(self, reachable: bool) -> None:
+        self.reachable = reachable
+        self._view = None
+
+    def set_quarantined(self, num_blocks: int) -> None:
+        self.num_quarantined_blocks = num_blocks
+        self._view = None
+
+    def set_role(self, role: Role) -> None:
+        self.role = role
+        self._view = None
+
+    @property
+    def view(self) -> InstanceView:
+        """What policies see; rebuilt only after a change."""
+        if self._view is None:
+            self._view = InstanceView(
+                instance_id=self.instance_id,
+                role=self.role,
+                num_blocks=self.profile.num_blocks,
+                num_free_blocks=self.num_free_blocks,
+                num_virtual_blocks=self._num_promised_blocks,
+                num_seats_taken=self.num_seats_taken,
+                max_num_seqs=self.profile.max_num_seqs,
+                num_prefilling=self._num_of_kind[HoldKind.PREFILL] + self._num_of_kind[HoldKind.LOCAL],
+                num_decoding=self.num_decoding,
+                num_queued_tokens=self.num_queued_tokens,
+                draining=not self.takes_new,
+            )
+        return self._view
+
+    def check_integrity(self) -> None:
+        """AssertionError names the numbers that do not balance."""
+        name = self.instance_id
+        taken = sum(hold.num_blocks for hold in self.holds.values())
+        assert taken == self.num_taken_blocks, f"{name}: holds sum to {taken}, books say {self.num_taken_blocks}"
+        assert taken <= self.profile.num_blocks, f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
+        for kind, number in self._num_of_kind.items():
+            held = sum(hold.kind is kind for hold in self.holds.values())
+            assert held == number, f"{name}: {held} holds are {kind.name}, books say {number}"
+        promised = sum(hold.num_blocks for hold in self.holds.values() if hold.kind is HoldKind.PROMISED)
+        assert promised == self._num_promised_blocks, f"{name}: {promised} promised, books {self._num_promised_blocks}"
+        assert self.num_seats_taken <= self.profile.max_num_seqs, f"{name}: {self.num_seats_taken} seats taken"
+        queued = sum(chunk.num_tokens for plan in self.plans.values() for chunk in plan.chunks)
+        queued += sum(state.request.num_prompt_tokens - state.num_planned_tokens for state in self.prefills)
+        assert queued == self.num_queued_tokens, f"{name}: {queued} tokens queued, books say {self.num_queued_tokens}"
+        for state in self.prefills:
+            assert not state.is_planned, f"{name}: {state.key} is planned and still in line"
+            assert state.prefill_id == name, f"{name}: {state.key} is in line here, placed on {state.prefill_id}"

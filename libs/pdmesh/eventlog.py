@@ -1,0 +1,184 @@
+"""The scheduler's event log: every ``(now_s, event)`` in an append-only file, enough to repeat all its decisions.
+
+The file is a sequence of msgpack arrays ``[crc32, payload]``, each payload msgpack again: first a `Header`, then
+``[now_s, name of the event, its fields]``. A record cut short at the end of the file (a crash) is left out; anything
+else that cannot be read is an `EventLogError` that says where.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Self, get_args
+
+import anyio
+import anyio.to_thread
+import msgpack
+import msgspec
+import structlog
+
+from pdmesh.core.commands import Command
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import Event
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.errors import PdmeshError
+from pdmesh.policy.bundles import make_bundle
+
+log = structlog.get_logger()
+
+FORMAT_VERSION = 1
+
+#: No record is larger; a length beyond it is corruption.
+MAX_RECORD_BYTES = 64 * 1024 * 1024
+
+#: Waiting to be written. A disk so slow ends the log: what is in it stays whole and replayable.
+MAX_BUFFERED_BYTES = 64 * 1024 * 1024
+
+_EVENT_TYPES: dict[str, type] = {event_type.__name__: event_type for event_type in get_args(Event)}
+
+
+class EventLogError(PdmeshError):
+    """The file is no event log, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """All that a core is made from."""
+
+    version: int = FORMAT_VERSION
+    seed: int
+    bundle: str
+    config: CoreConfig
+    started_at: float  # Unix time, seconds, when the core's clock showed ``started_s``
+    started_s: float
+
+
+class Entry(NamedTuple):
+    now_s: float
+    event: Event
+
+
+class EventLogWriter(AbstractContextManager["EventLogWriter"]):
+    """Appends without blocking: `record` buffers, `run` writes on a thread. A file in the way is kept as ``path.N``."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        _set_aside(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = path.open("xb")
+        self._buffer = bytearray(_framed(msgspec.to_builtins(header)))
+        self._wake = anyio.Event()
+        self._ended = False
+
+    def record(self, now_s: float, event: Event) -> None:
+        if self._ended:
+            return
+        if len(self._buffer) > MAX_BUFFERED_BYTES:
+            log.error("the event log ends here: the disk is too slow", buffered_bytes=len(self._buffer))
+            self._ended = True
+            return
+        self._buffer += _framed([now_s, type(event).__name__, msgspec.to_builtins(event, builtin_types=(bytes,))])
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write what is recorded, until cancelled."""
+        while True:
+            self._wake = anyio.Event()
+            if not self._buffer:
+                await self._wake.wait()
+            chunk, self._buffer = bytes(self._buffer), bytearray()
+            await anyio.to_thread.run_sync(self._write, chunk)
+
+    def _write(self, chunk: bytes) -> None:
+        self._file.write(chunk)
+        self._file.flush()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Write the rest, blocking, and close."""
+        self._write(bytes(self._buffer))
+        self._buffer.clear()
+        self._file.close()
+
+
+class EventLogReader(AbstractContextManager["EventLogReader"]):
+    """Reads a log as a stream. Raises EventLogError where it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb")
+        self._unpacker = msgpack.Unpacker(
+            self._file, max_buffer_size=2 * MAX_RECORD_BYTES, max_bin_len=MAX_RECORD_BYTES
+        )
+        first = next(self._payloads(), None)
+        if first is None:
+            self._file.close()
+            raise EventLogError(f"{path} holds no event log")
+        try:
+            self.header: Header = msgspec.convert(first, Header)
+        except msgspec.ValidationError as error:
+            self._file.close()
+            raise EventLogError(f"{path} is no event log of this version: {error}") from error
+        if self.header.version != FORMAT_VERSION:
+            self._file.close()
+            raise EventLogError(f"{path} has format {self.header.version}, this pdmesh reads {FORMAT_VERSION}")
+
+    def __iter__(self) -> Iterator[Entry]:
+        for payload in self._payloads():
+            try:
+                now_s, name, fields = payload
+                yield Entry(now_s, msgspec.convert(fields, _EVENT_TYPES[name]))
+            except (ValueError, TypeError, KeyError) as error:  # msgspec's ValidationError is a ValueError
+                raise self._damaged(f"unknown record ({error})") from error
+
+    def _payloads(self) -> Iterator[Any]:
+        while True:
+            try:
+                record = self._unpacker.unpack()
+            except msgpack.OutOfData:
+                return  # the end, perhaps with a record cut short
+            except (ValueError, msgpack.UnpackException) as error:
+                raise self._damaged(str(error) or type(error).__name__) from error
+            match record:
+                case [int(checksum), bytes(payload)] if checksum == zlib.crc32(payload):
+                    yield msgpack.unpackb(payload)
+                case _:
+                    raise self._damaged("checksum does not match")
+
+    def _damaged(self, what: str) -> EventLogError:
+        return EventLogError(f"{self._path} is damaged before byte {self._unpacker.tell()}: {what}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def replay(log: EventLogReader) -> Iterator[tuple[Entry, list[Command]]]:
+    """Run a core of the log's making over its events; the commands are those of the recorded run, bit for bit."""
+    header = log.header
+    core = SchedulerCore(header.config, make_bundle(header.bundle, header.config.policy), random.Random(header.seed))
+    for entry in log:
+        yield entry, core.handle(entry.event, entry.now_s)
+
+
+def _framed(payload: object) -> bytes:
+    packed = msgpack.packb(payload)
+    return bytes(msgpack.packb([zlib.crc32(packed), packed]))
+
+
+def _set_aside(path: Path) -> None:
+    """Keep the log of an earlier run: it is what an incident is studied from."""
+    if path.exists():
+        number = 1
+        while (kept := path.with_name(f"{path.name}.{number}")).exists():
+            number += 1
+        path.rename(kept)

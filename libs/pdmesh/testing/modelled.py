@@ -1,0 +1,246 @@
+"""Modelled instances: workers without engine, wire or clock, which answer the core's commands with events.
+
+A `ModelledInstance` checks on every command what a real worker takes for granted: that there is room, that chunks come
+in order, that a transfer was offered before it is granted. What happens next (a step ends, a transfer lands or fails, a
+generation ends) is up to the caller: a property test draws it, a simulator times it. Commands and events travel through
+one queue each per instance, as on a stream, so that both may be late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, RunStep, SetRole
+from pdmesh.core.events import (
+    Event,
+    InstanceJoined,
+    KvReleased,
+    LoadReported,
+    RequestFinished,
+    StepDone,
+    TransferFailed,
+    TransferLanded,
+    TransferOffered,
+    TransferSent,
+)
+from pdmesh.core.state import RequestKey
+from pdmesh.model import (
+    ChunkDone,
+    FinishReason,
+    GatewayId,
+    InstanceId,
+    InstanceProfile,
+    KvLayout,
+    Resident,
+    Role,
+    StepPlan,
+)
+
+
+def modelled_profile(
+    instance_id: str,
+    role: Role,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 1024,
+    max_num_seqs: int = 8,
+    num_transfer_backends: int = 2,
+    model: str = "modelled",
+) -> InstanceProfile:
+    return InstanceProfile(
+        instance_id=InstanceId(instance_id),
+        role=role,
+        model=model,
+        kv_layout=KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=block_size, dtype="float32"),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        num_transfer_backends=num_transfer_backends,
+        data_address=instance_id.encode(),
+    )
+
+
+@dataclass(slots=True)
+class ModelledHold:
+    """What an instance has of a request."""
+
+    num_blocks: int
+    seated: bool  # it decodes here, or will
+    peer_id: InstanceId | None  # the other end of its transfer, if its KV moves
+    num_computed_tokens: int = 0
+    computed: bool = False  # its last chunk is done
+    offered: bool = False
+    granted: bool = False
+    decoding: bool = False
+
+
+class ModelledInstance:
+    """One worker. Reports appear in ``events``, in order."""
+
+    def __init__(self, profile: InstanceProfile) -> None:
+        self.profile = profile
+        self.instance_id = profile.instance_id
+        self.commands: deque[Command] = deque()  # on their way here
+        self.events: deque[Event] = deque()  # on their way to the scheduler
+        self.plans: deque[StepPlan] = deque()
+        self.holds: dict[RequestKey, ModelledHold] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.profile.num_blocks - sum(hold.num_blocks for hold in self.holds.values())
+
+    def take_command(self) -> None:
+        """Receive the next command."""
+        match self.commands.popleft():
+            case AdmitPrefill() as admit:
+                stays = admit.decode_instance_id is None
+                self._hold(
+                    (admit.request_id, admit.epoch),
+                    ModelledHold(admit.num_blocks, seated=stays, peer_id=admit.decode_instance_id),
+                )
+            case PlaceDecode() as place:
+                self._hold(
+                    (place.request_id, place.epoch),
+                    ModelledHold(place.num_blocks, seated=True, peer_id=place.prefill_instance_id),
+                )
+            case RunStep(plan=plan):
+                self.plans.append(plan)
+            case GrantTransfer() as grant:
+                hold = self.holds.get((grant.request_id, grant.epoch))
+                if hold is not None:
+                    assert hold.offered, f"{grant} without an offer"
+                    assert not hold.granted, f"{grant} twice"
+                    assert hold.peer_id == grant.decode_instance_id, f"{grant} to another receiver"
+                    hold.granted = True
+            case FreeKv() as free:
+                self.holds.pop((free.request_id, free.epoch), None)
+                self.events.append(KvReleased(self.instance_id, free.request_id, free.epoch))
+            case SetRole():
+                pass
+            case command:
+                raise AssertionError(f"{command} is not for an instance")
+
+    def _hold(self, key: RequestKey, hold: ModelledHold) -> None:
+        assert key not in self.holds, f"{self.instance_id} holds {key} already"
+        assert hold.num_blocks <= self.num_free_blocks, f"{self.instance_id}: no room for {key}"
+        self.holds[key] = hold
+        num_seated = sum(held.seated for held in self.holds.values())
+        assert num_seated <= self.profile.max_num_seqs, f"{self.instance_id}: no seat for {key}"
+
+    def begin_step(self) -> None:
+        """The next plan's chunks start: first chunks whose KV moves are offered."""
+        for chunk in self.plans[0].chunks:
+            hold = self.holds.get((chunk.request_id, chunk.epoch))
+            if hold is not None and hold.peer_id is not None and not hold.offered:
+                hold.offered = True
+                self.events.append(TransferOffered(self.instance_id, chunk.request_id, chunk.epoch))
+
+    def end_step(self, *, ended_by_first_token: bool = False, duration_s: float = 0.0) -> None:
+        """The next plan is done; ``ended_by_first_token`` ends the generations of its last chunks at once."""
+        plan = self.plans.popleft()
+        results: list[ChunkDone] = []
+        finished: list[RequestKey] = []
+        for chunk in plan.chunks:
+            key = (chunk.request_id, chunk.epoch)
+            hold = self.holds.get(key)
+            if hold is not None:
+                assert chunk.start == hold.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
+                hold.num_computed_tokens += chunk.num_tokens
+                if chunk.is_last:
+                    hold.computed = True
+                    hold.decoding = hold.peer_id is None
+                    if ended_by_first_token:
+                        finished.append(key)
+            results.append(
+                ChunkDone(
+                    request_id=chunk.request_id,
+                    epoch=chunk.epoch,
+                    num_tokens=0 if hold is None else chunk.num_tokens,
+                    is_last=chunk.is_last,
+                )
+            )
+        num_decoding = sum(hold.decoding for hold in self.holds.values())
+        self.events.append(StepDone(self.instance_id, plan.plan_id, duration_s, tuple(results), num_decoding))
+        for key in finished:
+            self.finish(key)
+
+    def finish(self, key: RequestKey, num_output_tokens: int = 1) -> None:
+        """A generation ends here."""
+        self.events.append(RequestFinished(self.instance_id, *key, FinishReason.STOP, num_output_tokens))
+        self.release(key)
+
+    def release(self, key: RequestKey) -> None:
+        del self.holds[key]
+        self.events.append(KvReleased(self.instance_id, *key))
+
+    def report_load(self) -> None:
+        num_held = self.profile.num_blocks - self.num_free_blocks
+        num_decoding = sum(hold.decoding for hold in self.holds.values())
+        self.events.append(LoadReported(self.instance_id, self.num_free_blocks, num_held, 0, num_decoding))
+
+    def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
+        """A new stream: what does not decode is dropped, what was on its way is lost."""
+        self.commands.clear()
+        self.events.clear()
+        self.plans.clear()
+        self.holds = {key: hold for key, hold in self.holds.items() if hold.decoding}
+        residents = tuple(
+            Resident(
+                request_id=key[0],
+                epoch=key[1],
+                gateway_id=gateway_of[key],
+                num_blocks=hold.num_blocks,
+                num_context_tokens=hold.num_computed_tokens,
+                decoding=True,
+            )
+            for key, hold in self.holds.items()
+        )
+        return InstanceJoined(self.profile, residents)
+
+
+class ModelledMesh:
+    """Instances by id, and what concerns two of them."""
+
+    def __init__(self, profiles: Iterable[InstanceProfile]) -> None:
+        self.instances = {profile.instance_id: ModelledInstance(profile) for profile in profiles}
+
+    def send(self, command: Command) -> bool:
+        """Put a command for an instance on its way; False if it is not for an instance that is there."""
+        match command:
+            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | FreeKv() | SetRole():
+                instance = self.instances.get(command.instance_id)
+                if instance is not None:
+                    instance.commands.append(command)
+                return instance is not None
+            case _:
+                return False
+
+    def transfers(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
+        """Granted transfers whose receiver expects them, as (sender, receiver, request)."""
+        found: list[tuple[ModelledInstance, ModelledInstance, RequestKey]] = []
+        for sender in self.instances.values():
+            for key, hold in sender.holds.items():
+                receiver = None if hold.peer_id is None else self.instances.get(hold.peer_id)
+                target = None if receiver is None else receiver.holds.get(key)
+                if hold.granted and receiver is not None and target is not None and not target.decoding:
+                    found.append((sender, receiver, key))
+        for receiver in self.instances.values():
+            num_transfers = sum(to is receiver for _, to, _ in found)
+            assert num_transfers <= receiver.profile.num_transfer_backends, f"{receiver.instance_id}: no backend"
+        return found
+
+    def land(self, sender: ModelledInstance, receiver: ModelledInstance, key: RequestKey) -> None:
+        """All KV of a computed prompt has arrived: it decodes, and the sender frees its side."""
+        assert sender.holds[key].computed, f"{key} landed before it was computed"
+        receiver.holds[key].decoding = True
+        receiver.holds[key].num_computed_tokens = sender.holds[key].num_computed_tokens
+        receiver.events.append(TransferLanded(receiver.instance_id, *key, num_bytes=1, duration_s=0.0))
+        sender.events.append(TransferSent(sender.instance_id, *key, num_bytes=1, duration_s=0.0, exposed_s=0.0))
+        sender.release(key)
+
+    def fail(self, at: ModelledInstance, key: RequestKey) -> None:
+        """One side gives a transfer up."""
+        at.events.append(TransferFailed(at.instance_id, *key, reason="modelled"))

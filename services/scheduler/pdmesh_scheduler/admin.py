@@ -1,0 +1,49 @@
+"""The Admin method: an operator's questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from pdmesh.config import SecurityConfig
+from pdmesh.errors import ProtocolError
+from pdmesh.wire.endpoint import check_token
+from pdmesh.wire.messages import AdminError, AdminRequest, AdminResponse, GetRequest, GetStatus
+from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.records import RequestRecords
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    driver: Driver
+    records: RequestRecords
+    security: SecurityConfig
+
+    def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
+        decoder = msgspec.msgpack.Decoder(list[AdminRequest])
+
+        async def handle(frame: bytes, context: Any) -> bytes:
+            try:
+                (question,) = decoder.decode(frame)
+            except (msgspec.MsgspecError, ValueError) as error:
+                reason = f"malformed frame of {len(frame)} bytes: {error}"
+                return bytes(await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason))  # raises
+            return msgspec.msgpack.encode([self._answer(question)])
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def _answer(self, question: AdminRequest) -> AdminResponse:
+        try:
+            check_token(question.token, self.security)
+        except ProtocolError as error:
+            return AdminError(message=str(error))
+        match question:
+            case GetStatus():
+                return self.driver.state()
+            case GetRequest():
+                record = self.records.get(question.request_id)
+                return record or AdminError(message=f"no request {question.request_id!r} is remembered")

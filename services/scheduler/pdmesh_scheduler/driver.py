@@ -1,0 +1,304 @@
+"""Drives the scheduling core with real events and carries out what it commands.
+
+One task applies all events, in the order they came, so that the log of them repeats every decision. A failure there is
+a bug of ours: it ends the service rather than leave the books wrong.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple, assert_never
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    ForgetRequest,
+    FreeKv,
+    GrantTransfer,
+    PlaceDecode,
+    Reject,
+    Restart,
+    RunStep,
+    SetRole,
+    WakeAt,
+)
+from pdmesh.core.events import (
+    DrainRequested,
+    Event,
+    GatewayJoined,
+    InstanceJoined,
+    InstanceLost,
+    InstanceUnreachable,
+    LoadReported,
+    RequestArrived,
+    RoleChangeRequested,
+    Tick,
+)
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.state import RequestKey
+from pdmesh.engine.base import needs_prompt_tokens
+from pdmesh.eventlog import EventLogWriter
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile, Request
+from pdmesh.wire.messages import (
+    Admit,
+    ChangeRole,
+    ExpectKv,
+    Free,
+    GatewayDown,
+    Generation,
+    Grant,
+    InstanceStatus,
+    MeshState,
+    Rejected,
+    Restarted,
+    RunPlan,
+    WorkerDown,
+)
+from pdmesh_scheduler.metrics import SchedulerMetrics
+from pdmesh_scheduler.peers import Peers
+from pdmesh_scheduler.records import RequestRecords
+
+#: Events waiting to be applied; beyond them streams are not read, and their peers feel it.
+MAX_INBOX = 4096
+
+#: Events applied before other tasks get their turn.
+BATCH = 64
+
+
+class _Waiting(NamedTuple):
+    """A request that is not yet placed, with its prompt."""
+
+    request: Request
+    generation: Generation
+
+
+class Driver:
+    """Owns the core. `submit` and `post` give it events; `run` applies them."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        *,
+        clock: Callable[[], float],
+        workers: Peers[InstanceId, WorkerDown],
+        gateways: Peers[GatewayId, GatewayDown],
+        records: RequestRecords,
+        metrics: SchedulerMetrics,
+        event_log: EventLogWriter | None = None,
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._workers = workers
+        self._gateways = gateways
+        self._records = records
+        self._metrics = metrics
+        self._event_log = event_log
+        self._inbox: deque[tuple[Event, Generation | None]] = deque()
+        self._filled = anyio.Event()
+        self._emptied = anyio.Event()
+        self._waiting: dict[RequestKey, _Waiting] = {}
+        self._profiles: dict[InstanceId, InstanceProfile] = {}
+        self._loads: dict[InstanceId, LoadReported] = {}
+        self._wake_at_s: float | None = None
+        self._wake_changed = anyio.Event()
+        self._readiness: tuple[str | None, int] = ("", 0)
+
+    # --- events in ---
+
+    def post(self, event: Event, generation: Generation | None = None) -> None:
+        """Queue an event without waiting; for the few that a stream's end causes."""
+        self._inbox.append((event, generation))
+        self._filled.set()
+
+    async def submit(self, event: Event, generation: Generation | None = None) -> None:
+        """Queue an event, and wait while too many are."""
+        self.post(event, generation)
+        while len(self._inbox) > MAX_INBOX:
+            await self._emptied.wait()
+
+    async def run(self) -> None:
+        """Apply events until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tick)
+            while True:
+                if not self._inbox:
+                    self._filled = anyio.Event()
+                    await self._filled.wait()
+                for _ in range(min(BATCH, len(self._inbox))):
+                    self._apply(*self._inbox.popleft())
+                if len(self._inbox) <= MAX_INBOX:
+                    self._emptied.set()
+                    self._emptied = anyio.Event()
+                await anyio.lowlevel.checkpoint()
+
+    async def _tick(self) -> None:
+        while True:
+            self._wake_changed = changed = anyio.Event()
+            if self._wake_at_s is None:
+                await changed.wait()
+                continue
+            with anyio.move_on_after(max(0.0, self._wake_at_s - self._clock())):
+                await changed.wait()
+                continue
+            self._wake_at_s = None
+            self.post(Tick())
+
+    def _apply(self, event: Event, generation: Generation | None) -> None:
+        now_s = self._clock()
+        if self._event_log is not None:
+            self._event_log.record(now_s, event)
+        self._remember(event, generation)
+        began_s = perf_counter()
+        commands = self._core.handle(event, now_s)
+        self._metrics.observe(event, commands, decision_s=perf_counter() - began_s)
+        self._records.observe(event, commands, now_s, self._core.bundle)
+        for command in commands:
+            self._carry_out(command)
+        self._follow_up(event)
+
+    def _remember(self, event: Event, generation: Generation | None) -> None:
+        match event:
+            case RequestArrived() if generation is not None:
+                key = (generation.request_id, generation.epoch)
+                self._waiting.setdefault(key, _Waiting(event.request, generation))
+            case InstanceJoined():
+                self._profiles[event.profile.instance_id] = event.profile
+                self._loads.pop(event.profile.instance_id, None)
+            case LoadReported():
+                self._loads[event.instance_id] = event
+            case _:
+                pass
+
+    def _follow_up(self, event: Event) -> None:
+        match event:
+            case RequestArrived():
+                key = (event.request.request_id, event.request.epoch)
+                if not self._core.is_active(key):
+                    self._waiting.pop(key, None)  # one of an older epoch, or refused
+            case GatewayJoined():
+                self._gateways.post(event.gateway_id, self.state())
+            case InstanceJoined() | InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
+                self._tell_readiness()
+            case InstanceLost():
+                self._profiles.pop(event.instance_id, None)
+                self._loads.pop(event.instance_id, None)
+                self._tell_readiness()
+            case _:
+                pass
+
+    # --- commands out ---
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case AdmitPrefill():
+                # From here on the workers have the prompt.
+                request, generation = self._waiting.pop((command.request_id, command.epoch))
+                self._metrics.placed(request, self._clock())
+                kv_moves = command.decode_instance_id is not None
+                admit = Admit(generation=generation, num_blocks=command.num_blocks, kv_moves=kv_moves)
+                self._workers.post(command.instance_id, admit)
+            case RunStep():
+                self._workers.post(command.instance_id, RunPlan(plan=command.plan))
+            case PlaceDecode():
+                self._expect_kv(command)
+            case GrantTransfer():
+                grant = Grant(
+                    request_id=command.request_id,
+                    epoch=command.epoch,
+                    capability=command.capability,
+                    destination_address=self._profiles[command.decode_instance_id].data_address,
+                )
+                self._workers.post(command.instance_id, grant)
+            case FreeKv():
+                self._workers.post(command.instance_id, Free(request_id=command.request_id, epoch=command.epoch))
+            case Reject():
+                rejected = Rejected(
+                    request_id=command.request_id,
+                    epoch=command.epoch,
+                    reason=command.reason,
+                    message=command.message,
+                    retry_after_s=command.retry_after_s,
+                )
+                self._gateways.post(command.gateway_id, rejected)
+            case Restart():
+                restarted = Restarted(request_id=command.request_id, epoch=command.epoch, reason=command.reason)
+                self._gateways.post(command.gateway_id, restarted)
+            case ForgetRequest():
+                self._waiting.pop((command.request_id, command.epoch), None)
+            case SetRole():
+                self._workers.post(command.instance_id, ChangeRole(role=command.role))
+            case WakeAt():
+                self._wake_at_s = command.at_s
+                self._wake_changed.set()
+            case _:
+                assert_never(command)
+
+    def _expect_kv(self, command: PlaceDecode) -> None:
+        generation = self._waiting[command.request_id, command.epoch].generation
+        num_context_tokens = generation.num_tokens
+        if not needs_prompt_tokens(generation.params) and generation.num_output_tokens == 0:
+            generation = msgspec.structs.replace(generation, token_ids=b"")
+        expect = ExpectKv(
+            generation=generation,
+            num_context_tokens=num_context_tokens,
+            num_blocks=command.num_blocks,
+            capability=command.capability,
+            source_address=self._profiles[command.prefill_instance_id].data_address,
+        )
+        self._workers.post(command.instance_id, expect)
+
+    # --- the mesh's state ---
+
+    def state(self) -> MeshState:
+        reason = self._core.unready_reason
+        return MeshState(
+            ready=reason is None,
+            reason=reason or "",
+            instances=self._statuses(),
+            num_waiting=self._core.num_waiting,
+            num_running=self._core.num_running,
+            bundle=self._core.bundle,
+            max_model_len=self._max_model_len(),
+            num_gateways=len(self._gateways),
+        )
+
+    def _statuses(self) -> tuple[InstanceStatus, ...]:
+        statuses: list[InstanceStatus] = []
+        for view in self._core.instances:
+            profile, load = self._profiles[view.instance_id], self._loads.get(view.instance_id)
+            statuses.append(
+                InstanceStatus(
+                    instance_id=view.instance_id,
+                    role=view.role,
+                    model=profile.model,
+                    device=profile.device,
+                    pid=profile.pid,
+                    draining=view.draining,
+                    num_blocks=profile.num_blocks,
+                    num_free_blocks=profile.num_blocks if load is None else load.num_free_blocks,
+                    num_held_blocks=0 if load is None else load.num_held_blocks,
+                    num_quarantined_blocks=0 if load is None else load.num_quarantined_blocks,
+                    num_prefilling=view.num_prefilling,
+                    num_decoding=view.num_decoding,
+                    num_queued_tokens=view.num_queued_tokens,
+                )
+            )
+        return tuple(statuses)
+
+    def _max_model_len(self) -> int:
+        return min((profile.max_model_len for profile in self._profiles.values()), default=0)
+
+    def _tell_readiness(self) -> None:
+        """Push the state to all gateways if what they act upon has changed."""
+        readiness = (self._core.unready_reason, self._max_model_len())
+        if readiness != self._readiness:
+            self._readiness = readiness
+            state = self.state()
+            for gateway_id in self._gateways:
+                self._gateways.post(gateway_id, state)

@@ -1,0 +1,120 @@
+"""Gateways' streams: the requests they bring, and what becomes of these when they are lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+import structlog
+
+from pdmesh.config import SchedulerConfig, SecurityConfig
+from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived, RequestCancelled
+from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.model import GatewayId, Request
+from pdmesh.wire.endpoint import check_token
+from pdmesh.wire.link import FrameLink
+from pdmesh.wire.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    GatewayDown,
+    GatewayHeartbeat,
+    GatewayUp,
+    RegisterGateway,
+    Submit,
+    WelcomeGateway,
+)
+from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.peers import Connection, Leases, Peers, converse, first_message
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStreams:
+    """A gateway whose stream breaks has the rest of its lease to come back; its requests go on meanwhile."""
+
+    driver: Driver
+    peers: Peers[GatewayId, GatewayDown]
+    leases: Leases[GatewayId]
+    config: SchedulerConfig
+    security: SecurityConfig
+    stopping: anyio.Event
+    clock: Callable[[], float]
+
+    async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
+        """One stream, from its registration to its end."""
+        frames = link.frames()
+        registration, rest = await first_message(frames, RegisterGateway)
+        check_token(registration.token, self.security)
+        if registration.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"protocol version {registration.version}, this scheduler speaks {PROTOCOL_VERSION}")
+        gateway_id = registration.gateway_id
+
+        async def read() -> None:
+            await self._take(gateway_id, rest)
+            async for messages in frames:
+                self.leases.renew(gateway_id)
+                await self._take(gateway_id, messages)
+
+        with anyio.CancelScope() as scope:
+            connection: Connection[GatewayId, GatewayDown] = Connection(gateway_id, link, scope)
+            self.peers.add(connection)
+            self.leases.renew(gateway_id)
+            log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(registration.waiting), peer=peer)
+            try:
+                link.post(WelcomeGateway(lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s))
+                self.driver.post(GatewayJoined(gateway_id, registration.waiting))
+                await converse(link, read, self.stopping)
+            finally:
+                if self.peers.remove(connection):
+                    log.warning("gateway's stream ended", gateway_id=gateway_id)
+        if scope.cancelled_caught:
+            raise InstanceUnavailable("the lease ran out, or another stream of this gateway took over")
+
+    def expired(self, gateway_id: GatewayId) -> None:
+        log.error("gateway lost: its lease ran out", gateway_id=gateway_id)
+        self.peers.end(gateway_id)
+        self.driver.post(GatewayLost(gateway_id))
+
+    async def _take(self, gateway_id: GatewayId, messages: list[GatewayUp]) -> None:
+        for message in messages:
+            match message:
+                case RegisterGateway():
+                    raise ProtocolError("RegisterGateway twice")
+                case GatewayHeartbeat():
+                    self.peers.post(gateway_id, self.driver.state())
+                case Submit():
+                    request = _request(message, gateway_id, self.clock())
+                    await self.driver.submit(RequestArrived(request), message.generation)
+                case Cancel():
+                    await self.driver.submit(RequestCancelled(message.request_id, message.epoch))
+
+
+def _request(submit: Submit, gateway_id: GatewayId, now_s: float) -> Request:
+    """What the core is told of a request. Raises ProtocolError for one that no gateway may send."""
+    generation = submit.generation
+    name = f"request {generation.request_id!r}"
+    if generation.gateway_id != gateway_id:
+        raise ProtocolError(f"{name} names gateway {generation.gateway_id!r}")
+    if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
+        raise ProtocolError(
+            f"{name} has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
+        )
+    if generation.epoch < 0 or generation.max_tokens_left < 1:
+        raise ProtocolError(f"{name}, epoch {generation.epoch}, has {generation.max_tokens_left} tokens to generate")
+    for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
+        if slo_s is not None and not (math.isfinite(slo_s) and slo_s > 0):
+            raise ProtocolError(f"{name} has a target of {slo_s} s")
+    return Request(
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        gateway_id=gateway_id,
+        num_prompt_tokens=generation.num_tokens,
+        max_tokens=generation.max_tokens_left,
+        arrival_s=now_s,
+        priority=submit.priority,
+        slo_ttft_s=submit.slo_ttft_s,
+        slo_tpot_s=submit.slo_tpot_s,
+    )

@@ -1,0 +1,118 @@
+"""Composition root of the scheduler service."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from contextlib import AsyncExitStack, ExitStack
+
+import anyio
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from pdmesh.config import LOOPBACK, MeshConfig, SchedulerConfig
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.errors import ConfigError
+from pdmesh.eventlog import EventLogWriter, Header
+from pdmesh.model import GatewayId, InstanceId
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.service import ServiceContext, run_service
+from pdmesh.telemetry.exposition import serve_metrics
+from pdmesh.wire.endpoint import start_server
+from pdmesh.wire.link import serve_link
+from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
+from pdmesh_scheduler.admin import Admin
+from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.metrics import SchedulerMetrics
+from pdmesh_scheduler.peers import Leases, Peers
+from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.workers import WorkerStreams
+
+SERVICE = "pdmesh.v1.Scheduler"
+
+#: For streams to end by themselves when the service stops.
+STOP_GRACE_S = 2.0
+
+
+def main(config: MeshConfig) -> int:
+    """Run until stopped; the exit code."""
+    return run_service("scheduler", config, serve)
+
+
+async def serve(config: MeshConfig, context: ServiceContext) -> None:
+    """Schedule until ``context.stopping`` is set, then end all streams with UNAVAILABLE."""
+    settings, clock = config.scheduler, time.monotonic  # finer than the clock of the event loop
+    began_at, began_s = time.time(), clock()
+    core_config, seed = core_config_of(settings), secrets.randbits(63)
+    core = SchedulerCore(core_config, make_bundle(settings.bundle, core_config.policy), random.Random(seed))
+    registry = CollectorRegistry()
+    workers: Peers[InstanceId, WorkerDown] = Peers()
+    gateways: Peers[GatewayId, GatewayDown] = Peers()
+    worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
+    gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
+    records = RequestRecords(settings.max_records, wall_time=lambda at_s: began_at + at_s - began_s)
+
+    with ExitStack() as closing:
+        header = Header(seed=seed, bundle=settings.bundle, config=core_config, started_at=began_at, started_s=began_s)
+        event_log = None
+        if settings.event_log is not None:
+            try:
+                event_log = closing.enter_context(EventLogWriter(settings.event_log, header))
+            except OSError as error:
+                raise ConfigError(
+                    f"scheduler.event_log: cannot write {settings.event_log}: {error.strerror}"
+                ) from error
+        metrics_port = closing.enter_context(serve_metrics(registry, host=LOOPBACK, port=settings.metrics_port))
+        driver = Driver(
+            core,
+            clock=clock,
+            workers=workers,
+            gateways=gateways,
+            records=records,
+            metrics=SchedulerMetrics(registry, core),
+            event_log=event_log,
+        )
+        worker_streams = WorkerStreams(driver, workers, worker_leases, settings, config.security, context.stopping)
+        gateway_streams = GatewayStreams(
+            driver, gateways, gateway_leases, settings, config.security, context.stopping, clock
+        )
+        methods = {
+            "Worker": serve_link(worker_streams.serve, WorkerUp),
+            "Gateway": serve_link(gateway_streams.serve, GatewayUp),
+            "Admin": Admin(driver, records, config.security).handler(),
+        }
+        async with AsyncExitStack() as stopping_server, anyio.create_task_group() as tasks:
+            if event_log is not None:
+                tasks.start_soon(event_log.run)
+            tasks.start_soon(driver.run)
+            tasks.start_soon(worker_leases.run, worker_streams.expired)
+            tasks.start_soon(gateway_leases.run, gateway_streams.expired)
+            server, port = await start_server(
+                SERVICE, methods, host=settings.host, port=settings.port, security=config.security
+            )
+            stopping_server.push_async_callback(_stop, server)
+            context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)
+            await context.stopping.wait()
+            await _stop(server)
+            tasks.cancel_scope.cancel()
+
+
+def core_config_of(settings: SchedulerConfig) -> CoreConfig:
+    return CoreConfig(
+        plans_in_flight=settings.plans_in_flight,
+        max_queue_entries=settings.max_queue_entries,
+        max_queue_tokens=settings.max_queue_bytes // 4,  # a token is four bytes on the wire
+        max_queue_s=settings.max_queue_s,
+        orphan_grace_s=settings.orphan_grace_s,
+        policy=PolicyConfig(chunk_tokens=settings.chunk_tokens),
+    )
+
+
+async def _stop(server: grpc.aio.Server) -> None:
+    """Take no new streams and end the others. Harmless when done already."""
+    with anyio.CancelScope(shield=True):
+        await server.stop(STOP_GRACE_S)

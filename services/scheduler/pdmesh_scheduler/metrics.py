@@ -1,0 +1,120 @@
+"""The scheduler's Prometheus metrics, in the shapes that dashboards know from vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdmesh.core.commands import Command, ForgetRequest, Reject, Restart
+from pdmesh.core.events import Event, RequestFinished, TransferFailed, TransferLanded
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import Request
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
+
+
+class SchedulerMetrics:
+    """Counts from events and commands; gauges are read from the core when they are asked for."""
+
+    def __init__(self, registry: CollectorRegistry, core: SchedulerCore) -> None:
+        self._queue_time = Histogram(
+            "pdmesh:request_queue_time_seconds",
+            "From arrival at the scheduler to the first planned chunk",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._decision = Histogram(
+            "pdmesh:scheduler_decision_seconds",
+            "Time of the scheduling core for one event",
+            registry=registry,
+            buckets=_DECISION_SECONDS,
+        )
+        self._prompt_tokens = Counter("pdmesh:prompt_tokens", "Prompt tokens placed", registry=registry)
+        self._generation_tokens = Counter(
+            "pdmesh:generation_tokens", "Output tokens of finished requests", registry=registry
+        )
+        self._success = Counter(
+            "pdmesh:request_success", "Requests finished, by reason", ["finished_reason"], registry=registry
+        )
+        self._rejected = Counter(
+            "pdmesh:request_rejected", "Requests rejected, by reason", ["reason"], registry=registry
+        )
+        self._ended = Counter("pdmesh:request_ended", "Requests ended, by outcome", ["outcome"], registry=registry)
+        self._restarts = Counter(
+            "pdmesh:request_restarts", "Requests sent back to be resumed elsewhere", registry=registry
+        )
+        self._landed_bytes = Counter("pdmesh:kv_landed_bytes", "Bytes of KV that landed", registry=registry)
+        self._landed = Histogram(
+            "pdmesh:kv_landing_seconds",
+            "From a transfer's first piece to its last, at the receiver",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._failed = Counter(
+            "pdmesh:num_transfer_failed_reqs", "Transfers that either side gave up", registry=registry
+        )
+        waiting = Gauge("pdmesh:num_requests_waiting", "Requests in the queue", registry=registry)
+        waiting.set_function(lambda: core.num_waiting)
+        running = Gauge("pdmesh:num_requests_running", "Requests placed and not ended", registry=registry)
+        running.set_function(lambda: core.num_running)
+        registry.register(_CoreCollector(core))
+
+    def observe(self, event: Event, commands: Sequence[Command], *, decision_s: float) -> None:
+        """Count what an event and its commands tell."""
+        self._decision.observe(decision_s)
+        match event:
+            case RequestFinished():
+                self._success.labels(event.reason).inc()
+                self._generation_tokens.inc(max(0, event.num_output_tokens))
+            case TransferLanded():
+                self._landed_bytes.inc(max(0, event.num_bytes))
+                self._landed.observe(event.duration_s)
+            case TransferFailed():
+                self._failed.inc()
+            case _:
+                pass
+        for command in commands:
+            match command:
+                case Reject():
+                    self._rejected.labels(command.reason).inc()
+                case Restart():
+                    self._restarts.inc()
+                case ForgetRequest():
+                    self._ended.labels(command.outcome).inc()
+                case _:
+                    pass
+
+    def placed(self, request: Request, now_s: float) -> None:
+        """A request left the queue for an instance."""
+        self._queue_time.observe(now_s - request.arrival_s)
+        self._prompt_tokens.inc(request.num_prompt_tokens)
+
+
+class _CoreCollector(Collector):
+    """Figures of the core's books, one sample an instance or kind."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        usage = GaugeMetricFamily(
+            "pdmesh:kv_cache_usage_perc",
+            "Share of an instance's KV blocks that is taken or promised",
+            labels=["instance"],
+        )
+        queued = GaugeMetricFamily(
+            "pdmesh:num_queued_tokens", "Prompt tokens placed on an instance, not yet computed", labels=["instance"]
+        )
+        for view in self._core.instances:
+            usage.add_metric([view.instance_id], 1 - view.num_free_blocks / view.num_blocks)
+            queued.add_metric([view.instance_id], view.num_queued_tokens)
+        ignored = CounterMetricFamily(
+            "pdmesh:reports_ignored", "Reports that did not fit the scheduler's books", labels=["kind"]
+        )
+        for kind, count in self._core.ignored.items():
+            ignored.add_metric([kind], count)
+        yield from (usage, queued, ignored)

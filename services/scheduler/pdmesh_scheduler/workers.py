@@ -1,0 +1,185 @@
+"""Workers' streams: who joins, what they report, and when they are given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import anyio
+import structlog
+
+from pdmesh.config import SchedulerConfig, SecurityConfig
+from pdmesh.core.events import (
+    DrainRequested,
+    Event,
+    InstanceJoined,
+    InstanceLost,
+    InstanceUnreachable,
+    KvReleased,
+    LoadReported,
+    RequestFinished,
+    StepDone,
+    TransferFailed,
+    TransferLanded,
+    TransferOffered,
+    TransferSent,
+)
+from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.model import InstanceId
+from pdmesh.wire.endpoint import check_token
+from pdmesh.wire.link import FrameLink
+from pdmesh.wire.messages import (
+    PROTOCOL_VERSION,
+    Draining,
+    FinishedReport,
+    Goodbye,
+    Heartbeat,
+    LandedReport,
+    OfferReport,
+    RegisterWorker,
+    ReleasedReport,
+    SentReport,
+    StepReport,
+    TransferFailedReport,
+    WelcomeWorker,
+    WorkerDown,
+    WorkerUp,
+)
+from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.peers import Connection, Leases, Peers, converse, first_message
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStreams:
+    """A worker whose stream breaks has the rest of its lease to come back, and gets no work meanwhile."""
+
+    driver: Driver
+    peers: Peers[InstanceId, WorkerDown]
+    leases: Leases[InstanceId]
+    config: SchedulerConfig
+    security: SecurityConfig
+    stopping: anyio.Event
+
+    async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
+        """One stream, from its registration to its end."""
+        frames = link.frames()
+        registration, rest = await first_message(frames, RegisterWorker)
+        _check(registration, self.security)
+        instance_id = registration.profile.instance_id
+
+        with anyio.CancelScope() as scope:
+            connection: Connection[InstanceId, WorkerDown] = Connection(instance_id, link, scope)
+
+            async def read() -> None:
+                done = await self._report(connection, rest)
+                while not done and (messages := await anext(frames, None)) is not None:
+                    self.leases.renew(instance_id)
+                    done = await self._report(connection, messages)
+
+            self.peers.add(connection)
+            self.leases.renew(instance_id)
+            log.info("instance joined", instance_id=instance_id, role=registration.profile.role, peer=peer)
+            try:
+                link.post(WelcomeWorker(lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s))
+                self.driver.post(InstanceJoined(registration.profile, registration.residents))
+                await converse(link, read, self.stopping)
+            finally:
+                if self.peers.remove(connection):
+                    log.warning("instance's stream broke", instance_id=instance_id)
+                    self.driver.post(InstanceUnreachable(instance_id))
+        if scope.cancelled_caught:
+            raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
+
+    def expired(self, instance_id: InstanceId) -> None:
+        log.error("instance lost: its lease ran out", instance_id=instance_id)
+        self.peers.end(instance_id)
+        self.driver.post(InstanceLost(instance_id))
+
+    async def _report(self, connection: Connection[InstanceId, WorkerDown], messages: list[WorkerUp]) -> bool:
+        """Pass reports on; whether the last one was a goodbye."""
+        instance_id = connection.peer_id
+        for message in messages:
+            match message:
+                case RegisterWorker():
+                    raise ProtocolError("RegisterWorker twice")
+                case Goodbye():
+                    log.info("instance said goodbye", instance_id=instance_id)
+                    self.peers.remove(connection)
+                    self.leases.drop(instance_id)
+                    self.driver.post(InstanceLost(instance_id))
+                    return True
+                case _:
+                    await self.driver.submit(_event(instance_id, message))
+        return False
+
+
+def _event(
+    instance_id: InstanceId,
+    message: Heartbeat
+    | StepReport
+    | OfferReport
+    | LandedReport
+    | SentReport
+    | TransferFailedReport
+    | FinishedReport
+    | ReleasedReport
+    | Draining,
+) -> Event:
+    match message:
+        case Heartbeat():
+            return LoadReported(
+                instance_id,
+                message.num_free_blocks,
+                message.num_held_blocks,
+                message.num_quarantined_blocks,
+                message.num_decoding,
+            )
+        case StepReport():
+            return StepDone(instance_id, message.plan_id, message.duration_s, message.chunks, message.num_decodes)
+        case OfferReport():
+            return TransferOffered(instance_id, message.request_id, message.epoch)
+        case LandedReport():
+            return TransferLanded(instance_id, message.request_id, message.epoch, message.num_bytes, message.duration_s)
+        case SentReport():
+            return TransferSent(
+                instance_id,
+                message.request_id,
+                message.epoch,
+                message.num_bytes,
+                message.duration_s,
+                message.exposed_s,
+            )
+        case TransferFailedReport():
+            return TransferFailed(instance_id, message.request_id, message.epoch, message.reason)
+        case FinishedReport():
+            return RequestFinished(
+                instance_id, message.request_id, message.epoch, message.reason, message.num_output_tokens
+            )
+        case ReleasedReport():
+            return KvReleased(instance_id, message.request_id, message.epoch)
+        case Draining():
+            return DrainRequested(instance_id)
+
+
+def _check(registration: RegisterWorker, security: SecurityConfig) -> None:
+    """Refuse what the core could not work with. Raises ProtocolError."""
+    check_token(registration.token, security)
+    if registration.version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {registration.version}, this scheduler speaks {PROTOCOL_VERSION}")
+    profile = registration.profile
+    counts = {
+        "num_blocks": profile.num_blocks,
+        "kv_layout.block_size": profile.kv_layout.block_size,
+        "max_model_len": profile.max_model_len,
+        "max_num_seqs": profile.max_num_seqs,
+        "num_transfer_backends": profile.num_transfer_backends,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ProtocolError(f"{name} of the instance's profile is {count}: it must be at least 1")
+    if not profile.instance_id:
+        raise ProtocolError("the instance's id is empty")
+    held = [resident.num_blocks for resident in registration.residents]
+    if any(num_blocks < 0 for num_blocks in held) or sum(held) > profile.num_blocks:
+        raise ProtocolError(f"residents hold {sum(held)} of {profile.num_blocks} blocks")

@@ -1,0 +1,369 @@
+"""Laws of the scheduling core over a modelled mesh in which commands and reports are late and everything may fail."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, GrantTransfer, PlaceDecode, Reject, Restart, WakeAt
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import (
+    Event,
+    GatewayJoined,
+    GatewayLost,
+    InstanceJoined,
+    InstanceLost,
+    InstanceUnreachable,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    Tick,
+    TransferOffered,
+)
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.state import RequestKey
+from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, Role
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
+
+CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=PolicyConfig(chunk_tokens=8))
+GATEWAYS = (GatewayId("g0"), GatewayId("g1"))
+CALAMITIES = ("gateway lost", "gateway reconnects", "instance lost", "instance reconnects", "scheduler restarts")
+MESHES = {
+    "1P+1D": (Role.PREFILL, Role.DECODE),
+    "2P+2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
+    "2M": (Role.MIXED, Role.MIXED),
+    "1P+1M+1D": (Role.PREFILL, Role.MIXED, Role.DECODE),
+}
+
+
+class MeshMachine(RuleBasedStateMachine):
+    """Gateways, modelled instances, a core; each rule is one thing that may happen next."""
+
+    @initialize(shape=st.sampled_from(sorted(MESHES)))
+    def begin(self, shape: str) -> None:
+        self.now_s = 0.0
+        self.profiles = {
+            profile.instance_id: profile
+            for index, role in enumerate(MESHES[shape])
+            for profile in [
+                modelled_profile(
+                    f"i{index}", role, num_blocks=16, block_size=4, max_num_seqs=3, num_transfer_backends=1
+                )
+            ]
+        }
+        self.mesh = ModelledMesh(self.profiles.values())
+        self.num_requests = 0
+        self.awaited: dict[RequestId, Request] = {}  # what gateways wait for, in its current epoch
+        self.to_resume: set[RequestId] = set()
+        self.gateway_of: dict[RequestKey, GatewayId] = {}
+        self.placed: set[RequestKey] = set()
+        self.new_core()
+
+    def new_core(self) -> None:
+        self.core = SchedulerCore(CONFIG, make_bundle("fcfs", CONFIG.policy), random.Random(0))
+        self.ended: set[RequestKey] = set()
+        self.waiting: dict[RequestKey, Request] = {}  # accepted and not placed
+        self.offers: list[RequestKey] = []  # in order of first offer, not yet granted
+        self.receiver_of: dict[RequestKey, InstanceId] = {}
+        self.wake_at_s: float | None = None
+        for gateway_id in GATEWAYS:
+            self.gateway_joins(gateway_id)
+        for instance in self.mesh.instances.values():
+            self.feed(instance.rejoin(self.gateway_of))
+
+    # --- the driver's part, with the laws ---
+
+    def feed(self, event: Event) -> None:
+        if isinstance(event, RequestArrived) and not self.core.is_active(key_of(event.request)):
+            self.waiting[key_of(event.request)] = event.request
+        if isinstance(event, TransferOffered):
+            key = (event.request_id, event.epoch)
+            if self.core.is_active(key) and key not in self.offers:
+                self.offers.append(key)
+        for command in self.core.handle(event, self.now_s):
+            match command:
+                case AdmitPrefill():
+                    key = (command.request_id, command.epoch)
+                    assert key not in self.placed, f"{key} placed twice"
+                    self.placed.add(key)
+                    request = self.waiting.pop(key)
+                    assert all(order_of(request) < order_of(other) for other in self.waiting.values()), "overtaken"
+                case PlaceDecode():
+                    self.receiver_of[command.request_id, command.epoch] = command.instance_id
+                case GrantTransfer():
+                    key = (command.request_id, command.epoch)
+                    earlier = self.offers[: self.offers.index(key)]
+                    assert all(self.receiver_of[other] != command.decode_instance_id for other in earlier), "overtaken"
+                    self.offers.remove(key)
+                case ForgetRequest():
+                    key = (command.request_id, command.epoch)
+                    assert key not in self.ended, f"{key} ended twice"
+                    self.ended.add(key)
+                    self.waiting.pop(key, None)
+                    if key in self.offers:
+                        self.offers.remove(key)
+                case Reject():
+                    if self.is_current(command.request_id, command.epoch):
+                        del self.awaited[command.request_id]
+                case Restart():
+                    if self.is_current(command.request_id, command.epoch):
+                        self.to_resume.add(command.request_id)
+                case WakeAt():
+                    assert command.at_s > self.now_s, "asked to be woken in the past"
+                    self.wake_at_s = command.at_s
+                case _:
+                    pass
+            self.mesh.send(command)
+
+    def is_current(self, request_id: RequestId, epoch: Epoch) -> bool:
+        request = self.awaited.get(request_id)
+        return request is not None and request.epoch == epoch
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "core"):
+            self.core.check_integrity()
+            self.mesh.transfers()
+            assert set(self.waiting) == {key for key in self.waiting if self.core.is_active(key)}
+            assert self.core.num_waiting == len(self.waiting)
+
+    # --- gateways ---
+
+    @rule(prompt=st.integers(1, 30), output=st.integers(1, 12), gateway=st.sampled_from(GATEWAYS))
+    def request_arrives(self, prompt: int, output: int, gateway: GatewayId) -> None:
+        self.num_requests += 1
+        request = Request(
+            request_id=RequestId(f"r{self.num_requests:04}"),
+            epoch=Epoch(0),
+            gateway_id=gateway,
+            num_prompt_tokens=prompt,
+            max_tokens=output,
+            arrival_s=self.now_s,
+        )
+        self.submit(request)
+
+    def submit(self, request: Request) -> None:
+        self.awaited[request.request_id] = request
+        self.gateway_of[key_of(request)] = request.gateway_id
+        self.feed(RequestArrived(request))
+
+    @precondition(lambda self: self.to_resume)
+    @rule(data=st.data())
+    def request_resumes(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.to_resume)))
+        self.to_resume.remove(request_id)
+        self.resume(request_id)
+
+    def resume(self, request_id: RequestId) -> None:
+        if (old := self.awaited.get(request_id)) is not None:
+            self.submit(replace(old, epoch=Epoch(old.epoch + 1), arrival_s=self.now_s))
+
+    @precondition(lambda self: self.awaited)
+    @rule(data=st.data())
+    def client_goes_away(self, data: st.DataObject) -> None:
+        request = self.awaited.pop(data.draw(st.sampled_from(sorted(self.awaited))))
+        self.feed(RequestCancelled(request.request_id, request.epoch))
+
+    @precondition(lambda self: self.awaited)
+    @rule(data=st.data())
+    def request_is_sent_again(self, data: st.DataObject) -> None:
+        request = self.awaited[data.draw(st.sampled_from(sorted(self.awaited)))]
+        if self.core.is_active(key_of(request)):
+            self.feed(RequestArrived(request))
+
+    def gateway_joins(self, gateway: GatewayId) -> None:
+        waiting = tuple(key_of(request) for request in self.awaited.values() if request.gateway_id == gateway)
+        self.feed(GatewayJoined(gateway, waiting))
+
+    def gateway_is_lost(self, gateway: GatewayId) -> None:
+        self.awaited = {key: request for key, request in self.awaited.items() if request.gateway_id != gateway}
+        self.feed(GatewayLost(gateway))
+
+    # --- instances ---
+
+    def pick(self, data: st.DataObject, instances: list[ModelledInstance]) -> ModelledInstance | None:
+        return data.draw(st.sampled_from(instances)) if instances else None
+
+    @rule(data=st.data(), at_most=st.sampled_from((1, 9, 9)))
+    def commands_arrive(self, data: st.DataObject, at_most: int) -> None:
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.commands]):
+            for _ in range(min(at_most, len(instance.commands))):
+                instance.take_command()
+
+    @rule(data=st.data(), at_most=st.sampled_from((1, 9, 9)))
+    def reports_arrive(self, data: st.DataObject, at_most: int) -> None:
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.events]):
+            for _ in range(min(at_most, len(instance.events))):
+                self.deliver(instance)
+
+    @rule(data=st.data(), ended_by_first_token=st.booleans())
+    def mesh_works(self, data: st.DataObject, ended_by_first_token: bool) -> None:
+        """Commands, a step and its reports, without a delay."""
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.commands or i.plans]):
+            while instance.commands:
+                instance.take_command()
+            if instance.plans:
+                self.run_step(instance, ended_by_first_token)
+            while instance.events:
+                self.deliver(instance)
+
+    def deliver(self, instance: ModelledInstance) -> None:
+        self.feed(instance.events.popleft())
+
+    @rule(data=st.data())
+    def report_arrives_twice(self, data: st.DataObject) -> None:
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.events]):
+            event = instance.events[0]
+            self.deliver(instance)
+            if not isinstance(event, InstanceJoined):
+                self.feed(event)
+
+    @rule(data=st.data(), ended_by_first_token=st.booleans())
+    def step_runs(self, data: st.DataObject, ended_by_first_token: bool) -> None:
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.plans]):
+            self.run_step(instance, ended_by_first_token)
+
+    def run_step(self, instance: ModelledInstance, ended_by_first_token: bool) -> None:
+        instance.begin_step()
+        instance.end_step(ended_by_first_token=ended_by_first_token)
+        self.see_finished(instance)
+
+    def see_finished(self, instance: ModelledInstance) -> None:
+        """Tokens do not pass through the scheduler: a gateway knows of the end before it does."""
+        for event in instance.events:
+            if isinstance(event, RequestFinished) and self.is_current(event.request_id, event.epoch):
+                del self.awaited[event.request_id]
+
+    @rule(data=st.data())
+    def transfer_lands(self, data: st.DataObject) -> None:
+        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.holds[key].computed]
+        if transfers:
+            self.mesh.land(*data.draw(st.sampled_from(transfers)))
+
+    @rule(data=st.data(), at_sender=st.booleans())
+    def transfer_fails(self, data: st.DataObject, at_sender: bool) -> None:
+        transfers = self.mesh.transfers()
+        if transfers:
+            sender, receiver, key = data.draw(st.sampled_from(transfers))
+            self.mesh.fail(sender if at_sender else receiver, key)
+
+    @rule(data=st.data())
+    def generation_ends(self, data: st.DataObject) -> None:
+        decoding = [(i, key) for i in self.mesh.instances.values() for key, hold in i.holds.items() if hold.decoding]
+        if decoding:
+            instance, key = data.draw(st.sampled_from(decoding))
+            instance.finish(key)
+            self.see_finished(instance)
+
+    @rule(data=st.data(), gateway=st.sampled_from(GATEWAYS), what=st.sampled_from(CALAMITIES))
+    def something_breaks(self, data: st.DataObject, gateway: GatewayId, what: str) -> None:
+        match what:
+            case "gateway lost":
+                self.gateway_is_lost(gateway)
+            case "gateway reconnects":
+                self.gateway_joins(gateway)
+            case "instance lost":
+                self.instance_is_lost(data)
+            case "instance reconnects":
+                self.instance_reconnects(data)
+            case _:
+                self.new_core()
+
+    def instance_is_lost(self, data: st.DataObject) -> None:
+        if len(self.mesh.instances) > 1 and (instance := self.pick(data, list(self.mesh.instances.values()))):
+            del self.mesh.instances[instance.instance_id]
+            self.feed(InstanceLost(instance.instance_id))
+
+    @rule(data=st.data())
+    def instance_returns(self, data: st.DataObject) -> None:
+        absent = sorted(set(self.profiles) - set(self.mesh.instances))
+        if absent:
+            instance_id = data.draw(st.sampled_from(absent))
+            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id])
+            self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+
+    def instance_reconnects(self, data: st.DataObject) -> None:
+        if instance := self.pick(data, list(self.mesh.instances.values())):
+            self.feed(InstanceUnreachable(instance.instance_id))
+            self.feed(instance.rejoin(self.gateway_of))
+
+    @rule(seconds=st.sampled_from((0.0, 0.5, 5.0, 60.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self.wake_at_s is not None and self.wake_at_s <= self.now_s:
+            self.feed(Tick())
+
+    # --- the end ---
+
+    def teardown(self) -> None:
+        """Let everything that is under way come to its end: then all is free."""
+        if not hasattr(self, "core"):
+            return
+        for instance_id in sorted(set(self.profiles) - set(self.mesh.instances)):
+            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id])
+            self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+        for _ in range(1000):
+            if not self.settle_once():
+                break
+        self.books_balance()
+        assert not self.awaited, f"{self.awaited} never ended"
+        assert self.core.num_waiting == 0
+        assert self.core.num_running == 0
+        for view in self.core.instances:
+            assert view.num_free_blocks == view.num_blocks, f"{view.instance_id} is not free"
+            assert view.num_seats_taken == 0
+            assert view.num_queued_tokens == 0
+            instance = self.mesh.instances[view.instance_id]
+            assert not instance.holds, f"{view.instance_id} still holds {instance.holds}"
+
+    def settle_once(self) -> bool:
+        """One round of everything but failures; False when nothing is left to do."""
+        busy = False
+        for instance in self.mesh.instances.values():
+            while instance.commands:
+                instance.take_command()
+                busy = True
+            while instance.plans:
+                self.run_step(instance, ended_by_first_token=False)
+                busy = True
+            for key in [key for key, hold in instance.holds.items() if hold.decoding]:
+                instance.finish(key)
+                self.see_finished(instance)
+                busy = True
+        for transfer in self.mesh.transfers():
+            if transfer[0].holds[transfer[2]].computed:
+                self.mesh.land(*transfer)
+                busy = True
+        for instance in self.mesh.instances.values():
+            while instance.events:
+                self.deliver(instance)
+                busy = True
+        for request_id in sorted(self.to_resume):
+            self.to_resume.remove(request_id)
+            self.resume(request_id)
+            busy = True
+        if not busy and not any(instance.holds for instance in self.mesh.instances.values()):
+            assert self.core.num_waiting == 0, "requests wait though the mesh is empty"
+        if not busy and self.wake_at_s is not None and self.wake_at_s > self.now_s:
+            self.now_s = self.wake_at_s
+            self.feed(Tick())
+            busy = True
+        return busy
+
+
+def key_of(request: Request) -> RequestKey:
+    return request.request_id, request.epoch
+
+
+def order_of(request: Request) -> tuple[float, str]:
+    return request.arrival_s, request.request_id
+
+
+MeshMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestMesh = MeshMachine.TestCase
