@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import structlog
 
-from pdmesh.config import MeshConfig
+from pdmesh.config import MeshConfig, load_config
 from pdmesh.errors import ConfigError, leaves
 from pdmesh.telemetry.logs import configure_logging
 
@@ -61,6 +61,16 @@ def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
         log.exception("service failed")
         return 1
     return 0
+
+
+def run_from_environment(name: str, main: Callable[[MeshConfig], int]) -> int:
+    """What ``python -m`` of a service package does: build the configuration from the environment, run, exit code."""
+    try:
+        config = load_config(None, os.environ, {})
+    except ConfigError as error:
+        sys.stderr.write(f"pdmesh {name}: {error}\n")
+        return EXIT_CONFIG
+    return main(config)
 
 
 async def _run(config: MeshConfig, serve: Serve) -> None:

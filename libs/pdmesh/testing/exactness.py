@@ -15,8 +15,7 @@ from typing import Any
 import anyio
 import httpx
 
-#: Two logits closer than this may change places by rounding alone; a reference with such a tie proves nothing.
-TIE_LOGIT = 1e-4
+from pdmesh.testing.reference import HfReference
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +29,19 @@ class Reference:
 
 
 @lru_cache(maxsize=4)
-def _load(checkpoint: Path) -> Any:
-    import transformers  # heavy; tests only
-
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype="float32", attn_implementation="eager"
-    )
-    return model.eval()
+def _load(checkpoint: Path) -> HfReference:
+    return HfReference(checkpoint)
 
 
 def reference(checkpoint: Path, prompt: Sequence[int], max_tokens: int) -> Reference:
     """Greedy decoding with `transformers`, never stopping at an end-of-sequence token."""
-    import torch
-
-    model = _load(checkpoint)
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    margin = float("inf")
-    with torch.inference_mode():
-        output = model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
-        while True:
-            logits = output.logits[0, -1].float()
-            best = torch.topk(logits, 2).values
-            margin = min(margin, float(best[0] - best[1]))
-            token_id = int(logits.argmax())
-            token_ids.append(token_id)
-            logprobs.append(float(torch.log_softmax(logits, -1)[token_id]))
-            if len(token_ids) == max_tokens:
-                break
-            output = model(torch.tensor([[token_id]]), past_key_values=output.past_key_values, use_cache=True)
-    return Reference(tuple(prompt), tuple(token_ids), tuple(logprobs), margin)
+    steps = _load(checkpoint).greedy_steps(prompt, max_tokens)
+    return Reference(
+        tuple(prompt),
+        tuple(step.token_id for step in steps),
+        tuple(step.logprob for step in steps),
+        min(step.margin for step in steps),
+    )
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:

@@ -1,0 +1,61 @@
+# make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
+# make test   everything CI runs
+# make fmt    format and fix what can be fixed
+# make clean  remove the venv and what tools left behind
+#
+# Both first two make .venv and install into it what constraints.txt pins, once for each state of that file and of
+# pyproject.toml. TORCH says what pip is given for torch, for instance TORCH="--index-url URL torch==2.13.0".
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt
+STATE := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+RUN_STAMP := $(VENV)/.run-$(STATE)
+TEST_STAMP := $(VENV)/.test-$(STATE)
+
+# Two cores and many processes: one thread for each. Tests never ask a hub.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.PHONY: up test lint fmt clean
+
+up: $(RUN_STAMP)
+	@$(BIN)/pdmesh up $(ARGS)
+
+test: lint
+	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+fmt: $(TEST_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# torch comes first and alone: a range would make pip take the newest build, with gigabytes of CUDA packages.
+$(VENV)/.base-$(STATE):
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "pdmesh needs Python 3.11 or newer; say which with make PYTHON=...")'
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing what constraints.txt pins into $(VENV); the first time takes a few minutes"
+	@rm -f $(VENV)/.base-* $(VENV)/.run-* $(VENV)/.test-*
+	@$(PIP) $(TORCH)
+	@$(PIP) hatchling editables
+	@touch $@
+
+$(RUN_STAMP): $(VENV)/.base-$(STATE)
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(TEST_STAMP): $(VENV)/.base-$(STATE)
+	@$(PIP) --no-build-isolation --editable '.[test,lint]'
+	@touch $@ $(RUN_STAMP)

@@ -1,0 +1,36 @@
+"""What every benchmark prints first: on what, and of which commit, it was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def heading(title: str) -> str:
+    """Title, machine and commit, in two lines."""
+    return f"{title}\n{cpu_model()}, {os.cpu_count()} cores, Python {platform.python_version()}; commit {commit()}"
+
+
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def commit() -> str:
+    """The short commit, with a + if the tree has changes."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The ``share`` quantile, interpolated; ``values`` must hold at least two."""
+    return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]

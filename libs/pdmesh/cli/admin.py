@@ -1,0 +1,150 @@
+"""`pdmesh status` and `pdmesh requests show`: questions to a scheduler's Admin method."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+import anyio
+import grpc
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pdmesh.cli.options import Output
+from pdmesh.cli.state import MeshRecord, MeshState
+from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
+from pdmesh.wire import messages
+from pdmesh.wire.endpoint import open_channel
+
+ADMIN_METHOD = "/pdmesh.v1.Scheduler/Admin"
+_DEADLINE_S = 5.0
+
+
+async def ask_scheduler(
+    address: str, security: SecurityConfig, question: messages.AdminRequest
+) -> messages.AdminResponse:
+    """One question, one answer. Raises InstanceUnavailable, ProtocolError, or PdmeshError with the scheduler's no."""
+    async with open_channel(address, security) as channel:
+        call: Any = channel.unary_unary(ADMIN_METHOD)
+        try:
+            frame = await call(msgspec.msgpack.encode([question]), timeout=_DEADLINE_S, wait_for_ready=False)
+        except grpc.aio.AioRpcError as error:
+            raise InstanceUnavailable(
+                f"the scheduler at {address} does not answer: {error.code().name}: {error.details()}"
+            ) from error
+    try:
+        (answer,) = msgspec.msgpack.decode(frame, type=list[messages.AdminResponse])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ProtocolError(f"the scheduler at {address} sent a malformed answer: {error}") from error
+    if isinstance(answer, messages.AdminError):
+        raise PdmeshError(answer.message)
+    return answer
+
+
+def show_status(config: MeshConfig, state: MeshState, output: Output) -> None:
+    """Print the state of a mesh. Raises PdmeshError if none can be asked."""
+    record, address, token = _target(config, state)
+    answer = anyio.run(ask_scheduler, address, config.security, messages.GetStatus(token=token))
+    if not isinstance(answer, messages.MeshState):
+        raise ProtocolError("the scheduler answered another question")
+    if output is Output.JSON:
+        local = None if record is None else _public(record)
+        typer.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
+        return
+    console = Console()
+    if record is not None:
+        up_s = time.time() - record.started_at
+        console.print(
+            f"mesh [bold]{record.name}[/]  http {record.http_address}  model {record.model}  up {_duration(up_s)}",
+            highlight=False,
+        )
+    console.print(
+        f"{'[green]ready[/]' if answer.ready else f'[red]not ready[/]: {answer.reason}'}  "
+        f"waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}",
+        highlight=False,
+    )
+    console.print(instances_table(answer))
+
+
+def show_request(config: MeshConfig, state: MeshState, request_id: str, output: Output) -> None:
+    """Print a request's record. Raises PdmeshError if it is not remembered or no mesh can be asked."""
+    _, address, token = _target(config, state)
+    question = messages.GetRequest(request_id=request_id, token=token)
+    answer = anyio.run(ask_scheduler, address, config.security, question)
+    if not isinstance(answer, messages.RequestRecord):
+        raise ProtocolError("the scheduler answered another question")
+    if output is Output.JSON:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        return
+    console = Console()
+    arrived = datetime.fromtimestamp(answer.arrived_at).astimezone().isoformat(sep=" ", timespec="milliseconds")
+    console.print(
+        f"request [bold]{answer.request_id}[/]  arrived {arrived}  "
+        f"prompt {answer.num_prompt_tokens} tokens  policy {answer.bundle}",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ms", justify="right")
+    table.add_column("+ms", justify="right")
+    for column in ("what", "where", "detail"):
+        table.add_column(column)
+    before_s = 0.0
+    for entry in answer.entries:
+        since_ms, step_ms = 1e3 * entry.at_s, 1e3 * (entry.at_s - before_s)
+        table.add_row(f"{since_ms:.1f}", f"{step_ms:.1f}", entry.what, entry.instance_id or "", entry.detail)
+        before_s = entry.at_s
+    console.print(table)
+
+
+def _target(config: MeshConfig, state: MeshState) -> tuple[MeshRecord | None, str, str]:
+    """Whom to ask, and with which token: the scheduler that was named, else that of the mesh on this machine."""
+    if config.scheduler_address:
+        return None, config.scheduler_address, config.security.mesh_token
+    record = state.read()
+    if record is None:
+        raise PdmeshError(f"no mesh named {state.name!r} is running: start one with `pdmesh up`, or give --scheduler")
+    if not record.scheduler_address:
+        raise PdmeshError(f"mesh {state.name!r} is starting; see {state.folder}")
+    return record, record.scheduler_address, record.mesh_token
+
+
+def _public(record: MeshRecord) -> dict[str, Any]:
+    shown = msgspec.to_builtins(record)
+    del shown["mesh_token"]
+    return dict(shown)
+
+
+def instances_table(answer: messages.MeshState) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
+    for column in ("instance", "role", "state", "device"):
+        table.add_column(column)
+    for column in ("pid", "prefills", "decodes", "queued", "kv blocks"):
+        table.add_column(column, justify="right")
+    for row in answer.instances:
+        table.add_row(
+            row.instance_id,
+            row.role,
+            "draining" if row.draining else "up",
+            row.device,
+            str(row.pid),
+            str(row.num_prefilling),
+            str(row.num_decoding),
+            str(row.num_queued_tokens),
+            _blocks(row),
+        )
+    return table
+
+
+def _blocks(row: messages.InstanceStatus) -> str:
+    text = f"{row.num_free_blocks}/{row.num_blocks} free"
+    return text + (f", {row.num_quarantined_blocks} quarantined" if row.num_quarantined_blocks else "")
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

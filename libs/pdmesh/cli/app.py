@@ -1,0 +1,235 @@
+"""All commands of ``pdmesh``. Each imports what it needs when it runs, so that ``--help`` stays fast."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable
+from typing import Annotated, cast
+
+import typer
+
+from pdmesh import __version__
+from pdmesh.cli.options import ConfigFile, Model, Name, Output, OutputFormat, Settings, build_config
+from pdmesh.cli.state import DEFAULT_NAME, mesh_state
+from pdmesh.config import MeshConfig
+
+app = typer.Typer(
+    name="pdmesh",
+    help="A disaggregated serving mesh for large language models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+requests_app = typer.Typer(help="Look at single requests.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+app.add_typer(requests_app, name="requests")
+app.add_typer(config_app, name="config")
+
+
+@app.command()
+def up(
+    model: Model = None,
+    host: Annotated[str | None, typer.Option(help="Where the gateway listens. [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one. [default: 8000]")] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill instances. [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode instances. [default: 1]")] = None,
+    mixed: Annotated[int, typer.Option(min=0, help="Instances that do both.")] = 0,
+    name: Name = DEFAULT_NAME,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the mesh can serve.")] = False,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Context length; the checkpoint's if not given.")] = None,
+    kv_cache_bytes: Annotated[int | None, typer.Option(help="KV cache of one instance.")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one step.")] = None,
+    deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Independent of the batch.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Clients must show it; better from the environment.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Start a mesh on this machine. Ctrl-C drains and stops it; a second one kills it."""
+    from pdmesh.cli.plan import Pools
+    from pdmesh.cli.up import MeshRun, up_detached
+
+    tree = build_config(
+        config,
+        settings,
+        model=model,
+        gateway__host=host,
+        gateway__port=port,
+        worker__served_model_name=served_model_name,
+        worker__dtype=dtype,
+        worker__device=device,
+        worker__max_model_len=max_model_len,
+        worker__kv_cache_bytes=kv_cache_bytes,
+        worker__deterministic=deterministic,
+        scheduler__chunk_tokens=chunk_tokens,
+        security__api_key=api_key,
+        telemetry__log_level=log_level,
+    )
+    # Without a word on pools: one of each. With --mixed alone: only those.
+    default = 0 if mixed and prefill is None and decode is None else 1
+    pools = Pools(
+        prefill=default if prefill is None else prefill, decode=default if decode is None else decode, mixed=mixed
+    )
+    state = mesh_state(os.environ, name)
+    if detach:
+        raise typer.Exit(up_detached(tree, pools, state, os.environ))
+    MeshRun(tree, pools, state, os.environ).run()
+
+
+@app.command()
+def down(
+    name: Name = DEFAULT_NAME,
+    now: Annotated[bool, typer.Option("--now", help="Kill at once instead of draining.")] = False,
+) -> None:
+    """Drain and stop a mesh of this machine, and wait until it is gone."""
+    from pdmesh.cli.up import down as stop
+
+    stopped = stop(mesh_state(os.environ, name), now=now)
+    typer.echo(f"pdmesh: mesh {name!r} {'stopped' if stopped else 'is not running'}")
+
+
+@app.command()
+def status(
+    name: Name = DEFAULT_NAME,
+    scheduler: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Ask this scheduler, not a mesh of this machine.")
+    ] = None,
+    output: OutputFormat = Output.TABLE,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Show the instances of a mesh and what they are doing."""
+    from pdmesh.cli.admin import show_status
+
+    show_status(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), output)
+
+
+@requests_app.command("show")
+def requests_show(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
+    name: Name = DEFAULT_NAME,
+    scheduler: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Ask this scheduler, not a mesh of this machine.")
+    ] = None,
+    output: OutputFormat = Output.TABLE,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Print one request's life: queued, each chunk with its instance and time, the transfer, the tokens."""
+    from pdmesh.cli.admin import show_request
+
+    tree = build_config(config, settings, scheduler_address=scheduler)
+    show_request(tree, mesh_state(os.environ, name), request_id, output)
+
+
+@app.command()
+def chat(
+    name: Name = DEFAULT_NAME,
+    url: Annotated[str | None, typer.Option(help="A gateway elsewhere, such as http://host:8000.")] = None,
+    model: Annotated[str | None, typer.Option(help="The served model's name; the first one if not given.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    temperature: Annotated[float, typer.Option(min=0)] = 1.0,
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Say this, print the answer, leave.")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Talk to the model. Ctrl-C stops an answer, Ctrl-D leaves."""
+    from pdmesh.cli.chat import ChatOptions, run_chat
+
+    options = ChatOptions(model=model, system=system, max_tokens=max_tokens, temperature=temperature)
+    tree = build_config(config, settings)
+    raise typer.Exit(run_chat(tree, mesh_state(os.environ, name), url, options, message))
+
+
+@app.command()
+def doctor(
+    output: OutputFormat = Output.TABLE,
+    port: Annotated[int | None, typer.Option(help="The HTTP port to look at. [default: 8000]")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Check what this machine offers, and say what to do about what is missing."""
+    from pdmesh.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(build_config(config, settings, gateway__port=port), output, os.environ))
+
+
+@app.command()
+def gateway(
+    model: Model = None,
+    scheduler: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The scheduler to dial.")] = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen. [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port. [default: 8000]")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Run one gateway in the foreground."""
+    tree = build_config(
+        config, settings, model=model, scheduler_address=scheduler, gateway__host=host, gateway__port=port
+    )
+    _run_service("gateway", tree)
+
+
+@app.command()
+def scheduler(
+    host: Annotated[str | None, typer.Option(help="Where to listen. [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="gRPC port. [default: a free one]")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Run one scheduler in the foreground."""
+    _run_service("scheduler", build_config(config, settings, scheduler__host=host, scheduler__port=port))
+
+
+@app.command()
+def prefill(
+    model: Model = None,
+    scheduler: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The scheduler to dial.")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Run one prefill instance in the foreground."""
+    _run_service("prefill", build_config(config, settings, model=model, scheduler_address=scheduler))
+
+
+@app.command()
+def decode(
+    model: Model = None,
+    scheduler: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The scheduler to dial.")] = None,
+    role: Annotated[str | None, typer.Option(help="decode or mixed. [default: decode]")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Run one decode or mixed instance in the foreground."""
+    _run_service("decode", build_config(config, settings, model=model, scheduler_address=scheduler, worker__role=role))
+
+
+@config_app.command("show")
+def config_show(
+    output: Annotated[str, typer.Option("-o", "--output", help="toml or json.")] = "toml",
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Print the configuration as it would be used: file, then environment, then flags."""
+    from pdmesh.config import to_dict, to_toml
+
+    tree = build_config(config, settings)
+    typer.echo(json.dumps(to_dict(tree), indent=2) if output == "json" else to_toml(tree), nl=output == "json")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _run_service(name: str, config: MeshConfig) -> None:
+    main = cast("Callable[[MeshConfig], int]", importlib.import_module(f"pdmesh_{name}.main").main)
+    raise typer.Exit(main(config))

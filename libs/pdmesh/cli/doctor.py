@@ -1,0 +1,234 @@
+"""`pdmesh doctor`: what this machine offers to a mesh, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pdmesh.cli.options import Output
+from pdmesh.cli.plan import num_cores
+from pdmesh.cli.state import cache_root, state_root
+from pdmesh.config import MeshConfig
+
+_GIB = 1 << 30
+_TOOL_TIMEOUT_S = 30.0
+_MIN_OPEN_FILES = 4096
+_MIN_DISK_BYTES = 2 * _GIB
+_MIN_SHM_BYTES = 64 << 20
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # a mesh runs, but slower or with less
+    FAILURE = "failure"  # no mesh runs
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    subject: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def run_doctor(config: MeshConfig, output: Output, environ: Mapping[str, str]) -> int:
+    """Print all checks; 1 if something essential fails, else 0."""
+    checks = list(all_checks(config, environ))
+    if output is Output.JSON:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        _print(checks)
+    return 1 if any(check.verdict is Verdict.FAILURE for check in checks) else 0
+
+
+def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check]:
+    yield check_python()
+    yield from check_torch()
+    yield from check_ucx(environ)
+    yield check_shared_memory(Path("/dev/shm"))
+    yield check_ptrace(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    yield check_port(config.gateway.host, config.gateway.port)
+    yield check_memory(config, Path("/proc/meminfo"))
+    yield check_disk("cache", cache_root(environ))
+    yield check_disk("state", state_root(environ))
+    yield check_open_files()
+    yield check_hub(environ)
+
+
+def check_python() -> Check:
+    return Check("python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+
+
+def check_torch() -> Iterator[Check]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Check("torch", Verdict.FAILURE, f"cannot be imported: {error}", "run `make up`, or pip install torch")
+        return
+    cores = num_cores()
+    yield Check("torch", Verdict.OK, f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores")
+    if not torch.cuda.is_available():
+        built = "this torch is built without CUDA" if torch.version.cuda is None else "no device is visible"
+        has_driver = shutil.which("nvidia-smi") is not None
+        advice = "install a CUDA build of torch, or look at CUDA_VISIBLE_DEVICES" if has_driver else ""
+        yield Check("gpu", Verdict.WARNING if has_driver else Verdict.OK, f"none ({built}): the CPU computes", advice)
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        yield Check("gpu", Verdict.OK, f"{index}: {device.name}, {device.total_memory / _GIB:.0f} GiB")
+
+
+def check_ucx(environ: Mapping[str, str]) -> Iterator[Check]:
+    try:
+        version = importlib.metadata.version("ucxx-cu12")
+        subprocess.run([sys.executable, "-c", "import ucxx"], check=True, capture_output=True, timeout=_TOOL_TIMEOUT_S)
+    except importlib.metadata.PackageNotFoundError:
+        yield Check("ucx", Verdict.FAILURE, "ucxx is not installed", "pip install ucxx-cu12")
+        return
+    except (subprocess.SubprocessError, OSError) as error:
+        yield Check("ucx", Verdict.FAILURE, f"ucxx cannot be imported: {error}", "run `python -c 'import ucxx'` to see")
+        return
+    yield Check("ucx", Verdict.OK, f"ucxx {version}")
+    yield check_transports(_ucx_info, environ.get("UCX_TLS"))
+
+
+def check_transports(ucx_info: Callable[[], str], ucx_tls: str | None) -> Check:
+    """Shared memory with ``cma`` moves several times what TCP does inside a host."""
+    try:
+        found = sorted(set(re.findall(r"#\s+Transport:\s*(\S+)", ucx_info())) - {"self"})
+    except (OSError, subprocess.SubprocessError) as error:
+        return Check("ucx transports", Verdict.WARNING, f"ucx_info does not run: {error}", "")
+    named = ", ".join(found) + (f"; UCX_TLS={ucx_tls}" if ucx_tls else "")
+    if not found:
+        return Check("ucx transports", Verdict.FAILURE, "none", "see `ucx_info -d`; unset UCX_TLS")
+    if not {"sysv", "posix"} & set(found):
+        advice = "KV will move over TCP at about 1 GB/s: make /dev/shm available (containers: ipc and shm_size)"
+        return Check("ucx transports", Verdict.WARNING, named, advice)
+    if "cma" not in found:
+        advice = "no cross-memory attach: in containers add SYS_PTRACE and share the pid namespace"
+        return Check("ucx transports", Verdict.WARNING, named, advice)
+    return Check("ucx transports", Verdict.OK, named)
+
+
+def _ucx_info() -> str:
+    """The output of ``ucx_info -d``, which comes with UCX's wheel."""
+    package = importlib.util.find_spec("libucx")
+    if package is None or package.origin is None:
+        raise FileNotFoundError("the package libucx is not installed")
+    root = Path(package.origin).parent
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(root / "lib")}
+    command = [str(root / "bin" / "ucx_info"), "-d"]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S)
+    return done.stdout
+
+
+def check_shared_memory(folder: Path) -> Check:
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Check("shared memory", Verdict.WARNING, f"{folder}: {error.strerror}", "mount a tmpfs there")
+    found = f"{folder}: {free_bytes / _GIB:.1f} GiB free"
+    if free_bytes < _MIN_SHM_BYTES:
+        return Check("shared memory", Verdict.WARNING, found, "raise its size (Docker: shm_size, or ipc: host)")
+    return Check("shared memory", Verdict.OK, found)
+
+
+def check_ptrace(scope_file: Path) -> Check:
+    """``cma`` needs what ptrace needs; Yama's scope 1 allows it to descendants only, which peers are not."""
+    try:
+        scope = int(scope_file.read_text())
+    except (OSError, ValueError):
+        return Check("cross-memory attach", Verdict.OK, "not restricted")
+    if scope == 0 or (os.geteuid() == 0 and scope < 3):
+        return Check("cross-memory attach", Verdict.OK, f"ptrace_scope {scope}")
+    advice = f"KV moves at half speed; as root: echo 0 > {scope_file}"
+    return Check("cross-memory attach", Verdict.WARNING, f"ptrace_scope {scope}", advice)
+
+
+def check_port(host: str, port: int) -> Check:
+    if port == 0:
+        return Check("port", Verdict.OK, "a free one is taken")
+    try:
+        with socket.create_server((host, port)):
+            return Check("port", Verdict.OK, f"{host}:{port} is free")
+    except OSError as error:
+        advice = "stop what uses it (`pdmesh status` if it is a mesh), or take another with --port"
+        return Check("port", Verdict.WARNING, f"{host}:{port}: {error.strerror}", advice)
+
+
+def check_memory(config: MeshConfig, meminfo: Path) -> Check:
+    sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", meminfo.read_text(), flags=re.MULTILINE))
+    available_bytes = int(sizes["MemAvailable"]) * 1024
+    # Two workers, the smallest mesh: their KV caches, and about 600 MiB each for torch itself.
+    wanted_bytes = 2 * (config.worker.kv_cache_bytes + 600 * (1 << 20))
+    found = f"{available_bytes / _GIB:.1f} GiB available"
+    if available_bytes < wanted_bytes:
+        advice = f"one prefill and one decode worker take {wanted_bytes / _GIB:.1f} GiB and twice the weights: "
+        return Check("memory", Verdict.WARNING, found, advice + "lower --kv-cache-bytes, or use --mixed 1")
+    return Check("memory", Verdict.OK, found)
+
+
+def check_disk(what: str, folder: Path) -> Check:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    found = f"{folder}: {free_bytes / _GIB:.1f} GiB free"
+    if not os.access(existing, os.W_OK):
+        variable = f"XDG_{what.upper()}_HOME"
+        return Check(f"{what} folder", Verdict.FAILURE, f"{folder} cannot be written", f"point {variable} elsewhere")
+    if free_bytes < _MIN_DISK_BYTES:
+        return Check(f"{what} folder", Verdict.WARNING, found, "free some space")
+    return Check(f"{what} folder", Verdict.OK, found)
+
+
+def check_open_files() -> Check:
+    """A gateway holds two descriptors for each client."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
+        return Check("open files", Verdict.WARNING, f"limit {soft}", f"ulimit -n {_MIN_OPEN_FILES} (hard limit {hard})")
+    return Check("open files", Verdict.OK, f"limit {soft}")
+
+
+def check_hub(environ: Mapping[str, str]) -> Check:
+    """Only hub ids need the hub, so that none of this is essential."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
+    found = f"cache {cache}, {models} models"
+    if constants.is_offline_mode():
+        return Check("hugging face hub", Verdict.OK, f"{found}; offline by HF_HUB_OFFLINE")
+    host = constants.ENDPOINT.split("://")[-1].split("/")[0]
+    name, _, port = host.partition(":")
+    try:
+        with socket.create_connection((name, int(port or 443)), timeout=3.0):
+            return Check("hugging face hub", Verdict.OK, found)
+    except OSError:
+        advice = "give --model a directory; hub ids work only from the cache (HF_HUB_OFFLINE=1, HF_ENDPOINT)"
+        return Check("hugging face hub", Verdict.WARNING, f"{found}; {host} cannot be reached", advice)
+
+
+def _print(checks: list[Check]) -> None:
+    colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "red"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for check in checks:
+        text = check.found + (f"\n→ {check.advice}" if check.advice else "")
+        table.add_row(f"[{colours[check.verdict]}]{check.verdict}[/]", check.subject, escape(text))
+    Console(highlight=False).print(table)

@@ -1,0 +1,44 @@
+"""Options that several commands share, and the configuration they make."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdmesh.config import MeshConfig, load_config
+from pdmesh.errors import ConfigError
+
+
+class Output(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file; environment and flags win over it.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any setting of `pdmesh config show`. Repeatable."),
+]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="DIR_OR_HUB_ID", help="Checkpoint; the built-in demo if not given.")
+]
+Name = Annotated[str, typer.Option("--name", help="Which mesh of this machine.")]
+OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="For people or for scripts.")]
+
+
+def build_config(file: Path | None, settings: list[str] | None, **flags: object) -> MeshConfig:
+    """File < environment < ``--set`` < the named flags, given as ``section__field``. Raises ConfigError."""
+    given: dict[str, object] = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting!r}: wanted NAME=VALUE, such as gateway.port=8001")
+        given[name.strip()] = value.strip()
+    named = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
+    return load_config(file, os.environ, given | named)

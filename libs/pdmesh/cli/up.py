@@ -1,0 +1,205 @@
+"""`pdmesh up` and `pdmesh down`: start a mesh on this machine, in front of us or detached, and stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import typer
+
+from pdmesh.cli.http import base_url, wait_until_ready
+from pdmesh.cli.plan import Pools, num_cores, other_specs, pinned_settings, scheduler_spec, threads_per_worker
+from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
+from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, MeshState, ServiceRecord, cache_root
+from pdmesh.cli.supervisor import MeshPlan, Supervisor
+from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
+from pdmesh.errors import PdmeshError
+
+#: Loading a large checkpoint from a slow disk takes minutes.
+START_TIMEOUT_S = 900.0
+#: What each of the three stages of a drain may take. Longer generations are cut off.
+DRAIN_S = 30.0
+
+
+@dataclass(slots=True)
+class MeshRun:
+    """One run of a mesh in this process: its record on disk, and what it tells the user."""
+
+    config: MeshConfig
+    pools: Pools
+    state: MeshState
+    environ: Mapping[str, str]
+    _started_at: float = field(default_factory=time.time)
+    _began_s: float = field(default_factory=time.monotonic)
+    _announced: bool = False
+
+    def run(self) -> None:
+        """Start, serve until told to stop, drain. Raises ConfigError, StartFailed."""
+        with self.state.lock():
+            threads = threads_per_worker(self.config, self.pools, num_cores())
+            _say(
+                f"starting {self.pools} for {self.config.model or 'the built-in demo model'}; "
+                f"{num_cores()} cores, {threads} engine {'thread' if threads == 1 else 'threads'} a worker"
+            )
+            self.config = self._resolved()
+            supervisor = Supervisor(self._plan(), on_change=self._changed, say=_say)
+            try:
+                anyio.run(supervisor.run)
+            finally:
+                self.state.remove()
+        _say("stopped")
+
+    def _resolved(self) -> MeshConfig:
+        """The configuration with the model as a directory and a token of this run's own."""
+        from pdmesh.engine.files import resolve_model
+
+        if self.config.model is None:
+            from pdmesh.demo.checkpoint import DEMO_MODEL_NAME, demo_checkpoint
+
+            name = DEMO_MODEL_NAME
+            directory = demo_checkpoint(cache_root(self.environ))
+        else:
+            directory = resolve_model(self.config.model)
+            # A directory goes by its name, a hub id as it is (its snapshot's directory is a hash).
+            is_directory = Path(self.config.model).expanduser().is_dir()
+            name = directory.resolve().name if is_directory else self.config.model
+        name = self.config.worker.served_model_name or name
+        return replace(
+            self.config,
+            model=str(directory.absolute()),
+            worker=replace(self.config.worker, served_model_name=name),
+            security=replace(self.config.security, mesh_token=self.config.security.mesh_token or secrets.token_hex(16)),
+        )
+
+    def _plan(self) -> MeshPlan:
+        config = self.config
+
+        def others(scheduler: Mapping[str, Any]) -> tuple[ChildSpec, Sequence[ChildSpec]]:
+            return other_specs(config, self.pools, self.state, self.environ, scheduler)
+
+        async def wait_ready(gateway: Mapping[str, Any]) -> None:
+            await wait_until_ready(base_url(gateway["http_address"], config.security), config.security)
+
+        return MeshPlan(
+            scheduler=scheduler_spec(config, self.state, self.environ),
+            others=others,
+            pin=pinned_settings,
+            wait_ready=wait_ready,
+            start_timeout_s=START_TIMEOUT_S,
+            drain_s=DRAIN_S,
+        )
+
+    def _changed(self, supervisor: Supervisor) -> None:
+        me = process_id(os.getpid())
+        assert me is not None
+        http_address = str(supervisor.facts("gateway").get("http_address", ""))
+        record = MeshRecord(
+            name=self.state.name,
+            supervisor=me,
+            started_at=self._started_at,
+            ready=supervisor.ready,
+            http_address=http_address,
+            scheduler_address=str(supervisor.facts("scheduler").get("address", "")),
+            mesh_token=self.config.security.mesh_token,
+            model=str(self.config.worker.served_model_name),
+            config=to_dict(self.config),
+            services=tuple(
+                ServiceRecord(name=service.name, process=process, facts=service.facts)
+                for service in supervisor.services
+                if service.child is not None and (process := process_id(service.child.pid)) is not None
+            ),
+        )
+        self.state.write(record)
+        if supervisor.ready and not self._announced:
+            self._announced = True
+            self._announce(record)
+
+    def _announce(self, record: MeshRecord) -> None:
+        url = base_url(record.http_address, self.config.security)
+        command = _command()
+        named = "" if record.name == DEFAULT_NAME else f" --name {record.name}"
+        body = {"model": record.model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
+        has_key = self.config.security.api_key or self.config.security.api_keys_file
+        key = ' -H "Authorization: Bearer $PDMESH_SECURITY_API_KEY"' if has_key else ""
+        _say(f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}\n")
+        typer.echo(f"  try   curl -N {url}/v1/chat/completions{key} \\")
+        typer.echo(f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
+        typer.echo(f"  look  {command} status{named}")
+        typer.echo(f"  logs  {self.state.folder}")
+        typer.echo(f"  stop  {'Ctrl-C, or ' if self.config.ready_fd is None else ''}{command} down{named}\n")
+        sys.stdout.flush()
+        if self.config.ready_fd is not None:
+            os.write(self.config.ready_fd, json.dumps({"pid": os.getpid()}).encode() + b"\n")
+            os.close(self.config.ready_fd)
+
+
+def up_detached(config: MeshConfig, pools: Pools, state: MeshState, environ: Mapping[str, str]) -> int:
+    """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code."""
+    with state.lock():  # say "is running" here and now; the supervisor takes the lock for itself afterwards
+        log_file = state.rotate_log("supervisor")
+    foreign = {key: value for key, value in environ.items() if not key.startswith(PREFIX)}
+    read_fd, write_fd = os.pipe()
+    arguments = ["--name", state.name, "--prefill", pools.prefill, "--decode", pools.decode, "--mixed", pools.mixed]
+    with log_file.open("wb") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "pdmesh.cli", "up", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**foreign, **environment_of(replace(config, ready_fd=write_fd))},
+            start_new_session=True,
+            pass_fds=(write_fd,),
+        )
+    os.close(write_fd)
+    with open(read_fd, "rb") as ready:
+        try:
+            served = ready.readline().endswith(b"\n")
+        except KeyboardInterrupt:
+            supervisor.send_signal(signal.SIGTERM)
+            raise
+        finally:
+            output = log_file.read_text(errors="replace")
+            if output:
+                typer.echo(output, nl=False)
+    if served:
+        supervisor.returncode = 0  # it is on its own now, not ours to reap
+        return 0
+    return supervisor.wait() or 1
+
+
+def down(state: MeshState, *, now: bool) -> bool:
+    """Stop the mesh and wait until it is gone; False if none of that name runs. Raises PdmeshError if it stays."""
+    record = state.read()
+    if record is None:
+        state.remove()
+        return False
+    os.kill(record.supervisor.pid, signal.SIGTERM)
+    if now:
+        os.kill(record.supervisor.pid, signal.SIGINT)  # another signal: two equal ones may be delivered as one
+    if not wait_for_end(record.supervisor, 3 * DRAIN_S + 10):
+        raise PdmeshError(f"the supervisor (pid {record.supervisor.pid}) still runs; see {state.folder}")
+    return True
+
+
+def _command() -> str:
+    """How the user can call us: by name if the PATH leads here, else by where we are installed."""
+    installed = Path(sys.executable).with_name("pdmesh")
+    if shutil.which("pdmesh") == str(installed) or not installed.exists():
+        return "pdmesh"
+    return os.path.relpath(installed)
+
+
+def _say(message: str) -> None:
+    typer.echo(f"pdmesh: {message}")
+    sys.stdout.flush()

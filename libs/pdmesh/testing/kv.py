@@ -1,0 +1,72 @@
+"""A KV store of plain bytes, and transports to test with."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from pdmesh.config import TransferConfig
+from pdmesh.model import KvLayout
+from pdmesh.transport.base import KvTransport
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh.transport.ucx import UcxTransport
+
+SMALL_LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+SMALL_TRANSFER = TransferConfig(
+    transport="memory", max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=5.0
+)
+
+
+class ByteStore:
+    """`pdmesh.kv.store.KvStore` in one bytearray."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, *, seed: int | None = None) -> None:
+        """Zeros, or with a ``seed`` random bytes."""
+        size = layout.num_layers * num_blocks * layout.block_bytes
+        self.data = bytearray(size) if seed is None else bytearray(random.Random(seed).randbytes(size))
+        self._layout = layout
+        self._num_blocks = num_blocks
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def block(self, layer: int, block_id: int) -> memoryview:
+        size = self._layout.block_bytes
+        start = (layer * self._num_blocks + block_id) * size
+        return memoryview(self.data)[start : start + size]
+
+    def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
+        size = self._layout.block_bytes
+        for i, block_id in enumerate(block_ids):
+            out[i * size : (i + 1) * size] = self.block(layer, block_id)
+
+    def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
+        size = self._layout.block_bytes
+        for i, block_id in enumerate(block_ids):
+            self.block(layer, block_id)[:] = data[i * size : (i + 1) * size]
+
+
+class TransportMaker:
+    """Opens transports of one kind that can reach each other."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.fabric = MemoryFabric()
+
+    def make(self, config: TransferConfig) -> MemoryTransport | UcxTransport:
+        if self.kind == "memory":
+            return MemoryTransport(config, self.fabric)
+        return UcxTransport(replace(config, transport="ucx"))
+
+    @contextlib.asynccontextmanager
+    async def open(self, config: TransferConfig = SMALL_TRANSFER) -> AsyncIterator[KvTransport]:
+        async with self.make(config) as transport:
+            yield transport
+            transport.check_integrity()

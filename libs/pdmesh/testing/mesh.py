@@ -1,0 +1,123 @@
+"""A real mesh of real processes for end-to-end tests and benchmarks, started the way a user starts one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from pdmesh.cli.state import MeshRecord
+from pdmesh.wire.messages import MeshState, RequestRecord
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 120.0
+
+
+class _Status(msgspec.Struct):
+    state: MeshState
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMesh:
+    """A mesh started by `running_mesh`."""
+
+    record: MeshRecord
+    environ: Mapping[str, str]
+    folder: Path  # its logs
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.record.http_address}"
+
+    @property
+    def model(self) -> str:
+        return self.record.model
+
+    def client(self) -> httpx.AsyncClient:
+        """A client that opens as many connections as it is asked to."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(base_url=self.base_url, limits=limits, timeout=600)
+
+    def pdmesh(self, *arguments: str) -> str:
+        """Standard output of ``pdmesh ARGUMENTS --name …``; CalledProcessError if it fails."""
+        return subprocess.run(
+            [sys.executable, "-m", "pdmesh.cli", *arguments, "--name", self.record.name],
+            env=dict(self.environ),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=STOP_TIMEOUT_S,
+        ).stdout
+
+    def status(self) -> MeshState:
+        return msgspec.json.decode(self.pdmesh("status", "-o", "json"), type=_Status).state
+
+    def wait_until_idle(self, limit_s: float = 10.0) -> None:
+        """Ask until no request is left and every block of every instance is free. Raises TimeoutError."""
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            state = self.status()
+            held = {i.instance_id: i.num_blocks - i.num_free_blocks for i in state.instances}
+            if state.num_running == state.num_waiting == 0 and not any(held.values()):
+                return
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{state.num_waiting} wait, {state.num_running} run, blocks not free: {held}")
+
+    def request_record(self, request_id: str) -> RequestRecord:
+        return msgspec.json.decode(self.pdmesh("requests", "show", request_id, "-o", "json"), type=RequestRecord)
+
+    def pids(self) -> dict[str, int]:
+        return {service.name: service.process.pid for service in self.record.services}
+
+    def logs(self) -> str:
+        """The logs of all services, for a failing test's message."""
+        return "\n".join(f"== {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.log")))
+
+
+@contextmanager
+def running_mesh(
+    folder: Path,
+    *,
+    model: Path | None,
+    prefill: int = 1,
+    decode: int = 1,
+    mixed: int = 0,
+    settings: Mapping[str, str] | None = None,
+) -> Generator[RunningMesh]:
+    """Start ``pdmesh up --detach`` with its state under ``folder`` and stop it at the end.
+
+    ``settings`` are environment names without their prefix, as ``{"SCHEDULER_CHUNK_TOKENS": "7"}``.
+    """
+    environ = {
+        **os.environ,
+        "XDG_STATE_HOME": str(folder / "state"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "PDMESH_GATEWAY_PORT": "0",
+        **{f"PDMESH_{key}": value for key, value in (settings or {}).items()},
+    }
+    name = "test"
+    pools = ["--prefill", str(prefill), "--decode", str(decode), "--mixed", str(mixed)]
+    arguments = ["up", "--detach", "--name", name, *pools, *(["--model", str(model)] if model is not None else [])]
+    command = [sys.executable, "-m", "pdmesh.cli"]
+    started = subprocess.run(
+        [*command, *arguments], env=environ, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
+    )
+    state = folder / "state" / "pdmesh" / name
+    if started.returncode != 0:
+        logs = "\n".join(file.read_text() for file in sorted(state.glob("*.log")))
+        raise RuntimeError(f"pdmesh up exited with {started.returncode}:\n{started.stdout}{started.stderr}\n{logs}")
+    try:
+        record = msgspec.json.decode((state / "mesh.json").read_bytes(), type=MeshRecord)
+        yield RunningMesh(record, environ, state)
+    finally:
+        subprocess.run(
+            [*command, "down", "--name", name], env=environ, check=True, capture_output=True, timeout=STOP_TIMEOUT_S
+        )

@@ -1,0 +1,73 @@
+"""Stand-in service processes for tests of the supervisor and the command line: real processes, no real service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdmesh.cli.processes import process_id
+
+#: Announces itself and waits for SIGTERM; ``behaviour`` makes it misbehave. What it does goes to the events file.
+_STAND_IN = """
+import http.server, json, os, signal, sys, threading
+
+name, events, behaviour = sys.argv[1:4]
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+def note(what):
+    with open(events, "a") as file:
+        file.write(f"{name} {what}\\n")
+
+if behaviour == "config-error":
+    sys.stderr.write(f"pdmesh {name}: model 'nowhere' is no directory\\n")
+    sys.exit(2)
+if behaviour == "crash":
+    sys.exit(1)
+facts = {"pid": os.getpid(), "address": f"127.0.0.1:{os.environ.get('PDMESH_SCHEDULER_PORT', 7001)}"}
+if name == "gateway":
+    class Ready(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+        def log_message(self, *args):
+            pass
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(os.environ.get("PDMESH_GATEWAY_PORT", 0))), Ready)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    facts["http_address"] = f"127.0.0.1:{server.server_port}"
+note("starting")
+if behaviour != "silent":
+    os.write(int(os.environ["PDMESH_READY_FD"]), json.dumps(facts).encode() + b"\\n")
+os.close(int(os.environ["PDMESH_READY_FD"]))
+while signal.sigwait({signal.SIGTERM}) and behaviour == "stubborn":
+    note("ignored SIGTERM")
+note("stopped")
+"""
+
+
+def write_stand_in(folder: Path) -> Path:
+    """A script to run as ``script NAME EVENTS_FILE BEHAVIOUR``.
+
+    Behaviours: ``good``, ``config-error``, ``crash`` (before it serves), ``silent`` (never serves), ``stubborn``
+    (ignores SIGTERM).
+    """
+    script = folder / "stand_in.py"
+    script.write_text(_STAND_IN)
+    return script
+
+
+def write_stand_in_packages(folder: Path, events: Path) -> None:
+    """Packages ``pdmesh_scheduler`` and so on that run the stand-in, for a PYTHONPATH that starts with ``folder``."""
+    script = write_stand_in(folder)
+    for service in ("scheduler", "gateway", "prefill", "decode"):
+        package = folder / f"pdmesh_{service}"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text(
+            "import os, runpy, sys\n"
+            f"name = os.environ.get('PDMESH_WORKER_INSTANCE_ID', {service!r})\n"
+            f"sys.argv = [{str(script)!r}, name, {str(events)!r}, os.environ.get('STAND_IN_' + {service!r}, 'good')]\n"
+            f"runpy.run_path({str(script)!r})\n"
+        )
+
+
+def is_running(pid: int) -> bool:
+    return process_id(pid) is not None

@@ -1,0 +1,83 @@
+"""The promise: what comes out of a mesh of real processes is what `transformers` says, token for token."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import pytest
+
+from pdmesh.testing.checkpoints import CheckpointShape, Family, write_checkpoint
+from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx]
+
+SHAPE = CheckpointShape()
+PROMPT_LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 257, 700]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture, one topology, one chunk size: pairs chosen so that each value meets different others."""
+
+    architecture: Family
+    prefill: int
+    decode: int
+    mixed: int
+    chunk_tokens: int
+
+
+CASES = [
+    Case("llama", 1, 1, 0, 512),
+    Case("qwen2", 2, 2, 0, 7),
+    Case("qwen3", 0, 0, 2, 64),
+]
+
+
+@dataclass(frozen=True)
+class Served:
+    mesh: RunningMesh
+    references: list[Reference]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.architecture}-{case.chunk_tokens}")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp(case.architecture)
+    checkpoint = folder / "model"
+    checkpoint.mkdir()
+    write_checkpoint(checkpoint, architecture=case.architecture, shape=SHAPE, seed=1)
+    long = 4000 if case.chunk_tokens >= 64 else 1500
+    prompts = random_prompts([*PROMPT_LENGTHS, long], SHAPE.vocab_size, seed=7)
+    references = [reference(checkpoint, prompt, 24) for prompt in prompts]
+    with running_mesh(
+        folder,
+        model=checkpoint,
+        prefill=case.prefill,
+        decode=case.decode,
+        mixed=case.mixed,
+        settings={"SCHEDULER_CHUNK_TOKENS": str(case.chunk_tokens)},
+    ) as mesh:
+        yield Served(mesh, references)
+        mesh.wait_until_idle()
+
+
+@pytest.mark.timeout(300)
+async def test_greedy_tokens_and_logprobs_equal_transformers(served: Served) -> None:
+    async with served.mesh.client() as client:
+        alone = await mismatches(client, served.mesh.model, served.references, concurrency=1)
+        crowd = await mismatches(client, served.mesh.model, served.references * 3, concurrency=32)
+    assert alone + crowd == []
+
+
+SAMPLING = {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "seed": 11, "repetition_penalty": 1.1}
+
+
+@pytest.mark.timeout(300)
+async def test_a_seed_draws_the_same_tokens_alone_and_in_a_crowd(served: Served) -> None:
+    prompt = served.references[6].prompt
+    async with served.mesh.client() as client:
+        alone = await complete(client, served.mesh.model, prompt, 24, **SAMPLING)
+        again = await complete(client, served.mesh.model, prompt, 24, **SAMPLING)
+        other = await complete(client, served.mesh.model, prompt, 24, **{**SAMPLING, "seed": 12})
+    assert alone.token_ids == again.token_ids
+    assert alone.token_ids != other.token_ids

@@ -1,0 +1,193 @@
+"""The command line as its users meet it: real processes, stand-in services."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pdmesh.cli.processes import ProcessId, wait_for_end
+from pdmesh.testing.processes import is_running, write_stand_in_packages
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An environment of its own for ``pdmesh``: state, cache and stand-in services."""
+
+    folder: Path
+    environ: dict[str, str]
+
+    def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pdmesh.cli", *arguments],
+            env=self.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+
+    def record(self, name: str = "default") -> dict[str, object]:
+        loaded = json.loads((self.folder / "state/pdmesh" / name / "mesh.json").read_text())
+        assert isinstance(loaded, dict)
+        return loaded
+
+    def pids(self, name: str = "default") -> list[int]:
+        record = json.loads(json.dumps(self.record(name)))
+        return [record["supervisor"]["pid"], *(service["process"]["pid"] for service in record["services"])]
+
+    def events(self) -> list[str]:
+        return (self.folder / "events").read_text().splitlines()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    write_stand_in_packages(tmp_path, tmp_path / "events")
+    environ = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(tmp_path),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PDMESH_GATEWAY_PORT": "0",
+    }
+    machine = Machine(tmp_path, environ)
+    yield machine
+    for name in [folder.name for folder in (tmp_path / "state/pdmesh").glob("*")]:
+        machine.run("down", "--now", "--name", name)
+
+
+def test_help_loads_neither_torch_nor_grpc() -> None:
+    program = (
+        "import sys; sys.argv = ['pdmesh', '--help']; from pdmesh.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'grpc', 'httpx', 'opentelemetry'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "sentence"),
+    [
+        (["up", "--port", "99999"], {}, "gateway.port is 99999: wanted a whole number from 0 to 65535"),
+        (["up", "--set", "worker.dtyp=float32"], {}, "unknown setting worker.dtyp: did you mean worker.dtype?"),
+        (["up", "--set", "worker.dtype"], {}, "--set 'worker.dtype': wanted NAME=VALUE"),
+        (["up", "--prefill", "0"], {}, "no instance could prefill"),
+        (["up", "--name", "../x"], {}, "--name is '../x'"),
+        (["up", "--model", "./nowhere"], {}, "model './nowhere' is neither a directory nor a Hugging Face hub id"),
+        (["config", "show"], {"PDMESH_GATEWAY_PROT": "1"}, "unknown setting PDMESH_GATEWAY_PROT"),
+        (["scheduler", "--config", "absent.toml"], {}, "cannot read the configuration file absent.toml"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence_and_code_2(
+    machine: Machine, arguments: list[str], variables: dict[str, str], sentence: str
+) -> None:
+    done = machine.run(*arguments, **variables)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pdmesh: {sentence}")
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_usage_is_code_2(machine: Machine) -> None:
+    assert machine.run("no-such-command").returncode == 2
+    assert machine.run("up", "--no-such-option").returncode == 2
+
+
+def test_config_show_tells_what_is_in_force(machine: Machine) -> None:
+    done = machine.run(
+        "config", "show", "-o", "json", "--set", "scheduler.chunk_tokens=64", PDMESH_WORKER_DTYPE="float32"
+    )
+    tree = json.loads(done.stdout)
+    assert (tree["scheduler"]["chunk_tokens"], tree["worker"]["dtype"]) == (64, "float32")
+
+
+@pytest.mark.parametrize("command", [["status"], ["chat", "-m", "Hi"], ["requests", "show", "x"]])
+def test_without_a_mesh_the_others_say_so(machine: Machine, command: list[str]) -> None:
+    done = machine.run(*command)
+    assert done.returncode == 1
+    assert done.stderr.startswith("pdmesh: no mesh named 'default' is running: start one with `pdmesh up`")
+
+
+def test_down_without_a_mesh_is_no_error(machine: Machine) -> None:
+    done = machine.run("down")
+    assert (done.returncode, done.stdout) == (0, "pdmesh: mesh 'default' is not running\n")
+
+
+def test_up_detached_then_down(machine: Machine) -> None:
+    up = machine.run("up", "--detach", "--prefill", "2", "--decode", "1", "--name", "one")
+    assert up.returncode == 0, up.stderr + up.stdout
+    assert "ready in" in up.stdout
+    assert "curl -N http://127.0.0.1:" in up.stdout
+    pids = machine.pids("one")
+    assert len(pids) == 6
+    assert all(map(is_running, pids))
+    record_file = machine.folder / "state/pdmesh/one/mesh.json"
+    assert record_file.stat().st_mode & 0o777 == 0o600
+    events = machine.events()
+    assert events[0] == "scheduler starting"
+    assert sorted(events[1:]) == [f"{name} starting" for name in ("decode-0", "gateway", "prefill-0", "prefill-1")]
+
+    again = machine.run("up", "--detach", "--name", "one")
+    assert again.returncode == 2
+    assert again.stderr.startswith("pdmesh: a mesh named 'one' is running")
+
+    down = machine.run("down", "--name", "one")
+    assert down.returncode == 0, down.stderr
+    assert not any(map(is_running, pids))
+    assert not record_file.exists()
+    assert machine.events()[-1] == "scheduler stopped"
+
+
+def test_two_meshes_side_by_side(machine: Machine) -> None:
+    for name in ("one", "two"):
+        assert machine.run("up", "--detach", "--mixed", "1", "--name", name).returncode == 0
+    one, two = machine.pids("one"), machine.pids("two")
+    assert machine.run("down", "--name", "one").returncode == 0
+    assert not any(map(is_running, one))
+    assert all(map(is_running, two))
+
+
+def test_up_detached_reports_a_service_that_cannot_start(machine: Machine) -> None:
+    done = machine.run("up", "--detach", STAND_IN_decode="config-error")
+    assert done.returncode == 2
+    assert "pdmesh: decode-0: model 'nowhere' is no directory" in done.stdout
+    assert not (machine.folder / "state/pdmesh/default/mesh.json").exists()
+
+
+def test_a_mesh_whose_supervisor_was_killed_does_not_count(machine: Machine) -> None:
+    assert machine.run("up", "--detach").returncode == 0
+    record = json.loads(json.dumps(machine.record()))
+    supervisor, *services = [
+        ProcessId(**record["supervisor"]),
+        *(ProcessId(**s["process"]) for s in record["services"]),
+    ]
+    os.kill(supervisor.pid, signal.SIGKILL)
+    assert all(wait_for_end(process, TIMEOUT_S) for process in (supervisor, *services))
+    assert machine.run("status").returncode == 1
+    assert machine.run("up", "--detach").returncode == 0
+
+
+def test_ctrl_c_drains_a_mesh_in_front_of_us(machine: Machine) -> None:
+    command = [sys.executable, "-u", "-m", "pdmesh.cli", "up"]
+    with subprocess.Popen(command, env=machine.environ, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        for line in up.stdout:
+            if "stop  Ctrl-C" in line:
+                break
+        pids = machine.pids()
+        up.send_signal(signal.SIGINT)
+        rest = up.stdout.read()
+    assert up.returncode == 0
+    assert rest.split("\n")[-3:] == ["pdmesh: draining; once more to kill", "pdmesh: stopped", ""]
+    assert not any(map(is_running, pids))

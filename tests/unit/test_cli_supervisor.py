@@ -1,0 +1,208 @@
+"""The supervisor with real, small child processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import pytest
+
+from pdmesh.cli import supervisor as supervisor_module
+from pdmesh.cli.processes import ChildSpec, ProcessId, process_id, wait_for_end
+from pdmesh.cli.supervisor import MeshPlan, StartFailed, Supervisor
+from pdmesh.testing.processes import is_running, write_stand_in
+
+DEADLINE_S = 30.0
+
+pytestmark = pytest.mark.anyio
+
+
+class Mesh:
+    """A supervisor over stand-ins, with what happened in it."""
+
+    def __init__(
+        self, folder: Path, behaviours: Mapping[str, str] | None = None, *, drain_s: float = DEADLINE_S
+    ) -> None:
+        self.folder = folder
+        self.events_file = folder / "events"
+        self.said: list[str] = []
+        self.ready = anyio.Event()
+        self.changed = anyio.Event()
+        self._script = write_stand_in(folder)
+        self._behaviours = behaviours or {}
+        plan = MeshPlan(
+            scheduler=self._spec("scheduler"),
+            others=self._others,
+            pin=lambda name, facts: {"PDMESH_SCHEDULER_PORT": "7777"} if name == "scheduler" else {},
+            wait_ready=self._wait_ready,
+            start_timeout_s=DEADLINE_S,
+            drain_s=drain_s,
+        )
+        self.supervisor = Supervisor(plan, on_change=self._on_change, say=self.said.append)
+
+    def _spec(self, name: str) -> ChildSpec:
+        command = (sys.executable, "-S", str(self._script), name, str(self.events_file))
+        return ChildSpec(
+            name=name,
+            command=(*command, self._behaviours.get(name, "good")),
+            environment={},
+            log_file=self.folder / f"{name}.log",
+        )
+
+    def _others(self, scheduler: Mapping[str, Any]) -> tuple[ChildSpec, Sequence[ChildSpec]]:
+        assert scheduler["address"] == "127.0.0.1:7001"
+        return self._spec("gateway"), [self._spec("prefill-0"), self._spec("decode-0")]
+
+    async def _wait_ready(self, gateway: Mapping[str, Any]) -> None:
+        assert gateway["http_address"]
+
+    def _on_change(self, supervisor: Supervisor) -> None:
+        if supervisor.ready:
+            self.ready.set()
+        self.changed.set()
+        self.changed = anyio.Event()
+
+    def pid(self, name: str) -> int:
+        (service,) = (service for service in self.supervisor.services if service.name == name)
+        assert service.child is not None
+        return service.child.pid
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.changed.wait()
+
+    def events(self) -> list[str]:
+        return self.events_file.read_text().splitlines() if self.events_file.exists() else []
+
+
+def stop_ourselves(number: signal.Signals = signal.SIGTERM) -> None:
+    """Signal the supervisor, which runs in this process."""
+    os.kill(os.getpid(), number)
+
+
+async def test_starts_the_scheduler_first_and_drains_with_the_traffic(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path)
+    pids: list[int] = []
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            pids += [mesh.pid(name) for name in ("scheduler", "gateway", "prefill-0", "decode-0")]
+            stop_ourselves(signal.SIGINT)
+    events = mesh.events()
+    assert events[0] == "scheduler starting"
+    assert sorted(events[1:4]) == ["decode-0 starting", "gateway starting", "prefill-0 starting"]
+    assert events[4] == "gateway stopped"
+    assert sorted(events[5:7]) == ["decode-0 stopped", "prefill-0 stopped"]
+    assert events[7:] == ["scheduler stopped"]
+    assert not any(map(is_running, pids))
+
+
+async def test_a_killed_child_is_started_again_with_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.001)
+    mesh = Mesh(tmp_path)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            for name in ("prefill-0", "scheduler"):
+                os.kill(mesh.pid(name), signal.SIGKILL)
+                await mesh.until(lambda name=name: f"{name} serves again" in mesh.said)  # type: ignore[misc]
+            stop_ourselves()
+    assert "prefill-0 was killed by SIGKILL; starting it again in 0.001 s" in mesh.said
+    assert mesh.supervisor.facts("scheduler")["address"] == "127.0.0.1:7777"
+
+
+@pytest.mark.parametrize("culprit", ["scheduler", "gateway", "prefill-0"])
+async def test_a_wrong_configuration_stops_the_start_and_is_told(tmp_path: Path, culprit: str) -> None:
+    mesh = Mesh(tmp_path, {culprit: "config-error"})
+    with anyio.fail_after(DEADLINE_S), pytest.raises(StartFailed) as failure:
+        await mesh.supervisor.run()
+    assert failure.value.exit_code == 2
+    assert str(failure.value) == f"{culprit}: model 'nowhere' is no directory"
+    assert all(service.child is None for service in mesh.supervisor.services)
+
+
+async def test_a_child_that_dies_before_it_serves_stops_the_start(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path, {"decode-0": "crash"})
+    with anyio.fail_after(DEADLINE_S), pytest.raises(StartFailed, match="decode-0 exited with code 1") as failure:
+        await mesh.supervisor.run()
+    assert failure.value.exit_code == 1
+    assert str(tmp_path / "decode-0.log") in str(failure.value)
+
+
+async def test_a_stop_while_starting_leaves_nothing(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path, {"gateway": "silent"})
+    seen: list[int] = []
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.until(lambda: bool(mesh.supervisor.facts("prefill-0") and mesh.supervisor.facts("decode-0")))
+            seen += [mesh.pid(name) for name in ("scheduler", "gateway", "prefill-0", "decode-0")]
+            stop_ourselves()
+    assert len(seen) == 4
+    assert not any(map(is_running, seen))
+
+
+async def test_the_second_signal_kills(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path, {"gateway": "stubborn"})
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            stop_ourselves(signal.SIGINT)
+            await anyio.wait_all_tasks_blocked()
+            stop_ourselves(signal.SIGINT)
+    assert mesh.said == ["draining; once more to kill", "killing all services"]
+    assert "scheduler stopped" not in mesh.events()
+
+
+async def test_a_child_that_does_not_drain_is_killed(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path, {"prefill-0": "stubborn"}, drain_s=0.05)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            stop_ourselves()
+    assert "prefill-0 did not drain within 0.05 s and is killed" in mesh.said
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+    """Nothing can be cleaned up after SIGKILL, so the kernel must do it."""
+    program = """
+import sys
+import anyio
+from pathlib import Path
+from pdmesh.cli.processes import ChildSpec, start_child
+from pdmesh.testing.processes import write_stand_in
+
+async def main(folder):
+    command = (sys.executable, "-S", str(write_stand_in(folder)), "prefill-0", str(folder / "events"), "stubborn")
+    spec = ChildSpec(name="prefill-0", command=command, environment={}, log_file=folder / "log")
+    async with start_child(spec) as child:
+        await child.ready()
+        print(child.pid, flush=True)
+        await child.wait()
+
+anyio.run(main, Path(sys.argv[1]))
+"""
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = process_id(int(parent.stdout.readline()))
+        assert child is not None
+        parent.kill()
+    assert wait_for_end(child, DEADLINE_S)
+
+
+def test_a_pid_that_is_used_again_is_another_process() -> None:
+    me = process_id(os.getpid())
+    assert me is not None
+    assert me.alive
+    assert not ProcessId(me.pid, me.start_ticks + 1).alive

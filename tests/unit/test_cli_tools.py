@@ -1,0 +1,202 @@
+"""The commands that look at a mesh and at the machine."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+from rich.console import Console
+
+from pdmesh.cli.admin import ask_scheduler, instances_table
+from pdmesh.cli.chat import ChatOptions, run_chat
+from pdmesh.cli.doctor import Verdict, check_memory, check_port, check_ptrace, check_transports
+from pdmesh.cli.state import MeshState
+from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
+from pdmesh.model import InstanceId, Role
+from pdmesh.wire import messages
+from pdmesh.wire.endpoint import start_server
+
+LOOPBACK = "127.0.0.1"
+
+STATE = messages.MeshState(
+    ready=True,
+    reason="",
+    instances=(
+        messages.InstanceStatus(
+            instance_id=InstanceId("prefill-0"),
+            role=Role.PREFILL,
+            model="m",
+            device="cpu",
+            pid=1234567,
+            draining=True,
+            num_blocks=8192,
+            num_free_blocks=8192,
+            num_held_blocks=0,
+            num_quarantined_blocks=0,
+            num_prefilling=0,
+            num_decoding=0,
+            num_queued_tokens=0,
+        ),
+    ),
+    num_waiting=0,
+    num_running=0,
+    bundle="fcfs",
+)
+
+
+async def ask(answer: bytes) -> messages.AdminResponse:
+    """Ask a scheduler that answers ``answer``."""
+
+    async def serve(request: bytes, _context: Any) -> bytes:
+        assert msgspec.msgpack.decode(request, type=list[messages.AdminRequest]) == [messages.GetStatus(token="t")]
+        return answer
+
+    methods: Any = {"Admin": grpc.unary_unary_rpc_method_handler(serve)}
+    server, port = await start_server("pdmesh.v1.Scheduler", methods, host=LOOPBACK, port=0, security=SecurityConfig())
+    try:
+        return await ask_scheduler(f"{LOOPBACK}:{port}", SecurityConfig(), messages.GetStatus(token="t"))
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.anyio
+async def test_the_schedulers_answer_is_understood() -> None:
+    assert await ask(msgspec.msgpack.encode([STATE])) == STATE
+
+
+@pytest.mark.anyio
+async def test_the_schedulers_no_is_told() -> None:
+    with pytest.raises(PdmeshError, match="wrong mesh token"):
+        await ask(msgspec.msgpack.encode([messages.AdminError(message="wrong mesh token")]))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("answer", [b"", b"garbage", msgspec.msgpack.encode([]), msgspec.msgpack.encode([{"a": 1}])])
+async def test_a_malformed_answer_is_an_error_of_its_own(answer: bytes) -> None:
+    with pytest.raises(ProtocolError, match="malformed answer"):
+        await ask(answer)
+
+
+@pytest.mark.anyio
+async def test_a_scheduler_that_is_not_there() -> None:
+    with socket.create_server((LOOPBACK, 0)) as held:
+        address = f"{LOOPBACK}:{held.getsockname()[1]}"
+    with pytest.raises(InstanceUnavailable, match=f"the scheduler at {address} does not answer"):
+        await ask_scheduler(address, SecurityConfig(), messages.GetStatus())
+
+
+def test_the_status_table_fits_a_terminal_of_80_columns() -> None:
+    console = Console(width=80, file=io.StringIO())
+    console.print(instances_table(STATE))
+    assert isinstance(console.file, io.StringIO)
+    header, row = console.file.getvalue().splitlines()
+    assert row.split() == ["prefill-0", "prefill", "draining", "cpu", "1234567", "0", "0", "0", "8192/8192", "free"]
+    assert header.split()[0] == "instance"
+
+
+@contextmanager
+def gateway(*events: object, done: bool = True) -> Iterator[str]:
+    """An HTTP server that streams ``events`` to any chat; yields its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(json.dumps({"data": [{"id": "m"}]}))
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            lines = [": ping", *(f"data: {json.dumps(event)}" for event in events), *(["data: [DONE]"] if done else [])]
+            self._send("\n\n".join(lines))
+
+        def _send(self, body: str) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer((LOOPBACK, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://{LOOPBACK}:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def chunk(text: str) -> dict[str, object]:
+    return {"choices": [{"delta": {"content": text}}]}
+
+
+def say_hi(url: str) -> int:
+    options = ChatOptions(model=None, system=None, max_tokens=8, temperature=1.0)
+    return run_chat(MeshConfig(), MeshState("default", Path("nowhere")), url, options, "Hi")
+
+
+def test_chat_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with gateway(chunk("Hel"), {"choices": []}, chunk("lo")) as url:
+        assert say_hi(url) == 0
+    assert capsys.readouterr().out == "Hello\n"
+
+
+def test_chat_tells_a_failure_in_the_middle() -> None:
+    events = (chunk("Hel"), {"error": {"message": "no worker is left"}})
+    with gateway(*events) as url, pytest.raises(PdmeshError, match="no worker is left"):
+        say_hi(url)
+
+
+def test_chat_tells_a_stream_that_was_cut_off() -> None:
+    with gateway(chunk("Hel"), done=False) as url, pytest.raises(PdmeshError, match="cut off"):
+        say_hi(url)
+
+
+UCX_INFO = "#      Transport: {}\n#         Device: memory\n"
+
+
+@pytest.mark.parametrize(
+    ("transports", "verdict", "advice"),
+    [
+        (["self", "tcp", "sysv", "posix", "cma"], Verdict.OK, ""),
+        (["self", "tcp", "sysv"], Verdict.WARNING, "no cross-memory attach"),
+        (["self", "tcp"], Verdict.WARNING, "KV will move over TCP"),
+        (["self"], Verdict.FAILURE, "see `ucx_info -d`"),
+    ],
+)
+def test_doctor_judges_transports(transports: list[str], verdict: Verdict, advice: str) -> None:
+    check = check_transports(lambda: "".join(map(UCX_INFO.format, transports)), None)
+    assert check.verdict is verdict
+    assert check.advice.startswith(advice)
+
+
+def test_doctor_finds_a_taken_port() -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        check = check_port(LOOPBACK, taken.getsockname()[1])
+    assert check.verdict is Verdict.WARNING
+    assert "--port" in check.advice
+
+
+@pytest.mark.parametrize(("available_kb", "verdict"), [(500_000, Verdict.WARNING), (8_000_000, Verdict.OK)])
+def test_doctor_judges_memory(tmp_path: Path, available_kb: int, verdict: Verdict) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal:  9000000 kB\nMemAvailable:   {available_kb} kB\n")
+    assert check_memory(MeshConfig(), meminfo).verdict is verdict
+
+
+def test_doctor_finds_restricted_attach(tmp_path: Path) -> None:
+    scope = tmp_path / "ptrace_scope"
+    assert check_ptrace(scope).verdict is Verdict.OK
+    scope.write_text("3\n")
+    assert check_ptrace(scope).verdict is Verdict.WARNING

@@ -1,0 +1,179 @@
+"""Laws of the configuration: precedence, round trips, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.config import (
+    GatewayConfig,
+    MeshConfig,
+    SecurityConfig,
+    WorkerConfig,
+    environment_of,
+    load_config,
+    to_dict,
+    to_toml,
+)
+from pdmesh.errors import ConfigError
+
+
+def toml_file(folder: Path, text: str) -> Path:
+    file = folder / "pdmesh.toml"
+    file.write_text(text)
+    return file
+
+
+def test_without_anything_it_is_the_default_tree() -> None:
+    assert load_config(None, {}, {}) == MeshConfig()
+
+
+def test_file_then_environment_then_flags(tmp_path: Path) -> None:
+    file = toml_file(tmp_path, 'model = "file"\n[gateway]\nport = 1\nmax_n = 1\n[scheduler]\nport = 1\n')
+    environ = {"PDMESH_GATEWAY_PORT": "2", "PDMESH_SCHEDULER_PORT": "2", "PDMESH_MODEL": "environment"}
+    config = load_config(file, environ, {"gateway.port": 3, "gateway.max_n": None})
+    assert (config.gateway.max_n, config.scheduler.port, config.gateway.port) == (1, 2, 3)
+    assert config.model == "environment"
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    file = toml_file(tmp_path, "[gateway]\nport = 7\n")
+    assert load_config(None, {"PDMESH_CONFIG": str(file)}, {}).gateway.port == 7
+
+
+def test_top_level_settings_have_plain_names() -> None:
+    config = load_config(None, {"PDMESH_SCHEDULER_ADDRESS": "host:1", "PDMESH_READY_FD": "5"}, {})
+    assert (config.scheduler_address, config.ready_fd) == ("host:1", 5)
+
+
+def test_variables_of_others_are_not_ours() -> None:
+    environ = {"HF_HOME": "x", "UCX_TLS": "tcp", "CUDA_VISIBLE_DEVICES": "0", "PDMESHX": "y"}
+    assert load_config(None, environ, {}) == MeshConfig()
+
+
+@pytest.mark.parametrize(
+    ("environ", "endpoint"),
+    [
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a"}, "http://a"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b"}, "http://b"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "PDMESH_TELEMETRY_OTLP_ENDPOINT": "http://c"}, "http://c"),
+    ],
+)
+def test_opentelemetrys_endpoint_is_the_default_of_ours(environ: dict[str, str], endpoint: str) -> None:
+    assert load_config(None, environ, {}).telemetry.otlp_endpoint == endpoint
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("YES", True), ("0", False), ("no", False)])
+def test_switches_in_the_environment(text: str, value: bool) -> None:
+    assert load_config(None, {"PDMESH_WORKER_DETERMINISTIC": text}, {}).worker.deterministic is value
+
+
+def test_an_empty_variable_unsets_what_may_be_unset() -> None:
+    config = load_config(None, {"PDMESH_GATEWAY_DEFAULT_MAX_TOKENS": ""}, {})
+    assert config.gateway.default_max_tokens is None
+
+
+@pytest.mark.parametrize(("variable", "text", "wanted"), [
+    ("PDMESH_GATEWAY_PORT", "many", "PDMESH_GATEWAY_PORT is 'many': wanted a whole number from 0 to 65535"),
+    ("PDMESH_GATEWAY_PORT", "65536", "PDMESH_GATEWAY_PORT is 65536: wanted a whole number from 0 to 65535"),
+    ("PDMESH_GATEWAY_PORT", "1.5", "PDMESH_GATEWAY_PORT is '1.5': wanted a whole number from 0 to 65535"),
+    ("PDMESH_SCHEDULER_LEASE_S", "0", "PDMESH_SCHEDULER_LEASE_S is 0.0: wanted a number of at least 0.001"),
+    ("PDMESH_SCHEDULER_LEASE_S", "nan", "PDMESH_SCHEDULER_LEASE_S is nan: wanted a number of at least 0.001"),
+    ("PDMESH_SCHEDULER_LEASE_S", "inf", "PDMESH_SCHEDULER_LEASE_S is inf: wanted a number of at least 0.001"),
+    ("PDMESH_WORKER_DTYPE", "fp8", "PDMESH_WORKER_DTYPE is 'fp8': wanted one of auto, float32, bfloat16"),
+    ("PDMESH_WORKER_DETERMINISTIC", "maybe", "PDMESH_WORKER_DETERMINISTIC is 'maybe': wanted true or false"),
+    ("PDMESH_GATEWAY_PROT", "1", "unknown setting PDMESH_GATEWAY_PROT: did you mean PDMESH_GATEWAY_PORT?"),
+    ("PDMESH_XYZZY", "1", "unknown setting PDMESH_XYZZY: `pdmesh config show` lists all settings"),
+    ("PDMESH_SECURITY_TLS_CERT", "a", "security.tls_cert and security.tls_key go together: set both or neither"),
+])  # fmt: skip
+def test_a_bad_variable_is_named_with_what_was_wanted(variable: str, text: str, wanted: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, {variable: text}, {})
+    assert str(error.value) == wanted
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("[gateway]\nprot = 1", "unknown setting gateway.prot in {file}: did you mean gateway.port?"),
+    ("[gatway]\nport = 1", "unknown setting gatway.port in {file}: did you mean gateway.port?"),
+    ("[gateway]\nport = '1'", "gateway.port in {file} is '1': wanted a whole number from 0 to 65535"),
+    ("[gateway]\nport = true", "gateway.port in {file} is True: wanted a whole number from 0 to 65535"),
+    ("[gateway]\nport = [1]", "gateway.port in {file} is [1]: wanted a whole number from 0 to 65535"),
+    ("gateway = 1", "unknown setting gateway in {file}: "),
+    ("[worker]\ndeterministic = 1", "worker.deterministic in {file} is 1: wanted true or false"),
+    ("port = ", "{file} is not valid TOML: "),
+])  # fmt: skip
+def test_a_bad_file_is_named_with_what_was_wanted(tmp_path: Path, text: str, wanted: str) -> None:
+    file = toml_file(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_config(file, {}, {})
+    assert str(error.value).startswith(wanted.format(file=file))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*: No such file"):
+        load_config(tmp_path / "absent.toml", {}, {})
+
+
+def test_secrets_are_not_shown_but_reach_children() -> None:
+    config = MeshConfig(security=SecurityConfig(api_key="sk-1", mesh_token="t0k"))
+    assert "sk-1" not in to_toml(config) + str(to_dict(config))
+    assert "t0k" not in to_toml(config) + str(to_dict(config))
+    assert load_config(None, environment_of(config), {}) == config
+    with pytest.raises(ConfigError) as error:
+        load_config(None, {}, {"security.api_key": 12345})
+    assert "12345" not in str(error.value)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters='\n\t"\\'), min_size=1)
+
+
+@given(
+    model=st.none() | texts,
+    key_file=st.none() | texts.map(Path),
+    port=st.integers(0, 65535),
+    timeout_s=st.floats(0.001, 1e6),
+    deterministic=st.booleans(),
+)
+def test_every_tree_survives_environment_and_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: str | None,
+    key_file: Path | None,
+    port: int,
+    timeout_s: float,
+    deterministic: bool,
+) -> None:
+    config = MeshConfig(
+        model=model,
+        security=SecurityConfig(api_keys_file=key_file),
+        gateway=GatewayConfig(port=port, body_timeout_s=timeout_s),
+        worker=WorkerConfig(deterministic=deterministic),
+    )
+    assert load_config(None, environment_of(config), {}) == config
+    file = toml_file(tmp_path_factory.getbasetemp(), to_toml(config))
+    assert load_config(file, {}, {}) == config
+
+
+def test_only_what_differs_from_the_default_goes_to_children() -> None:
+    config = replace(MeshConfig(), model="m", gateway=GatewayConfig(port=1))
+    assert environment_of(config) == {"PDMESH_MODEL": "m", "PDMESH_GATEWAY_PORT": "1"}
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    for name, value in flat(to_dict(MeshConfig())):
+        section, _, key = name.rpartition(".")
+        part = text.split(f"## `[{section}]`")[1].split("\n## ")[0] if section else text.split("## Top level")[1]
+        (row,) = [line for line in part.splitlines() if line.startswith(f"| `{key}` |")]
+        shown = "—" if value is None or value == "" else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+        assert row.split(" | ")[2] == shown, name
+
+
+def flat(tree: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for key, value in tree.items():
+        found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return found
