@@ -197,8 +197,11 @@ async def test_a_piece_larger_than_the_buffers_is_dropped_and_counted() -> None:
 
 async def test_an_address_of_another_host_gets_error_handling_and_works_as_well() -> None:
     async with open_peer() as peer, UcxTransport(CONFIG) as transport:
-        peer.say("echo", transport.address.hex())
-        elsewhere = pack_address(WorkerAddress(bytes(8), unpack_address(peer.address).worker))
+        here, elsewhere = (
+            pack_address(WorkerAddress(bytes(8), unpack_address(address).worker))
+            for address in (transport.address, peer.address)
+        )
+        peer.say("echo", here.hex())
         await send(transport, elsewhere, b"there", bytes(4096))
         assert await take(aiter(transport.receive())) == (b"there", bytes(4096))
         peer.process.kill()

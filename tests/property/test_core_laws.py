@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pdmesh.core.commands import AdmitPrefill, ForgetRequest, GrantTransfer, PlaceDecode, Reject, Restart, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
+    DecodeReserved,
     Event,
     GatewayJoined,
     GatewayLost,
@@ -69,8 +70,10 @@ class MeshMachine(RuleBasedStateMachine):
         self.core = SchedulerCore(CONFIG, make_bundle("fcfs", CONFIG.policy), random.Random(0))
         self.ended: set[RequestKey] = set()
         self.waiting: dict[RequestKey, Request] = {}  # accepted and not placed
+        self.offered: set[RequestKey] = set()
         self.offers: list[RequestKey] = []  # in order of first offer, not yet granted
         self.receiver_of: dict[RequestKey, InstanceId] = {}
+        self.reserved: set[RequestKey] = set()  # the receiver knows of them
         self.wake_at_s: float | None = None
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
@@ -84,8 +87,11 @@ class MeshMachine(RuleBasedStateMachine):
             self.waiting[key_of(event.request)] = event.request
         if isinstance(event, TransferOffered):
             key = (event.request_id, event.epoch)
-            if self.core.is_active(key) and key not in self.offers:
+            if self.core.is_active(key) and key not in self.offered:
+                self.offered.add(key)
                 self.offers.append(key)
+        if isinstance(event, DecodeReserved):
+            self.reserved.add((event.request_id, event.epoch))
         for command in self.core.handle(event, self.now_s):
             match command:
                 case AdmitPrefill():
@@ -98,7 +104,8 @@ class MeshMachine(RuleBasedStateMachine):
                     self.receiver_of[command.request_id, command.epoch] = command.instance_id
                 case GrantTransfer():
                     key = (command.request_id, command.epoch)
-                    earlier = self.offers[: self.offers.index(key)]
+                    assert key in self.reserved, f"{key} granted before its receiver knows of it"
+                    earlier = [other for other in self.offers[: self.offers.index(key)] if other in self.reserved]
                     assert all(self.receiver_of[other] != command.decode_instance_id for other in earlier), "overtaken"
                     self.offers.remove(key)
                 case ForgetRequest():

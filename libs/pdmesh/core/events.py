@@ -105,6 +105,18 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeReserved:
+    """A decode instance took a `PlaceDecode`: it knows the request, and pieces of its KV may arrive.
+
+    Without this, a fast prefill could be granted its transfer and send before the receiver has heard of it.
+    """
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
 class TransferOffered:
     """A prefill instance began computing the first chunk of a request whose KV must move."""
 
@@ -194,6 +206,7 @@ Event = (
     | RoleChangeRequested
     | BundleChangeRequested
     | StepDone
+    | DecodeReserved
     | TransferOffered
     | TransferLanded
     | TransferSent

@@ -49,9 +49,7 @@ def could_place(request: Request, instances: Collection[Instance]) -> bool:
     return any(instance.kv_group in groups and instance.could_prefill(request) for instance in instances)
 
 
-def can_serve(instances: Collection[Instance]) -> bool:
-    """Whether there is an instance that prefills and one that decodes what it prefilled."""
-    groups = {instance.kv_group for instance in instances if instance.takes_new and instance.role.can_decode}
-    return any(
-        instance.takes_new and instance.role.can_prefill and instance.kv_group in groups for instance in instances
-    )
+def have_pair(instances: Collection[Instance]) -> bool:
+    """Whether some instance prefills and some instance, perhaps the same, decodes what it prefilled."""
+    groups = {instance.kv_group for instance in instances if instance.role.can_decode}
+    return any(instance.role.can_prefill and instance.kv_group in groups for instance in instances)

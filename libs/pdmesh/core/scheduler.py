@@ -19,6 +19,7 @@ from pdmesh.core.commands import Command, Outcome, Reject, SetRole, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
+    DecodeReserved,
     DrainRequested,
     Event,
     GatewayJoined,
@@ -40,7 +41,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.packing import Packer
-from pdmesh.core.placing import can_serve, could_place
+from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import Instance, Phase, RequestKey, order_key
 from pdmesh.errors import ConfigError
@@ -87,13 +88,12 @@ class SchedulerCore:
     @property
     def unready_reason(self) -> str | None:
         """Why no request can be served now; None if one can."""
-        instances = self._books.instances.values()
-        if can_serve(instances):
+        takers = [instance for instance in self._books.instances.values() if instance.takes_new]
+        if have_pair(takers):
             return None
-        roles = [instance.role for instance in instances if instance.takes_new]
-        if not any(role.can_prefill for role in roles):
+        if not any(instance.role.can_prefill for instance in takers):
             return "no prefill instance is there"
-        if not any(role.can_decode for role in roles):
+        if not any(instance.role.can_decode for instance in takers):
             return "no decode instance is there"
         return "no prefill and decode instance have the same model and KV layout"
 
@@ -133,6 +133,8 @@ class SchedulerCore:
                 self._bundle_change_requested(event.bundle)
             case StepDone():
                 self._step_done(event)
+            case DecodeReserved():
+                self._decode_reserved(event)
             case TransferOffered():
                 self._transfer_offered(event)
             case TransferLanded():
@@ -205,9 +207,7 @@ class SchedulerCore:
 
     def _is_too_long(self, request: Request) -> bool:
         instances = self._books.instances.values()
-        has_prefill = any(instance.role.can_prefill for instance in instances)
-        has_decode = any(instance.role.can_decode for instance in instances)
-        return has_prefill and has_decode and not could_place(request, instances)
+        return have_pair(instances) and not could_place(request, instances)
 
     def _cancelled(self, key: RequestKey) -> None:
         was_orphan = self._reunion.forget(key[0])
@@ -259,6 +259,13 @@ class SchedulerCore:
             self._books.ignore("TransferOffered")
             return
         self._books.grant(self._books.broker.offer(state.decode_id, state.key))
+
+    def _decode_reserved(self, event: DecodeReserved) -> None:
+        state = self._books.find((event.request_id, event.epoch))
+        if state is None or state.phase is not Phase.PREFILLING or state.decode_id != event.instance_id:
+            self._books.ignore("DecodeReserved")
+            return
+        self._books.grant(self._books.broker.reserve(event.instance_id, state.key))
 
     def _transfer_landed(self, event: TransferLanded) -> None:
         state = self._books.find((event.request_id, event.epoch))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, RunStep, SetRole
 from pdmesh.core.events import (
+    DecodeReserved,
     Event,
     InstanceJoined,
     KvReleased,
@@ -106,6 +107,7 @@ class ModelledInstance:
                     (place.request_id, place.epoch),
                     ModelledHold(place.num_blocks, seated=True, peer_id=place.prefill_instance_id),
                 )
+                self.events.append(DecodeReserved(self.instance_id, place.request_id, place.epoch))
             case RunStep(plan=plan):
                 self.plans.append(plan)
             case GrantTransfer() as grant:

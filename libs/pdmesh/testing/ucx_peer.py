@@ -1,8 +1,8 @@
 """A UCX transport in a process of its own, for tests that stop, kill or overload it.
 
 ``python -m pdmesh.testing.ucx_peer [--max-payload-bytes N] [--tls T]`` prints its address in hex, then reads lines:
-``echo ADDRESS`` sends back there whatever arrives from now on, if it can; ``flood ADDRESS N`` sends N pieces there at once;
-``end``, or the end of its input, ends it.
+``echo ADDRESS`` sends back there whatever arrives from now on, if it can; ``flood ADDRESS N`` sends N pieces there at
+once; ``end``, or the end of its input, ends it.
 """
 
 from __future__ import annotations

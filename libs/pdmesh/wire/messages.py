@@ -124,6 +124,13 @@ class StepReport(Message, frozen=True, kw_only=True):
     num_decodes: int
 
 
+class ReservedReport(Message, frozen=True, kw_only=True):
+    """The answer to `ExpectKv`: the blocks are reserved and pieces may arrive."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
 class OfferReport(Message, frozen=True, kw_only=True):
     request_id: RequestId
     epoch: Epoch
@@ -174,6 +181,7 @@ WorkerUp = (
     RegisterWorker
     | Heartbeat
     | StepReport
+    | ReservedReport
     | OfferReport
     | LandedReport
     | SentReport

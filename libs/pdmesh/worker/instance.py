@@ -32,6 +32,7 @@ from pdmesh.wire.messages import (
     LandedReport,
     OfferReport,
     ReleasedReport,
+    ReservedReport,
     RunPlan,
     SentReport,
     TokensUp,
@@ -163,6 +164,7 @@ class Instance:
             num_context_tokens=num_context_tokens,
             source_address=message.source_address,
         )
+        self._report(ReservedReport(request_id=hold.request_id, epoch=hold.epoch))
 
     def _transcript(self, generation: Generation) -> array.array[int]:
         try:

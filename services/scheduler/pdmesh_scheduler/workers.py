@@ -9,6 +9,7 @@ import structlog
 
 from pdmesh.config import SchedulerConfig, SecurityConfig
 from pdmesh.core.events import (
+    DecodeReserved,
     DrainRequested,
     Event,
     InstanceJoined,
@@ -37,6 +38,7 @@ from pdmesh.wire.messages import (
     OfferReport,
     RegisterWorker,
     ReleasedReport,
+    ReservedReport,
     SentReport,
     StepReport,
     TransferFailedReport,
@@ -118,6 +120,7 @@ def _event(
     instance_id: InstanceId,
     message: Heartbeat
     | StepReport
+    | ReservedReport
     | OfferReport
     | LandedReport
     | SentReport
@@ -137,6 +140,8 @@ def _event(
             )
         case StepReport():
             return StepDone(instance_id, message.plan_id, message.duration_s, message.chunks, message.num_decodes)
+        case ReservedReport():
+            return DecodeReserved(instance_id, message.request_id, message.epoch)
         case OfferReport():
             return TransferOffered(instance_id, message.request_id, message.epoch)
         case LandedReport():

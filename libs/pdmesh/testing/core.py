@@ -1,0 +1,84 @@
+"""A scheduling core with its clock in hand, for tests that tell one story each."""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+from pdmesh.core.commands import Command, PlaceDecode
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import (
+    DecodeReserved,
+    Event,
+    GatewayJoined,
+    InstanceJoined,
+    KvReleased,
+    RequestArrived,
+    StepDone,
+)
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import ChunkDone, Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, StepPlan
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+
+CommandT = TypeVar("CommandT", bound=Command)
+
+GATEWAY = GatewayId("g")
+
+
+def a_request(request_id: str, prompt: int = 8, output: int = 4, *, epoch: int = 0, arrival_s: float = 0.0) -> Request:
+    return Request(
+        request_id=RequestId(request_id),
+        epoch=Epoch(epoch),
+        gateway_id=GATEWAY,
+        num_prompt_tokens=prompt,
+        max_tokens=output,
+        arrival_s=arrival_s,
+    )
+
+
+class CoreBench:
+    """Feeds a core, checks its books after every event, and remembers its commands. Receivers confirm at once."""
+
+    def __init__(self, *profiles: InstanceProfile, config: CoreConfig | None = None, chunk_tokens: int = 16) -> None:
+        config = config or CoreConfig(policy=PolicyConfig(chunk_tokens=chunk_tokens))
+        self.core = SchedulerCore(config, make_bundle("fcfs", config.policy), random.Random(0))
+        self.now_s = 0.0
+        self.commands: list[Command] = []
+        self.feed(GatewayJoined(GATEWAY, ()))
+        for profile in profiles:
+            self.feed(InstanceJoined(profile, ()))
+
+    def feed(self, event: Event, at_s: float | None = None) -> list[Command]:
+        self.now_s = self.now_s if at_s is None else at_s
+        commands = self.core.handle(event, self.now_s)
+        self.core.check_integrity()
+        for placed in of(PlaceDecode, commands):
+            reserved = DecodeReserved(placed.instance_id, placed.request_id, placed.epoch)
+            commands += self.core.handle(reserved, self.now_s)
+            self.core.check_integrity()
+        self.commands += commands
+        return commands
+
+    def arrive(self, request_id: str, prompt: int = 8, output: int = 4, *, epoch: int = 0) -> list[Command]:
+        """A request arrives now."""
+        return self.feed(RequestArrived(a_request(request_id, prompt, output, epoch=epoch, arrival_s=self.now_s)))
+
+    def done(self, instance_id: str, plan: StepPlan) -> list[Command]:
+        """The instance did all of ``plan``."""
+        chunks = tuple(
+            ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
+            for c in plan.chunks
+        )
+        return self.feed(StepDone(InstanceId(instance_id), plan.plan_id, 0.01, chunks, 0))
+
+    def released(self, instance_id: str, request_id: str, epoch: int = 0) -> list[Command]:
+        return self.feed(KvReleased(InstanceId(instance_id), RequestId(request_id), Epoch(epoch)))
+
+    def free_blocks(self, instance_id: str) -> int:
+        return next(view.num_free_blocks for view in self.core.instances if view.instance_id == instance_id)
+
+
+def of(command_type: type[CommandT], commands: list[Command]) -> list[CommandT]:
+    """Those of one type."""
+    return [command for command in commands if isinstance(command, command_type)]

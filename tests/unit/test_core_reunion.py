@@ -1,0 +1,129 @@
+"""After a scheduler's restart: residents meet the requests that wait for them, whichever comes first."""
+
+from __future__ import annotations
+
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, FreeKv, Outcome, Restart, WakeAt
+from pdmesh.core.events import (
+    GatewayJoined,
+    GatewayLost,
+    InstanceJoined,
+    KvReleased,
+    RequestCancelled,
+    RequestFinished,
+    Tick,
+)
+from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role
+from pdmesh.testing.core import GATEWAY, CoreBench, of
+from pdmesh.testing.modelled import modelled_profile
+
+D = InstanceId("d")
+DECODE = modelled_profile("d", Role.DECODE)
+
+
+def resident(request_id: str, *, epoch: int = 0, decoding: bool = True) -> Resident:
+    return Resident(
+        request_id=RequestId(request_id),
+        epoch=Epoch(epoch),
+        gateway_id=GATEWAY,
+        num_blocks=4,
+        num_context_tokens=9,
+        decoding=decoding,
+    )
+
+
+def waits_for(*keys: tuple[str, int]) -> GatewayJoined:
+    return GatewayJoined(GATEWAY, tuple((RequestId(request_id), Epoch(epoch)) for request_id, epoch in keys))
+
+
+def test_a_resident_is_adopted_whoever_registers_first() -> None:
+    joined = InstanceJoined(DECODE, (resident("a"),))
+    for first, second in ((joined, waits_for(("a", 0))), (waits_for(("a", 0)), joined)):
+        bench = CoreBench()
+        bench.feed(first)
+        assert not of(FreeKv, bench.feed(second))
+        assert bench.core.num_running == 1
+        assert bench.free_blocks("d") == 60
+        commands = bench.feed(RequestFinished(D, RequestId("a"), Epoch(0), FinishReason.STOP, 5))
+        assert [forget.outcome for forget in of(ForgetRequest, commands)] == [Outcome.FINISHED]
+        bench.released("d", "a")
+        assert bench.free_blocks("d") == 64
+
+
+def test_what_is_on_no_instance_is_restarted_after_the_grace() -> None:
+    bench = CoreBench()
+    assert [wake.at_s for wake in of(WakeAt, bench.feed(waits_for(("a", 2))))] == [3.0]
+    assert not of(Restart, bench.feed(Tick(), at_s=2.9))
+    (restart,) = of(Restart, bench.feed(Tick(), at_s=3.0))
+    assert (restart.request_id, restart.epoch, restart.gateway_id) == ("a", 2, GATEWAY)
+
+
+def test_a_resident_nobody_waits_for_is_freed_after_the_grace() -> None:
+    bench = CoreBench()
+    bench.feed(InstanceJoined(DECODE, (resident("a"),)))
+    assert [free.request_id for free in of(FreeKv, bench.feed(Tick(), at_s=3.0))] == ["a"]
+    assert bench.free_blocks("d") == 60
+    bench.released("d", "a")
+    assert bench.free_blocks("d") == 64
+
+
+def test_a_resident_that_does_not_decode_is_freed_at_once() -> None:
+    bench = CoreBench()
+    commands = bench.feed(InstanceJoined(DECODE, (resident("a", decoding=False),)))
+    assert [free.request_id for free in of(FreeKv, commands)] == ["a"]
+
+
+def test_a_resident_of_an_older_epoch_is_freed_at_once() -> None:
+    bench = CoreBench()
+    bench.feed(InstanceJoined(DECODE, (resident("a", epoch=0),)))
+    assert [free.epoch for free in of(FreeKv, bench.feed(waits_for(("a", 1))))] == [0]
+
+
+def test_a_resident_that_ends_before_it_is_claimed_is_forgotten() -> None:
+    bench = CoreBench()
+    bench.feed(InstanceJoined(DECODE, (resident("a"),)))
+    bench.feed(KvReleased(D, RequestId("a"), Epoch(0)))
+    assert not of(FreeKv, bench.feed(Tick(), at_s=9.0))
+    assert bench.free_blocks("d") == 64
+
+
+def test_a_cancel_reaches_an_unclaimed_resident() -> None:
+    bench = CoreBench()
+    bench.feed(InstanceJoined(DECODE, (resident("a"),)))
+    assert of(FreeKv, bench.feed(RequestCancelled(RequestId("a"), Epoch(0))))
+
+
+def test_a_resubmitted_request_finds_its_resident() -> None:
+    bench = CoreBench()
+    bench.feed(InstanceJoined(modelled_profile("d", Role.MIXED), (resident("a"),)))
+    assert not of(AdmitPrefill, bench.arrive("a"))
+    assert bench.core.num_running == 1
+
+
+def test_a_waiting_request_found_decoding_is_not_placed_again() -> None:
+    bench = CoreBench()
+    bench.arrive("a")
+    assert not of(AdmitPrefill, bench.feed(InstanceJoined(modelled_profile("d", Role.MIXED), (resident("a"),))))
+    assert (bench.core.num_running, bench.core.num_waiting) == (1, 0)
+
+
+def test_the_same_request_on_two_instances_is_kept_once() -> None:
+    bench = CoreBench()
+    bench.feed(InstanceJoined(DECODE, (resident("a", epoch=0),)))
+    commands = bench.feed(InstanceJoined(modelled_profile("e", Role.DECODE), (resident("a", epoch=1),)))
+    assert [(free.instance_id, free.epoch) for free in of(FreeKv, commands)] == [("d", 0)]
+
+
+def test_a_gateway_that_rejoins_without_a_request_has_given_it_up() -> None:
+    bench = CoreBench()
+    bench.arrive("a")
+    bench.arrive("b")
+    commands = bench.feed(waits_for(("b", 0)))
+    assert [(forget.request_id, forget.outcome) for forget in of(ForgetRequest, commands)] == [("a", Outcome.CANCELLED)]
+    assert bench.core.num_waiting == 1
+
+
+def test_a_lost_gateways_missing_requests_are_not_asked_for() -> None:
+    bench = CoreBench()
+    bench.feed(waits_for(("a", 0)))
+    bench.feed(GatewayLost(GATEWAY))
+    assert not of(Restart, bench.feed(Tick(), at_s=9.0))
