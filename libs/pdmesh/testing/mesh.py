@@ -75,7 +75,9 @@ class RunningMesh:
         return msgspec.json.decode(self.pdmesh("requests", "show", request_id, "-o", "json"), type=RequestRecord)
 
     def pids(self) -> dict[str, int]:
-        return {service.name: service.process.pid for service in self.record.services}
+        """The services' processes now; the supervisor starts one that died again under another pid."""
+        record = msgspec.json.decode((self.folder / "mesh.json").read_bytes(), type=MeshRecord)
+        return {service.name: service.process.pid for service in record.services}
 
     def logs(self) -> str:
         """The logs of all services, for a failing test's message."""

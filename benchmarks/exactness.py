@@ -1,0 +1,80 @@
+"""The whole matrix of the exactness promise, through HTTP, against `transformers` in fp32.
+
+Architectures x topologies x chunk sizes; prompts of 1 to 4,000 tokens, alone and 32 at a time; log-probabilities to
+1e-4; and sampled tokens of one seed, which must be the same in every topology and chunk size of an architecture.
+
+    python benchmarks/exactness.py [--architectures llama,qwen2,qwen3] [--chunks 1,16,512,8192]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import anyio
+from report import heading
+
+from pdmesh.testing.checkpoints import TINY, Family, write_checkpoint
+from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+TOPOLOGIES = {"1P+1D": (1, 1, 0), "2P+2D": (2, 2, 0), "2 mixed": (0, 0, 2)}
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 100, 511, 513, 1000)
+LONG_PROMPT = 4000
+MAX_TOKENS = 16
+SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 5}
+
+
+async def check(mesh: RunningMesh, references: Sequence[Reference]) -> tuple[list[str], list[tuple[int, ...]]]:
+    """(differences from the reference, sampled tokens of a fixed seed)."""
+    async with mesh.client() as client:
+        found = await mismatches(client, mesh.model, references, concurrency=1)
+        found += await mismatches(client, mesh.model, references * 3, concurrency=32)
+        prompts = [reference.prompt for reference in references[:6]]
+        sampled = [await complete(client, mesh.model, prompt, MAX_TOKENS, **SAMPLING) for prompt in prompts]
+    return found, [answer.token_ids for answer in sampled]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", default=",".join(get_args(Family)))
+    parser.add_argument("--chunks", default="1,16,512,8192")
+    arguments = parser.parse_args()
+    print(heading("Exactness through HTTP, fp32"))
+    num_wrong = num_asked = 0
+    for architecture in arguments.architectures.split(","):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            checkpoint = write_checkpoint(folder / "model", architecture=architecture, seed=1)
+            prompts = random_prompts([*PROMPT_LENGTHS, LONG_PROMPT], TINY.vocab_size, seed=7)
+            references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
+            first_sample: list[tuple[int, ...]] | None = None
+            for topology, (prefill, decode, mixed) in TOPOLOGIES.items():
+                for chunk in arguments.chunks.split(","):
+                    began_s = time.monotonic()
+                    settings = {"SCHEDULER_CHUNK_TOKENS": chunk}
+                    with running_mesh(
+                        folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings
+                    ) as mesh:
+                        found, sampled = anyio.run(check, mesh, references)
+                    first_sample = first_sample or sampled
+                    if sampled != first_sample:
+                        found.append("sampled tokens differ from those of the first mesh")
+                    num_asked += 4 * len(references) + len(sampled)
+                    num_wrong += len(found)
+                    verdict = "exact" if not found else f"{len(found)} differ"
+                    took_s = time.monotonic() - began_s
+                    print(f"{architecture:6} {topology:8} chunks of {chunk:>5}: {verdict} ({took_s:.0f} s)")
+                    for sentence in found[:3]:
+                        print(f"       {sentence}")
+    print(f"{num_asked} completions, {num_wrong} differ")
+    sys.exit(1 if num_wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
