@@ -115,18 +115,20 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
         self._unpacker = msgpack.Unpacker(
             self._file, max_buffer_size=2 * MAX_RECORD_BYTES, max_bin_len=MAX_RECORD_BYTES
         )
-        first = next(self._payloads(), None)
-        if first is None:
-            self._file.close()
-            raise EventLogError(f"{path} holds no event log")
         try:
-            self.header: Header = msgspec.convert(first, Header)
+            self.header = self._read_header()
+        except EventLogError:
+            self._file.close()
+            raise
+
+    def _read_header(self) -> Header:
+        try:
+            header = msgspec.convert(next(self._payloads(), None), Header)
         except msgspec.ValidationError as error:
-            self._file.close()
-            raise EventLogError(f"{path} is no event log of this version: {error}") from error
-        if self.header.version != FORMAT_VERSION:
-            self._file.close()
-            raise EventLogError(f"{path} has format {self.header.version}, this pdmesh reads {FORMAT_VERSION}")
+            raise EventLogError(f"{self._path} is no event log: {error}") from error
+        if header.version != FORMAT_VERSION:
+            raise EventLogError(f"{self._path} has format {header.version}, this pdmesh reads {FORMAT_VERSION}")
+        return header
 
     def __iter__(self) -> Iterator[Entry]:
         for payload in self._payloads():
