@@ -101,7 +101,7 @@ class TransferConfig:
     max_payload_bytes: int = 1024 * 1024  # one piece
     num_send_buffers: int = 16  # of max_payload_bytes each
     num_receive_buffers: int = 16  # of max_payload_bytes each
-    deadline_s: float = 120.0  # a whole transfer, from its grant
+    deadline_s: float = 120.0  # to land, once granted and wholly computed
     no_progress_s: float = 10.0  # one piece
     ucx_tls: str | None = None  # passed to UCX as it is; None leaves UCX's own choice (and UCX_TLS)
 

@@ -32,11 +32,15 @@ class WorkerAddress(NamedTuple):
 
 
 def host_id() -> bytes:
-    """Eight bytes equal for processes that can share memory: same boot, host name, and IPC and PID namespaces."""
+    """Eight bytes equal for processes that can share memory: same boot, host name, and namespaces.
+
+    The network namespace counts too: UCX wakes a sleeping receiver of shared memory through a socket in it (measured
+    between containers: without it, transfers hang).
+    """
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-    for namespace in ("ipc", "pid"):
+    for namespace in ("ipc", "pid", "net"):
         with contextlib.suppress(OSError):
             facts.append(os.readlink(f"/proc/self/ns/{namespace}"))
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).digest()

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
-import anyio.abc
 
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import unpack_address
@@ -52,6 +51,9 @@ class _Link:
         self.last_progress_s = time.monotonic()
         self.sends: list[_Send] = []
 
+    def waiting_since_s(self) -> float:
+        return max(self.last_progress_s, self.sends[0].started_s)
+
 
 class UcxLinks:
     """Endpoints by address, the least recently used first."""
@@ -60,7 +62,6 @@ class UcxLinks:
         self,
         api: UcxApi,
         pool: SendPool,
-        tasks: anyio.abc.TaskGroup,
         *,
         host_id: bytes,
         no_progress_s: float,
@@ -68,10 +69,10 @@ class UcxLinks:
     ) -> None:
         self._api = api
         self._pool = pool
-        self._tasks = tasks
         self._host_id = host_id
         self._no_progress_s = no_progress_s
         self._wake = wake
+        self._sending = anyio.Event()
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
         self._zombies: list[tuple[Any, Any]] = []  # endpoint, request: given up, but UCX has not let go of the request
 
@@ -86,17 +87,36 @@ class UcxLinks:
             raise KvTransferError(f"the peer cannot be reached: {error}") from error
         send = _Send(request, buffer)
         link.sends.append(send)
+        self._sending.set()
         self._wake()
         try:
-            await self._watch(link, send)
+            await send.done.wait()
         except anyio.get_cancelled_exc_class():
             if not send.done.is_set():
                 send.abandoned = True
                 self._pool.quarantine(buffer)
-                self._tasks.start_soon(self._watch, link, send)
             raise
         if send.error is not None:
             raise KvTransferError(f"the piece was not sent: {send.error}")
+
+    async def watch(self) -> None:
+        """Give up the sends of a link when none of them has ended for ``no_progress_s``. Run beside `send`."""
+        while True:
+            busy = [link for link in self._links.values() if link.sends]
+            if not busy:
+                self._sending = anyio.Event()
+                await self._sending.wait()
+                continue
+            link = min(busy, key=_Link.waiting_since_s)
+            left_s = link.waiting_since_s() + self._no_progress_s - time.monotonic()
+            if left_s > 0:
+                await anyio.sleep(left_s)
+                continue
+            reason = f"the peer took nothing for {self._no_progress_s:g} s"
+            if link.handles_errors:
+                self.close(link.address, reason)
+            else:
+                self._give_up_sends(link, reason)
 
     def reap(self) -> bool:
         """End the sends that UCX has completed. True if there were any."""
@@ -157,20 +177,6 @@ class UcxLinks:
             raise KvTransferError(f"the peer cannot be reached: {error}") from error
         link = self._links[address] = _Link(address, endpoint, handles_errors)
         return link
-
-    async def _watch(self, link: _Link, send: _Send) -> None:
-        """Wait for the send's end; give up the link's sends when none of them has ended for ``no_progress_s``."""
-        while not send.done.is_set():
-            left_s = max(link.last_progress_s, send.started_s) + self._no_progress_s - time.monotonic()
-            if left_s <= 0:
-                reason = f"the peer took nothing for {self._no_progress_s:g} s"
-                if link.handles_errors:
-                    self.close(link.address, reason)
-                else:
-                    self._give_up_sends(link, reason)
-                return
-            with anyio.move_on_after(left_s):
-                await send.done.wait()
 
     def _give_up_sends(self, link: _Link, reason: str) -> None:
         for send in link.sends:
