@@ -12,7 +12,6 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -30,7 +29,7 @@ MAX_TOKENS = 16
 SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 5}
 
 
-async def check(mesh: RunningMesh, references: Sequence[Reference]) -> tuple[list[str], list[tuple[int, ...]]]:
+async def check(mesh: RunningMesh, references: list[Reference]) -> tuple[list[str], list[tuple[int, ...]]]:
     """(differences from the reference, sampled tokens of a fixed seed)."""
     async with mesh.client() as client:
         found = await mismatches(client, mesh.model, references, concurrency=1)

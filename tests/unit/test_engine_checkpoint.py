@@ -198,21 +198,19 @@ def test_resolving_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         resolve_model("owner/name")
 
 
-def test_the_demo_model_is_written_once_and_can_be_served(tmp_path: Path) -> None:
-    directory = demo_checkpoint(tmp_path / "cache")
-    written = (directory / "model.safetensors").stat()
-    assert demo_checkpoint(tmp_path / "cache") == directory
-    assert (directory / "model.safetensors").stat() == written
-    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [directory.name]
+def test_the_demo_model_can_be_served() -> None:
+    directory = demo_checkpoint()
     assert load_model_info(directory).max_model_len == 8192
     tokenizer = AutoTokenizer.from_pretrained(directory)
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Héllo"}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": "What is pdmesh?"}], tokenize=False, add_generation_prompt=True
     )
     token_ids = tokenizer(text).input_ids
-    assert tokenizer.decode(token_ids) == text == "<|im_start|>user\nHéllo<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(token_ids) == text == "<|im_start|>user\nWhat is pdmesh?<|im_end|>\n<|im_start|>assistant\n"
     assert len(tokenizer) == load_model_info(directory).vocab_size
-    generate(TorchEngine(directory, num_blocks=4), token_ids, 2)
+    answer = tokenizer.decode(generate(TorchEngine(directory, num_blocks=8), token_ids, 24).output_ids)
+    assert isinstance(answer, str)
+    assert answer.startswith("pdmesh is a disaggregated serving mesh for large language models.")
 
 
 def test_what_gateways_use_does_not_import_torch() -> None:

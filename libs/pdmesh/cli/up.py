@@ -21,7 +21,7 @@ import typer
 from pdmesh.cli.http import base_url, wait_until_ready
 from pdmesh.cli.plan import Pools, num_cores, other_specs, pinned_settings, scheduler_spec, threads_per_worker
 from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
-from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, MeshState, ServiceRecord, cache_root
+from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, MeshState, ServiceRecord
 from pdmesh.cli.supervisor import MeshPlan, Supervisor
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import PdmeshError
@@ -68,7 +68,7 @@ class MeshRun:
             from pdmesh.demo.checkpoint import DEMO_MODEL_NAME, demo_checkpoint
 
             name = DEMO_MODEL_NAME
-            directory = demo_checkpoint(cache_root(self.environ))
+            directory = demo_checkpoint()
         else:
             directory = resolve_model(self.config.model)
             # A directory goes by its name, a hub id as it is (its snapshot's directory is a hash).
