@@ -104,6 +104,9 @@ class TransferConfig:
     deadline_s: float = 120.0  # to land, once granted and wholly computed
     no_progress_s: float = 10.0  # one piece
     ucx_tls: str | None = None  # passed to UCX as it is; None leaves UCX's own choice (and UCX_TLS)
+    ucx_net_devices: str = (
+        "lo"  # network devices UCX may listen on; "all" or names for several hosts. UCX_NET_DEVICES wins
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class UcxTransport:
 
     async def __aenter__(self) -> Self:
         config = self._config
-        self._api = open_ucx(config.ucx_tls)
+        self._api = open_ucx(config.ucx_tls, config.ucx_net_devices)
         own_host = host_id()
         self._address = pack_address(WorkerAddress(own_host, self._api.worker.address.tobytes()))
         self._pool = SendPool(allocate_buffers(config.num_send_buffers, config.max_payload_bytes, PREFIX.size))

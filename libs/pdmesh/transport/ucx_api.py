@@ -36,8 +36,12 @@ class UcxApi(NamedTuple):
         return None
 
 
-def open_ucx(tls: str | None) -> UcxApi:
-    """A UCX context and worker. Raises ConfigError."""
+def open_ucx(tls: str | None, net_devices: str) -> UcxApi:
+    """A UCX context and worker. Raises ConfigError.
+
+    UCX listens on the devices it is given, and on all of them if it is given none; ``net_devices`` keeps it from that.
+    A UCX_NET_DEVICES in the environment is the operator's own word and stands.
+    """
     # Read by UCX when it is loaded. What goes wrong reaches us as an exception, and is logged by us.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     for setting in ("UCX_LOG_LEVEL", "UCXX_LOG_LEVEL"):
@@ -48,6 +52,8 @@ def open_ucx(tls: str | None) -> UcxApi:
     except ImportError as error:
         raise ConfigError(f"transfer.transport is ucx, but ucxx cannot be loaded ({error})") from error
     options = {"RNDV_THRESH": "0"}
+    if "UCX_NET_DEVICES" not in os.environ:
+        options["NET_DEVICES"] = net_devices
     if tls is not None:
         options["TLS"] = tls
     try:
@@ -55,7 +61,10 @@ def open_ucx(tls: str | None) -> UcxApi:
         worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         worker.init_blocking_progress_mode()
     except ucx.UCXError as error:
-        raise ConfigError(f"UCX cannot start with transfer.ucx_tls = {tls or 'its own choice'}: {error}") from error
+        raise ConfigError(
+            f"UCX cannot start with transfer.ucx_tls = {tls or 'its own choice'} and devices "
+            f"{os.environ.get('UCX_NET_DEVICES', net_devices)}: {error}"
+        ) from error
     return UcxApi(
         ucx=ucx,
         array=Array,
