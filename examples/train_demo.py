@@ -117,7 +117,11 @@ def train(tokenizer: Tokenizer, topics: list[Topic], minutes: float) -> Any:
 def save(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
     end_of_text, end_of_turn = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)
     model.generation_config = transformers.GenerationConfig(
-        bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text, do_sample=False
+        bos_token_id=end_of_text,
+        eos_token_id=[end_of_turn, end_of_text],
+        pad_token_id=end_of_text,
+        do_sample=True,
+        temperature=0.1,
     )
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))
