@@ -95,6 +95,7 @@ async def serve_instance(
         anyio.create_task_group() as links,
     ):
         instance = Instance(
+            instance_id=instance_id,
             role=role,
             max_model_len=engine.max_model_len,
             block_size=engine.kv.layout.block_size,
@@ -103,6 +104,7 @@ async def serve_instance(
             report=report,
             tokens=tokens,
             metrics=metrics,
+            tracing=context.tracing,
         )
         scheduler = SchedulerLink(
             channel,

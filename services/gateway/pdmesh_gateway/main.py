@@ -62,6 +62,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             transcripts=transcripts,
             link=link,
             metrics=metrics,
+            tracing=context.tracing,
+            model=model,
         )
         serving = Serving(
             config=gateway,

@@ -30,6 +30,7 @@ from pdmesh_scheduler.gateways import GatewayStreams
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.workers import WorkerStreams
 
 SERVICE = "pdmesh.v1.Scheduler"
@@ -54,7 +55,11 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     gateways: Peers[GatewayId, GatewayDown] = Peers()
     worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
     gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
-    records = RequestRecords(settings.max_records, wall_time=lambda at_s: began_at + at_s - began_s)
+
+    def wall_time(at_s: float) -> float:
+        return began_at + at_s - began_s
+
+    records = RequestRecords(settings.max_records, wall_time)
 
     with ExitStack() as closing:
         header = Header(seed=seed, bundle=settings.bundle, config=core_config, started_at=began_at, started_s=began_s)
@@ -74,6 +79,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             gateways=gateways,
             records=records,
             metrics=SchedulerMetrics(registry, core),
+            spans=SchedulerSpans(context.tracing, wall_time),
             event_log=event_log,
         )
         worker_streams = WorkerStreams(driver, workers, worker_leases, settings, config.security, context.stopping)
