@@ -416,6 +416,14 @@ class Instance:
     def num_decoding(self) -> int:
         return self._sequences.num_decoding
 
+    def num_of_stage(self) -> dict[str, int]:
+        """Requests held, by stage; prompts of which no chunk has begun are ``queued``."""
+        counts = dict.fromkeys(("queued", *(stage.name.lower() for stage in Stage)), 0)
+        for hold in self._sequences:
+            is_queued = hold.stage is Stage.PREFILLING and hold.num_chunks == 0
+            counts["queued" if is_queued else hold.stage.name.lower()] += 1
+        return counts
+
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
             num_free_blocks=self._pool.num_free,

@@ -162,7 +162,7 @@ class Driver:
         self._remember(event, generation)
         began_s = perf_counter()
         commands = self._core.handle(event, now_s)
-        self._metrics.observe(event, commands, decision_s=perf_counter() - began_s)
+        self._metrics.observe(event, commands, now_s, decision_s=perf_counter() - began_s)
         self._records.observe(event, generation, commands, now_s, self._core.bundle)
         self._spans.observe(event, generation, commands, now_s)
         for command in commands:
@@ -207,7 +207,7 @@ class Driver:
             case AdmitPrefill():
                 # From here on the workers have the prompt.
                 request, generation = self._waiting.pop((command.request_id, command.epoch))
-                self._metrics.placed(request, self._clock())
+                self._metrics.placed(request, self._profiles[command.instance_id].model, self._clock())
                 kv_moves = command.decode_instance_id is not None
                 admit = Admit(generation=generation, num_blocks=command.num_blocks, kv_moves=kv_moves)
                 self._workers.post(command.instance_id, admit)

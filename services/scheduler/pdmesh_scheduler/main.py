@@ -11,7 +11,7 @@ import anyio
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from pdmesh.config import LOOPBACK, MeshConfig, SchedulerConfig
+from pdmesh.config import MeshConfig, SchedulerConfig
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
@@ -20,7 +20,7 @@ from pdmesh.model import GatewayId, InstanceId
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.service import ServiceContext, run_service
-from pdmesh.telemetry.exposition import serve_metrics
+from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.wire.endpoint import start_server
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
@@ -51,6 +51,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     core_config, seed = core_config_of(settings), secrets.randbits(63)
     core = SchedulerCore(core_config, make_bundle(settings.bundle, core_config.policy), random.Random(seed))
     registry = CollectorRegistry()
+    watch_event_loop(registry)
     workers: Peers[InstanceId, WorkerDown] = Peers()
     gateways: Peers[GatewayId, GatewayDown] = Peers()
     worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
@@ -71,7 +72,11 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 raise ConfigError(
                     f"scheduler.event_log: cannot write {settings.event_log}: {error.strerror}"
                 ) from error
-        metrics_port = closing.enter_context(serve_metrics(registry, host=LOOPBACK, port=settings.metrics_port))
+        metrics_port = closing.enter_context(
+            serve_metrics(
+                registry, host=config.telemetry.metrics_host, port=settings.metrics_port, security=config.security
+            )
+        )
         driver = Driver(
             core,
             clock=clock,
