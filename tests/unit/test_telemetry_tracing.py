@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pdmesh.config import TelemetryConfig
 from pdmesh.errors import ConfigError
 from pdmesh.telemetry.tracing import NoTracing, SpanEvent, configure_tracing, exporting
+from pdmesh.testing.collector import collecting
 
 CLIENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
@@ -126,3 +128,23 @@ def test_a_wrong_setting_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match=r"telemetry\.otlp_endpoint is 'http://localhost:4317', but"):
         configure_tracing("x", TelemetryConfig(otlp_endpoint="http://localhost:4317"))
+
+
+def test_a_service_that_stops_sends_what_is_left() -> None:
+    program = (
+        "from pdmesh.config import load_config\n"
+        "from pdmesh.service import run_service\n"
+        "import os\n"
+        "async def serve(config, context):\n"
+        "    context.tracing.start('last words', None, 1.0, {}).end({})\n"
+        "assert run_service('gateway', load_config(None, os.environ, {}), serve) == 0\n"
+    )
+    with collecting() as collector:
+        environ = {
+            **os.environ,
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "3600000",
+        }
+        subprocess.run([sys.executable, "-c", program], check=True, env=environ)
+        spans = collector.wait_for(lambda spans: bool(spans), limit_s=0)
+    assert [(span.service, span.name) for span in spans] == [("pdmesh-gateway", "last words")]

@@ -36,7 +36,7 @@ from pdmesh.wire.messages import Generation, RecordEntry, RequestRecord
 #: Outcomes after which the next epoch follows.
 _GOES_ON = (Outcome.RESTARTED, Outcome.SUPERSEDED)
 
-_NUMBER = re.compile(r"[0-9]+")
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class RequestRecords:
             case RequestCancelled():
                 record = self._find(event.request_id, event.epoch)
                 if record is not None and record.state in ("queued", "placed"):
-                    self._add(record, now_s, "cancelled", "its client has enough or is gone")
+                    self._add(record, now_s, "cancelled", "by its gateway")
             case StepDone():
                 self._step_done(event, now_s)
             case TransferOffered():
