@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import ssl
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -103,3 +106,36 @@ async def test_a_silent_peer_does_not_hold_up_the_others() -> None:
         socket.create_connection((LOOPBACK, port)),
     ):
         await scrape(port)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+async def test_with_tls_it_is_https_and_garbage_ends_its_own_connection_alone(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", f"subjectAltName=IP:{LOOPBACK}"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    await anyio.run_process([*command, *subject, "-days", "2", "-keyout", str(key), "-out", str(cert)])
+    security = SecurityConfig(tls_cert=cert, tls_key=key)
+    registry = CollectorRegistry()
+    Counter("pdmesh:steps", "Steps.", registry=registry).inc(3)
+
+    def get(url: str) -> str:
+        with urllib.request.urlopen(url, context=ssl.create_default_context(cafile=cert), timeout=10) as response:
+            return str(response.read().decode())
+
+    with (
+        serve_metrics(registry, host=LOOPBACK, port=0, security=security) as port,
+        socket.create_connection((LOOPBACK, port)),  # and says nothing
+        socket.create_connection((LOOPBACK, port)) as noise,
+    ):
+        noise.sendall(b"garbage" * 100)
+        url = f"https://{LOOPBACK}:{port}/metrics"
+        assert "pdmesh:steps_total 3.0" in await anyio.to_thread.run_sync(get, url)
+
+
+async def test_a_certificate_that_cannot_be_read_is_a_wrong_configuration(tmp_path: Path) -> None:
+    security = SecurityConfig(tls_cert=tmp_path / "absent.pem", tls_key=tmp_path / "absent.key")
+    with (
+        pytest.raises(ConfigError, match=r"cannot use security\.tls_cert .*absent\.pem"),
+        serve_metrics(CollectorRegistry(), host=LOOPBACK, port=0, security=security),
+    ):
+        pass

@@ -37,6 +37,7 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security
     it is HTTPS; scrapers show neither key nor certificate, as at the gateway's ``/metrics``.
     """
     check_bind(host, security, what="the metrics port (telemetry.metrics_host)", has_key=bool(security.mesh_token))
+    tls = _tls(security)
     app = make_wsgi_app(_OnLoop(registry, asyncio.get_running_loop()))
     try:
         server = make_server(host, port, app, _Server6 if ":" in host else _Server, handler_class=_Handler)
@@ -44,11 +45,9 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security
         raise ConfigError(
             f"cannot serve metrics on {host}:{port}: is another process using the port? ({error.strerror})"
         ) from error
-    if security.tls_cert is not None:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(security.tls_cert, security.tls_key)
+    if tls is not None:
         # The handshake is left to each connection's thread: a silent peer must not hold up the others.
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     try:
@@ -110,6 +109,17 @@ class _OnLoop(CollectorRegistry):
     def restricted_registry(self, names: Iterable[str]) -> CollectorRegistry:  # type: ignore[override]
         assert isinstance(self._registry, CollectorRegistry)
         return _OnLoop(self._registry.restricted_registry(names), self._loop)
+
+
+def _tls(security: SecurityConfig) -> ssl.SSLContext | None:
+    if security.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(security.tls_cert, security.tls_key)
+    except OSError as error:  # of which ssl.SSLError is one
+        raise ConfigError(f"cannot use security.tls_cert {security.tls_cert} with its tls_key: {error}") from error
+    return context
 
 
 class _Server(ThreadingWSGIServer):
