@@ -15,7 +15,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.model import Role, SamplingParams
 from pdmesh.telemetry.tracing import OtelTracing, exporting
 from pdmesh.testing.engine import FakeEngine
-from pdmesh.testing.worker import RunningInstance, hand_over, make_generation, running_instance
+from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.wire.messages import Free, Generation, ReleasedReport, TransferFailedReport
 
@@ -121,3 +121,23 @@ async def test_a_request_that_nobody_traces_leaves_nothing() -> None:
         await hand_over(msgspec.structs.replace(traced(), traceparent=None), both.prefill, both.decode, [5])
         await both.decode.reported(ReleasedReport, "r")
         assert both.spans() == {}
+
+
+async def test_on_a_mixed_instance_the_decode_follows_the_prefill() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = exporting("worker", exporter)
+    async with (
+        MemoryTransport(CONFIG, MemoryFabric()) as transport,
+        running_instance(FakeEngine(), transport, config=CONFIG, tracing=tracing) as mixed,
+    ):
+        generation = traced()
+        mixed.admit(generation, kv_moves=False)
+        for chunk in chunk_plans(generation, [9]):
+            mixed.run([chunk])
+        await mixed.reported(ReleasedReport, "r")
+    tracing.close()
+    prefill, decode = exporter.get_finished_spans()
+    assert (prefill.name, decode.name) == ("prefill", "decode")
+    assert prefill.end_time is not None
+    assert decode.start_time is not None
+    assert prefill.end_time <= decode.start_time
