@@ -63,7 +63,7 @@ class GatewayConfig:
 class SchedulerConfig:
     host: str = LOOPBACK  # where it listens for gateways and workers
     port: int = 0  # 0 takes a free port
-    metrics_port: int = 0  # Prometheus, on loopback; 0 takes a free port
+    metrics_port: int = 0  # Prometheus, on telemetry.metrics_host; 0 takes a free port
     bundle: str = "fcfs"  # which policies decide
     chunk_tokens: int = 512  # static chunk size, tokens of prefill per step
     plans_in_flight: int = 2  # per instance, so that the device never waits for a round trip
@@ -90,7 +90,7 @@ class WorkerConfig:
     max_model_len: int | None = None  # default: the checkpoint's
     max_num_seqs: int = 64  # requests an instance decodes at once
     num_threads: int = 0  # 0: a fair share of the machine's cores
-    metrics_port: int = 0  # Prometheus, on loopback; 0 takes a free port
+    metrics_port: int = 0  # Prometheus, on telemetry.metrics_host; 0 takes a free port
     deterministic: bool = False  # results do not depend on batch and chunk shape
 
 
@@ -113,6 +113,7 @@ class TransferConfig:
 class TelemetryConfig:
     log_level: str = "info"  # debug, info, warning or error
     log_format: str = "auto"  # auto: console on a terminal, else json
+    metrics_host: str = LOOPBACK  # where scheduler and workers serve Prometheus; the gateway does on its own port
     otlp_endpoint: str | None = None  # default: OTEL_EXPORTER_OTLP_ENDPOINT; none: no spans
 
 

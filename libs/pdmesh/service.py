@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from pdmesh.config import MeshConfig, load_config
 from pdmesh.errors import ConfigError, leaves
 from pdmesh.telemetry.logs import configure_logging
+from pdmesh.telemetry.tracing import NoTracing, Tracing, configure_tracing
 
 log = structlog.get_logger()
 
@@ -32,6 +34,7 @@ class ServiceContext:
     ready_fd: int | None
     #: Set at the first SIGINT or SIGTERM: take no new work, finish what runs, return. A second signal cancels.
     stopping: anyio.Event = field(default_factory=anyio.Event)
+    tracing: Tracing = field(default_factory=NoTracing)
 
     def announce(self, **facts: Any) -> None:
         """Say, once, that the service can be reached; ``facts`` are addresses and the like.
@@ -52,7 +55,7 @@ def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
     """Run ``serve`` to its end and return the exit code: 0 stopped, 1 failed, 2 the configuration is wrong."""
     configure_logging(name, config.telemetry)
     try:
-        anyio.run(_run, config, serve, backend_options={"use_uvloop": True})
+        anyio.run(_run, name, config, serve, backend_options={"use_uvloop": True})
     except Exception as error:
         config_errors = [leaf for leaf in leaves(error) if isinstance(leaf, ConfigError)]
         if config_errors:
@@ -73,8 +76,17 @@ def run_from_environment(name: str, main: Callable[[MeshConfig], int]) -> int:
     return main(config)
 
 
-async def _run(config: MeshConfig, serve: Serve) -> None:
-    context = ServiceContext(ready_fd=config.ready_fd)
+async def _run(name: str, config: MeshConfig, serve: Serve) -> None:
+    tracing = configure_tracing(name, config.telemetry)
+    try:
+        await _serve_until_stopped(config, serve, ServiceContext(ready_fd=config.ready_fd, tracing=tracing))
+    finally:
+        if tracing.on:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(tracing.close)
+
+
+async def _serve_until_stopped(config: MeshConfig, serve: Serve, context: ServiceContext) -> None:
     async with anyio.create_task_group() as tasks:
 
         async def watch_signals() -> None:

@@ -73,13 +73,15 @@ async def test_a_thousand_requests_leave_nothing_behind(mesh: RunningMesh) -> No
         await anyio.to_thread.run_sync(mesh.wait_until_idle)
 
     await wave(50)  # opens what stays open: streams between the services, UCX endpoints, thread pools
-    before = descriptors(mesh)
+    before, tasks_before = descriptors(mesh), mesh.event_loop_tasks()
     await wave(NUM_REQUESTS)
-    after = descriptors(mesh)
+    after, tasks_after = descriptors(mesh), mesh.event_loop_tasks()
 
     assert len(ended) == 50 + NUM_REQUESTS
     assert 0.2 < ended.count("cancelled") / len(ended) < 0.4
     assert after == before
+    assert set(tasks_after) == set(mesh.pids())
+    assert tasks_after == tasks_before
     for name, pid in mesh.pids().items():
         assert psutil.Process(pid).is_running(), name
     assert "Traceback" not in mesh.logs()

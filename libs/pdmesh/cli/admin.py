@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from typing import Any
 
 import anyio
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdmesh.cli.options import Output
+from pdmesh.cli.request_view import print_choices, print_request
 from pdmesh.cli.state import MeshRecord, MeshState
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
@@ -71,33 +71,21 @@ def show_status(config: MeshConfig, state: MeshState, output: Output) -> None:
 
 
 def show_request(config: MeshConfig, state: MeshState, request_id: str, output: Output) -> None:
-    """Print a request's record. Raises PdmeshError if it is not remembered or no mesh can be asked."""
+    """Print a request's record, or the choices of one that became several.
+
+    Raises PdmeshError if it is not remembered or no mesh can be asked.
+    """
     _, address, token = _target(config, state)
     question = messages.GetRequest(request_id=request_id, token=token)
     answer = anyio.run(ask_scheduler, address, config.security, question)
-    if not isinstance(answer, messages.RequestRecord):
+    if not isinstance(answer, messages.RequestRecord | messages.RequestList):
         raise ProtocolError("the scheduler answered another question")
     if output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
-        return
-    console = Console()
-    arrived = datetime.fromtimestamp(answer.arrived_at).astimezone().isoformat(sep=" ", timespec="milliseconds")
-    console.print(
-        f"request [bold]{answer.request_id}[/]  arrived {arrived}  "
-        f"prompt {answer.num_prompt_tokens} tokens  policy {answer.bundle}",
-        highlight=False,
-    )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("ms", justify="right")
-    table.add_column("+ms", justify="right")
-    for column in ("what", "where", "detail"):
-        table.add_column(column)
-    before_s = 0.0
-    for entry in answer.entries:
-        since_ms, step_ms = 1e3 * entry.at_s, 1e3 * (entry.at_s - before_s)
-        table.add_row(f"{since_ms:.1f}", f"{step_ms:.1f}", entry.what, entry.instance_id or "", entry.detail)
-        before_s = entry.at_s
-    console.print(table)
+    elif isinstance(answer, messages.RequestRecord):
+        print_request(Console(), answer)
+    else:
+        print_choices(Console(), request_id, answer)
 
 
 def _target(config: MeshConfig, state: MeshState) -> tuple[MeshRecord | None, str, str]:

@@ -238,7 +238,13 @@ class KvMover:
                 pack_header(header, buffer.header)
                 await self._transport.send(address, buffer, 0)
         except KvTransferError as error:
-            log.warning("peer not told", request_id=transfer.request_id, kind=kind.name, reason=str(error))
+            log.warning(
+                "peer not told",
+                request_id=transfer.request_id,
+                epoch=transfer.epoch,
+                kind=kind.name,
+                reason=str(error),
+            )
 
     def _fail(self, request_id: RequestId, epoch: Epoch, *, sending: bool, reason: str) -> None:
         log.warning("kv transfer failed", request_id=request_id, epoch=epoch, sending=sending, reason=reason)

@@ -2,26 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+import structlog
+from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
+from prometheus_client.core import Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
 
+from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
+from pdmesh.wire.endpoint import check_bind
+
+log = structlog.get_logger()
+
+#: For the event loop to answer a scrape. One that is busy for longer is a fault of ours that the scraper shall see.
+COLLECT_LIMIT_S = 5.0
 
 
 @contextmanager
-def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> Iterator[int]:
-    """Serve ``registry`` at ``/metrics`` and yield the port (``port`` 0 takes a free one). Raises ConfigError."""
+def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security: SecurityConfig) -> Iterator[int]:
+    """Serve ``registry`` at ``/metrics`` and yield the port (``port`` 0 takes a free one). Raises ConfigError.
+
+    What is collected is read on the event loop that called us, so it may look at what lives there. With TLS configured
+    it is HTTPS; scrapers show neither key nor certificate, as at the gateway's ``/metrics``.
+    """
+    check_bind(host, security, what="the metrics port (telemetry.metrics_host)", has_key=bool(security.mesh_token))
+    tls = _tls(security)
+    app = make_wsgi_app(_OnLoop(registry, asyncio.get_running_loop()))
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        server = make_server(host, port, app, _Server6 if ":" in host else _Server, handler_class=_Handler)
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host}:{port}: is another process using the port? ({error.strerror})"
         ) from error
+    if tls is not None:
+        # The handshake is left to each connection's thread: a silent peer must not hold up the others.
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def watch_event_loop(registry: CollectorRegistry) -> None:
+    """Count the tasks of the running event loop: a leak shows as a number that grows."""
+    loop = asyncio.get_running_loop()
+    tasks = Gauge("pdmesh:event_loop_tasks", "Live tasks of the event loop.", registry=registry)
+    tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+
+
+class Aliases(Collector):
+    """The metrics of ``collectors`` again, under the names that dashboards and routers for vLLM read."""
+
+    def __init__(self, *collectors: Collector) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterator[Metric]:
+        for collector in self._collectors:
+            for metric in collector.collect():
+                alias = Metric(_aliased(metric.name), metric.documentation, metric.type)
+                alias.samples = [sample._replace(name=_aliased(sample.name)) for sample in metric.samples]
+                yield alias
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+def _aliased(name: str) -> str:
+    return "vllm" + name.removeprefix("pdmesh")
+
+
+class _OnLoop(CollectorRegistry):
+    """A registry whose metrics are collected on an event loop, whatever thread asks."""
+
+    def __init__(self, registry: Collector, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._registry = registry
+        self._loop = loop
+
+    def collect(self) -> Iterator[Metric]:
+        collected: Future[list[Metric]] = Future()
+
+        def collect() -> None:
+            try:
+                collected.set_result(list(self._registry.collect()))
+            except Exception as error:  # is the asking thread's
+                collected.set_exception(error)
+
+        self._loop.call_soon_threadsafe(collect)
+        yield from collected.result(COLLECT_LIMIT_S)
+
+    def restricted_registry(self, names: Iterable[str]) -> CollectorRegistry:  # type: ignore[override]
+        assert isinstance(self._registry, CollectorRegistry)
+        return _OnLoop(self._registry.restricted_registry(names), self._loop)
+
+
+def _tls(security: SecurityConfig) -> ssl.SSLContext | None:
+    if security.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(security.tls_cert, security.tls_key)
+    except OSError as error:  # of which ssl.SSLError is one
+        raise ConfigError(f"cannot use security.tls_cert {security.tls_cert} with its tls_key: {error}") from error
+    return context
+
+
+class _Server(ThreadingWSGIServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.warning("a scrape failed", peer=str(client_address), error=str(sys.exception()))
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0  # for a peer to say what it wants, seconds
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return

@@ -1,105 +1,235 @@
 """OpenTelemetry spans that follow a request through the services. Without an endpoint nothing is imported or done.
 
 The trace context travels as a W3C ``traceparent`` string: in ``Generation.traceparent`` between our services, in the
-header of the same name at the edge.
+header of the same name at the edge. Parents are always named, never taken from a "current" span: requests interleave
+on one event loop, and most spans are written down only when they are over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from pdmesh.config import TelemetryConfig
+from pdmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span as OtelSpan
 
-Attribute = str | bool | int | float
+AttributeValue = str | bool | int | float | Sequence[str]
+Attributes = Mapping[str, AttributeValue]
+
+#: For what is left to be exported when a process stops.
+FLUSH_LIMIT_S = 3.0
+
+
+class Kind(Enum):
+    SERVER = auto()  # the answer to a client's request
+    INTERNAL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    """Something that happened within a span, at a Unix time in seconds."""
+
+    name: str
+    at: float
+    attributes: Attributes = field(default_factory=dict[str, AttributeValue])
+
+
+class Span(Protocol):
+    """A span that is under way."""
+
+    @property
+    def traceparent(self) -> str | None:
+        """To be handed on, for children."""
+        ...
+
+    def event(self, name: str) -> None:
+        """Note that something happened now."""
+        ...
+
+    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
+        """Once. ``error`` says, in one word, what it failed for."""
+        ...
 
 
 class Tracing(Protocol):
-    """What a service traces with. Spans carry sizes and ids, never a prompt's text."""
+    """What a service traces with. Spans carry sizes and ids, never a prompt's text. No method blocks or raises."""
 
-    def span(self, name: str, traceparent: str | None = None, **attributes: Attribute) -> AbstractContextManager[None]:
-        """A span that is current inside the block; a child of ``traceparent``, else of the current span.
-
-        An exception that leaves the block marks it as failed.
-        """
+    @property
+    def on(self) -> bool:
+        """Whether anything becomes of spans; if not, there is no need to gather what they tell."""
         ...
 
-    def record(self, name: str, traceparent: str | None, start_s: float, end_s: float, **attributes: Attribute) -> None:
-        """A span that is over: Unix times in seconds."""
+    def start(self, name: str, traceparent: str | None, started_at: float, attributes: Attributes) -> Span:
+        """Begin the span of a client's request: a child of ``traceparent``, else the root of a trace."""
         ...
 
-    def traceparent(self) -> str | None:
-        """The current span, to be handed on; None if there is none."""
+    def record(
+        self,
+        name: str,
+        traceparent: str,
+        started_at: float,
+        ended_at: float,
+        attributes: Attributes,
+        *,
+        events: Sequence[SpanEvent] = (),
+        error: str | None = None,
+    ) -> None:
+        """A span that is over, a child of ``traceparent``: Unix times in seconds."""
         ...
 
     def close(self) -> None:
-        """Export what is left. Blocking, for a few seconds at most."""
+        """Export what is left. Blocking, for `FLUSH_LIMIT_S` at most."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoSpan:
+    traceparent: str | None
+
+    def event(self, name: str) -> None:
+        return
+
+    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
+        return
 
 
 class NoTracing:
-    """Tracing that is off."""
+    """Tracing that is off. A client's trace context is handed on all the same."""
 
-    def span(self, name: str, traceparent: str | None = None, **attributes: Attribute) -> AbstractContextManager[None]:
-        return nullcontext()
+    on = False
 
-    def record(self, name: str, traceparent: str | None, start_s: float, end_s: float, **attributes: Attribute) -> None:
+    def start(self, name: str, traceparent: str | None, started_at: float, attributes: Attributes) -> Span:
+        return NoSpan(traceparent)
+
+    def record(
+        self,
+        name: str,
+        traceparent: str,
+        started_at: float,
+        ended_at: float,
+        attributes: Attributes,
+        *,
+        events: Sequence[SpanEvent] = (),
+        error: str | None = None,
+    ) -> None:
         return
-
-    def traceparent(self) -> str | None:
-        return None
 
     def close(self) -> None:
         return
+
+
+class _OpenSpan:
+    def __init__(self, span: OtelSpan) -> None:
+        self._span = span
+        context = span.get_span_context()
+        self.traceparent: str | None = None
+        if context.is_valid:  # not so if OpenTelemetry's own settings turn it off
+            self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+    def event(self, name: str) -> None:
+        self._span.add_event(name)
+
+    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
+        _end(self._span, attributes, error, None)
 
 
 class OtelTracing:
     """Tracing into a tracer provider of our own; OpenTelemetry's global one is left alone."""
 
+    on = True
+
     def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
         self._tracer = provider.get_tracer("pdmesh")
         self._propagator = TraceContextTextMapPropagator()
+        self._no_parent = Context()
+        self._kinds = {Kind.SERVER: SpanKind.SERVER, Kind.INTERNAL: SpanKind.INTERNAL}
 
-    @contextmanager
-    def span(self, name: str, traceparent: str | None = None, **attributes: Attribute) -> Iterator[None]:
-        with self._tracer.start_as_current_span(name, context=self._parent(traceparent), attributes=attributes):
-            yield
+    def start(self, name: str, traceparent: str | None, started_at: float, attributes: Attributes) -> Span:
+        return _OpenSpan(self._begin(name, traceparent, started_at, attributes, Kind.SERVER))
 
-    def record(self, name: str, traceparent: str | None, start_s: float, end_s: float, **attributes: Attribute) -> None:
-        span = self._tracer.start_span(
-            name, context=self._parent(traceparent), attributes=attributes, start_time=round(start_s * 1e9)
-        )
-        span.end(end_time=round(end_s * 1e9))
-
-    def traceparent(self) -> str | None:
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier)
-        return carrier.get("traceparent")
+    def record(
+        self,
+        name: str,
+        traceparent: str,
+        started_at: float,
+        ended_at: float,
+        attributes: Attributes,
+        *,
+        events: Sequence[SpanEvent] = (),
+        error: str | None = None,
+    ) -> None:
+        span = self._begin(name, traceparent, started_at, attributes, Kind.INTERNAL)
+        for event in events:
+            span.add_event(event.name, event.attributes, timestamp=_ns(event.at))
+        _end(span, {}, error, max(started_at, ended_at))
 
     def close(self) -> None:
-        self._provider.shutdown()
+        # An exporter that cannot reach its collector takes its own time to give up; we do not wait for it.
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(FLUSH_LIMIT_S)
 
-    def _parent(self, traceparent: str | None) -> Context | None:
+    def _begin(
+        self, name: str, traceparent: str | None, started_at: float, attributes: Attributes, kind: Kind
+    ) -> OtelSpan:
+        return self._tracer.start_span(
+            name,
+            context=self._parent(traceparent),
+            kind=self._kinds[kind],
+            attributes=attributes,
+            start_time=_ns(started_at),
+        )
+
+    def _parent(self, traceparent: str | None) -> Context:
         """The context of a remote parent. A malformed one counts as none, as W3C Trace Context asks."""
-        return None if traceparent is None else self._propagator.extract({"traceparent": traceparent})
+        if traceparent is None:
+            return self._no_parent
+        return self._propagator.extract({"traceparent": traceparent}, context=self._no_parent)
+
+
+def _end(span: OtelSpan, attributes: Attributes, error: str | None, ended_at: float | None) -> None:
+    from opentelemetry.trace import StatusCode
+
+    span.set_attributes(attributes)
+    if error is not None:
+        span.set_attribute("error.type", error)
+        span.set_status(StatusCode.ERROR, error)
+    span.end(None if ended_at is None else _ns(ended_at))
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def configure_tracing(service: str, config: TelemetryConfig) -> Tracing:
-    """Tracing for a process; off unless an OTLP endpoint is configured."""
+    """Tracing for a process; off unless an OTLP endpoint is configured. Raises ConfigError."""
     if config.otlp_endpoint is None:
         return NoTracing()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    return exporting(service, OTLPSpanExporter(endpoint=config.otlp_endpoint))
+    # Without a scheme the exporter would ask for TLS.
+    endpoint = config.otlp_endpoint if "://" in config.otlp_endpoint else f"http://{config.otlp_endpoint}"
+    try:
+        exporter = OTLPSpanExporter(endpoint=endpoint)
+    except Exception as error:  # of many kinds: OpenTelemetry reads a dozen variables of its own here
+        raise ConfigError(
+            f"telemetry.otlp_endpoint is {config.otlp_endpoint!r}, but spans cannot be exported there: {error}"
+        ) from error
+    return exporting(service, exporter)
 
 
 def exporting(service: str, exporter: SpanExporter) -> OtelTracing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -78,6 +79,25 @@ class RunningMesh:
         """The services' processes now; the supervisor starts one that died again under another pid."""
         record = msgspec.json.decode((self.folder / "mesh.json").read_bytes(), type=MeshRecord)
         return {service.name: service.process.pid for service in record.services}
+
+    def metrics(self) -> dict[str, str]:
+        """What each service serves at ``/metrics``."""
+        # As the supervisor has it now: a service that was started again has another port.
+        record = msgspec.json.decode((self.folder / "mesh.json").read_bytes(), type=MeshRecord)
+        urls = {
+            service.name: f"http://127.0.0.1:{service.facts['metrics_port']}/metrics"
+            for service in record.services
+            if "metrics_port" in service.facts
+        }
+        urls["gateway"] = f"{self.base_url}/metrics"
+        return {name: httpx.get(url, timeout=30).raise_for_status().text for name, url in urls.items()}
+
+    def event_loop_tasks(self) -> dict[str, int]:
+        """Live tasks of each service."""
+        found = {
+            name: re.search(r"^pdmesh:event_loop_tasks (.+)$", text, re.M) for name, text in self.metrics().items()
+        }
+        return {name: int(float(match[1])) for name, match in found.items() if match is not None}
 
     def logs(self) -> str:
         """The logs of all services, for a failing test's message."""

@@ -16,7 +16,18 @@ from pdmesh.engine.base import Engine
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
-from pdmesh.model import ChunkPlan, Epoch, GatewayId, RequestId, Role, SamplingParams, StepPlan, num_blocks_for
+from pdmesh.model import (
+    ChunkPlan,
+    Epoch,
+    GatewayId,
+    InstanceId,
+    RequestId,
+    Role,
+    SamplingParams,
+    StepPlan,
+    num_blocks_for,
+)
+from pdmesh.telemetry.tracing import NoTracing, Tracing
 from pdmesh.transport.base import KvTransport
 from pdmesh.wire.messages import (
     Admit,
@@ -148,6 +159,7 @@ async def running_instance(
     *,
     role: Role = Role.MIXED,
     config: TransferConfig | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncGenerator[RunningInstance]:
     """The runtime of one instance on an open ``transport``; integrity is checked when the block is left."""
     pool = BlockPool(engine.kv.num_blocks)
@@ -165,6 +177,7 @@ async def running_instance(
     ):
         running = RunningInstance(engine, pool, mover, transport.address)
         running.instance = instance = Instance(
+            instance_id=InstanceId(role),
             role=role,
             max_model_len=engine.max_model_len,
             block_size=engine.kv.layout.block_size,
@@ -173,6 +186,7 @@ async def running_instance(
             report=running.report,
             tokens=running,
             metrics=WorkerMetrics(),
+            tracing=tracing or NoTracing(),
         )
 
         async def step() -> None:

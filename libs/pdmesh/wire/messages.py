@@ -408,13 +408,24 @@ class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class RequestRecord(Message, frozen=True, kw_only=True):
     request_id: str
     arrived_at: float  # Unix time, seconds
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # the client's own, also of a resumed request
     bundle: str
     entries: tuple[RecordEntry, ...]
+    state: str = ""  # "queued", "placed", or how it ended
+    num_output_tokens: int | None = None  # None until it finished
+    # Seconds since its arrival, as the scheduler heard of them.
+    first_token_s: float | None = None  # the prompt was computed, and the first token drawn from it
+    last_token_s: float | None = None
+
+
+class RequestList(Message, frozen=True, kw_only=True):
+    """The choices of one HTTP request (``n``, several prompts): ``id-0``, ``id-1`` and so on."""
+
+    requests: tuple[RequestRecord, ...]
 
 
 class AdminError(Message, frozen=True, kw_only=True):
     message: str
 
 
-AdminResponse = MeshState | RequestRecord | AdminError
+AdminResponse = MeshState | RequestRecord | RequestList | AdminError

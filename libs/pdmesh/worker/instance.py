@@ -20,7 +20,8 @@ from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.model import ChunkPlan, Epoch, FinishReason, RequestId, Resident, Role, StepPlan, num_blocks_for
+from pdmesh.model import ChunkPlan, Epoch, FinishReason, InstanceId, RequestId, Resident, Role, StepPlan, num_blocks_for
+from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import (
     Admit,
     ChangeRole,
@@ -46,6 +47,7 @@ from pdmesh.worker.batch import Batch, Chunk
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.replies import error_out, finished_report, prompt_logprobs, step_report, token_out
 from pdmesh.worker.sequences import Hold, Sequences, Stage
+from pdmesh.worker.spans import DONE, ERROR, FAILED, FREED, HoldTrace
 
 log = structlog.get_logger()
 
@@ -69,6 +71,7 @@ class Instance:
     def __init__(
         self,
         *,
+        instance_id: InstanceId,
         role: Role,
         max_model_len: int,
         block_size: int,
@@ -77,8 +80,11 @@ class Instance:
         report: Callable[[WorkerUp], None],
         tokens: TokenSink,
         metrics: WorkerMetrics,
+        tracing: Tracing,
     ) -> None:
         self.role = role
+        self._instance_id = instance_id
+        self._tracing = tracing
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._pool = pool
@@ -103,12 +109,7 @@ class Instance:
             case ExpectKv():
                 self._expect(message)
             case Grant():
-                self._mover.grant(
-                    message.request_id,
-                    message.epoch,
-                    destination_address=message.destination_address,
-                    capability=message.capability,
-                )
+                self._grant(message)
             case Free(request_id=request_id, epoch=epoch):
                 self._free(request_id, epoch)
             case ChangeRole(role=role):
@@ -166,6 +167,17 @@ class Instance:
         )
         self._report(ReservedReport(request_id=hold.request_id, epoch=hold.epoch))
 
+    def _grant(self, message: Grant) -> None:
+        self._mover.grant(
+            message.request_id,
+            message.epoch,
+            destination_address=message.destination_address,
+            capability=message.capability,
+        )
+        hold = self._sequences.get(message.request_id, message.epoch)
+        if hold is not None and hold.trace is not None:
+            hold.trace.transfer_granted()
+
     def _transcript(self, generation: Generation) -> array.array[int]:
         try:
             return unpack_token_ids(generation.token_ids)
@@ -199,7 +211,16 @@ class Instance:
             ),
             stage=Stage.PREFILLING,
         )
+        if self._tracing.on and generation.traceparent is not None:
+            hold.trace = HoldTrace(self._tracing, generation.traceparent, generation, self._instance_id)
         self._sequences.add(hold)
+        log.debug(
+            "request held",
+            request_id=hold.request_id,
+            epoch=hold.epoch,
+            num_tokens=len(token_ids),
+            num_blocks=num_blocks,
+        )
         self._tokens.open(generation.token_address)
         return hold
 
@@ -258,6 +279,8 @@ class Instance:
             return None
         if hold.sender is not None and hold.num_chunks == 0:
             self._report(OfferReport(request_id=hold.request_id, epoch=hold.epoch))
+        if hold.trace is not None and hold.num_chunks == 0:
+            hold.trace.prefill_began()
         hold.num_chunks += 1
         hold.in_step = True
         return Chunk(hold, part, hold.num_chunks - 1)
@@ -274,13 +297,15 @@ class Instance:
         self._report_step(batch, duration_s)
         for chunk, result in zip(batch.chunks, results, strict=False):
             if self._sequences.step_ended(chunk.hold):
-                self._finish_chunk(chunk, result)
+                self._finish_chunk(chunk, result, duration_s)
         for hold, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
             if self._sequences.step_ended(hold):
                 self._deliver(hold, result)
 
-    def _finish_chunk(self, chunk: Chunk, result: SliceResult) -> None:
+    def _finish_chunk(self, chunk: Chunk, result: SliceResult, step_s: float) -> None:
         hold, plan = chunk.hold, chunk.plan
+        if hold.trace is not None:
+            hold.trace.chunk_done(plan.num_tokens, step_s=step_s, is_last=plan.is_last)
         hold.num_computed_tokens += plan.num_tokens
         self._metrics.prompt_tokens.inc(plan.num_tokens)
         if result.prompt_logprobs:
@@ -288,7 +313,7 @@ class Instance:
         if not plan.is_last:
             return
         if hold.sender is None:
-            self._sequences.start_decoding(hold)
+            self._start_decoding(hold)
             self._deliver(hold, result)
             return
         token_index = hold.sequence.num_output_tokens
@@ -297,6 +322,11 @@ class Instance:
             assert result.token_id is not None
             hold.stage = Stage.SENDING
             hold.sender.commit(token_id=result.token_id, token_index=token_index)
+
+    def _start_decoding(self, hold: Hold) -> None:
+        self._sequences.start_decoding(hold)
+        if hold.trace is not None:
+            hold.trace.decode_began()
 
     def _deliver(self, hold: Hold, result: SliceResult) -> None:
         """Send a drawn token to the gateway; release the request if it ends with it."""
@@ -311,11 +341,13 @@ class Instance:
         """The engine broke: end the batch's requests with an error."""
         for hold in (*(chunk.hold for chunk in batch.chunks), *batch.decodes):
             if self._sequences.step_ended(hold):
+                log.error("request ended by the engine's failure", request_id=hold.request_id, epoch=hold.epoch)
                 self._send(hold, error_out(hold, error))
                 self._finish(hold, FinishReason.ERROR)
 
     def _finish(self, hold: Hold, reason: FinishReason) -> None:
         self._report(finished_report(hold, reason))
+        self._end_trace(hold, ERROR if reason is FinishReason.ERROR else DONE)
         self._sequences.release(hold)
 
     def _report_step(self, batch: Batch, duration_s: float) -> None:
@@ -337,6 +369,8 @@ class Instance:
                 self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
                 self._metrics.transfer_s.observe(outcome.duration_s)
                 self._metrics.exposed_s.observe(outcome.exposed_s)
+                if hold.trace is not None:
+                    hold.trace.transfer_sent(outcome)
                 self._report(
                     SentReport(
                         request_id=hold.request_id,
@@ -359,7 +393,7 @@ class Instance:
             return
         self._metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
         hold.sequence.token_ids.append(outcome.token_id)
-        self._sequences.start_decoding(hold)
+        self._start_decoding(hold)
         self._report(
             LandedReport(
                 request_id=hold.request_id,
@@ -373,6 +407,7 @@ class Instance:
     def _fail(self, hold: Hold, reason: str) -> None:
         log.warning("request given up", request_id=hold.request_id, epoch=hold.epoch, reason=reason)
         self._report(TransferFailedReport(request_id=hold.request_id, epoch=hold.epoch, reason=reason))
+        self._end_trace(hold, FAILED)
         self._sequences.release(hold)
 
     # --- books -----------------------------------------------------------------------------------------------
@@ -380,6 +415,14 @@ class Instance:
     @property
     def num_decoding(self) -> int:
         return self._sequences.num_decoding
+
+    def num_of_stage(self) -> dict[str, int]:
+        """Requests held, by stage; prompts of which no chunk has begun are ``queued``."""
+        counts = dict.fromkeys(("queued", *(stage.name.lower() for stage in Stage)), 0)
+        for hold in self._sequences:
+            is_queued = hold.stage is Stage.PREFILLING and hold.num_chunks == 0
+            counts["queued" if is_queued else hold.stage.name.lower()] += 1
+        return counts
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
@@ -415,7 +458,13 @@ class Instance:
         self._sequences.check_integrity()
         self._mover.check_integrity()
 
+    def _end_trace(self, hold: Hold, outcome: str) -> None:
+        if hold.trace is not None:
+            hold.trace.ended(hold.sequence.num_output_tokens, outcome)
+
     def _released(self, hold: Hold) -> None:
+        self._end_trace(hold, FREED)  # of what was still open when it was cancelled or dropped
+        log.debug("request released", request_id=hold.request_id, epoch=hold.epoch, stage=hold.stage.name.lower())
         self._report(ReleasedReport(request_id=hold.request_id, epoch=hold.epoch))
 
     def _send(self, hold: Hold, message: TokensUp) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.telemetry.exposition import Aliases
 
 _STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TRANSFER_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0)
+
+_LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+
+#: Stages in which a request waits for others: for its turn, or for its KV to arrive.
+_WAITING_STAGES = ("queued", "receiving")
 
 
 class WorkerMetrics:
@@ -54,28 +60,72 @@ class WorkerMetrics:
         self,
         pool: BlockPool,
         *,
-        num_decoding: Callable[[], int],
+        model: str,
+        block_size: int,
+        stages: Callable[[], Mapping[str, int]],
         num_dropped_pieces: Callable[[], Mapping[str, int]],
     ) -> None:
-        """Export the books as they are when somebody asks."""
-        self.registry.register(_Books(pool, num_decoding, num_dropped_pieces))
+        """Export the books as they are when somebody asks; ``stages`` counts the requests held by stage."""
+        self.registry.register(_Books(pool, stages, num_dropped_pieces))
+        load = _Load(pool, model, block_size, stages)
+        self.registry.register(load)
+        self.registry.register(Aliases(load))
 
 
 class _Books(Collector):
+    """What is held, by block and by request."""
+
     def __init__(
-        self, pool: BlockPool, num_decoding: Callable[[], int], num_dropped_pieces: Callable[[], Mapping[str, int]]
+        self,
+        pool: BlockPool,
+        stages: Callable[[], Mapping[str, int]],
+        num_dropped_pieces: Callable[[], Mapping[str, int]],
     ) -> None:
         self._pool = pool
-        self._num_decoding = num_decoding
+        self._stages = stages
         self._num_dropped_pieces = num_dropped_pieces
 
-    def collect(self) -> list[Metric]:
+    def collect(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily("pdmesh:kv_blocks", "KV blocks, by state.", labels=["state"])
         blocks.add_metric(["free"], self._pool.num_free)
         blocks.add_metric(["held"], self._pool.num_held)
         blocks.add_metric(["quarantined"], self._pool.num_quarantined)
-        decoding = GaugeMetricFamily("pdmesh:num_decoding", "Residents being decoded.", value=self._num_decoding())
+        yield blocks
+        requests = GaugeMetricFamily("pdmesh:num_requests", "Requests held, by stage.", labels=["stage"])
+        for stage, count in self._stages().items():
+            requests.add_metric([stage], count)
+        yield requests
         dropped = CounterMetricFamily("pdmesh:num_dropped_pieces", "KV pieces refused, by reason.", labels=["reason"])
         for reason, count in self._num_dropped_pieces().items():
             dropped.add_metric([reason], count)
-        return [blocks, decoding, dropped]
+        yield dropped
+
+
+class _Load(Collector):
+    """The five that routers and dashboards for vLLM read of each server."""
+
+    def __init__(self, pool: BlockPool, model: str, block_size: int, stages: Callable[[], Mapping[str, int]]) -> None:
+        self._pool = pool
+        self._model = model
+        self._block_size = block_size
+        self._stages = stages
+
+    def collect(self) -> Iterator[Metric]:
+        stages = self._stages()
+        num_waiting = sum(stages.get(stage, 0) for stage in _WAITING_STAGES)
+        usage = 1 - self._pool.num_free / self._pool.num_blocks
+        values = (
+            ("num_requests_waiting", "Requests held that nothing is computed for yet.", num_waiting),
+            ("num_requests_running", "Other requests held.", sum(stages.values()) - num_waiting),
+            ("kv_cache_usage_perc", "KV blocks in use; 1 is all.", usage),
+        )
+        for name, text, value in values:
+            gauge = GaugeMetricFamily(f"pdmesh:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        lora = GaugeMetricFamily("pdmesh:lora_requests_info", "Adapters in use: there are none.", labels=_LORA_LABELS)
+        lora.add_metric(["0", "", ""], 1)
+        yield lora
+        cache = GaugeMetricFamily("pdmesh:cache_config_info", "The KV cache.", labels=["block_size", "num_gpu_blocks"])
+        cache.add_metric([str(self._block_size), str(self._pool.num_blocks)], 1)
+        yield cache

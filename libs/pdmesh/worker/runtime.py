@@ -10,7 +10,7 @@ from functools import partial
 import anyio
 import structlog
 
-from pdmesh.config import LOOPBACK, MeshConfig, TransferConfig
+from pdmesh.config import MeshConfig, TransferConfig
 from pdmesh.engine.base import Engine
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.kv.blocks import BlockPool
@@ -18,7 +18,7 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.service import ServiceContext
-from pdmesh.telemetry.exposition import serve_metrics
+from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.transport.base import KvTransport
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import Draining, RegisterWorker, WorkerUp
@@ -62,6 +62,7 @@ async def serve_instance(
     device = device_name(config)
     failure: Exception | None = None
     metrics = WorkerMetrics()
+    watch_event_loop(metrics.registry)
     pool = BlockPool(engine.kv.num_blocks)
 
     def on_outcome(outcome: TransferOutcome) -> None:
@@ -95,6 +96,7 @@ async def serve_instance(
         anyio.create_task_group() as links,
     ):
         instance = Instance(
+            instance_id=instance_id,
             role=role,
             max_model_len=engine.max_model_len,
             block_size=engine.kv.layout.block_size,
@@ -103,6 +105,7 @@ async def serve_instance(
             report=report,
             tokens=tokens,
             metrics=metrics,
+            tracing=context.tracing,
         )
         scheduler = SchedulerLink(
             channel,
@@ -113,10 +116,17 @@ async def serve_instance(
         )
         metrics.watch(
             pool,
-            num_decoding=lambda: instance.num_decoding,
+            model=served_model_name(config),
+            block_size=engine.kv.layout.block_size,
+            stages=instance.num_of_stage,
             num_dropped_pieces=lambda: mover.counters().dropped,
         )
-        with serve_metrics(metrics.registry, host=LOOPBACK, port=config.worker.metrics_port) as metrics_port:
+        with serve_metrics(
+            metrics.registry,
+            host=config.telemetry.metrics_host,
+            port=config.worker.metrics_port,
+            security=config.security,
+        ) as metrics_port:
             facts = {
                 "instance_id": instance_id,
                 "role": str(role),

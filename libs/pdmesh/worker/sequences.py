@@ -18,6 +18,7 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, RequestId, Resident
 from pdmesh.wire.messages import Generation
+from pdmesh.worker.spans import HoldTrace
 
 
 class Stage(Enum):
@@ -35,6 +36,7 @@ class Hold:
     sequence: EngineSequence
     stage: Stage
     sender: KvSender | None = None  # set if the KV moves on after its prefill
+    trace: HoldTrace | None = None  # set if the request is traced
     num_computed_tokens: int = 0
     num_chunks: int = 0  # begun
     in_step: bool = False

@@ -13,15 +13,20 @@ import structlog
 
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams
+from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
 from pdmesh.wire.messages import Rejected, Restarted, Submit, TokenLogprobs, TokenOut, pack_token_ids
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.spans import FIRST_TOKEN, REQUEST, request_attributes, response_attributes
 from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcripts import Mailbox, Transcript, Transcripts, finish_of
+from pdmesh_gateway.transcripts import FIRST_EPOCH, Mailbox, Transcript, Transcripts, finish_of
 
 log = structlog.get_logger()
+
+#: What became of a generation whose client went away.
+CANCELLED = "cancelled"
 
 #: How long a request waits for a scheduler that is gone for a moment.
 CONNECT_GRACE_S = 5.0
@@ -44,6 +49,8 @@ class GenerationJob:
     priority: int = 0
     traceparent: str | None = None
     deadline_s: float = 3600.0
+    operation: str = "text_completion"
+    received_at: float = field(default_factory=time.time)  # Unix time, seconds
 
     @property
     def num_choices(self) -> int:
@@ -82,7 +89,11 @@ class Choice:
     detokenizer: Detokenizer
     stop: StopFinder
     num_tokens: int = 0
-    is_done: bool = False
+    finish_reason: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
 
     def advance(self, tokens: list[TokenOut]) -> Delta:
         """Turn delivered tokens into text. Raises GenerationFailed."""
@@ -110,8 +121,7 @@ class Choice:
                 delta.text += self.stop.flush()
                 delta.stop_reason = token.stop_token_id
             if finish is not None:
-                delta.finish_reason = finish
-                self.is_done = True
+                delta.finish_reason = self.finish_reason = finish
                 break
         return delta
 
@@ -119,8 +129,11 @@ class Choice:
 class Generation:
     """The choices of one job under way. Iterate `deltas` once."""
 
-    def __init__(self, generator: Generator, job: GenerationJob, choices: list[Choice], mailbox: Mailbox) -> None:
+    def __init__(
+        self, generator: Generator, job: GenerationJob, choices: list[Choice], mailbox: Mailbox, span: Span
+    ) -> None:
         self._generator = generator
+        self._span = span
         self._mailbox = mailbox
         self._choices = choices
         self._by_transcript = {choice.transcript.request_id: choice for choice in choices}
@@ -156,6 +169,8 @@ class Generation:
                     continue
                 if tokens:
                     delta = choice.advance(tokens)
+                    if not first_s:
+                        self._span.event(FIRST_TOKEN)
                     metrics.tokens_out(len(delta.token_ids), now_s, self._started_s, last_s.get(choice.index))
                     first_s.setdefault(choice.index, now_s)
                     last_s[choice.index] = now_s
@@ -209,12 +224,16 @@ class Generator:
         transcripts: Transcripts,
         link: SchedulerLink,
         metrics: GatewayMetrics,
+        tracing: Tracing,
+        model: str,
     ) -> None:
         self._gateway_id = gateway_id
         self._token_address = token_address
         self._tokenizer = tokenizer
         self._transcripts = transcripts
         self._link = link
+        self._tracing = tracing
+        self._model = model
         self.metrics = metrics
 
     @asynccontextmanager
@@ -223,20 +242,23 @@ class Generator:
 
         Raises RequestRejected if the scheduler cannot be reached or the job takes longer than its deadline.
         """
-        with anyio.move_on_after(CONNECT_GRACE_S):
-            await self._link.wait_connected()
         mailbox = Mailbox()
         choices: list[Choice] = []
+        span = self._span(job)
+        outcome = CANCELLED  # unless the block is left with an error
+        is_failure = False
         try:
+            with anyio.move_on_after(CONNECT_GRACE_S):
+                await self._link.wait_connected()
             for prompt_index, prompt in enumerate(job.prompts):
                 packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
                 for i in range(job.n):
-                    choice = self._choice(job, prompt_index * job.n + i, i, prompt, packed, mailbox)
+                    choice = self._choice(job, prompt_index * job.n + i, i, prompt, packed, mailbox, span.traceparent)
                     self._transcripts.add(choice.transcript)
                     choices.append(choice)
                     self._submit(choice.transcript)
             with anyio.move_on_after(job.deadline_s) as scope:
-                yield Generation(self, job, choices, mailbox)
+                yield Generation(self, job, choices, mailbox, span)
             if scope.cancelled_caught:
                 raise RequestRejected(
                     f"The request took longer than {job.deadline_s:g} s.",
@@ -244,10 +266,15 @@ class Generator:
                     type="server_error",
                     code="deadline_exceeded",
                 )
+        except Exception as error:
+            outcome = (error.code if isinstance(error, RequestRejected) else None) or type(error).__name__
+            is_failure = not isinstance(error, RequestRejected) or error.status >= 500
+            raise
         finally:
             for choice in choices:
                 if not choice.is_done:
                     self.finish(choice.transcript)
+            self._ended(job, choices, span, outcome, is_failure=is_failure)
 
     def finish(self, transcript: Transcript) -> None:
         """Forget a request whose client has all it wants; cancel it where it still runs."""
@@ -278,6 +305,41 @@ class Generator:
         except RequestRejected as error:
             transcript.fail(error)
 
+    def _span(self, job: GenerationJob) -> Span:
+        if not self._tracing.on:
+            return NoSpan(job.traceparent)
+        attributes = request_attributes(
+            request_id=job.request_id,
+            operation=job.operation,
+            model=self._model,
+            params=job.params,
+            num_choices=job.num_choices,
+            num_prompt_tokens=job.num_prompt_tokens,
+        )
+        return self._tracing.start(REQUEST, job.traceparent, job.received_at, attributes)
+
+    def _ended(self, job: GenerationJob, choices: list[Choice], span: Span, outcome: str, *, is_failure: bool) -> None:
+        """Tell span and log how a request ended; ``outcome`` is that of the choices that did not finish."""
+        num_output_tokens = sum(choice.num_tokens for choice in choices)
+        finish_reasons = [choice.finish_reason or outcome for choice in choices] or [outcome]
+        epoch = max((choice.transcript.epoch for choice in choices), default=FIRST_EPOCH)
+        num_restarts = sum(choice.transcript.num_restarts for choice in choices)
+        span.end(
+            response_attributes(
+                num_output_tokens=num_output_tokens, finish_reasons=finish_reasons, num_restarts=num_restarts
+            ),
+            error=outcome if is_failure else None,
+        )
+        log.info(
+            "request ended",
+            request_id=job.request_id,
+            epoch=epoch,
+            finish_reasons=finish_reasons,
+            num_prompt_tokens=job.num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+            duration_s=round(time.time() - job.received_at, 6),
+        )
+
     # What the scheduler says (`pdmesh_gateway.scheduler_link.Waiting`).
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
@@ -297,7 +359,14 @@ class Generator:
         self._link.submit(Submit(generation=transcript.generation(), priority=transcript.priority))
 
     def _choice(
-        self, job: GenerationJob, index: int, i: int, prompt: Sequence[int], packed: bytes, mailbox: Mailbox
+        self,
+        job: GenerationJob,
+        index: int,
+        i: int,
+        prompt: Sequence[int],
+        packed: bytes,
+        mailbox: Mailbox,
+        traceparent: str | None,
     ) -> Choice:
         request_id = job.request_id if job.num_choices == 1 else f"{job.request_id}-{index}"
         if request_id in self._transcripts:  # clients choose ids, and can choose one twice
@@ -311,7 +380,7 @@ class Generator:
             mailbox=mailbox,
             clock=time.monotonic,
             priority=job.priority,
-            traceparent=job.traceparent,
+            traceparent=traceparent,
         )
         return Choice(
             index=index,

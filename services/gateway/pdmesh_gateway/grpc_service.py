@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -85,10 +86,11 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """A client that goes away cancels this coroutine, and with it the generation."""
+        received_at = time.time()
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
             self._serving.keys.check(metadata.get("authorization"))
-            job = await self._job(request, metadata.get("traceparent"))
+            job = await self._job(request, metadata.get("traceparent"), received_at)
             held_bytes = 8 * job.num_prompt_tokens
             with self._serving.admission.hold(num_requests=1, num_bytes=held_bytes):
                 async with self._serving.generator.open(job) as generation:
@@ -101,7 +103,7 @@ class _Inference(pb_grpc.InferenceServicer):
             log.exception("request failed", request_id=request.request_id)
             await _abort(context, as_rejection(error))
 
-    async def _job(self, request: pb.GenerateRequest, traceparent: str | None) -> GenerationJob:
+    async def _job(self, request: pb.GenerateRequest, traceparent: str | None, received_at: float) -> GenerationJob:
         serving = self._serving
         serving.check_model(request.model or None)
         request_id = check_request_id(request.request_id, param="request_id") if request.request_id else None
@@ -127,6 +129,7 @@ class _Inference(pb_grpc.InferenceServicer):
             priority=request.priority,
             traceparent=check_traceparent(traceparent),
             deadline_s=serving.config.request_timeout_s,
+            received_at=received_at,
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:

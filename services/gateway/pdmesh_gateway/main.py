@@ -15,6 +15,7 @@ from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.errors import ConfigError
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
+from pdmesh.telemetry.exposition import watch_event_loop
 from pdmesh.wire.endpoint import check_bind
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
@@ -53,6 +54,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
     link = SchedulerLink(gateway_id, config.scheduler_address, config.security)
     metrics = GatewayMetrics(model, transcripts, lambda: link.state)
+    watch_event_loop(metrics.registry)
     async with serve_tokens(transcripts, gateway, config.security) as token_port:
         token_address = gateway.token_address or _address(gateway.token_host, token_port)
         generator = Generator(
@@ -62,6 +64,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             transcripts=transcripts,
             link=link,
             metrics=metrics,
+            tracing=context.tracing,
+            model=model,
         )
         serving = Serving(
             config=gateway,

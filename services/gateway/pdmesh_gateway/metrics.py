@@ -12,11 +12,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from pdmesh.telemetry.exposition import Aliases
 from pdmesh.wire.messages import MeshState
 from pdmesh_gateway.transcripts import Transcripts
 
 PREFIX = "pdmesh"
-ALIAS_PREFIX = "vllm"
 
 # Bucket bounds are vLLM's, so that its dashboards draw the same.
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -47,6 +47,9 @@ class GatewayMetrics:
             _ITL_BUCKETS,
         )
         e2e = histogram("e2e_request_latency_seconds", "From a request's submission to its last token.", _E2E_BUCKETS)
+        decode = histogram(
+            "request_decode_time_seconds", "Per request: from its first to its last token.", _E2E_BUCKETS
+        )
         prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _LENGTH_BUCKETS)
         output_length = histogram("request_generation_tokens", "Output tokens of a request.", _LENGTH_BUCKETS)
         prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
@@ -56,6 +59,7 @@ class GatewayMetrics:
         self._itl = itl.labels(model)
         self._tpot = tpot.labels(model)
         self._e2e = e2e.labels(model)
+        self._decode = decode.labels(model)
         self._prompt_length = prompt_length.labels(model)
         self._output_length = output_length.labels(model)
         self._prompt_tokens = prompt_tokens.labels(model)
@@ -79,7 +83,7 @@ class GatewayMetrics:
         stray.set_function(lambda: transcripts.num_stray)
         mesh = _MeshCollector(model, mesh_state)
         self.registry.register(mesh)
-        self.registry.register(_Alias([ttft, itl, tpot, e2e, prompt_tokens, output_tokens, self._success, mesh]))
+        self.registry.register(Aliases(ttft, itl, tpot, e2e, decode, prompt_tokens, output_tokens, self._success, mesh))
 
     def tokens_out(self, num_tokens: int, now_s: float, started_s: float, last_s: float | None) -> None:
         """Tokens of one generation were delivered together; ``last_s`` is when the ones before were."""
@@ -98,6 +102,7 @@ class GatewayMetrics:
         self._prompt_length.observe(num_prompt_tokens)
         self._output_length.observe(num_tokens)
         self._e2e.observe(e2e_s)
+        self._decode.observe(e2e_s - ttft_s)
         if num_tokens > 1:
             self._tpot.observe((e2e_s - ttft_s) / (num_tokens - 1))
 
@@ -143,24 +148,3 @@ class _MeshCollector(Collector):
         cache = GaugeMetricFamily(f"{PREFIX}:cache_config_info", "The KV cache.", labels=["num_gpu_blocks"])
         cache.add_metric([str(num_blocks)], 1)
         yield cache
-
-
-class _Alias(Collector):
-    """The same metrics again under vLLM's prefix."""
-
-    def __init__(self, collectors: list[Collector]) -> None:
-        self._collectors = collectors
-
-    def collect(self) -> Iterator[Metric]:
-        for collector in self._collectors:
-            for metric in collector.collect():
-                alias = Metric(_aliased(metric.name), metric.documentation, metric.type)
-                alias.samples = [sample._replace(name=_aliased(sample.name)) for sample in metric.samples]
-                yield alias
-
-    def describe(self) -> list[Metric]:
-        return []
-
-
-def _aliased(name: str) -> str:
-    return ALIAS_PREFIX + name.removeprefix(PREFIX)

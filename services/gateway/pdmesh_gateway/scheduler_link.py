@@ -99,7 +99,7 @@ class SchedulerLink:
         try:
             self._link.post(Cancel(request_id=request_id, epoch=epoch))
         except (InstanceUnavailable, OutboxFull) as error:
-            log.warning("cancel not sent", request_id=request_id, error=str(error))
+            log.warning("cancel not sent", request_id=request_id, epoch=epoch, error=str(error))
 
     async def run(self, waiting: Waiting) -> None:
         """Connect, and connect again whenever the stream ends, until cancelled."""

@@ -12,7 +12,7 @@ import msgspec
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ProtocolError
 from pdmesh.wire.endpoint import check_token
-from pdmesh.wire.messages import AdminError, AdminRequest, AdminResponse, GetRequest, GetStatus
+from pdmesh.wire.messages import AdminError, AdminRequest, AdminResponse, GetRequest, GetStatus, RequestList
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.records import RequestRecords
 
@@ -46,4 +46,9 @@ class Admin:
                 return self.driver.state()
             case GetRequest():
                 record = self.records.get(question.request_id)
-                return record or AdminError(message=f"no request {question.request_id!r} is remembered")
+                if record is not None:
+                    return record
+                choices = self.records.choices(question.request_id)
+                if choices:
+                    return RequestList(requests=choices)
+                return AdminError(message=f"no request {question.request_id!r} is remembered")

@@ -14,6 +14,7 @@ from typing import NamedTuple, assert_never
 import anyio
 import anyio.lowlevel
 import msgspec
+import structlog
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -63,6 +64,9 @@ from pdmesh.wire.messages import (
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.peers import Peers
 from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.spans import SchedulerSpans
+
+log = structlog.get_logger()
 
 #: Events waiting to be applied; beyond them streams are not read, and their peers feel it.
 MAX_INBOX = 4096
@@ -90,6 +94,7 @@ class Driver:
         gateways: Peers[GatewayId, GatewayDown],
         records: RequestRecords,
         metrics: SchedulerMetrics,
+        spans: SchedulerSpans,
         event_log: EventLogWriter | None = None,
     ) -> None:
         self._core = core
@@ -98,6 +103,7 @@ class Driver:
         self._gateways = gateways
         self._records = records
         self._metrics = metrics
+        self._spans = spans
         self._event_log = event_log
         self._inbox: deque[tuple[Event, Generation | None]] = deque()
         self._filled = anyio.Event()
@@ -156,8 +162,9 @@ class Driver:
         self._remember(event, generation)
         began_s = perf_counter()
         commands = self._core.handle(event, now_s)
-        self._metrics.observe(event, commands, decision_s=perf_counter() - began_s)
-        self._records.observe(event, commands, now_s, self._core.bundle)
+        self._metrics.observe(event, commands, now_s, decision_s=perf_counter() - began_s)
+        self._records.observe(event, generation, commands, now_s, self._core.bundle)
+        self._spans.observe(event, generation, commands, now_s)
         for command in commands:
             self._carry_out(command)
         self._follow_up(event)
@@ -181,6 +188,7 @@ class Driver:
                 key = (event.request.request_id, event.request.epoch)
                 if not self._core.is_active(key):
                     self._waiting.pop(key, None)  # one of an older epoch, or refused
+                    self._spans.drop(key)
             case GatewayJoined():
                 self._gateways.post(event.gateway_id, self.state())
             case InstanceJoined() | InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
@@ -199,10 +207,17 @@ class Driver:
             case AdmitPrefill():
                 # From here on the workers have the prompt.
                 request, generation = self._waiting.pop((command.request_id, command.epoch))
-                self._metrics.placed(request, self._clock())
+                self._metrics.placed(request, self._profiles[command.instance_id].model, self._clock())
                 kv_moves = command.decode_instance_id is not None
                 admit = Admit(generation=generation, num_blocks=command.num_blocks, kv_moves=kv_moves)
                 self._workers.post(command.instance_id, admit)
+                log.debug(
+                    "request placed",
+                    request_id=command.request_id,
+                    epoch=command.epoch,
+                    prefill=command.instance_id,
+                    decode=command.decode_instance_id or command.instance_id,
+                )
             case RunStep():
                 self._workers.post(command.instance_id, RunPlan(plan=command.plan))
             case PlaceDecode():
@@ -231,6 +246,9 @@ class Driver:
                 self._gateways.post(command.gateway_id, restarted)
             case ForgetRequest():
                 self._waiting.pop((command.request_id, command.epoch), None)
+                log.debug(
+                    "request ended", request_id=command.request_id, epoch=command.epoch, outcome=str(command.outcome)
+                )
             case SetRole():
                 self._workers.post(command.instance_id, ChangeRole(role=command.role))
             case WakeAt():

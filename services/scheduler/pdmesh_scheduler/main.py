@@ -11,7 +11,7 @@ import anyio
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from pdmesh.config import LOOPBACK, MeshConfig, SchedulerConfig
+from pdmesh.config import MeshConfig, SchedulerConfig
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
@@ -20,7 +20,7 @@ from pdmesh.model import GatewayId, InstanceId
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.service import ServiceContext, run_service
-from pdmesh.telemetry.exposition import serve_metrics
+from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.wire.endpoint import start_server
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
@@ -30,6 +30,7 @@ from pdmesh_scheduler.gateways import GatewayStreams
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.workers import WorkerStreams
 
 SERVICE = "pdmesh.v1.Scheduler"
@@ -50,11 +51,16 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     core_config, seed = core_config_of(settings), secrets.randbits(63)
     core = SchedulerCore(core_config, make_bundle(settings.bundle, core_config.policy), random.Random(seed))
     registry = CollectorRegistry()
+    watch_event_loop(registry)
     workers: Peers[InstanceId, WorkerDown] = Peers()
     gateways: Peers[GatewayId, GatewayDown] = Peers()
     worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
     gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
-    records = RequestRecords(settings.max_records, wall_time=lambda at_s: began_at + at_s - began_s)
+
+    def wall_time(at_s: float) -> float:
+        return began_at + at_s - began_s
+
+    records = RequestRecords(settings.max_records, wall_time)
 
     with ExitStack() as closing:
         header = Header(seed=seed, bundle=settings.bundle, config=core_config, started_at=began_at, started_s=began_s)
@@ -66,7 +72,11 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 raise ConfigError(
                     f"scheduler.event_log: cannot write {settings.event_log}: {error.strerror}"
                 ) from error
-        metrics_port = closing.enter_context(serve_metrics(registry, host=LOOPBACK, port=settings.metrics_port))
+        metrics_port = closing.enter_context(
+            serve_metrics(
+                registry, host=config.telemetry.metrics_host, port=settings.metrics_port, security=config.security
+            )
+        )
         driver = Driver(
             core,
             clock=clock,
@@ -74,6 +84,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             gateways=gateways,
             records=records,
             metrics=SchedulerMetrics(registry, core),
+            spans=SchedulerSpans(context.tracing, wall_time),
             event_log=event_log,
         )
         worker_streams = WorkerStreams(driver, workers, worker_leases, settings, config.security, context.stopping)

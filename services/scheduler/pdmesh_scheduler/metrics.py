@@ -9,9 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdmesh.core.commands import Command, ForgetRequest, Reject, Restart
-from pdmesh.core.events import Event, RequestFinished, TransferFailed, TransferLanded
+from pdmesh.core.events import Event, RequestFinished, StepDone, TransferFailed, TransferLanded
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.state import RequestKey
 from pdmesh.model import Request
+from pdmesh.telemetry.exposition import Aliases
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
@@ -23,7 +25,15 @@ class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry, core: SchedulerCore) -> None:
         self._queue_time = Histogram(
             "pdmesh:request_queue_time_seconds",
-            "From arrival at the scheduler to the first planned chunk",
+            "From arrival at the scheduler to the placement on instances",
+            ["model_name"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._prefill_time = Histogram(
+            "pdmesh:request_prefill_time_seconds",
+            "From the placement to the report that the whole prompt is computed",
+            ["model_name"],
             registry=registry,
             buckets=_SECONDS,
         )
@@ -62,14 +72,20 @@ class SchedulerMetrics:
         running = Gauge("pdmesh:num_requests_running", "Requests placed and not ended", registry=registry)
         running.set_function(lambda: core.num_running)
         registry.register(_CoreCollector(core))
+        registry.register(Aliases(self._queue_time, self._prefill_time))
+        self._placed: dict[RequestKey, tuple[float, str]] = {}  # when, and its model; until its prompt is computed
 
-    def observe(self, event: Event, commands: Sequence[Command], *, decision_s: float) -> None:
+    def observe(self, event: Event, commands: Sequence[Command], now_s: float, *, decision_s: float) -> None:
         """Count what an event and its commands tell."""
         self._decision.observe(decision_s)
         match event:
             case RequestFinished():
                 self._success.labels(event.reason).inc()
                 self._generation_tokens.inc(max(0, event.num_output_tokens))
+            case StepDone():
+                for chunk in event.chunks:
+                    if chunk.is_last and chunk.num_tokens > 0:
+                        self._prefilled((chunk.request_id, chunk.epoch), now_s)
             case TransferLanded():
                 self._landed_bytes.inc(max(0, event.num_bytes))
                 self._landed.observe(event.duration_s)
@@ -85,13 +101,21 @@ class SchedulerMetrics:
                     self._restarts.inc()
                 case ForgetRequest():
                     self._ended.labels(command.outcome).inc()
+                    self._placed.pop((command.request_id, command.epoch), None)
                 case _:
                     pass
 
-    def placed(self, request: Request, now_s: float) -> None:
-        """A request left the queue for an instance."""
-        self._queue_time.observe(now_s - request.arrival_s)
+    def placed(self, request: Request, model: str, now_s: float) -> None:
+        """A request left the queue for instances of a model."""
+        self._queue_time.labels(model).observe(now_s - request.arrival_s)
         self._prompt_tokens.inc(request.num_prompt_tokens)
+        self._placed[request.request_id, request.epoch] = (now_s, model)
+
+    def _prefilled(self, key: RequestKey, now_s: float) -> None:
+        placed = self._placed.pop(key, None)
+        if placed is not None:
+            placed_s, model = placed
+            self._prefill_time.labels(model).observe(now_s - placed_s)
 
 
 class _CoreCollector(Collector):

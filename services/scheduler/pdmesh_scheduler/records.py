@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    Outcome,
     PlaceDecode,
     Reject,
     Restart,
@@ -20,6 +22,7 @@ from pdmesh.core.events import (
     Event,
     KvReleased,
     RequestArrived,
+    RequestCancelled,
     RequestFinished,
     StepDone,
     TransferFailed,
@@ -28,7 +31,12 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.model import Epoch, InstanceId, Request, RequestId
-from pdmesh.wire.messages import RecordEntry, RequestRecord
+from pdmesh.wire.messages import Generation, RecordEntry, RequestRecord
+
+#: Outcomes after which the next epoch follows.
+_GOES_ON = (Outcome.RESTARTED, Outcome.SUPERSEDED)
+
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 
 @dataclass(slots=True)
@@ -36,8 +44,18 @@ class _Record:
     request: Request
     bundle: str
     first_arrival_s: float
+    num_prompt_tokens: int  # the client's own
     entries: list[RecordEntry] = field(default_factory=list[RecordEntry])
+    state: str = "queued"
     num_done_tokens: int = 0
+    num_output_tokens: int | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def num_delivered(self) -> int:
+        """Output tokens that earlier epochs delivered."""
+        return self.request.num_prompt_tokens - self.num_prompt_tokens
 
 
 class RequestRecords:
@@ -57,16 +75,37 @@ class RequestRecords:
         return RequestRecord(
             request_id=request_id,
             arrived_at=self._wall_time(record.first_arrival_s),
-            num_prompt_tokens=record.request.num_prompt_tokens,
+            num_prompt_tokens=record.num_prompt_tokens,
             bundle=record.bundle,
             entries=tuple(record.entries),
+            state=record.state,
+            num_output_tokens=record.num_output_tokens,
+            first_token_s=record.first_token_s,
+            last_token_s=record.last_token_s,
         )
 
-    def observe(self, event: Event, commands: Sequence[Command], now_s: float, bundle: str) -> None:
-        """Note what an event and its commands mean for the requests they name."""
+    def choices(self, request_id: str) -> tuple[RequestRecord, ...]:
+        """What is remembered of the choices of one HTTP request, in their order."""
+        prefix = request_id + "-"
+        numbers = sorted(
+            int(key.removeprefix(prefix))
+            for key in (*self._active, *self._ended)
+            if key.startswith(prefix) and _NUMBER.fullmatch(key, len(prefix))
+        )
+        records = (self.get(f"{prefix}{number}") for number in numbers)
+        return tuple(record for record in records if record is not None)
+
+    def observe(
+        self, event: Event, generation: Generation | None, commands: Sequence[Command], now_s: float, bundle: str
+    ) -> None:
+        """Note what an event and its commands mean for the requests they name. ``generation`` is an arrival's."""
         match event:
             case RequestArrived():
-                self._arrived(event.request, now_s, bundle)
+                self._arrived(event.request, generation, now_s, bundle)
+            case RequestCancelled():
+                record = self._find(event.request_id, event.epoch)
+                if record is not None and record.state in ("queued", "placed"):
+                    self._add(record, now_s, "cancelled", "by its gateway")
             case StepDone():
                 self._step_done(event, now_s)
             case TransferOffered():
@@ -87,7 +126,10 @@ class RequestRecords:
             case TransferFailed():
                 self._note(event, now_s, "transfer failed", event.reason)
             case RequestFinished():
-                self._note(event, now_s, "finished", f"{event.reason}, {event.num_output_tokens} output tokens")
+                figures = {"num_output_tokens": float(event.num_output_tokens)}
+                detail = f"{event.reason}, {event.num_output_tokens} output tokens"
+                self._note(event, now_s, "finished", detail, figures)
+                self._finished(event, now_s)
             case KvReleased():
                 self._note(event, now_s, "released")
             case _:
@@ -95,17 +137,22 @@ class RequestRecords:
         for command in commands:
             self._commanded(command, now_s)
 
-    def _arrived(self, request: Request, now_s: float, bundle: str) -> None:
+    def _arrived(self, request: Request, generation: Generation | None, now_s: float, bundle: str) -> None:
         known = self._active.get(request.request_id)
         if known is not None and known.request.epoch >= request.epoch:
             return  # sent again
         resumed = known or (self._ended.pop(request.request_id, None) if request.epoch > 0 else None)
-        record = _Record(request, bundle, now_s if resumed is None else resumed.first_arrival_s)
+        # A resumed request's output so far counts as prompt to the core; its client's prompt is shorter.
+        num_prompt_tokens = request.num_prompt_tokens if generation is None else generation.num_prompt_tokens
+        record = _Record(request, bundle, now_s, num_prompt_tokens)
         if resumed is not None:
+            record.first_arrival_s = resumed.first_arrival_s
             record.entries = resumed.entries
+            record.first_token_s = resumed.first_token_s
         self._active[request.request_id] = record
-        detail = f"{request.num_prompt_tokens} prompt tokens, up to {request.max_tokens} to generate"
-        self._add(record, now_s, "queued" if resumed is None else f"queued again, epoch {request.epoch}", detail)
+        delivered = f" and {record.num_delivered} delivered before" if record.num_delivered else ""
+        detail = f"{num_prompt_tokens} prompt tokens{delivered}, up to {request.max_tokens} to generate"
+        self._add(record, now_s, "queued" if request.epoch == 0 else f"queued again, epoch {request.epoch}", detail)
 
     def _step_done(self, event: StepDone, now_s: float) -> None:
         for chunk in event.chunks:
@@ -115,7 +162,17 @@ class RequestRecords:
             first, record.num_done_tokens = record.num_done_tokens, record.num_done_tokens + chunk.num_tokens
             detail = f"tokens {first} to {record.num_done_tokens - 1}, step {event.plan_id} of {_ms(event.duration_s)}"
             figures = {"num_tokens": float(chunk.num_tokens), "step_s": event.duration_s}
+            if chunk.is_last:
+                detail += ", first token" if record.num_delivered == 0 else ", next token"
+                if record.first_token_s is None:
+                    record.first_token_s = now_s - record.first_arrival_s
             self._add(record, now_s, "chunk", detail, event.instance_id, figures)
+
+    def _finished(self, event: RequestFinished, now_s: float) -> None:
+        record = self._find(event.request_id, event.epoch)
+        if record is not None:
+            record.num_output_tokens = event.num_output_tokens
+            record.last_token_s = now_s - record.first_arrival_s
 
     def _commanded(self, command: Command, now_s: float) -> None:
         match command:
@@ -143,13 +200,17 @@ class RequestRecords:
                 return
         record = self._find(command.request_id, command.epoch)
         if record is not None:
+            if what != "freed":
+                record.state = "placed"
             self._add(record, now_s, what, detail, command.instance_id)
 
     def _ended_now(self, command: ForgetRequest, now_s: float) -> None:
         record = self._find(command.request_id, command.epoch)
         if record is None or self._active.get(command.request_id) is not record:
             return
-        self._add(record, now_s, "ended", command.outcome)
+        record.state = command.outcome
+        if command.outcome not in _GOES_ON:
+            self._add(record, now_s, "ended", command.outcome)
         self._ended[command.request_id] = self._active.pop(command.request_id)
         self._ended.move_to_end(command.request_id)
         while len(self._ended) > self._max_ended:

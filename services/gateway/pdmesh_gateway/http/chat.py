@@ -21,6 +21,8 @@ from pdmesh_gateway.tokenizer import ModelTokenizer
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
+    operation = "chat"
+
     def __init__(self, serving: Serving) -> None:
         super().__init__(serving, ChatRequest)
 

@@ -29,6 +29,8 @@ from pdmesh_gateway.tokenizer import ModelTokenizer
 
 
 class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
+    operation = "text_completion"
+
     def __init__(self, serving: Serving) -> None:
         super().__init__(serving, CompletionRequest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class Exchange:
     headers: dict[bytes, bytes]
     started: bool = False  # the response's head was sent
     status: int = 0
+    received_at: float = field(default_factory=time.time)  # Unix time, seconds
     _extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
 
     def header(self, name: str) -> str | None:

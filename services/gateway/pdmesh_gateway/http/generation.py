@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -67,6 +67,9 @@ class Rendering(ABC):
 
 class GenerationEndpoint(ABC, Generic[RequestT]):
     """``POST`` of a body that asks for a generation."""
+
+    #: What spans call it (OpenTelemetry's `gen_ai.operation.name`).
+    operation: ClassVar[str]
 
     def __init__(self, serving: Serving, request_type: type[RequestT]) -> None:
         self._serving = serving
@@ -135,6 +138,8 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
             priority=request.priority or 0,
             traceparent=check_traceparent(exchange.header("traceparent")),
             deadline_s=serving.config.request_timeout_s,
+            operation=self.operation,
+            received_at=exchange.received_at,
         )
 
 

@@ -1,0 +1,44 @@
+"""What the span of a client's request tells: OpenTelemetry's names for generative AI where there are any, else ours.
+
+Names as of semantic-conventions-genai, autumn 2026 (status: development). ``gen_ai.input.messages`` and the like are
+left out on purpose: spans carry sizes, never text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdmesh.model import SamplingParams
+from pdmesh.telemetry.tracing import Attributes, AttributeValue
+
+REQUEST = "request"
+FIRST_TOKEN = "first token"
+
+
+def request_attributes(
+    *, request_id: str, operation: str, model: str, params: SamplingParams, num_choices: int, num_prompt_tokens: int
+) -> Attributes:
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "pdmesh",
+        "gen_ai.request.model": model,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.choice.count": num_choices,
+        "gen_ai.response.id": request_id,
+        "gen_ai.response.model": model,
+        "gen_ai.usage.input_tokens": num_prompt_tokens,
+        "pdmesh.request_id": request_id,
+    }
+    if params.top_k > 0:
+        attributes["gen_ai.request.top_k"] = params.top_k
+    return attributes
+
+
+def response_attributes(*, num_output_tokens: int, finish_reasons: Sequence[str], num_restarts: int) -> Attributes:
+    return {
+        "gen_ai.usage.output_tokens": num_output_tokens,
+        "gen_ai.response.finish_reasons": finish_reasons,
+        "pdmesh.num_restarts": num_restarts,
+    }

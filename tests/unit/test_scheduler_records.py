@@ -1,0 +1,129 @@
+"""Records of requests: what `pdmesh requests show` is told, by the events and commands of a request's life."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdmesh.cli.request_view import summary
+from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart
+from pdmesh.core.events import RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
+from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams
+from pdmesh.wire.messages import Generation, pack_token_ids
+from pdmesh_scheduler.records import RequestRecords
+
+G = GatewayId("g")
+I = InstanceId("i")  # noqa: E741
+NUM_PROMPT_TOKENS = 8
+
+
+class Told:
+    """Records that are told of one event at a time."""
+
+    def __init__(self, max_ended: int = 10) -> None:
+        self.records = RequestRecords(max_ended, wall_time=lambda at_s: 1000.0 + at_s)
+
+    def arrived(self, request_id: str, at_s: float, *, epoch: int = 0, num_delivered: int = 0) -> None:
+        num_tokens = NUM_PROMPT_TOKENS + num_delivered
+        ids: dict[str, Any] = {"request_id": RequestId(request_id), "epoch": Epoch(epoch), "gateway_id": G}
+        generation = Generation(
+            **ids,
+            token_address="",
+            token_ids=pack_token_ids(list(range(num_tokens))),
+            num_prompt_tokens=NUM_PROMPT_TOKENS,
+            params=SamplingParams(max_tokens=20),
+        )
+        request = Request(**ids, num_prompt_tokens=num_tokens, max_tokens=20 - num_delivered, arrival_s=at_s)
+        admit = AdmitPrefill(
+            instance_id=I, request_id=request.request_id, epoch=request.epoch, num_blocks=2, decode_instance_id=None
+        )
+        self.records.observe(RequestArrived(request), generation, [admit], at_s, "fcfs")
+
+    def computed(self, request_id: str, at_s: float, *, num_tokens: int = NUM_PROMPT_TOKENS, epoch: int = 0) -> None:
+        chunk = ChunkDone(request_id=RequestId(request_id), epoch=Epoch(epoch), num_tokens=num_tokens, is_last=True)
+        self.records.observe(StepDone(I, 0, 0.001, (chunk,), 0), None, [], at_s, "fcfs")
+
+    def ended(self, request_id: str, at_s: float, outcome: Outcome, *, epoch: int = 0) -> None:
+        key: dict[str, Any] = {"request_id": RequestId(request_id), "epoch": Epoch(epoch)}
+        commands: list[Command] = [ForgetRequest(**key, outcome=outcome)]
+        if outcome is Outcome.FINISHED:
+            event: Any = RequestFinished(I, RequestId(request_id), Epoch(epoch), FinishReason.LENGTH, 20)
+        elif outcome is Outcome.CANCELLED:
+            event = RequestCancelled(RequestId(request_id), Epoch(epoch))
+        else:
+            event, commands = Tick(), [Restart(**key, gateway_id=G, reason="i is lost"), *commands]
+        self.records.observe(event, None, commands, at_s, "fcfs")
+
+
+def whats(told: Told, request_id: str) -> list[str]:
+    record = told.records.get(request_id)
+    assert record is not None
+    return [entry.what for entry in record.entries]
+
+
+def test_a_whole_life() -> None:
+    told = Told()
+    told.arrived("r", 5.0)
+    told.computed("r", 5.25)
+    told.ended("r", 6.2, Outcome.FINISHED)
+    record = told.records.get("r")
+    assert record is not None
+    assert whats(told, "r") == ["queued", "placed", "chunk", "finished", "ended"]
+    assert (record.first_token_s, record.num_output_tokens, record.arrived_at) == (0.25, 20, 1005.0)
+    assert record.entries[2].detail == "tokens 0 to 7, step 0 of 1.0 ms, first token"
+    expected = "finished, 20 output tokens, first token after 250.0 ms, last after 1200.0 ms, 50.0 ms a token"
+    assert summary(record) == expected
+
+
+def test_a_cancelled_one_says_so_and_claims_no_last_token() -> None:
+    told = Told()
+    told.arrived("r", 0.0)
+    told.ended("r", 1.0, Outcome.CANCELLED)
+    record = told.records.get("r")
+    assert record is not None
+    assert whats(told, "r") == ["queued", "placed", "cancelled", "ended"]
+    assert (record.first_token_s, record.last_token_s, record.num_output_tokens) == (None, None, None)
+    assert summary(record) == "cancelled"
+
+
+def test_a_resumed_one_keeps_its_clients_prompt_and_its_first_token() -> None:
+    told = Told()
+    told.arrived("r", 0.0)
+    told.computed("r", 0.5)
+    told.ended("r", 1.0, Outcome.RESTARTED)
+    told.arrived("r", 1.5, epoch=1, num_delivered=3)
+    told.computed("r", 2.0, num_tokens=NUM_PROMPT_TOKENS + 3, epoch=1)
+    told.ended("r", 3.0, Outcome.FINISHED, epoch=1)
+    record = told.records.get("r")
+    assert record is not None
+    assert whats(told, "r") == [
+        "queued",
+        "placed",
+        "chunk",
+        "restarted",
+        "queued again, epoch 1",
+        "placed",
+        "chunk",
+        "finished",
+        "ended",
+    ]
+    assert record.num_prompt_tokens == NUM_PROMPT_TOKENS
+    assert record.entries[4].detail == "8 prompt tokens and 3 delivered before, up to 17 to generate"
+    assert record.entries[6].detail.endswith(", next token")
+    assert (record.first_token_s, record.last_token_s) == (0.5, 3.0)
+
+
+def test_choices_are_found_by_the_id_of_their_request() -> None:
+    told = Told()
+    for request_id in ("r-10", "r-2", "r-0", "r-x", "r-2-1", "s-1", "r-02"):
+        told.arrived(request_id, 0.0)
+    assert told.records.get("r") is None
+    assert [record.request_id for record in told.records.choices("r")] == ["r-0", "r-2", "r-10"]
+    assert told.records.choices("t") == ()
+
+
+def test_only_so_many_ended_ones_are_remembered() -> None:
+    told = Told(max_ended=2)
+    for index in range(4):
+        told.arrived(f"r-{index}", 0.0)
+        told.ended(f"r-{index}", 1.0, Outcome.FINISHED)
+    assert [record.request_id for record in told.records.choices("r")] == ["r-2", "r-3"]

@@ -1,0 +1,115 @@
+"""``docs/metrics.md`` and what the services serve are the same."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pdmesh.core.commands import ForgetRequest, Outcome, Reject
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import InstanceJoined, KvReleased, RequestFinished, StepDone, Tick
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, RejectReason, Request, RequestId, Role
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.telemetry.exposition import watch_event_loop
+from pdmesh.testing.modelled import modelled_profile
+from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.transcripts import Transcripts
+from pdmesh_scheduler.metrics import SchedulerMetrics
+
+pytestmark = pytest.mark.anyio
+
+DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
+
+#: Name, type and labels.
+Described = tuple[str, str, frozenset[str]]
+
+
+def documented(service: str) -> tuple[set[Described], set[str]]:
+    """The service's own metrics and its aliases."""
+    section = DOCUMENT.read_text().split(f"\n## {service}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 7 and row[2] for row in rows)
+    described = {(row[0].strip("`"), row[1], frozenset(re.findall(r"`(\w+)`", row[3]))) for row in rows}
+    assert len(described) == len(rows)
+    return described, {alias for row in rows for alias in re.findall(r"\*\*`(.+?)`\*\*", row[5])}
+
+
+def served(registry: CollectorRegistry) -> tuple[set[Described], set[str]]:
+    """What the registry collects. A metric with labels must have a sample by now."""
+    described: set[Described] = set()
+    aliases: set[str] = set()
+    for metric in registry.collect():
+        if metric.name.startswith("vllm:"):
+            aliases.add(metric.name)
+            continue
+        assert metric.samples, f"{metric.name}: no sample tells its labels"
+        labels = frozenset(label for sample in metric.samples for label in sample.labels if label != "le")
+        described.add((metric.name, metric.type, labels))
+    return described, aliases
+
+
+async def test_the_gateways() -> None:
+    metrics = GatewayMetrics("m", Transcripts(), lambda: None)
+    watch_event_loop(metrics.registry)
+    metrics.responded("/", 200)
+    metrics.finished(1, 1, "stop", ttft_s=1.0, e2e_s=1.0)
+    assert served(metrics.registry) == documented("Gateway")
+
+
+async def test_the_schedulers() -> None:
+    core = SchedulerCore(CoreConfig(), make_bundle("fcfs", PolicyConfig()), random.Random(0))
+    registry = CollectorRegistry()
+    metrics = SchedulerMetrics(registry, core)
+    watch_event_loop(registry)
+    profile = modelled_profile("i", Role.MIXED)
+    core.handle(InstanceJoined(profile, ()), 0.0)
+    core.handle(KvReleased(profile.instance_id, RequestId("nobody's"), Epoch(0)), 0.0)
+    finished = RequestFinished(profile.instance_id, RequestId("r"), Epoch(0), FinishReason.STOP, 1)
+    metrics.observe(finished, [], 0.0, decision_s=0.0)
+    request = Request(
+        request_id=RequestId("r"),
+        epoch=Epoch(0),
+        gateway_id=GatewayId("g"),
+        num_prompt_tokens=8,
+        max_tokens=1,
+        arrival_s=0.0,
+    )
+    metrics.placed(request, "m", 1.0)
+    chunk = ChunkDone(request_id=request.request_id, epoch=request.epoch, num_tokens=8, is_last=True)
+    metrics.observe(StepDone(profile.instance_id, 0, 0.1, (chunk,), 0), [], 2.0, decision_s=0.0)
+    reject = Reject(
+        gateway_id=request.gateway_id,
+        request_id=request.request_id,
+        epoch=request.epoch,
+        reason=RejectReason.OVERLOADED,
+        message="",
+        retry_after_s=None,
+    )
+    forget = ForgetRequest(request_id=request.request_id, epoch=request.epoch, outcome=Outcome.REJECTED)
+    metrics.observe(Tick(), [reject, forget], 3.0, decision_s=0.0)
+    assert 'request_prefill_time_seconds_sum{model_name="m"} 1.0' in generate_latest(registry).decode()
+    assert served(registry) == documented("Scheduler")
+
+
+async def test_a_workers() -> None:
+    metrics = WorkerMetrics()
+    watch_event_loop(metrics.registry)
+    metrics.step_s.labels("prefill")
+    metrics.transfer_bytes.labels("out")
+    metrics.failed_transfers.labels("in")
+    metrics.watch(
+        BlockPool(4),
+        model="m",
+        block_size=16,
+        stages=lambda: {"decoding": 1},
+        num_dropped_pieces=lambda: {"checksum": 1},
+    )
+    assert served(metrics.registry) == documented("Worker")
