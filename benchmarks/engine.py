@@ -3,8 +3,8 @@
 For the 82M-parameter Llama in bf16, on CPU, with one thread and with all cores. Ceilings are measured in the same run:
 the best bf16 matrix product and the best rate of reading memory. MFU is a step's arithmetic (matrix products of the
 layers, causal attention, one row of the vocabulary) over its time and the first, MBU its weights and KV read once over
-its time and the second. Best of several rounds; `--reference` adds the plain torch path that the fast one is tested
-against.
+its time and the second. Best of several rounds; `--reference` adds deterministic mode, and the plain torch path
+that the fast one is tested against.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 1024, 4096, 16384])
-    parser.add_argument("--reference", action="store_true", help="measure the plain torch path too")
+    parser.add_argument("--reference", action="store_true", help="measure deterministic mode and plain torch too")
     options = parser.parse_args()
     print(heading("engine: Llama 82M, bf16"))
     with tempfile.TemporaryDirectory() as directory:
@@ -163,6 +163,7 @@ def main() -> None:
         print(f"start {start_s:.2f} s; peak memory beyond weights and the KV written {beyond / 2**20:.0f} MiB")
         engines = {"fast": fast}
         if options.reference:
+            engines["deterministic"] = TorchEngine(checkpoint, num_blocks=KV_TOKENS // 16, deterministic=True)
             engines["reference"] = TorchEngine(checkpoint, num_blocks=KV_TOKENS // 16, native=False)
         for num_threads in options.threads:
             torch.set_num_threads(num_threads)
