@@ -3,8 +3,8 @@
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
 #
-# Both first two make .venv and install into it what constraints.txt pins, once for each state of that file and of
-# pyproject.toml. TORCH says what pip is given for torch, for instance TORCH="--index-url URL torch==2.13.0".
+# Both first two make .venv and install into it what constraints.txt pins, once for each state of that file, of
+# pyproject.toml and of the CPU kernels. TORCH says what pip is given for torch, for instance TORCH="--index-url URL torch==2.13.0".
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +13,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt
-STATE := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+STATE := $(shell cat pyproject.toml constraints.txt libs/pdmesh/engine/csrc/* | sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.run-$(STATE)
 TEST_STAMP := $(VENV)/.test-$(STATE)
 

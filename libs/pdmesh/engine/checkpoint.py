@@ -11,18 +11,35 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional
 
 from pdmesh.engine.files import read_json_object
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.errors import ConfigError
 
+#: Rows that packed weights are tuned for; any number may follow.
+_PACKED_FOR_ROWS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer: ``weight`` (out, in) and perhaps ``bias`` (out,)."""
+    """A linear layer: ``weight`` (out, in), perhaps in oneDNN's own order, and perhaps ``bias`` (out,)."""
 
     weight: Tensor
     bias: Tensor | None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self.weight.is_mkldnn:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+            return product
+        return functional.linear(rows, self.weight, self.bias)
+
+    def packed(self) -> Projection:
+        """Itself, with the weight in the order that bf16 products on CPU read it in, where torch offers that."""
+        reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+        if self.weight.dtype != torch.bfloat16 or not self.weight.is_cpu or reorder is None:
+            return self
+        return Projection(reorder(self.weight, _PACKED_FOR_ROWS), self.bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +66,15 @@ class ModelWeights:
     lm_head: Tensor
 
 
-def load_weights(directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen."""
+def load_weights(
+    directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, packed: bool = True
+) -> ModelWeights:
+    """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen.
+
+    ``packed`` allows projections in the order that their products read fastest.
+    """
     with _open_tensors(directory) as tensors:
-        return _Reader(config, tensors, dtype, device).model()
+        return _Reader(config, tensors, dtype, device, packed).model()
 
 
 class _Tensors:
@@ -111,6 +133,7 @@ class _Reader:
     tensors: _Tensors
     dtype: torch.dtype
     device: torch.device
+    packed: bool
 
     def model(self) -> ModelWeights:
         config = self.config
@@ -153,7 +176,8 @@ class _Reader:
             if bias is not None:
                 bias[row : row + num_outputs] = self.tensors.read(f"{name}.bias", (num_outputs,))
             row += num_outputs
-        return Projection(weight, bias)
+        projection = Projection(weight, bias)
+        return projection.packed() if self.packed else projection
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         # copy: the file's mapping is closed after loading

@@ -12,12 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import Span, TorchAttention
+from pdmesh.engine.attention import AttentionBackend, Span, TorchAttention
 from pdmesh.engine.base import LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
 from pdmesh.engine.checkpoint import load_weights
 from pdmesh.engine.files import load_model_config
+from pdmesh.engine.kernels import Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
 from pdmesh.engine.model import StepInputs, Transformer
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels, suits
 from pdmesh.engine.sampler import sample, token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, num_blocks_for
@@ -29,8 +32,10 @@ _TILE_LOGITS = 1 << 22
 class TorchEngine:
     """Implements `pdmesh.engine.base.Engine` for a Hugging Face checkpoint.
 
-    ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``deterministic`` makes fp32
-    linear layers independent of how many tokens a step has.
+    ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``native`` allows what is
+    faster than plain torch: compiled kernels and reordered weights; without it, this is the reference.
+    ``deterministic`` makes results bit-identical whatever the batch composition and chunk boundaries where the compiled
+    kernels run (bf16); elsewhere only the linear layers.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class TorchEngine:
         max_model_len: int | None = None,
         num_threads: int = 0,
         deterministic: bool = False,
+        native: bool = True,
     ) -> None:
         if num_threads > 0:
             torch.set_num_threads(num_threads)
@@ -55,10 +61,12 @@ class TorchEngine:
         self._max_model_len = max_model_len or config.max_model_len
         self._device = torch_device(device)
         layout = config.kv_layout(dtype=dtype, block_size=block_size)
-        weights = load_weights(checkpoint_dir, config, dtype=TORCH_DTYPES[layout.dtype], device=self._device)
+        weights = load_weights(
+            checkpoint_dir, config, dtype=TORCH_DTYPES[layout.dtype], device=self._device, packed=native
+        )
         self._vocab_size = config.vocab_size
-        self._transformer = Transformer(config, weights, deterministic=deterministic)
-        self._attention = TorchAttention(layout, config.head_dim**-0.5, self._device)
+        self._attention, kernels = _compute(config, layout, self._device, native=native)
+        self._transformer = Transformer(config, weights, kernels, deterministic=deterministic)
         self._kv = TorchKvStore(layout, num_blocks, self._device)
 
     @property
@@ -131,6 +139,17 @@ def torch_device(name: str) -> torch.device:
     return device
 
 
+def _compute(
+    config: ModelConfig, layout: KvLayout, device: torch.device, *, native: bool
+) -> tuple[AttentionBackend, Kernels]:
+    """The fastest attention and kernels that there are for this model here."""
+    scale = config.head_dim**-0.5
+    aligned = config.hidden_size % 16 == 0 and config.intermediate_size % 16 == 0
+    if native and aligned and suits(layout, device) and (library := load_kernels()) is not None:
+        return NativeAttention(library, layout, scale), NativeKernels(library, config.rms_norm_eps)
+    return TorchAttention(layout, scale, device), TorchKernels(config.rms_norm_eps)
+
+
 @dataclass(frozen=True, slots=True)
 class _Drawn:
     token_id: int
@@ -173,11 +192,7 @@ def _step_inputs(batch: Sequence[SequenceSlice], layout: KvLayout, device: torch
         blocks.append(np.asarray(used, dtype=np.int64)[positions[-1] // layout.block_size])
         new_blocks += used[num_blocks_for(part.start, layout.block_size) :]
     flat_positions = np.concatenate(positions)
-    # rows of the cache seen as (block, key or value, head, offset)
-    heads = np.arange(layout.num_kv_heads) * layout.block_size
-    row_of_block = np.concatenate(blocks) * (2 * layout.num_kv_heads * layout.block_size)
-    key_rows = (row_of_block + flat_positions % layout.block_size)[:, None] + heads
-    value_rows = key_rows + layout.num_kv_heads * layout.block_size
+    slots = np.concatenate(blocks) * layout.block_size + flat_positions % layout.block_size
     prompt_lengths = np.repeat([part.sequence.num_prompt_tokens for part in batch], [part.num_tokens for part in batch])
 
     def on_device(values: npt.ArrayLike) -> Tensor:
@@ -187,7 +202,6 @@ def _step_inputs(batch: Sequence[SequenceSlice], layout: KvLayout, device: torch
         token_ids=on_device(np.frombuffer(token_ids, dtype=np.int32)),
         positions=on_device(flat_positions),
         num_prompt_tokens=on_device(prompt_lengths),
-        key_rows=on_device(key_rows),
-        value_rows=on_device(value_rows),
+        slots=on_device(slots),
         new_blocks=on_device(new_blocks),
     )

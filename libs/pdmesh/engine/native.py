@@ -1,0 +1,152 @@
+"""The compiled bf16 kernels of ``csrc/kernels.cpp``.
+
+They are there if a compiler was when the package was built, and run where the processor has AVX-512 BF16. Everywhere
+else `load_kernels` returns None and the engine runs on torch alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdmesh.engine.attention import AttentionOutput, AttentionPlan, Span
+from pdmesh.engine.kernels import Rotation
+from pdmesh.model import KvLayout, num_blocks_for
+
+LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "pdmesh_attention": [_POINTER, _INT, *[_POINTER] * 4, _INT, _POINTER, *[_INT] * 4, _FLOAT, _INT],
+    "pdmesh_add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
+    "pdmesh_rotate_and_store": [*[_POINTER] * 5, *[_INT] * 6],
+    "pdmesh_gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
+}
+
+
+@cache
+def load_kernels(path: Path = LIBRARY_PATH) -> ctypes.CDLL | None:
+    """The library, ready for calls. Torch is loaded before it, so both use one pool of threads, torch's."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    if not library.pdmesh_prepare():
+        return None
+    for name, argument_types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = argument_types, None
+    return library
+
+
+def suits(layout: KvLayout, device: torch.device) -> bool:
+    """Whether the kernels can compute on this cache."""
+    return (
+        device.type == "cpu"
+        and layout.dtype == "bfloat16"
+        and layout.head_dim % 32 == 0
+        and layout.head_dim <= 1024
+        and layout.block_size % 16 == 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAttention:
+    """Results depend on a token's own context alone: not on the batch, nor on chunk boundaries."""
+
+    library: ctypes.CDLL
+    layout: KvLayout
+    scale: float
+
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+        used = [num_blocks_for(span.end, self.layout.block_size) for span in spans]
+        offsets = accumulate(used, initial=0)
+        rows = [(span.row, span.num_tokens, span.start, offset) for span, offset in zip(spans, offsets, strict=False)]
+        tables = np.concatenate([np.asarray(s.block_table[:n], np.int64) for s, n in zip(spans, used, strict=True)])
+        return _NativePlan(self, torch.tensor(rows, dtype=torch.int64), torch.from_numpy(tables))
+
+
+@dataclass(frozen=True, slots=True)
+class _NativePlan:
+    backend: NativeAttention
+    spans: Tensor
+    tables: Tensor
+
+    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+        """``query`` may be part of a wider row, as long as its heads lie side by side."""
+        num_heads, head_dim = query.shape[1:]
+        output = query.new_empty(query.shape)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
+        self.backend.library.pdmesh_attention(
+            query.data_ptr(),
+            query.stride(0),
+            cache.data_ptr(),
+            output.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            self.spans.data_ptr(),
+            len(self.spans),
+            self.tables.data_ptr(),
+            num_heads,
+            self.backend.layout.num_kv_heads,
+            self.backend.layout.block_size,
+            head_dim,
+            self.backend.scale,
+            torch.get_num_threads(),
+        )
+        return AttentionOutput(output, lse)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKernels:
+    """Implements `pdmesh.engine.kernels.Kernels` in place, for contiguous bf16 rows of a multiple of 16 values."""
+
+    library: ctypes.CDLL
+    epsilon: float
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        normed = torch.empty_like(hidden)
+        size = hidden.shape[-1]
+        self.library.pdmesh_add_norm(
+            hidden.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            normed.data_ptr(),
+            hidden.numel() // size,
+            size,
+            self.epsilon,
+            torch.get_num_threads(),
+        )
+        return hidden, normed
+
+    def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
+        num_kv_heads, block_size, head_dim = cache.shape[2:]
+        self.library.pdmesh_rotate_and_store(
+            qkv.data_ptr(),
+            rotation.cos.data_ptr(),
+            rotation.sin.data_ptr(),
+            rotation.slots.data_ptr(),
+            cache.data_ptr(),
+            len(qkv),
+            num_heads,
+            num_kv_heads,
+            block_size,
+            head_dim,
+            torch.get_num_threads(),
+        )
+        return qkv[:, :num_heads]
+
+    def gated_silu(self, gate_up: Tensor) -> Tensor:
+        size = gate_up.shape[-1] // 2
+        output = gate_up.new_empty(*gate_up.shape[:-1], size)
+        self.library.pdmesh_gated_silu(
+            gate_up.data_ptr(), output.data_ptr(), gate_up.numel() // (2 * size), size, torch.get_num_threads()
+        )
+        return output

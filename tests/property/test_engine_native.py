@@ -1,0 +1,167 @@
+"""The compiled kernels against their torch reference, and what only they promise: bits that no batching changes."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdmesh.engine.attention import Span, TorchAttention
+from pdmesh.engine.kernels import Rotation, TorchKernels
+from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.stepping import Generation, generate, new_sequence, separate_tables, step
+
+TOLERANCE = 2e-2
+
+
+@pytest.fixture(scope="module", params=["avx512", "amx"])
+def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
+    loaded = load_kernels()
+    if loaded is None:
+        pytest.skip("built without a compiler, or a processor without AVX-512 BF16")
+    best = loaded.pdmesh_prepare()
+    if request.param == "amx" and best < 2:
+        pytest.skip("a processor without AMX")
+    loaded.pdmesh_use_amx(request.param == "amx")
+    yield loaded
+    loaded.pdmesh_prepare()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    head_dim=st.sampled_from([32, 64, 96]),
+    block_size=st.sampled_from([16, 48]),
+    parts=st.lists(st.tuples(st.integers(0, 600), st.one_of(st.just(1), st.integers(1, 80))), min_size=1, max_size=6),
+    long_chunk=st.integers(0, 700),
+    seed=st.integers(0, 2**32),
+)
+def test_attention_equals_the_reference(
+    library: ctypes.CDLL,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    parts: list[tuple[int, int]],
+    long_chunk: int,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [*parts, (long_chunk // 2, long_chunk)] if long_chunk else parts
+    num_blocks = [num_blocks_for(start + num_tokens, block_size) for start, num_tokens in parts]
+    block_ids = random.Random(seed).sample(range(sum(num_blocks)), sum(num_blocks))
+    spans: list[Span] = []
+    row = block = 0
+    for (start, num_tokens), used in zip(parts, num_blocks, strict=True):
+        spans.append(Span(row, num_tokens, start, block_ids[block : block + used]))
+        row, block = row + num_tokens, block + used
+    cache = torch.randn((sum(num_blocks), 2, num_kv_heads, block_size, head_dim), generator=generator).bfloat16()
+    # queries are part of wider rows, as the engine gives them
+    query = torch.randn((row, num_kv_heads * (group + 2), head_dim), generator=generator).bfloat16()
+    query = query[:, : num_kv_heads * group]
+    layouts = [
+        KvLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+    ]
+    scale = head_dim**-0.5
+
+    output, lse = NativeAttention(library, layouts[0], scale).plan(spans).attend(query, cache, with_lse=True)
+    reference = TorchAttention(layouts[1], scale, torch.device("cpu")).plan(spans)
+    expected, expected_lse = reference.attend(query.float(), cache.float(), with_lse=True)
+    assert lse is not None
+    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(num_tokens=st.integers(1, 40), width=st.integers(1, 6), with_delta=st.booleans(), seed=st.integers(0, 2**32))
+def test_kernels_equal_the_reference(
+    library: ctypes.CDLL, num_tokens: int, width: int, with_delta: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    native, reference = NativeKernels(library, 1e-5), TorchKernels(1e-5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (2 * torch.randn(shape, generator=generator)).bfloat16()
+
+    hidden, delta, weight = draw(num_tokens, 16 * width), draw(num_tokens, 16 * width), draw(16 * width)
+    expected_pair = reference.add_norm(hidden, delta if with_delta else None, weight)
+    for actual, expected in zip(
+        native.add_norm(hidden.clone(), delta if with_delta else None, weight), expected_pair, strict=True
+    ):
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+    gate_up = 8 * draw(num_tokens, 32 * width)
+    torch.testing.assert_close(
+        native.gated_silu(gate_up), reference.gated_silu(gate_up), atol=TOLERANCE, rtol=TOLERANCE
+    )
+
+    num_heads, num_kv_heads, block_size, head_dim = 2 * width, width, 16, 32
+    qkv, angles = draw(num_tokens, num_heads + 2 * num_kv_heads, head_dim), draw(num_tokens, head_dim // 2)
+    slots = torch.randperm(48, generator=generator)[:num_tokens]
+    rotation = Rotation(cos=angles.cos(), sin=angles.sin(), slots=slots)
+    caches = [torch.zeros(3, 2, num_kv_heads, block_size, head_dim).bfloat16() for _ in range(2)]
+    expected_query = reference.rotate_and_store(qkv, num_heads, rotation, caches[0])
+    query = native.rotate_and_store(qkv.clone(), num_heads, rotation, caches[1])
+    # the reference rounds each product, the kernel only their sum
+    torch.testing.assert_close(query, expected_query, atol=4e-2, rtol=2e-2)
+    torch.testing.assert_close(caches[1], caches[0], atol=4e-2, rtol=2e-2)
+
+
+@pytest.fixture(scope="module")
+def engine(library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    """Wide enough for oneDNN to sum differently by the number of rows."""
+    directory: Path = write_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        dtype="bfloat16",
+        architecture="qwen3",
+        hidden_size=768,
+        intermediate_size=1024,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+    )
+    return TorchEngine(directory, num_blocks=96, num_threads=1, device="cpu", deterministic=True)
+
+
+MAX_TOKENS = 4
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=3)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    schedule=st.randoms(use_true_random=False),
+)
+def test_deterministic_results_are_bit_identical(
+    engine: TorchEngine, lengths: list[int], schedule: random.Random
+) -> None:
+    tables = separate_tables(engine, [length + MAX_TOKENS for length in lengths])
+    expected = [logprobs_of(generate(engine, prompt_of(length), MAX_TOKENS, params=PARAMS)) for length in lengths]
+    generations = [
+        Generation(new_sequence(prompt_of(length), table, PARAMS), MAX_TOKENS)
+        for length, table in zip(lengths, tables, strict=True)
+    ]
+    while running := [generation for generation in generations if not generation.done]:
+        chosen = schedule.sample(running, schedule.randint(1, len(running)))
+        step(engine, [(generation, schedule.choice([1, 15, 16, 17, 64, 1000])) for generation in chosen])
+    assert [logprobs_of(generation) for generation in generations] == expected
+
+
+def logprobs_of(generation: Generation) -> list[object]:
+    return [(result.token_id, result.logprobs) for result in generation.results if result.token_id is not None]
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    rng = random.Random(num_tokens)
+    return [rng.randrange(320) for _ in range(num_tokens)]
