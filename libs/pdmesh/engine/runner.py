@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels, s
 from pdmesh.engine.sampler import sample, token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, num_blocks_for
+
+log = structlog.get_logger()
 
 #: Logits of one tile while computing prompt log-probabilities: 4K rows of a large vocabulary would take gigabytes.
 _TILE_LOGITS = 1 << 22
@@ -66,6 +69,7 @@ class TorchEngine:
         )
         self._vocab_size = config.vocab_size
         self._attention, kernels = _compute(config, layout, self._device, native=native)
+        log.info("compute path", kernels="native" if isinstance(kernels, NativeKernels) else "torch")
         self._transformer = Transformer(config, weights, kernels, deterministic=deterministic)
         self._kv = TorchKvStore(layout, num_blocks, self._device)
 
