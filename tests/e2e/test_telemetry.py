@@ -74,7 +74,9 @@ def test_one_request_is_one_trace_through_all_four_services(observed: Observed) 
     assert by_name["prefill"].attributes["pdmesh.num_prompt_tokens"] == usage["prompt_tokens"]
     transfer = by_name["kv transfer"].attributes
     assert transfer["pdmesh.kv_transfer.bytes"] > 0
-    assert 0 < transfer["pdmesh.kv_transfer.exposed_seconds"] <= transfer["pdmesh.kv_transfer.seconds"]
+    # One counts from the last layer, the other from the grant, and either may come first.
+    assert transfer["pdmesh.kv_transfer.exposed_seconds"] > 0
+    assert transfer["pdmesh.kv_transfer.seconds"] > 0
     assert by_name["decode"].attributes["pdmesh.num_output_tokens"] == 6
     assert by_name["placed"].attributes["pdmesh.prefill_instance_id"] == "prefill-0"
     assert by_name["placed"].attributes["pdmesh.decode_instance_id"] == "decode-0"
