@@ -46,7 +46,7 @@ def as_bytes(result: SimResult) -> bytes:
         [run.request.request_id, run.outcome, run.started_s, list(run.token_times_s), run.num_preemptions]
         for run in result.requests
     ]
-    return json.dumps([requests, chrome_trace(result)]).encode()
+    return json.dumps([requests, chrome_trace({"run": result})]).encode()
 
 
 @pytest.mark.parametrize("max_decode_steps", [1, 3, 128])

@@ -157,6 +157,8 @@ class Driver:
         began_s = perf_counter()
         commands = self._core.handle(event, now_s)
         self._metrics.observe(event, commands, decision_s=perf_counter() - began_s)
+        if self._event_log is not None:
+            self._event_log.record_commands(commands)
         self._records.observe(event, commands, now_s, self._core.bundle)
         for command in commands:
             self._carry_out(command)
