@@ -42,9 +42,9 @@ class Packer:
             benches = {
                 instance.instance_id: _Bench(instance, Draft(now_s), list(instance.prefills))
                 for instance in instances
-                if (instance.prefills or (someone_waits and instance.role.can_prefill))
+                if len(instance.plans) < self._plans_in_flight
+                and (instance.prefills or (someone_waits and instance.role.can_prefill))
                 and instance.reachable
-                and len(instance.plans) < self._plans_in_flight
             }
             if not benches:
                 return

@@ -41,7 +41,11 @@ class WaitingQueue:
     def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
         """The first in line now."""
         heads = [lane[0] for lane in self._lanes.values()]
-        return in_order(order, heads, now_s)[0] if len(heads) > 1 else heads[0] if heads else None
+        if len(heads) < 2:
+            return heads[0] if heads else None
+        keys = order.keys([state.rank for state in heads], now_s)
+        first = min(keys)
+        return min((state for state, key in zip(heads, keys, strict=True) if key == first), key=_arrival)
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -111,10 +115,12 @@ class WaitingQueue:
 def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> list[RequestState]:
     """Sorted by what the order makes of them now, then by arrival, then by id."""
     keys = order.keys([state.rank for state in states], now_s)
-    keyed = [
-        (key, state.request.arrival_s, state.request.request_id, state) for key, state in zip(keys, states, strict=True)
-    ]
-    return [state for *_, state in sorted(keyed, key=itemgetter(0, 1, 2))]
+    keyed = [(key, _arrival(state), state) for key, state in zip(keys, states, strict=True)]
+    return [state for *_, state in sorted(keyed, key=itemgetter(0, 1))]
+
+
+def _arrival(state: RequestState) -> tuple[float, RequestId]:
+    return state.request.arrival_s, state.request.request_id
 
 
 def _place(state: RequestState) -> tuple[float, float, RequestId]:

@@ -93,6 +93,8 @@ class Instance:
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
         self._num_of_kind = dict.fromkeys(HoldKind, 0)
+        self.num_decoding = 0
+        self.num_seats_taken = 0  # by those that decode here, or will
         self._num_promised_blocks = 0
         self._num_resident_blocks = 0
         self._view: InstanceView | None = None
@@ -120,6 +122,10 @@ class Instance:
     def _count(self, kind: HoldKind, num_blocks: int, sign: int) -> None:
         self._num_of_kind[kind] += sign
         self.num_taken_blocks += sign * num_blocks
+        self.num_decoding = self._num_of_kind[HoldKind.RESIDENT]
+        self.num_seats_taken = (
+            self.num_decoding + self._num_of_kind[HoldKind.PROMISED] + self._num_of_kind[HoldKind.LOCAL]
+        )
         if kind is HoldKind.PROMISED:
             self._num_promised_blocks += sign * num_blocks
         elif kind is HoldKind.RESIDENT:
@@ -152,14 +158,6 @@ class Instance:
     @property
     def num_free_blocks(self) -> int:
         return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
-
-    @property
-    def num_seats_taken(self) -> int:
-        return self.num_decoding + self._num_of_kind[HoldKind.PROMISED] + self._num_of_kind[HoldKind.LOCAL]
-
-    @property
-    def num_decoding(self) -> int:
-        return self._num_of_kind[HoldKind.RESIDENT]
 
     @property
     def takes_new(self) -> bool:
@@ -199,7 +197,8 @@ class Instance:
     def can_decode(self, request: Request) -> bool:
         """Whether prompt and output fit now, with a seat to decode."""
         return (
-            self.takes_new
+            self.role.can_decode
+            and self.takes_new
             and self.num_seats_taken < self.profile.max_num_seqs
             and self.num_decode_blocks(request) <= self.num_free_blocks
             and self.could_decode(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import frexp, ldexp
+from math import frexp, inf, ldexp
 
 from pdmesh.model import Request
 from pdmesh.policy.base import Rank
@@ -82,7 +82,7 @@ class LeastRelativeSlack:
         return Rank(latest_s, _work_class_s(self.prediction.work_s(request)), latest_s)
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
-        return [(_rounded((latest_s - now_s) / work_s),) for _, work_s, latest_s in ranks]
+        return [(round((latest_s - now_s) / work_s, 9),) for _, work_s, latest_s in ranks]
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ class GuardedShortestFirst:
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         starts_s: dict[float, float] = {}  # of the most urgent in each lane
         for _, work_s, latest_s in ranks:
-            starts_s[work_s] = min(latest_s, starts_s.get(work_s, latest_s))
-        slacks = {work_s: _rounded((latest_s - now_s) / work_s) for work_s, latest_s in starts_s.items()}
+            if latest_s < starts_s.get(work_s, inf):
+                starts_s[work_s] = latest_s
+        slacks = {work_s: round((latest_s - now_s) / work_s, 9) for work_s, latest_s in starts_s.items()}
         return [
             (0.0, slack, work_s, due_s) if (slack := slacks[work_s]) < self.spare_slack else (1.0, work_s, due_s)
             for due_s, work_s, _ in ranks

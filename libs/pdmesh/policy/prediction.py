@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from pdmesh.model import Request
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
@@ -70,7 +71,7 @@ class Prediction:
 
     def due_s(self, request: Request) -> float:
         """When its first token is due."""
-        if request.slo_ttft_s is not None and request.slo_ttft_s > 0:
+        if request.slo_ttft_s is not None and 0 < request.slo_ttft_s < inf:
             return request.arrival_s + request.slo_ttft_s
         return request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)
 
