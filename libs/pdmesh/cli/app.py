@@ -12,7 +12,7 @@ from typing import Annotated, cast
 import typer
 
 from pdmesh import __version__
-from pdmesh.cli.options import ConfigFile, Model, Name, Output, OutputFormat, Settings, build_config
+from pdmesh.cli.options import ConfigFile, Model, Name, Output, OutputFormat, Scheduler, Settings, build_config
 from pdmesh.cli.state import DEFAULT_NAME, mesh_state
 from pdmesh.config import MeshConfig
 
@@ -25,8 +25,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 requests_app = typer.Typer(help="Look at single requests.", no_args_is_help=True)
+policy_app = typer.Typer(help="Look at the scheduling policy, and switch it while serving.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+
 app.add_typer(requests_app, name="requests")
+app.add_typer(policy_app, name="policy")
 app.add_typer(config_app, name="config")
 
 
@@ -98,9 +101,7 @@ def down(
 @app.command()
 def status(
     name: Name = DEFAULT_NAME,
-    scheduler: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Ask this scheduler, not a mesh of this machine.")
-    ] = None,
+    scheduler: Scheduler = None,
     output: OutputFormat = Output.TABLE,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -115,9 +116,7 @@ def status(
 def requests_show(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
     name: Name = DEFAULT_NAME,
-    scheduler: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Ask this scheduler, not a mesh of this machine.")
-    ] = None,
+    scheduler: Scheduler = None,
     output: OutputFormat = Output.TABLE,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -127,6 +126,44 @@ def requests_show(
 
     tree = build_config(config, settings, scheduler_address=scheduler)
     show_request(tree, mesh_state(os.environ, name), request_id, output)
+
+
+@policy_app.command("list")
+def policy_list(
+    name: Name = DEFAULT_NAME,
+    scheduler: Scheduler = None,
+    output: OutputFormat = Output.TABLE,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """List the policy bundles; a star marks the one in use."""
+    from pdmesh.cli.policy import list_policies
+
+    list_policies(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), output)
+
+
+@policy_app.command("get")
+def policy_get(
+    name: Name = DEFAULT_NAME, scheduler: Scheduler = None, config: ConfigFile = None, settings: Settings = None
+) -> None:
+    """Print the policy bundle in use."""
+    from pdmesh.cli.policy import get_policy
+
+    get_policy(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name))
+
+
+@policy_app.command("set")
+def policy_set(
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="As in `pdmesh policy list`.")],
+    name: Name = DEFAULT_NAME,
+    scheduler: Scheduler = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Switch the policy bundle while serving. No request is dropped."""
+    from pdmesh.cli.policy import set_policy
+
+    set_policy(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), bundle)
 
 
 @app.command()
@@ -184,6 +221,7 @@ def simulate(
     ] = None,
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one static step.")] = None,
     kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that one instance's KV cache holds.")] = 1 << 20,
+    transfer_backends: Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")] = 4,
     port_gbytes_per_s: Annotated[float, typer.Option(min=1e-6, help="Each instance's network, in and out.")] = 25.0,
     control_delay_ms: Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")] = 0.0,
     slo_ttft: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="Target for goodput.")] = None,
@@ -214,6 +252,7 @@ def simulate(
         bundles=tuple(dict.fromkeys(bundle or ("fcfs", "pdmesh"))),
         chunk_tokens=chunk_tokens,
         kv_tokens=kv_tokens,
+        transfer_backends=transfer_backends,
         port_gbytes_per_s=port_gbytes_per_s,
         control_delay_ms=control_delay_ms,
         slo_ttft_s=slo_ttft,

@@ -392,7 +392,18 @@ class GetRequest(Message, frozen=True, kw_only=True):
     token: str = ""
 
 
-AdminRequest = GetStatus | GetRequest
+class GetPolicies(Message, frozen=True, kw_only=True):
+    token: str = ""
+
+
+class SetPolicy(Message, frozen=True, kw_only=True):
+    """Switch the policy bundle while serving."""
+
+    bundle: str
+    token: str = ""
+
+
+AdminRequest = GetStatus | GetRequest | GetPolicies | SetPolicy
 
 
 class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -413,8 +424,15 @@ class RequestRecord(Message, frozen=True, kw_only=True):
     entries: tuple[RecordEntry, ...]
 
 
+class Policies(Message, frozen=True, kw_only=True):
+    """The answer to `GetPolicies` and `SetPolicy`."""
+
+    bundle: str  # in use
+    bundles: tuple[str, ...]  # to choose from
+
+
 class AdminError(Message, frozen=True, kw_only=True):
     message: str
 
 
-AdminResponse = MeshState | RequestRecord | AdminError
+AdminResponse = MeshState | RequestRecord | Policies | AdminError
