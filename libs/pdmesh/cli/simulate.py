@@ -52,6 +52,7 @@ class SimulateOptions:
     bundles: Sequence[str]
     chunk_tokens: int | None
     kv_tokens: int
+    transfer_backends: int
     port_gbytes_per_s: float
     control_delay_ms: float
     slo_ttft_s: float | None
@@ -75,6 +76,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         num_mixed=options.mixed,
         kv_layout=_kv_layout(options.profile),
         num_kv_tokens=options.kv_tokens,
+        num_transfer_backends=options.transfer_backends,
     )
     config = SimConfig(port_bytes_per_s=options.port_gbytes_per_s * 1e9, control_delay_s=options.control_delay_ms / 1e3)
     results: dict[str, SimResult] = {}

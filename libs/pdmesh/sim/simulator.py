@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -16,6 +16,8 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     PlaceDecode,
+    Reject,
+    Restart,
     RunStep,
     SetRole,
     WakeAt,
@@ -178,8 +180,12 @@ class Simulator:
                     self._wake.cancel()
                 if isfinite(command.at_s):
                     self._wake = self._agenda.at(command.at_s, lambda: self._inbox.append(Tick()))
+            case Reject():
+                pass  # ForgetRequest comes with it
+            case Restart():
+                raise AssertionError(f"nothing fails here, and yet: {command}")
             case _:
-                pass  # Reject comes with ForgetRequest; nothing restarts
+                assert_never(command)
 
     def _report(self, event: Event) -> None:
         if self._config.control_delay_s:
