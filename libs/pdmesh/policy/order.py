@@ -89,6 +89,9 @@ class LeastRelativeSlack:
 class GuardedShortestFirst:
     """The shortest first; but those with less relative slack than ``spare_slack`` before all others, as in LARS.
 
+    Shortest counts by powers of four, and inside one by deadline: to preempt a prompt by one of half its work gains
+    little, and piles up half-done long prompts where new ones could have found an instance without.
+
     While everyone has slack to spare this has the shortest mean wait, and a short request never waits for a long one.
     A long request that was put off too often becomes urgent while it can still be in time. Under overload everyone is
     urgent, and the order is that of LARS: relative slack falls without bound while a request waits, so none starves.
@@ -114,7 +117,9 @@ class GuardedShortestFirst:
                 starts_s[work_s] = latest_s
         slacks = {work_s: round((latest_s - now_s) / work_s, 9) for work_s, latest_s in starts_s.items()}
         return [
-            (0.0, slack, work_s, due_s) if (slack := slacks[work_s]) < self.spare_slack else (1.0, work_s, due_s)
+            (0.0, slack, work_s, due_s)
+            if (slack := slacks[work_s]) < self.spare_slack
+            else (1.0, _scale(work_s), due_s)
             for due_s, work_s, _ in ranks
         ]
 
@@ -127,6 +132,11 @@ def _work_class_s(work_s: float) -> float:
     """Rounded to one of eight classes in each doubling."""
     mantissa, exponent = frexp(max(work_s, 1e-6))
     return ldexp(round(mantissa * 16), exponent - 4)
+
+
+def _scale(work_s: float) -> float:
+    """The power of four below."""
+    return (frexp(work_s)[1] - 1) // 2
 
 
 def _rounded(value: float) -> float:
