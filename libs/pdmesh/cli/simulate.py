@@ -200,17 +200,21 @@ def figures_table(reports: Mapping[str, SimReport]) -> Table:
 
 
 def _group_rows(name: str, groups: Sequence[GroupReport]) -> Iterator[tuple[str, ...]]:
-    yield f"{name} requests, finished", *(f"{group.num_requests}, {group.num_finished}" for group in groups)
-    yield "  TTFT p50 / p90 / p99, s", *(_three(group.ttft_s) for group in groups)
-    yield "  queueing p50 / p90 / p99, s", *(_three(group.queueing_s) for group in groups)
-    yield "  TPOT p50 / p90 / p99, ms", *(_three(group.tpot_s, 1e3) for group in groups)
+    yield f"{name}: finished", *(f"{group.num_finished} of {group.num_requests}" for group in groups)
+    yield from _percentile_rows("TTFT", "s", [group.ttft_s for group in groups])
+    yield from _percentile_rows("queueing", "s", [group.queueing_s for group in groups])
+    yield from _percentile_rows("TPOT", "ms", [group.tpot_s for group in groups], 1e3)
     yield "  JCT mean, s", *(_one(group.mean_jct_s) for group in groups)
     yield "  requests/s", *(_one(group.requests_per_s) for group in groups)
     yield "  preemptions", *(str(group.num_preemptions) for group in groups)
 
 
-def _three(values: Percentiles, scale: float = 1.0) -> str:
-    return " / ".join(_one(value, scale) for value in (values.p50, values.p90, values.p99))
+def _percentile_rows(
+    name: str, unit: str, figures: Sequence[Percentiles], scale: float = 1.0
+) -> Iterator[tuple[str, ...]]:
+    yield f"  {name} p50, {unit}", *(_one(values.p50, scale) for values in figures)
+    yield "    p90", *(_one(values.p90, scale) for values in figures)
+    yield "    p99", *(_one(values.p99, scale) for values in figures)
 
 
 def _one(value: float | None, scale: float = 1.0) -> str:
