@@ -70,7 +70,7 @@ class SchedulerConfig:
     slo_ttft_s: float = 1.0  # a request that asks for no TTFT gets this...
     slo_ttft_stretch: float = 2.0  # ...and so many times the time its prompt takes alone
     slo_tpot_s: float = 0.05  # time budget of an adaptive step beside decodes
-    prefill_step_s: float = 0.1  # time budget of an adaptive step without decodes: what an urgent request may wait
+    prefill_step_s: float = 0.2  # time budget of an adaptive step without decodes: what an urgent request may wait
     long_prompt_tokens: int = 8192  # adaptive steps have at most one prompt as long as this
     plans_in_flight: int = 2  # per instance, so that the device never waits for a round trip
     max_queue_entries: int = 4096  # requests waiting; more is a 429

@@ -117,7 +117,7 @@ class PolicyConfig:
     slo_ttft_stretch: float = 2.0
     # Adaptive steps: time budgets, beside decodes and without; and the largest chunk.
     slo_tpot_s: float = 0.05
-    prefill_step_s: float = 0.1
+    prefill_step_s: float = 0.2
     max_chunk_tokens: int = 8192
     long_prompt_tokens: int = 8192  # a step has at most one prompt as long as this
     max_shared: float = 0.4  # the most of a step that a long prompt leaves to others
