@@ -65,7 +65,13 @@ class SchedulerConfig:
     port: int = 0  # 0 takes a free port
     metrics_port: int = 0  # Prometheus, on telemetry.metrics_host; 0 takes a free port
     bundle: str = "fcfs"  # which policies decide
+    profile: str = "a100-llama3-8b"  # what policies take an instance's step times from
     chunk_tokens: int = 512  # static chunk size, tokens of prefill per step
+    slo_ttft_s: float = 1.0  # a request that asks for no TTFT gets this...
+    slo_ttft_stretch: float = 2.0  # ...and so many times the time its prompt takes alone
+    slo_tpot_s: float = 0.05  # time budget of an adaptive step beside decodes
+    prefill_step_s: float = 0.2  # time budget of an adaptive step without decodes: what an urgent request may wait
+    long_prompt_tokens: int = 8192  # adaptive steps have at most one prompt as long as this
     plans_in_flight: int = 2  # per instance, so that the device never waits for a round trip
     max_queue_entries: int = 4096  # requests waiting; more is a 429
     max_queue_bytes: int = 512 * 1024 * 1024  # prompts held for requests that wait
@@ -160,6 +166,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "scheduler.port": _PORT,
     "scheduler.metrics_port": _PORT,
     "scheduler.chunk_tokens": _COUNT,
+    "scheduler.slo_ttft_stretch": (0.0, math.inf),
+    "scheduler.long_prompt_tokens": _COUNT,
     "scheduler.plans_in_flight": _COUNT,
     "scheduler.max_queue_entries": _COUNT,
     "scheduler.max_queue_bytes": _COUNT,

@@ -1,15 +1,16 @@
 """The scheduler's event log: every ``(now_s, event)`` in an append-only file, enough to repeat all its decisions.
 
-The file is a sequence of msgpack arrays ``[crc32, payload]``, each payload msgpack again: first a `Header`, then
-``[now_s, name of the event, its fields]``. A record cut short at the end of the file (a crash) is left out; anything
-else that cannot be read is an `EventLogError` that says where.
+The file is a sequence of msgpack arrays ``[crc32, payload]``, each payload msgpack again: first a `Header`, then for
+each event ``[now_s, name of the event, its fields]`` and ``[digest]``, that of the commands that answered it. A record
+cut short at the end of the file (a crash) is left out; anything else that cannot be read is an `EventLogError` that
+says where.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from pdmesh.policy.bundles import make_bundle
 
 log = structlog.get_logger()
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 #: No record is larger; a length beyond it is corruption.
 MAX_RECORD_BYTES = 64 * 1024 * 1024
@@ -61,6 +62,12 @@ class Header:
 class Entry(NamedTuple):
     now_s: float
     event: Event
+    digest: int | None = None  # of its commands; None for the last event before a crash
+
+
+def commands_digest(commands: Sequence[Command]) -> int:
+    """The same for equal commands only, but for one chance in four thousand million."""
+    return zlib.crc32(msgspec.msgpack.encode([(type(command).__name__, command) for command in commands]))
 
 
 class EventLogWriter(AbstractContextManager["EventLogWriter"]):
@@ -75,13 +82,21 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
         self._ended = False
 
     def record(self, now_s: float, event: Event) -> None:
+        """Note an event before it is decided upon, so that one that breaks the core is in the log."""
+        self._append([now_s, type(event).__name__, msgspec.to_builtins(event, builtin_types=(bytes,))])
+
+    def record_commands(self, commands: Sequence[Command]) -> None:
+        """Note what the event before was answered with."""
+        self._append([commands_digest(commands)])
+
+    def _append(self, payload: object) -> None:
         if self._ended:
             return
         if len(self._buffer) > MAX_BUFFERED_BYTES:
             log.error("the event log ends here: the disk is too slow", buffered_bytes=len(self._buffer))
             self._ended = True
             return
-        self._buffer += _framed([now_s, type(event).__name__, msgspec.to_builtins(event, builtin_types=(bytes,))])
+        self._buffer += _framed(payload)
         self._wake.set()
 
     async def run(self) -> None:
@@ -131,12 +146,23 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
         return header
 
     def __iter__(self) -> Iterator[Entry]:
+        entry: Entry | None = None  # its digest may follow
         for payload in self._payloads():
-            try:
-                now_s, name, fields = payload
-                yield Entry(now_s, msgspec.convert(fields, _EVENT_TYPES[name]))
-            except (ValueError, TypeError, KeyError) as error:  # msgspec's ValidationError is a ValueError
-                raise self._damaged(f"unknown record ({error})") from error
+            match payload:
+                case [float(now_s), str(name), fields]:
+                    if entry is not None:
+                        yield entry
+                    try:
+                        entry = Entry(now_s, msgspec.convert(fields, _EVENT_TYPES[name]))
+                    except (ValueError, KeyError) as error:  # msgspec's ValidationError is a ValueError
+                        raise self._damaged(f"unknown record ({error})") from error
+                case [int(digest)] if entry is not None:
+                    yield entry._replace(digest=digest)
+                    entry = None
+                case _:
+                    raise self._damaged("unknown record")
+        if entry is not None:
+            yield entry
 
     def _payloads(self) -> Iterator[Any]:
         while True:
@@ -164,10 +190,15 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
         self._file.close()
 
 
+def core_of(header: Header, bundle: str | None = None) -> SchedulerCore:
+    """A core as it was when the log began, but with another bundle if one is named. Raises ConfigError."""
+    config = header.config
+    return SchedulerCore(config, make_bundle(bundle or header.bundle, config.policy), random.Random(header.seed))
+
+
 def replay(log: EventLogReader) -> Iterator[tuple[Entry, list[Command]]]:
     """Run a core of the log's making over its events; the commands are those of the recorded run, bit for bit."""
-    header = log.header
-    core = SchedulerCore(header.config, make_bundle(header.bundle, header.config.policy), random.Random(header.seed))
+    core = core_of(log.header)
     for entry in log:
         yield entry, core.handle(entry.event, entry.now_s)
 

@@ -17,6 +17,11 @@ def ttft_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
     return token_times_s[0] - arrival_s if token_times_s else None
 
 
+def queueing_s(arrival_s: float, started_s: float) -> float:
+    """Queueing delay, seconds: start of the first step that computes any of the prompt - arrival."""
+    return started_s - arrival_s
+
+
 def e2e_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
     """End-to-end latency (also called job completion time, JCT), seconds: last token - arrival. Undefined without a
     token.

@@ -1,4 +1,7 @@
-"""Laws of the scheduling core over a modelled mesh in which commands and reports are late and everything may fail."""
+"""Laws of the scheduling core over a modelled mesh in which commands and reports are late and everything may fail.
+
+Every bundle keeps them, also when an operator switches between bundles at any moment.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pdmesh.core.commands import AdmitPrefill, ForgetRequest, GrantTransfer, PlaceDecode, Reject, Restart, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
+    BundleChangeRequested,
     DecodeReserved,
     Event,
     GatewayJoined,
@@ -29,10 +33,19 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.state import RequestKey
 from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
 
-CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=PolicyConfig(chunk_tokens=8))
+#: A second for each token: the seconds that pass between two events matter to every deadline.
+POLICY = PolicyConfig(
+    chunk_tokens=8,
+    latency=LinearLatencyModel(a_s=0.0, b_s=1.0, c_s=0.0, d_s=0.0),
+    prefill_step_s=8.0,
+    slo_tpot_s=4.0,
+    long_prompt_tokens=20,
+)
+CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=POLICY)
 GATEWAYS = (GatewayId("g0"), GatewayId("g1"))
 CALAMITIES = ("gateway lost", "gateway reconnects", "instance lost", "instance reconnects", "scheduler restarts")
 MESHES = {
@@ -46,9 +59,10 @@ MESHES = {
 class MeshMachine(RuleBasedStateMachine):
     """Gateways, modelled instances, a core; each rule is one thing that may happen next."""
 
-    @initialize(shape=st.sampled_from(sorted(MESHES)))
-    def begin(self, shape: str) -> None:
+    @initialize(shape=st.sampled_from(sorted(MESHES)), bundle=st.sampled_from(sorted(BUNDLES)))
+    def begin(self, shape: str, bundle: str) -> None:
         self.now_s = 0.0
+        self.chosen = make_bundle(bundle, POLICY)
         self.profiles = {
             profile.instance_id: profile
             for index, role in enumerate(MESHES[shape])
@@ -67,7 +81,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.new_core()
 
     def new_core(self) -> None:
-        self.core = SchedulerCore(CONFIG, make_bundle("fcfs", CONFIG.policy), random.Random(0))
+        self.core = SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0))
         self.ended: set[RequestKey] = set()
         self.waiting: dict[RequestKey, Request] = {}  # accepted and not placed
         self.offered: set[RequestKey] = set()
@@ -98,8 +112,8 @@ class MeshMachine(RuleBasedStateMachine):
                     key = (command.request_id, command.epoch)
                     assert key not in self.placed, f"{key} placed twice"
                     self.placed.add(key)
-                    request = self.waiting.pop(key)
-                    assert all(order_of(request) < order_of(other) for other in self.waiting.values()), "overtaken"
+                    assert self.waiting[key] is self.first_in_line(), "overtaken"
+                    del self.waiting[key]
                 case PlaceDecode():
                     self.receiver_of[command.request_id, command.epoch] = command.instance_id
                 case GrantTransfer():
@@ -128,6 +142,16 @@ class MeshMachine(RuleBasedStateMachine):
                     pass
             self.mesh.send(command)
 
+    def first_in_line(self) -> Request:
+        """By the bundle's order, its lanes and its ties, of all that wait."""
+        order = self.chosen.order
+        ranks = {key: order.rank(request, 0) for key, request in self.waiting.items()}
+        line = sorted(self.waiting, key=lambda key: (ranks[key].place, *order_of(self.waiting[key])), reverse=True)
+        heads = list({ranks[key].lane: key for key in line}.values())
+        keys = order.keys([ranks[key] for key in heads], self.now_s)
+        first = min(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
+        return self.waiting[first[1]]
+
     def is_current(self, request_id: RequestId, epoch: Epoch) -> bool:
         request = self.awaited.get(request_id)
         return request is not None and request.epoch == epoch
@@ -142,8 +166,16 @@ class MeshMachine(RuleBasedStateMachine):
 
     # --- gateways ---
 
-    @rule(prompt=st.integers(1, 30), output=st.integers(1, 12), gateway=st.sampled_from(GATEWAYS))
-    def request_arrives(self, prompt: int, output: int, gateway: GatewayId) -> None:
+    @rule(
+        prompt=st.integers(1, 30),
+        output=st.integers(1, 12),
+        gateway=st.sampled_from(GATEWAYS),
+        priority=st.sampled_from((0, 0, -1, 3)),
+        slo_ttft_s=st.sampled_from((None, None, 1.0, 40.0)),
+    )
+    def request_arrives(
+        self, prompt: int, output: int, gateway: GatewayId, priority: int, slo_ttft_s: float | None
+    ) -> None:
         self.num_requests += 1
         request = Request(
             request_id=RequestId(f"r{self.num_requests:04}"),
@@ -152,6 +184,8 @@ class MeshMachine(RuleBasedStateMachine):
             num_prompt_tokens=prompt,
             max_tokens=output,
             arrival_s=self.now_s,
+            priority=priority,
+            slo_ttft_s=slo_ttft_s,
         )
         self.submit(request)
 
@@ -299,6 +333,12 @@ class MeshMachine(RuleBasedStateMachine):
         if instance := self.pick(data, list(self.mesh.instances.values())):
             self.feed(InstanceUnreachable(instance.instance_id))
             self.feed(instance.rejoin(self.gateway_of))
+
+    @rule(bundle=st.sampled_from(sorted(BUNDLES)))
+    def operator_switches(self, bundle: str) -> None:
+        self.chosen = make_bundle(bundle, POLICY)
+        self.feed(BundleChangeRequested(bundle))
+        assert self.core.bundle == bundle
 
     @rule(seconds=st.sampled_from((0.0, 0.5, 5.0, 60.0)))
     def time_passes(self, seconds: float) -> None:

@@ -51,6 +51,7 @@ from pdmesh.wire.messages import (
     GatewayDown,
     GatewayHeartbeat,
     Generation,
+    GetPolicies,
     GetRequest,
     GetStatus,
     Goodbye,
@@ -59,6 +60,7 @@ from pdmesh.wire.messages import (
     LandedReport,
     MeshState,
     OfferReport,
+    Policies,
     RegisterGateway,
     RegisterWorker,
     Rejected,
@@ -68,6 +70,7 @@ from pdmesh.wire.messages import (
     Restarted,
     RunPlan,
     SentReport,
+    SetPolicy,
     StepReport,
     Submit,
     WelcomeGateway,
@@ -75,7 +78,7 @@ from pdmesh.wire.messages import (
     WorkerDown,
     pack_token_ids,
 )
-from pdmesh_scheduler.main import serve
+from pdmesh_scheduler.main import core_config_of, serve
 
 pytestmark = pytest.mark.anyio
 
@@ -348,6 +351,31 @@ async def test_a_broken_stream_is_no_loss_while_the_lease_lasts() -> None:
         async with mesh.worker(mixed(), resident):
             state = await g.expect(MeshState)
             assert (state.ready, state.num_running) == (True, 1)
+
+
+async def test_an_operator_switches_the_policy_while_serving() -> None:
+    async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed()) as m:
+        await g.expect(MeshState)
+        g.post(submit())
+        plan = await m.expect(RunPlan)
+        before = await mesh.ask(GetPolicies())
+        assert isinstance(before, Policies)
+        assert before.bundle == "fcfs"
+        assert {"fcfs", "medha", "pdmesh"} <= set(before.bundles)
+        assert await mesh.ask(SetPolicy(bundle="pdmesh")) == Policies(bundle="pdmesh", bundles=before.bundles)
+        m.post(step_report(plan))
+        refusal = await mesh.ask(SetPolicy(bundle="quick"))
+        assert isinstance(refusal, AdminError)
+        assert "'quick'" in refusal.message
+        status = await mesh.ask(GetStatus())
+        assert isinstance(status, MeshState)
+        assert (status.bundle, status.num_running) == ("pdmesh", 1)
+
+
+async def test_an_unknown_profile_stops_the_start() -> None:
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile="abacus"))
+    with pytest.raises(ConfigError, match=r"'abacus'.*h200-llama3-8b"):
+        core_config_of(config.scheduler)
 
 
 async def test_an_expired_lease_loses_the_instance() -> None:

@@ -204,6 +204,19 @@ def test_a_request_is_bound_to_an_instance_only_when_its_first_chunk_is_planned(
     assert [(admit.request_id, admit.instance_id) for admit in admits] == [("b", "p1")]
 
 
+def test_an_urgent_request_takes_the_step_after_those_in_flight_and_the_overtaken_one_goes_on() -> None:
+    bench = CoreBench(mixed(), chunk_tokens=4)
+    bench.feed(BundleChangeRequested("priority"))
+    plans = [step.plan for step in of(RunStep, bench.arrive("long", prompt=16))]
+    urgent = replace(a_request("urgent", prompt=4, arrival_s=1.0), priority=-1)
+    assert not of(RunStep, bench.feed(RequestArrived(urgent)))
+    (step,) = of(RunStep, bench.done("m", plans[0]))
+    assert [(c.request_id, c.start, c.is_last) for c in step.plan.chunks] == [("urgent", 0, True)]
+    (step,) = of(RunStep, bench.done("m", plans[1]))
+    assert [(c.request_id, c.start, c.is_last) for c in step.plan.chunks] == [("long", 8, False)]
+    assert not of(FreeKv, bench.commands)
+
+
 def test_a_plan_whose_requests_are_gone_still_counts_until_it_is_done() -> None:
     bench = CoreBench(prefill(), decode(), chunk_tokens=4)
     plans = [step.plan for step in of(RunStep, bench.arrive("a", prompt=12))]

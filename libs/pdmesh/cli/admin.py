@@ -47,7 +47,7 @@ async def ask_scheduler(
 
 def show_status(config: MeshConfig, state: MeshState, output: Output) -> None:
     """Print the state of a mesh. Raises PdmeshError if none can be asked."""
-    record, address, token = _target(config, state)
+    record, address, token = target(config, state)
     answer = anyio.run(ask_scheduler, address, config.security, messages.GetStatus(token=token))
     if not isinstance(answer, messages.MeshState):
         raise ProtocolError("the scheduler answered another question")
@@ -75,7 +75,7 @@ def show_request(config: MeshConfig, state: MeshState, request_id: str, output: 
 
     Raises PdmeshError if it is not remembered or no mesh can be asked.
     """
-    _, address, token = _target(config, state)
+    _, address, token = target(config, state)
     question = messages.GetRequest(request_id=request_id, token=token)
     answer = anyio.run(ask_scheduler, address, config.security, question)
     if not isinstance(answer, messages.RequestRecord | messages.RequestList):
@@ -88,7 +88,7 @@ def show_request(config: MeshConfig, state: MeshState, request_id: str, output: 
         print_choices(Console(), request_id, answer)
 
 
-def _target(config: MeshConfig, state: MeshState) -> tuple[MeshRecord | None, str, str]:
+def target(config: MeshConfig, state: MeshState) -> tuple[MeshRecord | None, str, str]:
     """Whom to ask, and with which token: the scheduler that was named, else that of the mesh on this machine."""
     if config.scheduler_address:
         return None, config.scheduler_address, config.security.mesh_token

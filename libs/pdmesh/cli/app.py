@@ -6,12 +6,13 @@ import importlib
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from pdmesh import __version__
-from pdmesh.cli.options import ConfigFile, Model, Name, Output, OutputFormat, Settings, build_config
+from pdmesh.cli.options import ConfigFile, Model, Name, Output, OutputFormat, Scheduler, Settings, build_config
 from pdmesh.cli.state import DEFAULT_NAME, mesh_state
 from pdmesh.config import MeshConfig
 
@@ -24,8 +25,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 requests_app = typer.Typer(help="Look at single requests.", no_args_is_help=True)
+policy_app = typer.Typer(help="Look at the scheduling policy, and switch it while serving.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+
 app.add_typer(requests_app, name="requests")
+app.add_typer(policy_app, name="policy")
 app.add_typer(config_app, name="config")
 
 
@@ -97,9 +101,7 @@ def down(
 @app.command()
 def status(
     name: Name = DEFAULT_NAME,
-    scheduler: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Ask this scheduler, not a mesh of this machine.")
-    ] = None,
+    scheduler: Scheduler = None,
     output: OutputFormat = Output.TABLE,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -114,9 +116,7 @@ def status(
 def requests_show(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
     name: Name = DEFAULT_NAME,
-    scheduler: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Ask this scheduler, not a mesh of this machine.")
-    ] = None,
+    scheduler: Scheduler = None,
     output: OutputFormat = Output.TABLE,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -126,6 +126,44 @@ def requests_show(
 
     tree = build_config(config, settings, scheduler_address=scheduler)
     show_request(tree, mesh_state(os.environ, name), request_id, output)
+
+
+@policy_app.command("list")
+def policy_list(
+    name: Name = DEFAULT_NAME,
+    scheduler: Scheduler = None,
+    output: OutputFormat = Output.TABLE,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """List the policy bundles; a star marks the one in use."""
+    from pdmesh.cli.policy import list_policies
+
+    list_policies(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), output)
+
+
+@policy_app.command("get")
+def policy_get(
+    name: Name = DEFAULT_NAME, scheduler: Scheduler = None, config: ConfigFile = None, settings: Settings = None
+) -> None:
+    """Print the policy bundle in use."""
+    from pdmesh.cli.policy import get_policy
+
+    get_policy(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name))
+
+
+@policy_app.command("set")
+def policy_set(
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="As in `pdmesh policy list`.")],
+    name: Name = DEFAULT_NAME,
+    scheduler: Scheduler = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Switch the policy bundle while serving. No request is dropped."""
+    from pdmesh.cli.policy import set_policy
+
+    set_policy(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), bundle)
 
 
 @app.command()
@@ -159,6 +197,83 @@ def doctor(
     from pdmesh.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(build_config(config, settings, gateway__port=port), output, os.environ))
+
+
+@app.command()
+def simulate(
+    trace: Annotated[str, typer.Option(metavar="FILE|synthetic", help="What is asked of the mesh.")] = "synthetic",
+    limit: Annotated[int | None, typer.Option(min=1, help="Take so many requests. [default: all; drawn: 1000]")] = None,
+    rate_scale: Annotated[float, typer.Option(min=1e-6, help="So many times as many requests a second.")] = 1.0,
+    rate: Annotated[float, typer.Option(min=1e-6, help="Requests a second, where they are drawn.")] = 5.5,
+    long_share: Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts, where they are drawn.")] = 0.0,
+    long_percentile: Annotated[
+        float | None, typer.Option(min=0, max=100, help="Make prompts above this percentile long.")
+    ] = None,
+    long_range: Annotated[
+        str, typer.Option(metavar="LOW,HIGH", help="Tokens of a long prompt; LOW is where long begins in the figures.")
+    ] = "100000,500000",
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill instances. [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode instances. [default: 1]")] = None,
+    mixed: Annotated[int, typer.Option(min=0, help="Instances that do both.")] = 0,
+    profile: Annotated[str, typer.Option(help="What an instance is; an unknown name lists them.")] = "a100-llama3-8b",
+    bundle: Annotated[
+        list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
+    ] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one static step.")] = None,
+    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that one instance's KV cache holds.")] = 1 << 20,
+    transfer_backends: Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")] = 4,
+    port_gbytes_per_s: Annotated[float, typer.Option(min=1e-6, help="Each instance's network, in and out.")] = 25.0,
+    control_delay_ms: Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")] = 0.0,
+    slo_ttft: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="Target for goodput.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="Target for goodput.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw pictures (extra `plot`).")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write the instances' timelines for ui.perfetto.dev.")
+    ] = None,
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Run a workload through a simulated mesh, once for each bundle, and compare."""
+    from pdmesh.cli.simulate import SimulateOptions, run_simulate
+
+    default = 0 if mixed and prefill is None and decode is None else 1
+    options = SimulateOptions(
+        trace=trace,
+        limit=limit,
+        rate_scale=rate_scale,
+        rate=rate,
+        long_share=long_share,
+        long_percentile=long_percentile,
+        long_range=long_range,
+        prefill=default if prefill is None else prefill,
+        decode=default if decode is None else decode,
+        mixed=mixed,
+        profile=profile,
+        bundles=tuple(dict.fromkeys(bundle or ("fcfs", "pdmesh"))),
+        chunk_tokens=chunk_tokens,
+        kv_tokens=kv_tokens,
+        transfer_backends=transfer_backends,
+        port_gbytes_per_s=port_gbytes_per_s,
+        control_delay_ms=control_delay_ms,
+        slo_ttft_s=slo_ttft,
+        slo_tpot_s=slo_tpot,
+        seed=seed,
+        plot=plot,
+        perfetto=perfetto,
+    )
+    run_simulate(options, output)
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
+    bundle: Annotated[str | None, typer.Option(help="Ask what this bundle would have decided.")] = None,
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Decide again on a recorded run and check that every command is the same."""
+    from pdmesh.cli.replay import run_replay
+
+    raise typer.Exit(run_replay(log, bundle, output))
 
 
 @app.command()

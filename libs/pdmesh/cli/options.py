@@ -28,6 +28,9 @@ Settings = Annotated[
 Model = Annotated[
     str | None, typer.Option("--model", metavar="DIR_OR_HUB_ID", help="Checkpoint; the built-in demo if not given.")
 ]
+Scheduler = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Ask this scheduler, not a mesh of this machine.")
+]
 Name = Annotated[str, typer.Option("--name", help="Which mesh of this machine.")]
 OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="For people or for scripts.")]
 

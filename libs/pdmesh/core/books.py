@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import Command, ForgetRequest, FreeKv, GrantTransfer, Outcome, Reject, Restart
 from pdmesh.core.queue import WaitingQueue
-from pdmesh.core.state import Instance, OrderKey, Phase, RequestKey, RequestState
+from pdmesh.core.state import Instance, Phase, RequestKey, RequestState
 from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId
+from pdmesh.policy.base import Rank
 
 
 class Books:
@@ -34,8 +35,8 @@ class Books:
 
     # --- a request begins ---
 
-    def open(self, request: Request, order_key: OrderKey) -> RequestState:
-        state = RequestState(request, order_key)
+    def open(self, request: Request, rank: Rank) -> RequestState:
+        state = RequestState(request, rank)
         self.requests[request.request_id] = state
         self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None
         return state

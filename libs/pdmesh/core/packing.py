@@ -1,15 +1,29 @@
-"""Placing requests and packing steps: late, when an instance has room for a plan, and strictly in order."""
+"""Placing requests and packing steps: late, when an instance has room for a plan, and strictly in order.
+
+An instance's running prompts and the first in line compete for its next plan. So a more urgent request takes the step
+after the ones in flight, and a prompt that it overtakes is preempted at a chunk boundary: its KV stays where it is.
+"""
 
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.placing import Placement, could_place, place
+from pdmesh.core.queue import in_order
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
 from pdmesh.model import ChunkPlan, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, Draft
+
+
+class _Bench(NamedTuple):
+    """An instance whose next step is being packed, and the running prompts that have not had their turn at it."""
+
+    instance: Instance
+    draft: Draft
+    running: list[RequestState]
 
 
 class Packer:
@@ -20,46 +34,58 @@ class Packer:
         self._plans_in_flight = plans_in_flight
         self._rng = rng
 
-    def pack(self, bundle: Bundle) -> None:
-        """Give every instance with room for a plan something to do, running prompts before waiting ones."""
+    def pack(self, bundle: Bundle, now_s: float) -> None:
+        """Give every instance with room for a plan something to do."""
         instances = list(self._books.instances.values())
         while instances:
-            drafts: dict[InstanceId, Draft] = {}
-            someone_waits = self._books.queue.head is not None
-            for instance in instances:
-                if (
-                    (instance.prefills or (someone_waits and instance.role.can_prefill))
-                    and instance.reachable
-                    and len(instance.plans) < self._plans_in_flight
-                ):
-                    draft = drafts[instance.instance_id] = Draft()
-                    for state in list(instance.prefills):
-                        self._plan_chunk(bundle, instance, draft, state)
-            self._place_waiting(bundle, drafts)
+            someone_waits = self._books.queue.has_line
+            benches = {
+                instance.instance_id: _Bench(instance, Draft(now_s), list(instance.prefills))
+                for instance in instances
+                if len(instance.plans) < self._plans_in_flight
+                and (instance.prefills or (someone_waits and instance.role.can_prefill))
+                and instance.reachable
+            }
+            if not benches:
+                return
+            self._place_waiting(bundle, benches, now_s)
+            for bench in benches.values():
+                self._plan_running(bundle, bench, in_order(bundle.order, bench.running, now_s))
             # Those that got nothing now get nothing in the next round either: room only shrinks.
-            instances = [instance for instance in instances if self._run_step(instance, drafts)]
+            instances = [bench.instance for bench in benches.values() if self._run_step(bench)]
 
-    def _place_waiting(self, bundle: Bundle, drafts: dict[InstanceId, Draft]) -> None:
-        """Place strictly in order: while the head cannot be placed, nobody is."""
+    def _place_waiting(self, bundle: Bundle, benches: dict[InstanceId, _Bench], now_s: float) -> None:
+        """Place strictly in order: while the head cannot be placed, nobody is. Running prompts before it go first."""
         books = self._books
-        while (head := books.queue.head) is not None:
-            offers = [
-                instance
-                for instance_id, draft in drafts.items()
-                if (instance := books.instances[instance_id]).takes_new
-                and instance.role.can_prefill
-                and bundle.packing.num_tokens(instance.view, draft, head.request, 0) > 0
-            ]
+        while (head := books.queue.head(bundle.order, now_s)) is not None:
+            offers: list[Instance] = []
+            for bench in benches.values():
+                if bench.running:
+                    line = in_order(bundle.order, [*bench.running, head], now_s)
+                    self._plan_running(bundle, bench, line[: line.index(head)])
+                if bench.instance.takes_new and bench.instance.role.can_prefill and self._fits(bundle, bench, head):
+                    offers.append(bench.instance)
             if not offers:
                 return
             placement = place(head.request, offers, books.instances, bundle)
             if placement is not None:
                 self._place(head, placement)
-                self._plan_chunk(bundle, placement.prefill, drafts[placement.prefill.instance_id], head)
+                self._plan_chunk(bundle, benches[placement.prefill.instance_id], head)
             elif could_place(head.request, books.instances.values()):
                 return
             else:
                 books.queue.park(head)
+
+    def _plan_running(self, bundle: Bundle, bench: _Bench, line: list[RequestState]) -> None:
+        for state in line:
+            bench.running.remove(state)
+            self._plan_chunk(bundle, bench, state)
+
+    def _fits(self, bundle: Bundle, bench: _Bench, state: RequestState) -> bool:
+        """Whether the step takes a first chunk of a waiting request; an empty one takes any."""
+        return (
+            not bench.draft.chunks or bundle.packing.num_tokens(bench.instance.view, bench.draft, state.request, 0) > 0
+        )
 
     def _place(self, state: RequestState, placement: Placement) -> None:
         books, request, (prefill, decode) = self._books, state.request, placement
@@ -94,8 +120,10 @@ class Packer:
         )
         prefill.add_prefill(state)
 
-    def _plan_chunk(self, bundle: Bundle, instance: Instance, draft: Draft, state: RequestState) -> None:
+    def _plan_chunk(self, bundle: Bundle, bench: _Bench, state: RequestState) -> None:
+        instance, draft = bench.instance, bench.draft
         request, start = state.request, state.num_planned_tokens
+        draft.shared = len(instance.prefills) > 1 or self._books.queue.has_line
         num_tokens = bundle.packing.num_tokens(instance.view, draft, request, start)
         if num_tokens <= 0:
             return
@@ -107,15 +135,18 @@ class Packer:
                 start=start,
                 num_tokens=num_tokens,
                 is_last=state.is_planned,
-            )
+            ),
+            request,
         )
         if state.is_planned:
             instance.prefills.remove(state)
+        else:
+            state.rank_by(bundle.order)
 
-    def _run_step(self, instance: Instance, drafts: dict[InstanceId, Draft]) -> bool:
+    def _run_step(self, bench: _Bench) -> bool:
         """Send what was drafted for the instance; False if that is nothing."""
-        draft = drafts.get(instance.instance_id)
-        if draft is None or not draft.chunks:
+        instance, draft = bench.instance, bench.draft
+        if not draft.chunks:
             return False
         plan = StepPlan(
             plan_id=instance.next_plan_id,

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Sequence
+from operator import itemgetter
 
-from pdmesh.core.state import OrderKey, RequestKey, RequestState, order_key
+from pdmesh.core.state import RequestKey, RequestState
+from pdmesh.model import RequestId
 from pdmesh.policy.base import PrefillOrder
 
 
 class WaitingQueue:
     """The line, and those *parked* beside it because no instance that is there now could ever take them.
 
-    A parked request keeps its time limit but does not hold up those behind it.
+    A parked request keeps its time limit but does not hold up those behind it. The line is kept in the lanes of the
+    order, each sorted for good: however many wait, only the first of each lane are compared with each other.
     """
 
     def __init__(self) -> None:
-        self._line: list[RequestState] = []  # sorted by order key
+        self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
         self._parked: dict[RequestKey, RequestState] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
@@ -30,8 +34,18 @@ class WaitingQueue:
         return key in self._deadlines
 
     @property
-    def head(self) -> RequestState | None:
-        return self._line[0] if self._line else None
+    def has_line(self) -> bool:
+        """Whether anyone waits in line."""
+        return bool(self._lanes)
+
+    def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
+        """The first in line now."""
+        heads = [lane[0] for lane in self._lanes.values()]
+        if len(heads) < 2:
+            return heads[0] if heads else None
+        keys = order.keys([state.rank for state in heads], now_s)
+        first = min(keys)
+        return min((state for state, key in zip(heads, keys, strict=True) if key == first), key=_arrival)
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -45,7 +59,7 @@ class WaitingQueue:
         return state if deadline_s <= now_s else None
 
     def add(self, state: RequestState, deadline_s: float) -> None:
-        insort(self._line, state, key=_key)
+        self._join_line(state)
         self._deadlines[state.key] = deadline_s, state
         self.num_tokens += state.request.num_prompt_tokens
 
@@ -62,28 +76,52 @@ class WaitingQueue:
     def unpark(self) -> None:
         """The mesh changed: all wait in line again."""
         for state in self._parked.values():
-            insort(self._line, state, key=_key)
+            self._join_line(state)
         self._parked.clear()
 
     def reorder(self, order: PrefillOrder) -> None:
+        """Another order: all get their rank in it."""
+        in_line = [state for lane in self._lanes.values() for state in lane]
+        self._lanes.clear()
         for _, state in self._deadlines.values():
-            state.order_key = order_key(order, state.request)
-        self._line.sort(key=_key)
+            state.rank_by(order)
+        for state in in_line:
+            self._join_line(state)
+
+    def _join_line(self, state: RequestState) -> None:
+        insort(self._lanes.setdefault(state.rank.lane, []), state, key=_place)
 
     def _leave_line(self, state: RequestState) -> None:
-        index = bisect_left(self._line, state.order_key, key=_key)
-        assert self._line[index] is state, f"{state.key} is not in line where its order key says"
-        del self._line[index]
+        lane = self._lanes[state.rank.lane]
+        index = bisect_left(lane, _place(state), key=_place)
+        assert lane[index] is state, f"{state.key} is not in line where its rank says"
+        del lane[index]
+        if not lane:
+            del self._lanes[state.rank.lane]
 
     def check_integrity(self) -> None:
-        assert len(self._line) + len(self._parked) == len(self._deadlines), (
-            f"{len(self._line)} in line and {len(self._parked)} parked are not {len(self._deadlines)} waiting"
+        num_in_line = sum(len(lane) for lane in self._lanes.values())
+        assert num_in_line + len(self._parked) == len(self._deadlines), (
+            f"{num_in_line} in line and {len(self._parked)} parked are not {len(self._deadlines)} waiting"
         )
         num_tokens = sum(state.request.num_prompt_tokens for _, state in self._deadlines.values())
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, books say {self.num_tokens}"
-        keys = [state.order_key for state in self._line]
-        assert keys == sorted(keys), "the line is out of order"
+        for lane in self._lanes.values():
+            places = [_place(state) for state in lane]
+            assert places, "a lane is empty"
+            assert places == sorted(places), "the line is out of order"
 
 
-def _key(state: RequestState) -> OrderKey:
-    return state.order_key
+def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> list[RequestState]:
+    """Sorted by what the order makes of them now, then by arrival, then by id."""
+    keys = order.keys([state.rank for state in states], now_s)
+    keyed = [(key, _arrival(state), state) for key, state in zip(keys, states, strict=True)]
+    return [state for *_, state in sorted(keyed, key=itemgetter(0, 1))]
+
+
+def _arrival(state: RequestState) -> tuple[float, RequestId]:
+    return state.request.arrival_s, state.request.request_id
+
+
+def _place(state: RequestState) -> tuple[float, float, RequestId]:
+    return state.rank.place, state.request.arrival_s, state.request.request_id

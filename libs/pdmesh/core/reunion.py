@@ -13,6 +13,7 @@ from pdmesh.core.commands import Outcome
 from pdmesh.core.orphans import Orphans
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestKey, RequestState
 from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, Resident
+from pdmesh.policy.base import Rank
 
 
 class Reunion:
@@ -164,4 +165,4 @@ class Reunion:
         request = Request(
             request_id=key[0], epoch=key[1], gateway_id=gateway_id, num_prompt_tokens=1, max_tokens=1, arrival_s=now_s
         )
-        return self._books.open(request, ((), now_s, key[0]))
+        return self._books.open(request, Rank())

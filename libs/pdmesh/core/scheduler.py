@@ -43,7 +43,7 @@ from pdmesh.core.events import (
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
-from pdmesh.core.state import Instance, Phase, RequestKey, order_key
+from pdmesh.core.state import Instance, Phase, RequestKey
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId, RejectReason, Request
 from pdmesh.policy.base import Bundle, InstanceView
@@ -154,7 +154,7 @@ class SchedulerCore:
                 self._wake_s = None  # what is due has been looked at
             case _:
                 assert_never(event)
-        self._packer.pack(self._bundle)
+        self._packer.pack(self._bundle, now_s)
         self._ask_for_wake_up()
         return commands
 
@@ -171,7 +171,7 @@ class SchedulerCore:
                 books.ignore("RequestArrived")  # sent again after a reconnect
                 return
             books.end(known, Outcome.SUPERSEDED)
-        state = books.open(request, order_key(self._bundle.order, request))
+        state = books.open(request, self._bundle.order.rank(request, 0))
         instance_id = self._reunion.claim(state.key)
         if instance_id is not None:
             books.adopt(state, instance_id)

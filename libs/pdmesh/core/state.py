@@ -6,7 +6,6 @@ at KvReleased, so they never promise blocks that a worker has not yet freed.
 
 from __future__ import annotations
 
-from bisect import insort
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -20,10 +19,9 @@ from pdmesh.model import (
     StepPlan,
     num_blocks_for,
 )
-from pdmesh.policy.base import InstanceView, PrefillOrder
+from pdmesh.policy.base import InstanceView, PrefillOrder, Rank
 
 RequestKey = tuple[RequestId, Epoch]
-OrderKey = tuple[tuple[float, ...], float, RequestId]  # the policy's key, made total by arrival and id
 
 
 class Phase(Enum):
@@ -37,7 +35,7 @@ class RequestState:
     """An accepted request, until it ends."""
 
     request: Request
-    order_key: OrderKey
+    rank: Rank
     phase: Phase = Phase.WAITING
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
@@ -52,13 +50,13 @@ class RequestState:
     def is_planned(self) -> bool:
         return self.num_planned_tokens >= self.request.num_prompt_tokens
 
+    def rank_by(self, order: PrefillOrder) -> None:
+        """Its rank in ``order``, with what is planned of it counted as done."""
+        self.rank = order.rank(self.request, self.num_planned_tokens)
+
     def needs(self, instance_id: InstanceId) -> bool:
         """Whether it cannot go on without this instance."""
         return self.decode_id == instance_id or (self.prefill_id == instance_id and self.phase is Phase.PREFILLING)
-
-
-def order_key(order: PrefillOrder, request: Request) -> OrderKey:
-    return order.key(request), request.arrival_s, request.request_id
 
 
 class HoldKind(Enum):
@@ -89,13 +87,16 @@ class Instance:
         self.reachable = True
         self.next_plan_id = next_plan_id
         self.plans: dict[int, StepPlan] = {}  # in flight
-        self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned, in order
+        self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned
         self.holds: dict[RequestKey, Hold] = {}
         self.num_taken_blocks = 0
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
         self._num_of_kind = dict.fromkeys(HoldKind, 0)
+        self.num_decoding = 0
+        self.num_seats_taken = 0  # by those that decode here, or will
         self._num_promised_blocks = 0
+        self._num_resident_blocks = 0
         self._view: InstanceView | None = None
 
     # --- holds ---
@@ -121,8 +122,14 @@ class Instance:
     def _count(self, kind: HoldKind, num_blocks: int, sign: int) -> None:
         self._num_of_kind[kind] += sign
         self.num_taken_blocks += sign * num_blocks
+        self.num_decoding = self._num_of_kind[HoldKind.RESIDENT]
+        self.num_seats_taken = (
+            self.num_decoding + self._num_of_kind[HoldKind.PROMISED] + self._num_of_kind[HoldKind.LOCAL]
+        )
         if kind is HoldKind.PROMISED:
             self._num_promised_blocks += sign * num_blocks
+        elif kind is HoldKind.RESIDENT:
+            self._num_resident_blocks += sign * num_blocks
         self._view = None
 
     # --- prompt tokens ---
@@ -133,13 +140,12 @@ class Instance:
         self._view = None
 
     def add_prefill(self, state: RequestState) -> None:
-        insort(self.prefills, state, key=lambda state: state.order_key)
+        self.prefills.append(state)
         self.queue_tokens(state.request.num_prompt_tokens)
 
     def reorder(self, order: PrefillOrder) -> None:
         for state in self.prefills:
-            state.order_key = order_key(order, state.request)
-        self.prefills.sort(key=lambda state: state.order_key)
+            state.rank_by(order)
 
     def drop_prefill(self, state: RequestState) -> None:
         """The request ended: what was not planned of it never will be."""
@@ -152,14 +158,6 @@ class Instance:
     @property
     def num_free_blocks(self) -> int:
         return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
-
-    @property
-    def num_seats_taken(self) -> int:
-        return self.num_decoding + self._num_of_kind[HoldKind.PROMISED] + self._num_of_kind[HoldKind.LOCAL]
-
-    @property
-    def num_decoding(self) -> int:
-        return self._num_of_kind[HoldKind.RESIDENT]
 
     @property
     def takes_new(self) -> bool:
@@ -199,7 +197,8 @@ class Instance:
     def can_decode(self, request: Request) -> bool:
         """Whether prompt and output fit now, with a seat to decode."""
         return (
-            self.takes_new
+            self.role.can_decode
+            and self.takes_new
             and self.num_seats_taken < self.profile.max_num_seqs
             and self.num_decode_blocks(request) <= self.num_free_blocks
             and self.could_decode(request)
@@ -240,6 +239,7 @@ class Instance:
                 num_decoding=self.num_decoding,
                 num_queued_tokens=self.num_queued_tokens,
                 draining=not self.takes_new,
+                num_resident_tokens=self._num_resident_blocks * self.profile.kv_layout.block_size,
             )
         return self._view
 

@@ -1,15 +1,144 @@
-"""Prefill orders."""
+"""Prefill orders.
+
+The work of a request is predicted: the seconds its prompt, or what is left of it, takes alone. Its *slack* is the time
+that would be left at its deadline if it ran from now on, its *relative slack* that time over its whole work.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import frexp, inf, ldexp
 
 from pdmesh.model import Request
+from pdmesh.policy.base import Rank
+from pdmesh.policy.prediction import Prediction
 
 
-@dataclass(frozen=True, slots=True)
-class Fcfs:
+class _ByPlace:
+    """An order that time does not change."""
+
+    def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
+        return [(rank.place,) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class Fcfs(_ByPlace):
     """First come, first served: the core's own tie-break, by arrival and then by id, is the whole order."""
 
-    def key(self, request: Request) -> tuple[float, ...]:
-        return ()
+    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+        return Rank()
+
+
+@dataclass(frozen=True)
+class ByPriority(_ByPlace):
+    """The request's own priority, lower first, as in vLLM."""
+
+    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+        return Rank(request.priority)
+
+
+@dataclass(frozen=True)
+class ShortestFirst(_ByPlace):
+    """SJF: the least work left first. Long requests can starve."""
+
+    prediction: Prediction
+
+    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+        return Rank(_rounded(self.prediction.remaining_s(request, num_done_tokens)))
+
+
+@dataclass(frozen=True)
+class EarliestDeadline(_ByPlace):
+    """EDF."""
+
+    prediction: Prediction
+
+    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+        return Rank(_rounded(self.prediction.due_s(request)))
+
+
+@dataclass(frozen=True)
+class LeastSlack(_ByPlace):
+    """LRS, least remaining slack: the earliest latest start of what is left. Time takes the same from every slack."""
+
+    prediction: Prediction
+
+    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+        return Rank(_rounded(_latest_start_s(self.prediction, request, num_done_tokens)))
+
+
+@dataclass(frozen=True)
+class LeastRelativeSlack:
+    """LARS, length-aware relative slack (Medha §4.1), strictly: the smallest first.
+
+    The whole work that slack is relative to is rounded to a class, at most 6 % off; a class is a lane.
+    """
+
+    prediction: Prediction
+
+    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+        latest_s = _rounded(_latest_start_s(self.prediction, request, num_done_tokens))
+        return Rank(latest_s, _work_class_s(self.prediction.work_s(request)), latest_s)
+
+    def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
+        return [(round((latest_s - now_s) / work_s, 9),) for _, work_s, latest_s in ranks]
+
+
+@dataclass(frozen=True)
+class GuardedShortestFirst:
+    """The shortest first; but those with less relative slack than ``spare_slack`` before all others, as in LARS.
+
+    Shortest counts by powers of four, and inside one by deadline: to preempt a prompt by one of half its work gains
+    little, and piles up half-done long prompts where new ones could have found an instance without.
+
+    While everyone has slack to spare this has the shortest mean wait, and a short request never waits for a long one.
+    A long request that was put off too often becomes urgent while it can still be in time. Under overload everyone is
+    urgent, and the order is that of LARS: relative slack falls without bound while a request waits, so none starves.
+    Requests of equal work are one lane: it is as urgent as the most urgent of them, and inside it they come by
+    deadline, so that equals do not take turns and all end late, as under strict LARS.
+    """
+
+    prediction: Prediction
+    spare_slack: float
+
+    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+        work_s = self.prediction.work_s(request)
+        return Rank(
+            _rounded(self.prediction.due_s(request)),
+            _work_class_s(work_s),
+            _latest_start_s(self.prediction, request, num_done_tokens),
+        )
+
+    def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
+        starts_s: dict[float, float] = {}  # of the most urgent in each lane
+        for _, work_s, latest_s in ranks:
+            if latest_s < starts_s.get(work_s, inf):
+                starts_s[work_s] = latest_s
+        slacks = {work_s: round((latest_s - now_s) / work_s, 9) for work_s, latest_s in starts_s.items()}
+        return [
+            (0.0, slack, work_s, due_s)
+            if (slack := slacks[work_s]) < self.spare_slack
+            else (1.0, _scale(work_s), due_s)
+            for due_s, work_s, _ in ranks
+        ]
+
+
+def _latest_start_s(prediction: Prediction, request: Request, num_done_tokens: int) -> float:
+    return prediction.due_s(request) - prediction.remaining_s(request, num_done_tokens)
+
+
+def _work_class_s(work_s: float) -> float:
+    """Rounded to one of eight classes in each doubling."""
+    mantissa, exponent = frexp(max(work_s, 1e-6))
+    return ldexp(round(mantissa * 16), exponent - 4)
+
+
+def _scale(work_s: float) -> float:
+    """The power of four below."""
+    return (frexp(work_s)[1] - 1) // 2
+
+
+def _rounded(value: float) -> float:
+    """To a nanosecond: what differs by rounding errors alone is equal, and falls to arrival and id."""
+    return round(value, 9)

@@ -392,7 +392,18 @@ class GetRequest(Message, frozen=True, kw_only=True):
     token: str = ""
 
 
-AdminRequest = GetStatus | GetRequest
+class GetPolicies(Message, frozen=True, kw_only=True):
+    token: str = ""
+
+
+class SetPolicy(Message, frozen=True, kw_only=True):
+    """Switch the policy bundle while serving."""
+
+    bundle: str
+    token: str = ""
+
+
+AdminRequest = GetStatus | GetRequest | GetPolicies | SetPolicy
 
 
 class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -424,8 +435,15 @@ class RequestList(Message, frozen=True, kw_only=True):
     requests: tuple[RequestRecord, ...]
 
 
+class Policies(Message, frozen=True, kw_only=True):
+    """The answer to `GetPolicies` and `SetPolicy`."""
+
+    bundle: str  # in use
+    bundles: tuple[str, ...]  # to choose from
+
+
 class AdminError(Message, frozen=True, kw_only=True):
     message: str
 
 
-AdminResponse = MeshState | RequestRecord | RequestList | AdminError
+AdminResponse = MeshState | RequestRecord | RequestList | Policies | AdminError

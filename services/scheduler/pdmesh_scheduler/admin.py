@@ -1,4 +1,4 @@
-"""The Admin method: an operator's questions."""
+"""The Admin method: an operator's questions and changes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ import grpc.aio
 import msgspec
 
 from pdmesh.config import SecurityConfig
+from pdmesh.core.events import BundleChangeRequested
 from pdmesh.errors import ProtocolError
+from pdmesh.policy.bundles import BUNDLES
 from pdmesh.wire.endpoint import check_token
-from pdmesh.wire.messages import AdminError, AdminRequest, AdminResponse, GetRequest, GetStatus, RequestList
+from pdmesh.wire.messages import (
+    AdminError,
+    AdminRequest,
+    AdminResponse,
+    GetPolicies,
+    GetRequest,
+    GetStatus,
+    Policies,
+    RequestList,
+    SetPolicy,
+)
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.records import RequestRecords
 
@@ -52,3 +64,11 @@ class Admin:
                 if choices:
                     return RequestList(requests=choices)
                 return AdminError(message=f"no request {question.request_id!r} is remembered")
+            case GetPolicies():
+                return Policies(bundle=self.driver.state().bundle, bundles=tuple(sorted(BUNDLES)))
+            case SetPolicy(bundle=name) if name in BUNDLES:
+                self.driver.post(BundleChangeRequested(name))
+                return Policies(bundle=name, bundles=tuple(sorted(BUNDLES)))
+            case SetPolicy(bundle=name):
+                known = ", ".join(sorted(BUNDLES))
+                return AdminError(message=f"no policy bundle is called {name!r}: use one of {known}")

@@ -163,6 +163,8 @@ class Driver:
         began_s = perf_counter()
         commands = self._core.handle(event, now_s)
         self._metrics.observe(event, commands, now_s, decision_s=perf_counter() - began_s)
+        if self._event_log is not None:
+            self._event_log.record_commands(commands)
         self._records.observe(event, generation, commands, now_s, self._core.bundle)
         self._spans.observe(event, generation, commands, now_s)
         for command in commands:

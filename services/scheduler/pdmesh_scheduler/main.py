@@ -19,6 +19,7 @@ from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.model import GatewayId, InstanceId
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.latency import PROFILES
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.wire.endpoint import start_server
@@ -113,13 +114,26 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
 
 
 def core_config_of(settings: SchedulerConfig) -> CoreConfig:
+    """Raises ConfigError for a profile that there is not."""
+    latency = PROFILES.get(settings.profile)
+    if latency is None:
+        known = ", ".join(sorted(PROFILES))
+        raise ConfigError(f"no latency profile is called {settings.profile!r}: use one of {known}")
     return CoreConfig(
         plans_in_flight=settings.plans_in_flight,
         max_queue_entries=settings.max_queue_entries,
         max_queue_tokens=settings.max_queue_bytes // 4,  # a token is four bytes on the wire
         max_queue_s=settings.max_queue_s,
         orphan_grace_s=settings.orphan_grace_s,
-        policy=PolicyConfig(chunk_tokens=settings.chunk_tokens),
+        policy=PolicyConfig(
+            chunk_tokens=settings.chunk_tokens,
+            latency=latency,
+            slo_ttft_s=settings.slo_ttft_s,
+            slo_ttft_stretch=settings.slo_ttft_stretch,
+            slo_tpot_s=settings.slo_tpot_s,
+            prefill_step_s=settings.prefill_step_s,
+            long_prompt_tokens=settings.long_prompt_tokens,
+        ),
     )
 
 

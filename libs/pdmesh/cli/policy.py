@@ -1,0 +1,41 @@
+"""`pdmesh policy list|get|set`: the policy bundle of a running mesh."""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+import typer
+
+from pdmesh.cli.admin import ask_scheduler, target
+from pdmesh.cli.options import Output
+from pdmesh.cli.state import MeshState
+from pdmesh.config import MeshConfig
+from pdmesh.errors import ProtocolError
+from pdmesh.wire.messages import GetPolicies, Policies, SetPolicy
+
+
+def list_policies(config: MeshConfig, state: MeshState, output: Output) -> None:
+    answer = _ask(config, state, None)
+    if output is Output.JSON:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        return
+    for bundle in answer.bundles:
+        typer.echo(f"{'*' if bundle == answer.bundle else ' '} {bundle}")
+
+
+def get_policy(config: MeshConfig, state: MeshState) -> None:
+    typer.echo(_ask(config, state, None).bundle)
+
+
+def set_policy(config: MeshConfig, state: MeshState, bundle: str) -> None:
+    """Switch, while serving. Raises PdmeshError if the scheduler has no such bundle."""
+    typer.echo(f"pdmesh: policy {_ask(config, state, bundle).bundle}")
+
+
+def _ask(config: MeshConfig, state: MeshState, bundle: str | None) -> Policies:
+    _, address, token = target(config, state)
+    question = GetPolicies(token=token) if bundle is None else SetPolicy(bundle=bundle, token=token)
+    answer = anyio.run(ask_scheduler, address, config.security, question)
+    if not isinstance(answer, Policies):
+        raise ProtocolError("the scheduler answered another question")
+    return answer

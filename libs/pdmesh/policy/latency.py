@@ -1,0 +1,166 @@
+"""How long a step takes, from what it is made of.
+
+The model is the one of Tetris §4.1 (Eq. 1), summed over a step's chunks, with terms for the decodes beside them. A
+profile is such a model for one model on one instance: ``PROFILES`` has built-in ones, `pdmesh.policy.fit` makes others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """New prompt tokens of one request, and the tokens before them."""
+
+    num_tokens: int
+    num_history_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step computes: chunks, and one token for each of its decodes."""
+
+    chunks: tuple[ChunkShape, ...]
+    num_decodes: int
+    num_decode_context_tokens: int  # summed over the decodes
+
+
+class LatencyModel(Protocol):
+    """Predicts a step's device time."""
+
+    def step_s(self, shape: StepShape) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearLatencyModel:
+    """a + b·ΣL + c·Σ(C·L) + d·ΣL² + decode·D + context·K, seconds.
+
+    L are a chunk's new tokens, C those before them; D decodes have K tokens of context together. The constant is
+    ``a_s`` for a step with chunks and ``decode_a_s`` for one of decodes alone. An empty step takes no time.
+    """
+
+    a_s: float
+    b_s: float
+    c_s: float
+    d_s: float
+    decode_a_s: float = 0.0
+    decode_s: float = 0.0
+    decode_context_s: float = 0.0
+
+    def step_s(self, shape: StepShape) -> float:
+        total_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
+        if not shape.chunks:
+            return total_s + self.decode_a_s if shape.num_decodes else 0.0
+        total_s += self.a_s
+        for chunk in shape.chunks:
+            num_tokens = chunk.num_tokens
+            total_s += num_tokens * (self.b_s + self.c_s * chunk.num_history_tokens + self.d_s * num_tokens)
+        return total_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a dense decoder; ``num_parameters`` are those a token meets (no input embedding)."""
+
+    num_parameters: float
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Peaks of what one instance runs on, and the share of them that serving reaches."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    flops_utilisation: float = 0.55  # Medha and Mnemosyne measure 50-75 % MFU in chunked prefill
+    bytes_utilisation: float = 0.8  # Mnemosyne measures up to 92 % MBU
+    launch_s: float = 1e-3  # of a step, before the device has anything to do
+
+
+def analytic_model(model: ModelShape, device: Device) -> LinearLatencyModel:
+    """A latency model from arithmetic and bytes alone.
+
+    A token costs 2 FLOPs per parameter; attention costs 4 FLOPs per head dimension, head, layer and (query, key) pair,
+    of which a causal chunk of L tokens has L²/2 and its history C·L. A decode step reads all weights and the KV of
+    every context. A step with chunks is taken as bound by compute, so a very small chunk costs more than this says.
+    """
+    flop_s = 1 / (device.flops_per_s * device.flops_utilisation)
+    byte_s = 1 / (device.bytes_per_s * device.bytes_utilisation)
+    pair_s = 4 * model.num_layers * model.num_heads * model.head_dim * flop_s
+    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype_bytes
+    return LinearLatencyModel(
+        a_s=device.launch_s,
+        b_s=2 * model.num_parameters * flop_s,
+        c_s=pair_s,
+        d_s=pair_s / 2,
+        decode_a_s=device.launch_s + model.num_parameters * model.dtype_bytes * byte_s,
+        decode_s=2 * model.num_parameters * flop_s,
+        decode_context_s=kv_bytes * byte_s,
+    )
+
+
+LLAMA_3_8B = ModelShape(num_parameters=7.5e9, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
+LLAMA_3_70B = ModelShape(num_parameters=69.5e9, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128)
+
+#: Vendor data sheets: dense bf16 peak and memory bandwidth of the SXM parts.
+A100 = Device(flops_per_s=312e12, bytes_per_s=2.04e12)
+H100 = Device(flops_per_s=989e12, bytes_per_s=3.35e12)
+H200 = Device(flops_per_s=989e12, bytes_per_s=4.8e12)
+
+
+def tensor_parallel(device: Device, degree: int) -> Device:
+    """``degree`` devices as one instance; communication takes 15 % of the compute rate of more than one."""
+    return Device(
+        flops_per_s=device.flops_per_s * degree,
+        bytes_per_s=device.bytes_per_s * degree,
+        flops_utilisation=device.flops_utilisation * (0.85 if degree > 1 else 1.0),
+        bytes_utilisation=device.bytes_utilisation,
+        launch_s=device.launch_s,
+    )
+
+
+def _measured(a_s: float, b_s: float, c_s: float, d_s: float) -> LinearLatencyModel:
+    decodes = analytic_model(LLAMA_3_8B, A100)
+    return LinearLatencyModel(
+        a_s=a_s,
+        b_s=b_s,
+        c_s=c_s,
+        d_s=d_s,
+        decode_a_s=decodes.decode_a_s,
+        decode_s=decodes.decode_s,
+        decode_context_s=decodes.decode_context_s,
+    )
+
+
+#: Llama-3-8B on A100s by sequence-parallel size: prefill fitted (`pdmesh.policy.fit`) to Tetris, Table 1, where "4k" is
+#: 4096 tokens, within 7 % in every cell and within 1 % at size 1. The table has no history; decode terms are analytic.
+TETRIS_A100_LLAMA_3_8B: Mapping[int, LinearLatencyModel] = MappingProxyType(
+    {
+        1: _measured(3.00837e-2, 5.57850e-5, 2.52985e-9, 1.26493e-9),
+        2: _measured(2.57618e-2, 3.01445e-5, 1.21701e-9, 6.08503e-10),
+        4: _measured(5.85231e-2, 1.55472e-5, 6.10400e-10, 3.05200e-10),
+        8: _measured(1.73724e-1, 6.73878e-6, 3.28733e-10, 1.64367e-10),
+        16: _measured(3.86661e-1, 2.46569e-6, 1.78878e-10, 8.94392e-11),
+    }
+)
+
+#: Built-in profiles. "a100-llama3-8b" is measured (see above), the others are analytic; "x4" is tensor-parallel.
+PROFILES: Mapping[str, LinearLatencyModel] = MappingProxyType(
+    {
+        "a100-llama3-8b": TETRIS_A100_LLAMA_3_8B[1],
+        "a100-llama3-8b-analytic": analytic_model(LLAMA_3_8B, A100),
+        "h100-llama3-8b": analytic_model(LLAMA_3_8B, H100),
+        "h200-llama3-8b": analytic_model(LLAMA_3_8B, H200),
+        "a100x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(A100, 4)),
+        "h100x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(H100, 4)),
+        "h200x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(H200, 4)),
+    }
+)

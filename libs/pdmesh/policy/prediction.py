@@ -1,0 +1,81 @@
+"""Predicted work and deadlines of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from pdmesh.model import Request
+from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+
+#: Tokens between two entries of the table; in between it is interpolated.
+TABLE_STEP_TOKENS = 1024
+
+
+class RemainingTime:
+    """Time to prefill, by tokens (Medha, Algorithm 3).
+
+    The table has the total time for every 1024 tokens, from simulating the chunks that the packing would cut for one
+    prompt alone. It grows with the longest prompt asked for.
+    """
+
+    def __init__(self, model: LatencyModel, chunk_tokens: Callable[[int, int], int]) -> None:
+        """``chunk_tokens(start, num_left)`` is the chunk that is cut at ``start``, never 0."""
+        self._model = model
+        self._chunk_tokens = chunk_tokens
+        self._totals_s = [0.0]
+        self._num_computed_tokens = 0  # the simulation's state: chunks never end behind the table's last entry
+        self._elapsed_s = 0.0
+
+    def total_s(self, num_tokens: int) -> float:
+        index, rest = divmod(num_tokens, TABLE_STEP_TOKENS)
+        self._grow(index + 2)
+        low_s = self._totals_s[index]
+        return low_s + (self._totals_s[index + 1] - low_s) * rest / TABLE_STEP_TOKENS
+
+    def remaining_s(self, num_tokens: int, num_done_tokens: int) -> float:
+        return self.total_s(num_tokens) - self.total_s(num_done_tokens)
+
+    def _grow(self, num_entries: int) -> None:
+        while len(self._totals_s) < num_entries:
+            start, end = self._num_computed_tokens, len(self._totals_s) * TABLE_STEP_TOKENS
+            whole = self._chunk_tokens(start, 2**63)
+            if start + whole <= end:
+                self._num_computed_tokens += whole
+                self._elapsed_s += self._chunk_s(start, whole)
+            if start + whole >= end:  # a prompt that ends here cuts this chunk short
+                self._totals_s.append(self._elapsed_s if start + whole == end else self._cut_short_s(start, end))
+
+    def _cut_short_s(self, start: int, end: int) -> float:
+        return self._elapsed_s + self._chunk_s(start, end - start)
+
+    def _chunk_s(self, start: int, num_tokens: int) -> float:
+        return self._model.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What orders and packings ask about a request. Times are on the clock of ``arrival_s``."""
+
+    remaining: RemainingTime
+    slo_ttft_s: float
+    slo_ttft_stretch: float
+
+    def work_s(self, request: Request) -> float:
+        """Of its whole prompt."""
+        return self.remaining.total_s(request.num_prompt_tokens)
+
+    def remaining_s(self, request: Request, num_done_tokens: int) -> float:
+        return self.remaining.remaining_s(request.num_prompt_tokens, num_done_tokens)
+
+    def due_s(self, request: Request) -> float:
+        """When its first token is due."""
+        if request.slo_ttft_s is not None and 0 < request.slo_ttft_s < inf:
+            return request.arrival_s + request.slo_ttft_s
+        return request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)
+
+    def relative_slack(self, request: Request, num_done_tokens: int, now_s: float) -> float:
+        """(time to the deadline - work left) / all its work."""
+        slack_s = self.due_s(request) - now_s - self.remaining_s(request, num_done_tokens)
+        return slack_s / max(self.work_s(request), 1e-9)

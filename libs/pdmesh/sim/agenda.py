@@ -1,0 +1,43 @@
+"""Virtual time: what is to happen, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+
+@dataclass(slots=True, eq=False)
+class Appointment:
+    """Something to happen at a set time, unless it is cancelled."""
+
+    action: Callable[[], None] | None
+
+    def cancel(self) -> None:
+        self.action = None
+
+
+class Agenda:
+    """A heap with key (time, sequence): what is due at the same time happens in the order in which it was noted."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Appointment]] = []
+        self._sequence = 0
+
+    def at(self, at_s: float, action: Callable[[], None]) -> Appointment:
+        assert at_s >= self.now_s, f"{at_s} s is over at {self.now_s} s"
+        appointment = Appointment(action)
+        heappush(self._heap, (at_s, self._sequence, appointment))
+        self._sequence += 1
+        return appointment
+
+    def advance(self) -> bool:
+        """Move the clock to the next appointment and keep it; False if there is none."""
+        while self._heap:
+            at_s, _, appointment = heappop(self._heap)
+            if appointment.action is not None:
+                self.now_s = at_s
+                appointment.action()
+                return True
+        return False

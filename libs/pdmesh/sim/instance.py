@@ -1,0 +1,325 @@
+"""A modelled instance: it carries out the core's commands as a worker does, in the time that a latency model says.
+
+It runs the next plan if there is one, else a decode step over its residents. Consecutive decode steps are one
+appointment. When a plan or a resident comes in between, it is cut short to the end of the step that is then running, so
+the result is the same as step by step.
+
+KV moves layer by layer. A chunk's KV may move from the moment its step begins, except the last layer's, which may when
+the step has ended; so a transfer never lands before its prompt is computed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+
+from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, RunStep, SetRole
+from pdmesh.core.events import (
+    DecodeReserved,
+    Event,
+    KvReleased,
+    RequestFinished,
+    StepDone,
+    TransferLanded,
+    TransferOffered,
+    TransferSent,
+)
+from pdmesh.core.state import RequestKey
+from pdmesh.model import ChunkDone, ChunkPlan, FinishReason, InstanceId, InstanceProfile, StepPlan
+from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+from pdmesh.sim.agenda import Agenda, Appointment
+from pdmesh.sim.links import Links
+from pdmesh.sim.result import RequestRun, StepSpan
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    """A request whose prompt is computed here."""
+
+    run: RequestRun
+    peer_id: InstanceId | None  # where its KV goes; None if it stays
+    num_computed_tokens: int = 0
+    last_turn: int | None = None  # the planned step that had its latest chunk
+    granted_s: float | None = None
+    computed_s: float | None = None
+    num_unsent_bytes: float = 0.0
+
+
+class SimInstance:
+    """``report`` takes events for the scheduler; ``want_turn`` asks to `begin` after all else of this instant."""
+
+    def __init__(
+        self,
+        profile: InstanceProfile,
+        model: LatencyModel,
+        *,
+        agenda: Agenda,
+        links: Links,
+        runs: dict[RequestKey, RequestRun],
+        report: Callable[[Event], None],
+        land: Callable[[InstanceId, RequestKey, float], None],
+        want_turn: Callable[[InstanceId], None],
+        max_decode_steps: int,
+    ) -> None:
+        self.profile = profile
+        self.instance_id = profile.instance_id
+        self.steps: list[StepSpan] = []
+        layout = profile.kv_layout
+        self._token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
+        self._last_layer_share = 1 / layout.num_layers
+        self._model = model
+        self._agenda = agenda
+        self._links = links
+        self._runs = runs
+        self._report = report
+        self._land = land
+        self._want_turn = want_turn
+        self._max_decode_steps = max_decode_steps
+        self._plans: deque[StepPlan] = deque()
+        self._blocks: dict[RequestKey, int] = {}
+        self._num_free_blocks = profile.num_blocks
+        self._prefills: dict[RequestKey, _Prefill] = {}
+        self._joining: list[RequestRun] = []  # they decode from the next step on
+        # Residents by the number of decode steps after which they end, then in the order in which they came.
+        self._residents: list[tuple[int, int, RequestRun]] = []
+        self._num_joined = 0
+        self._num_context_tokens = 0  # of all residents
+        self._decode_ends_s = array("d")  # of every step with decodes; a resident's token times are a slice of it
+        self._joined_at: dict[RequestKey, int] = {}
+        self._num_turns = 0
+        self._busy = False
+        self._decode_run: list[float] = []  # when each step of the running decode run ends
+        self._run_started_s = 0.0
+        self._end_of_run: Appointment | None = None
+
+    # --- commands ---
+
+    def take(self, command: Command) -> None:
+        match command:
+            case AdmitPrefill():
+                key = (command.request_id, command.epoch)
+                run = self._runs[key]
+                run.prefill_id, run.placed_s = self.instance_id, self._agenda.now_s
+                self._hold(key, command.num_blocks)
+                self._prefills[key] = _Prefill(run, command.decode_instance_id)
+            case PlaceDecode():
+                key = (command.request_id, command.epoch)
+                self._hold(key, command.num_blocks)
+                self._report(DecodeReserved(self.instance_id, *key))
+            case RunStep():
+                self._plans.append(command.plan)
+                self._stir()
+            case GrantTransfer():
+                self._grant((command.request_id, command.epoch))
+            case FreeKv():
+                key = (command.request_id, command.epoch)
+                assert key not in self._prefills, f"{self.instance_id}: {key} is freed while it is computed"
+                assert key not in self._joined_at, f"{self.instance_id}: {key} is freed while it decodes"
+                self._release(key)
+            case SetRole():
+                pass
+            case _:
+                raise AssertionError(f"{command} is not for an instance")
+
+    def _hold(self, key: RequestKey, num_blocks: int) -> None:
+        assert key not in self._blocks, f"{self.instance_id} holds {key} already"
+        self._blocks[key] = num_blocks
+        self._num_free_blocks -= num_blocks
+        assert self._num_free_blocks >= 0, f"{self.instance_id}: no room for {key}"
+
+    def _release(self, key: RequestKey) -> None:
+        self._num_free_blocks += self._blocks.pop(key)
+        self._report(KvReleased(self.instance_id, *key))
+
+    # --- steps ---
+
+    def _stir(self) -> None:
+        """There is something new to do: now if idle, else when the step that is running has ended."""
+        if not self._busy:
+            self._want_turn(self.instance_id)
+        elif self._end_of_run is not None:
+            index = bisect_left(self._decode_run, self._agenda.now_s)
+            if index < len(self._decode_run) - 1:
+                del self._decode_run[index + 1 :]
+                self._end_of_run.cancel()
+                self._end_of_run = self._agenda.at(self._decode_run[index], self._end_decodes)
+
+    def begin(self) -> None:
+        """Start the next batch, if there is one and the instance is idle."""
+        if self._busy:
+            return
+        self._seat()
+        if self._plans:
+            self._begin_step(self._plans.popleft())
+        elif self._residents:
+            self._begin_decodes()
+
+    def _seat(self) -> None:
+        """Those that joined take part from the next step on."""
+        num_steps = len(self._decode_ends_s)
+        for run in self._joining:
+            key = (run.request.request_id, run.request.epoch)
+            self._joined_at[key] = num_steps
+            self._num_context_tokens += run.request.num_prompt_tokens + 1
+            heappush(self._residents, (num_steps + run.num_output_tokens - 1, self._num_joined, run))
+            self._num_joined += 1
+        self._joining.clear()
+
+    def _begin_step(self, plan: StepPlan) -> None:
+        self._busy = True
+        self._num_turns += 1
+        shapes = tuple([self._begin_chunk(chunk) for chunk in plan.chunks])
+        num_decodes = len(self._residents) if plan.with_decodes else 0
+        num_context_tokens = self._num_context_tokens if num_decodes else 0
+        started_s = self._agenda.now_s
+        end_s = started_s + self._model.step_s(StepShape(shapes, num_decodes, num_context_tokens))
+        self._agenda.at(end_s, partial(self._end_step, plan, num_decodes, started_s))
+
+    def _begin_chunk(self, chunk: ChunkPlan) -> ChunkShape:
+        key = (chunk.request_id, chunk.epoch)
+        prefill = self._prefills[key]
+        assert chunk.start == prefill.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
+        if prefill.last_turn is None:
+            prefill.run.started_s = self._agenda.now_s
+            if prefill.peer_id is not None:
+                self._report(TransferOffered(self.instance_id, *key))
+        elif self._num_turns - prefill.last_turn > 1:
+            prefill.run.num_preemptions += 1
+        prefill.last_turn = self._num_turns
+        self._move(key, prefill, chunk.num_tokens * self._token_bytes * (1 - self._last_layer_share))
+        return ChunkShape(chunk.num_tokens, chunk.start)
+
+    def _end_step(self, plan: StepPlan, num_decodes: int, started_s: float) -> None:
+        now_s = self._agenda.now_s
+        self._busy = False
+        self.steps.append(StepSpan(started_s, now_s, plan.chunks, num_decodes))
+        done = tuple(
+            [
+                ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
+                for c in plan.chunks
+            ]
+        )
+        self._report(StepDone(self.instance_id, plan.plan_id, now_s - started_s, done, num_decodes))
+        for chunk in plan.chunks:
+            self._end_chunk(chunk)
+        if num_decodes:
+            self._decoded([now_s], num_decodes)
+        self._want_turn(self.instance_id)
+
+    def _end_chunk(self, chunk: ChunkPlan) -> None:
+        key = (chunk.request_id, chunk.epoch)
+        prefill = self._prefills[key]
+        prefill.num_computed_tokens += chunk.num_tokens
+        if chunk.is_last:
+            prefill.computed_s = self._agenda.now_s
+            prefill.run.token_times_s = [self._agenda.now_s]
+            if prefill.run.num_output_tokens == 1:
+                self._links.drop(key)
+                del self._prefills[key]
+                self._finish(prefill.run)
+                return
+            if prefill.peer_id is None:
+                del self._prefills[key]
+                self._join(prefill.run)
+                return
+        self._move(key, prefill, chunk.num_tokens * self._token_bytes * self._last_layer_share)
+
+    def _begin_decodes(self) -> None:
+        self._busy = True
+        num_decodes, num_context_tokens = len(self._residents), self._num_context_tokens
+        num_steps = min(self._residents[0][0] - len(self._decode_ends_s), self._max_decode_steps)
+        end_s, step_s = self._agenda.now_s, self._model.step_s
+        self._run_started_s = end_s
+        ends_s: list[float] = []
+        for _ in range(num_steps):
+            end_s += step_s(StepShape((), num_decodes, num_context_tokens))
+            ends_s.append(end_s)
+            num_context_tokens += num_decodes
+        self._decode_run = ends_s
+        self._end_of_run = self._agenda.at(end_s, self._end_decodes)
+
+    def _end_decodes(self) -> None:
+        self._busy = False
+        self._end_of_run = None
+        num_decodes, num_steps = len(self._residents), len(self._decode_run)
+        before = self.steps[-1] if self.steps else None
+        if (
+            before is not None
+            and not before.chunks
+            and before.num_decodes == num_decodes
+            and before.end_s == self._run_started_s
+        ):
+            before.end_s = self._agenda.now_s
+            before.num_steps += num_steps
+        else:
+            self.steps.append(StepSpan(self._run_started_s, self._agenda.now_s, (), num_decodes, num_steps))
+        self._decoded(self._decode_run, num_decodes)
+        self._want_turn(self.instance_id)
+
+    def _decoded(self, ends_s: list[float], num_decodes: int) -> None:
+        """Every resident has a token more for each of the steps; those with all of theirs end."""
+        self._decode_ends_s.extend(ends_s)
+        self._num_context_tokens += num_decodes * len(ends_s)
+        while self._residents and self._residents[0][0] <= len(self._decode_ends_s):
+            _, _, run = heappop(self._residents)
+            self._num_context_tokens -= run.request.num_prompt_tokens + run.num_output_tokens
+            joined_at = self._joined_at.pop((run.request.request_id, run.request.epoch))
+            run.token_times_s = array("d", [run.token_times_s[0], *self._decode_ends_s[joined_at:]])
+            self._finish(run)
+
+    def _finish(self, run: RequestRun) -> None:
+        key = (run.request.request_id, run.request.epoch)
+        self._report(RequestFinished(self.instance_id, *key, FinishReason.LENGTH, run.num_output_tokens))
+        self._release(key)
+
+    # --- transfers ---
+
+    def _grant(self, key: RequestKey) -> None:
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            return  # the request ended with its first token while the grant was on its way
+        assert prefill.last_turn is not None, f"{key}: granted without an offer"
+        prefill.granted_s = self._agenda.now_s
+        self._move(key, prefill, 0.0)
+
+    def _move(self, key: RequestKey, prefill: _Prefill, num_bytes: float) -> None:
+        if prefill.peer_id is None:
+            return
+        prefill.num_unsent_bytes += num_bytes
+        if prefill.granted_s is not None:
+            self._links.send(key, self.instance_id, prefill.peer_id, prefill.num_unsent_bytes)
+            prefill.num_unsent_bytes = 0.0
+
+    def drained(self, key: RequestKey) -> None:
+        """All KV that may move so far has moved; it has landed if that is all of it."""
+        prefill = self._prefills[key]
+        if prefill.computed_s is None:
+            return
+        assert prefill.granted_s is not None
+        assert prefill.peer_id is not None
+        now_s = self._agenda.now_s
+        num_bytes, duration_s = self._num_kv_bytes(prefill.run), now_s - prefill.granted_s
+        prefill.run.exposed_s = now_s - prefill.computed_s
+        del self._prefills[key]
+        self._land(prefill.peer_id, key, duration_s)
+        self._report(TransferSent(self.instance_id, *key, num_bytes, duration_s, prefill.run.exposed_s))
+        self._release(key)
+
+    def land(self, key: RequestKey, duration_s: float) -> None:
+        """A request's whole KV is here."""
+        run = self._runs[key]
+        self._report(TransferLanded(self.instance_id, *key, self._num_kv_bytes(run), duration_s))
+        self._join(run)
+
+    def _join(self, run: RequestRun) -> None:
+        run.decode_id = self.instance_id
+        self._joining.append(run)
+        self._stir()
+
+    def _num_kv_bytes(self, run: RequestRun) -> int:
+        return round(run.request.num_prompt_tokens * self._token_bytes)

@@ -1,0 +1,54 @@
+"""Meshes of equal instances, and the core of a study, which lets every request wait."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import InstanceId, InstanceProfile, KvLayout, Role
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.latency import LatencyModel
+
+#: Larger than what any study queues, and finite so that a result stays plain JSON.
+_NO_LIMIT = 10**15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshShape:
+    """So many instances of each role, all of one make."""
+
+    num_prefill: int
+    num_decode: int
+    num_mixed: int
+    kv_layout: KvLayout
+    num_kv_tokens: int  # of one instance
+    max_num_seqs: int = 256
+    num_transfer_backends: int = 4
+
+    def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
+        pools = ((Role.PREFILL, self.num_prefill), (Role.DECODE, self.num_decode), (Role.MIXED, self.num_mixed))
+        return [(self._profile(role, index), model) for role, number in pools for index in range(number)]
+
+    def _profile(self, role: Role, index: int) -> InstanceProfile:
+        return InstanceProfile(
+            instance_id=InstanceId(f"{role}-{index:03d}"),
+            role=role,
+            model="simulated",
+            kv_layout=self.kv_layout,
+            num_blocks=self.num_kv_tokens // self.kv_layout.block_size,
+            max_model_len=self.num_kv_tokens,
+            max_num_seqs=self.max_num_seqs,
+            num_transfer_backends=self.num_transfer_backends,
+            data_address=b"",
+        )
+
+
+def study_core(bundle: str, policy: PolicyConfig, seed: int) -> SchedulerCore:
+    """A core whose queue has no limits, so that overload shows as waiting. Raises ConfigError for an unknown bundle."""
+    config = CoreConfig(
+        max_queue_entries=_NO_LIMIT, max_queue_tokens=_NO_LIMIT, max_queue_s=float(_NO_LIMIT), policy=policy
+    )
+    return SchedulerCore(config, make_bundle(bundle, policy), random.Random(seed))

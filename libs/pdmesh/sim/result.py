@@ -1,0 +1,72 @@
+"""What a simulated run gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdmesh import metrics
+from pdmesh.core.commands import Outcome
+from pdmesh.model import ChunkPlan, InstanceId, Request, Role
+
+
+@dataclass(slots=True)
+class StepSpan:
+    """One planned step, or consecutive decode steps over the same number of residents."""
+
+    start_s: float
+    end_s: float
+    chunks: tuple[ChunkPlan, ...]
+    num_decodes: int
+    num_steps: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class RequestRun:
+    """One request's way. It is placed when an instance admits it, and started when the step with its first chunk is."""
+
+    request: Request
+    num_output_tokens: int
+    outcome: Outcome | None = None
+    placed_s: float | None = None
+    started_s: float | None = None
+    token_times_s: Sequence[float] = ()
+    num_preemptions: int = 0  # times its running prefill was passed over for another's
+    exposed_s: float | None = None  # of its KV transfer; None if it stayed
+    prefill_id: InstanceId | None = None
+    decode_id: InstanceId | None = None
+
+    @property
+    def queueing_s(self) -> float | None:
+        return None if self.started_s is None else metrics.queueing_s(self.request.arrival_s, self.started_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return metrics.ttft_s(self.request.arrival_s, self.token_times_s)
+
+    @property
+    def tpot_s(self) -> float | None:
+        return metrics.tpot_s(self.token_times_s)
+
+    @property
+    def jct_s(self) -> float | None:
+        return metrics.e2e_s(self.request.arrival_s, self.token_times_s)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRun:
+    """One instance's timeline."""
+
+    instance_id: InstanceId
+    role: Role
+    steps: Sequence[StepSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """Requests in order of arrival, instances in the order given."""
+
+    requests: Sequence[RequestRun]
+    instances: Sequence[InstanceRun]
+    num_events: int
+    num_commands: int

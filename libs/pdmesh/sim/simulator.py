@@ -1,0 +1,208 @@
+"""Drives a scheduling core on a virtual clock, over modelled instances, with the requests of a workload."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Protocol, assert_never
+
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    ForgetRequest,
+    FreeKv,
+    GrantTransfer,
+    PlaceDecode,
+    Reject,
+    Restart,
+    RunStep,
+    SetRole,
+    WakeAt,
+)
+from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, Tick
+from pdmesh.core.state import RequestKey
+from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId
+from pdmesh.policy.latency import LatencyModel
+from pdmesh.sim.agenda import Agenda, Appointment
+from pdmesh.sim.instance import SimInstance
+from pdmesh.sim.links import Links
+from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
+from pdmesh.sim.workload import Arrival
+
+GATEWAY = GatewayId("simulated")
+
+
+class Core(Protocol):
+    """What of `SchedulerCore` a simulation needs; another core can wrap it, to time or to record it."""
+
+    def handle(self, event: Event, now_s: float) -> list[Command]: ...
+
+    def check_integrity(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimConfig:
+    """The modelled mesh beside its instances."""
+
+    port_bytes_per_s: float = 25e9  # each instance's, in and out: a 200 Gb/s adapter
+    control_delay_s: float = 0.0  # from the scheduler to an instance, and back
+    max_decode_steps: int = 128  # in one appointment; changes the cost of a simulation only
+    events_between_checks: int = 10_000  # of the core's books
+
+
+class Simulator:
+    """One run. Everything that is due at an instant is reported and decided before an idle instance begins a step."""
+
+    def __init__(
+        self,
+        core: Core,
+        instances: Sequence[tuple[InstanceProfile, LatencyModel]],
+        arrivals: Iterable[Arrival],
+        config: SimConfig | None = None,
+    ) -> None:
+        self._config = config = config or SimConfig()
+        self._core = core
+        self._agenda = Agenda()
+        self._links = Links(self._agenda, config.port_bytes_per_s, self._drained)
+        self._runs: dict[RequestKey, RequestRun] = {}
+        self._instances = {
+            profile.instance_id: SimInstance(
+                profile,
+                model,
+                agenda=self._agenda,
+                links=self._links,
+                runs=self._runs,
+                report=self._report,
+                land=self._land,
+                want_turn=self._want_turn,
+                max_decode_steps=config.max_decode_steps,
+            )
+            for profile, model in instances
+        }
+        self._arrivals = iter(enumerate(arrivals))
+        self._inbox: deque[Event] = deque()
+        self._turns: dict[InstanceId, None] = {}
+        self._wake: Appointment | None = None
+        self._on_ended: Callable[[int], None] | None = None
+        self._num_open = 0
+        self._num_ended = 0
+        self._num_events = 0
+        self._num_commands = 0
+
+    def run(self, on_ended: Callable[[int], None] | None = None) -> SimResult:
+        """Serve all requests; ``on_ended`` is told how many have ended, each time one has."""
+        self._on_ended = on_ended
+        self._inbox.append(GatewayJoined(GATEWAY, ()))
+        self._inbox.extend(InstanceJoined(instance.profile, ()) for instance in self._instances.values())
+        self._await_arrival()
+        self._settle()
+        while self._num_open:
+            advanced = self._agenda.advance()
+            assert advanced, f"{self._num_open} requests are open and nothing is due"
+            self._settle()
+        self._core.check_integrity()
+        return SimResult(
+            requests=list(self._runs.values()),
+            instances=[
+                InstanceRun(instance.instance_id, instance.profile.role, instance.steps)
+                for instance in self._instances.values()
+            ],
+            num_events=self._num_events,
+            num_commands=self._num_commands,
+        )
+
+    # --- requests ---
+
+    def _await_arrival(self) -> None:
+        """Note the next arrival; until it comes it is open, so that a gap in the workload does not end the run."""
+        for index, arrival in self._arrivals:
+            self._num_open += 1
+            self._agenda.at(arrival.arrival_s, partial(self._arrive, index, arrival))
+            return
+
+    def _arrive(self, index: int, arrival: Arrival) -> None:
+        request = Request(
+            request_id=RequestId(f"r{index:07d}"),
+            epoch=Epoch(0),
+            gateway_id=GATEWAY,
+            num_prompt_tokens=arrival.num_prompt_tokens,
+            max_tokens=arrival.num_output_tokens,
+            arrival_s=arrival.arrival_s,
+            priority=arrival.priority,
+            slo_ttft_s=arrival.slo_ttft_s,
+            slo_tpot_s=arrival.slo_tpot_s,
+        )
+        self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
+        self._inbox.append(RequestArrived(request))
+        self._await_arrival()
+
+    # --- events in, commands out ---
+
+    def _settle(self) -> None:
+        """Decide on all events of this instant, then let instances begin, until neither is left."""
+        while True:
+            while self._inbox:
+                self._apply(self._inbox.popleft())
+            if not self._turns:
+                return
+            instance_id = next(iter(self._turns))
+            del self._turns[instance_id]
+            self._instances[instance_id].begin()
+
+    def _apply(self, event: Event) -> None:
+        commands = self._core.handle(event, self._agenda.now_s)
+        self._num_events += 1
+        self._num_commands += len(commands)
+        if self._num_events % self._config.events_between_checks == 0:
+            self._core.check_integrity()
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | FreeKv() | SetRole():
+                take = self._instances[command.instance_id].take
+                if self._config.control_delay_s:
+                    self._agenda.at(self._agenda.now_s + self._config.control_delay_s, partial(take, command))
+                else:
+                    take(command)
+            case ForgetRequest():
+                self._runs[command.request_id, command.epoch].outcome = command.outcome
+                self._num_open -= 1
+                self._num_ended += 1
+                if self._on_ended is not None:
+                    self._on_ended(self._num_ended)
+            case WakeAt():
+                if self._wake is not None:
+                    self._wake.cancel()
+                if isfinite(command.at_s):
+                    self._wake = self._agenda.at(command.at_s, lambda: self._inbox.append(Tick()))
+            case Reject():
+                pass  # ForgetRequest comes with it
+            case Restart():
+                raise AssertionError(f"nothing fails here, and yet: {command}")
+            case _:
+                assert_never(command)
+
+    def _report(self, event: Event) -> None:
+        if self._config.control_delay_s:
+            arrive = partial(self._inbox.append, event)
+            self._agenda.at(self._agenda.now_s + self._config.control_delay_s, arrive)
+        else:
+            self._inbox.append(event)
+
+    def _want_turn(self, instance_id: InstanceId) -> None:
+        self._turns[instance_id] = None
+
+    # --- KV ---
+
+    def _drained(self, key: RequestKey) -> None:
+        sender_id = self._runs[key].prefill_id
+        assert sender_id is not None
+        self._instances[sender_id].drained(key)
+
+    def _land(self, receiver_id: InstanceId, key: RequestKey, duration_s: float) -> None:
+        self._instances[receiver_id].land(key, duration_s)

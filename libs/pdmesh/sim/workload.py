@@ -1,0 +1,82 @@
+"""What a simulated mesh is asked: requests with their arrival and lengths, drawn or changed by a seeded stream."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pdmesh.metrics import percentile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of a workload; ``arrival_s`` from the start of the workload."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    priority: int = 0
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+
+
+def with_rate_scaled(arrivals: Iterable[Arrival], rate_scale: float) -> list[Arrival]:
+    """The same requests, ``rate_scale`` times as many a second."""
+    return [replace(arrival, arrival_s=arrival.arrival_s / rate_scale) for arrival in arrivals]
+
+
+def with_long_inputs(
+    arrivals: Sequence[Arrival], percent: float, long_range: tuple[int, int], rng: random.Random
+) -> list[Arrival]:
+    """Prompts above the ``percent``-th percentile get a length drawn uniformly from ``long_range``, both ends included.
+
+    The set-up of PecSched §6.2: percentile 95, 100K to 500K tokens.
+    """
+    limit = percentile((arrival.num_prompt_tokens for arrival in arrivals), percent)
+    return [
+        replace(arrival, num_prompt_tokens=rng.randint(*long_range))
+        if limit is not None and arrival.num_prompt_tokens > limit
+        else arrival
+        for arrival in arrivals
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthetic:
+    """Poisson arrivals of log-normal lengths, a share of them long.
+
+    The defaults resemble the Azure 2023 conversation trace: median prompt 1,020 and output 130 tokens, with its spread.
+    """
+
+    num_requests: int = 1000
+    requests_per_s: float = 5.5
+    median_prompt_tokens: float = 1020.0
+    sigma_prompt: float = 0.9  # of the logarithm
+    median_output_tokens: float = 130.0
+    sigma_output: float = 0.9
+    max_prompt_tokens: int = 14_000  # of those that are not long
+    max_output_tokens: int = 1_000
+    long_share: float = 0.0
+    long_range: tuple[int, int] = (100_000, 500_000)
+
+
+def synthetic(shape: Synthetic, rng: random.Random) -> list[Arrival]:
+    """Draw a workload."""
+    arrivals: list[Arrival] = []
+    now_s = 0.0
+    for _ in range(shape.num_requests):
+        now_s += rng.expovariate(shape.requests_per_s)
+        is_long = rng.random() < shape.long_share
+        num_prompt_tokens = _log_normal(rng, shape.median_prompt_tokens, shape.sigma_prompt, shape.max_prompt_tokens)
+        if is_long:
+            num_prompt_tokens = rng.randint(*shape.long_range)
+        num_output_tokens = _log_normal(rng, shape.median_output_tokens, shape.sigma_output, shape.max_output_tokens)
+        arrivals.append(
+            Arrival(arrival_s=now_s, num_prompt_tokens=num_prompt_tokens, num_output_tokens=num_output_tokens)
+        )
+    return arrivals
+
+
+def _log_normal(rng: random.Random, median: float, sigma: float, most: int) -> int:
+    return min(most, max(1, round(median * rng.lognormvariate(0.0, sigma))))

@@ -1,0 +1,199 @@
+"""The simulator: one story by hand, and laws of every run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import asdict
+
+import pytest
+
+from pdmesh.core.commands import Outcome
+from pdmesh.model import Role
+from pdmesh.policy.bundles import BUNDLES
+from pdmesh.sim.perfetto import chrome_trace
+from pdmesh.sim.result import SimResult, StepSpan
+from pdmesh.sim.simulator import SimConfig
+from pdmesh.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh.testing.sim import BINARY_MODEL, Pools, simulate
+
+MESHES: list[Pools] = [
+    {"prefill": 1, "decode": 1},
+    {"prefill": 2, "decode": 3},
+    {"mixed": 2},
+    {"prefill": 2, "mixed": 1},
+]
+
+
+def a_workload(seed: int, num_requests: int = 60) -> list[Arrival]:
+    """More than a tiny mesh can take at once; one prompt in eight is long."""
+    shape = Synthetic(
+        num_requests=num_requests,
+        requests_per_s=1.5,
+        median_prompt_tokens=20,
+        median_output_tokens=6,
+        max_prompt_tokens=60,
+        max_output_tokens=40,
+        long_share=0.125,
+        long_range=(200, 500),
+    )
+    return synthetic(shape, random.Random(seed))
+
+
+def as_bytes(result: SimResult) -> bytes:
+    requests = [
+        [run.request.request_id, run.outcome, run.started_s, list(run.token_times_s), run.num_preemptions]
+        for run in result.requests
+    ]
+    return json.dumps([requests, chrome_trace({"run": result})]).encode()
+
+
+@pytest.mark.parametrize("max_decode_steps", [1, 3, 128])
+def test_a_story_by_hand(max_decode_steps: int) -> None:
+    """Two requests on one prefill and one decode instance.
+
+    ======  =====================================================================================================
+    0       r0 (16 tokens) begins; its first layer, 1,024 bytes, moves at 1,024 B/s
+    0.25    r1 (8 tokens) arrives and is planned behind it
+    0.5     r0 is computed: its first token; 512 + 1,024 bytes are left. r1 begins. They share the ports from here
+    0.875   r1 is computed; 320 + 512 bytes are left of it, at 512 B/s
+    2.5     r1 lands and decodes alone: 9/64 s a step. r0 has 512 bytes left, now at 1,024 B/s
+    3.0     r0 lands during r1's fourth step, which ends at 2.5 + 36/64
+    3.0625  both decode: 10/64 s. r1 has its last token
+    3.21875 r0 alone: 9/64 s
+    ======  =====================================================================================================
+    """
+    arrivals = [
+        Arrival(arrival_s=0.0, num_prompt_tokens=16, num_output_tokens=3),
+        Arrival(arrival_s=0.25, num_prompt_tokens=8, num_output_tokens=6),
+    ]
+    config = SimConfig(port_bytes_per_s=1024, max_decode_steps=max_decode_steps)
+    result = simulate(arrivals, prefill=1, decode=1, config=config)
+    r0, r1 = result.requests
+    assert list(r0.token_times_s) == [0.5, 3.21875, 3.359375]
+    assert list(r1.token_times_s) == [0.875, 2.640625, 2.78125, 2.921875, 3.0625, 3.21875]
+    assert (r0.started_s, r1.started_s) == (0.0, 0.5)
+    assert (r0.ttft_s, r1.ttft_s) == (0.5, 0.625)
+    assert (r0.exposed_s, r1.exposed_s) == (2.5, 1.625)
+    assert (r0.jct_s, r1.jct_s) == (3.359375, 2.96875)
+    assert [run.num_preemptions for run in result.requests] == [0, 0]
+    prefill, decode = result.instances
+    assert [(step.start_s, step.end_s) for step in prefill.steps] == [(0.0, 0.5), (0.5, 0.875)]
+    assert decode.steps == [
+        StepSpan(2.5, 3.0625, (), 1, 4),
+        StepSpan(3.0625, 3.21875, (), 2, 1),
+        StepSpan(3.21875, 3.359375, (), 1, 1),
+    ]
+
+
+def test_a_mixed_instance_decodes_beside_chunks() -> None:
+    arrivals = [
+        Arrival(arrival_s=0.0, num_prompt_tokens=16, num_output_tokens=2),
+        Arrival(arrival_s=0.25, num_prompt_tokens=16, num_output_tokens=1),
+    ]
+    r0, r1 = simulate(arrivals, mixed=1).requests
+    assert list(r0.token_times_s) == [0.5, 1.015625]  # its decode rides on r1's chunk: 1/64 s more
+    assert list(r1.token_times_s) == [1.015625]
+    assert r0.exposed_s is None
+
+
+def test_control_messages_take_time() -> None:
+    arrivals = [Arrival(arrival_s=0.0, num_prompt_tokens=16, num_output_tokens=1)]
+    (run,) = simulate(arrivals, mixed=1, config=SimConfig(control_delay_s=0.5)).requests
+    assert run.outcome is Outcome.FINISHED
+    assert list(run.token_times_s) == [1.0]  # the plan reaches the instance at 0.5
+
+
+def test_what_fits_nowhere_is_rejected() -> None:
+    arrivals = [Arrival(arrival_s=0.0, num_prompt_tokens=5000, num_output_tokens=1)]
+    (run,) = simulate(arrivals, mixed=1).requests
+    assert run.outcome is Outcome.REJECTED
+    assert run.ttft_s is None
+    assert run.queueing_s is None
+
+
+def test_an_empty_workload_ends_at_once() -> None:
+    assert simulate([], mixed=1).requests == []
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+def test_laws(mesh: Pools, bundle: str) -> None:
+    arrivals = a_workload(seed=1)
+    result = simulate(arrivals, bundle=bundle, **mesh, config=SimConfig(events_between_checks=1, port_bytes_per_s=1e4))
+
+    # Every request ends once, with all of its tokens, in order of time.
+    assert [run.request.arrival_s for run in result.requests] == [arrival.arrival_s for arrival in arrivals]
+    for run, arrival in zip(result.requests, arrivals, strict=True):
+        times_s = list(run.token_times_s)
+        assert run.outcome is Outcome.FINISHED
+        assert len(times_s) == arrival.num_output_tokens
+        assert times_s == sorted(times_s)
+
+        # No first token before its prompt could be computed, alone and in one piece.
+        assert run.started_s is not None
+        assert run.started_s >= arrival.arrival_s
+        alone_s = BINARY_MODEL.a_s + BINARY_MODEL.b_s * arrival.num_prompt_tokens
+        assert times_s[0] - run.started_s >= alone_s - 1e-9
+
+        # KV that moved did not land before it was computed.
+        assert (run.exposed_s is not None) == (run.decode_id not in (None, run.prefill_id))
+        assert run.exposed_s is None or run.exposed_s > 0
+
+    # Tokens are conserved: each prompt token is computed once, each output token but the first decoded once.
+    computed = Counter[str]()
+    num_decoded = 0
+    for instance in result.instances:
+        for step in instance.steps:
+            num_decoded += step.num_decodes * step.num_steps
+            for chunk in step.chunks:
+                assert chunk.start == computed[chunk.request_id]
+                computed[chunk.request_id] += chunk.num_tokens
+    assert computed == Counter({r.request.request_id: r.request.num_prompt_tokens for r in result.requests})
+    assert num_decoded == sum(arrival.num_output_tokens - 1 for arrival in arrivals)
+
+    # An instance does one thing at a time, and nothing only if nobody decodes there.
+    for instance in result.instances:
+        ends_s = [0.0, *(step.end_s for step in instance.steps)]
+        for idle_from_s, step in zip(ends_s, instance.steps, strict=False):
+            assert step.start_s >= idle_from_s
+            if step.start_s > idle_from_s:
+                for run in result.requests:
+                    if run.decode_id == instance.instance_id:
+                        assert not (run.token_times_s[1] <= idle_from_s < run.token_times_s[-1])
+
+
+@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+def test_no_instance_idles_while_a_request_waits(bundle: str) -> None:
+    """With room for all, every prefill instance is busy as long as a request is not placed."""
+    result = simulate(a_workload(seed=2), prefill=2, decode=2, bundle=bundle, num_kv_tokens=100_000, max_num_seqs=100)
+    for instance in result.instances:
+        if instance.role is Role.PREFILL:
+            ends_s = [0.0, *(step.end_s for step in instance.steps)]
+            for idle_from_s, step in zip(ends_s, instance.steps, strict=False):
+                for run in result.requests:
+                    assert run.placed_s is not None
+                    assert min(step.start_s, run.placed_s) <= max(idle_from_s, run.request.arrival_s)
+
+
+@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+def test_the_same_seed_gives_the_same_bytes(bundle: str) -> None:
+    once, again = (
+        as_bytes(simulate(a_workload(3), prefill=2, decode=2, mixed=1, bundle=bundle, seed=5)) for _ in range(2)
+    )
+    assert once == again
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_decode_steps_taken_together_change_nothing(mesh: Pools) -> None:
+    together, apart = (
+        as_bytes(simulate(a_workload(4), **mesh, config=SimConfig(max_decode_steps=number))) for number in (128, 1)
+    )
+    assert together == apart
+
+
+def test_plain_values_only() -> None:
+    """A workload can be written as JSON and read again."""
+    arrivals = a_workload(6, num_requests=5)
+    assert [Arrival(**row) for row in json.loads(json.dumps([asdict(a) for a in arrivals]))] == arrivals

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.policy.fit import fit
+from pdmesh.policy.latency import (
+    PROFILES,
+    TETRIS_A100_LLAMA_3_8B,
+    ChunkShape,
+    LinearLatencyModel,
+    StepShape,
+)
+
+#: Tetris, Table 1: seconds to prefill 4k, 8k, ... tokens of Llama-3-8B on A100s, by sequence-parallel size.
+TETRIS_TABLE_1 = {
+    1: (0.28, 0.57, 1.29, 3.22, 9.05, 29.20),
+    2: (0.16, 0.31, 0.69, 1.67, 4.61, 14.30, 50.07),
+    4: (0.13, 0.20, 0.39, 0.92, 2.43, 7.32, 24.77),
+    8: (0.21, 0.24, 0.31, 0.58, 1.37, 3.96, 12.81),
+    16: (0.39, 0.43, 0.46, 0.53, 0.96, 2.31, 7.02),
+}
+
+
+def prompt(num_tokens: int, history: int = 0) -> StepShape:
+    return StepShape((ChunkShape(num_tokens, history),), 0, 0)
+
+
+def row(size: int) -> list[tuple[StepShape, float]]:
+    return [(prompt(4096 * 2**column), seconds) for column, seconds in enumerate(TETRIS_TABLE_1[size])]
+
+
+@pytest.mark.parametrize("size", sorted(TETRIS_TABLE_1))
+def test_the_fit_reproduces_every_cell_of_the_measured_table(size: int) -> None:
+    fitted, built_in = fit(row(size)), TETRIS_A100_LLAMA_3_8B[size]
+    for shape, seconds in row(size):
+        assert fitted.step_s(shape) == pytest.approx(seconds, rel=0.01 if size == 1 else 0.07)
+        assert built_in.step_s(shape) == pytest.approx(fitted.step_s(shape), rel=1e-4)
+    assert fitted.c_s == 2 * fitted.d_s
+
+
+def test_a_fit_finds_the_model_that_made_its_samples() -> None:
+    made = LinearLatencyModel(
+        a_s=2e-3, b_s=1e-5, c_s=3e-9, d_s=1e-9, decode_a_s=5e-3, decode_s=1e-4, decode_context_s=2e-8
+    )
+    chunks: list[tuple[ChunkShape, ...]] = [(), (ChunkShape(64, 9000), ChunkShape(300, 20))]
+    chunks += [(ChunkShape(num_tokens, history),) for num_tokens in (32, 512, 2048) for history in (0, 700, 90_000)]
+    decodes = [(0, 0), (1, 700), (9, 4000), (30, 90_000)]
+    shapes = [StepShape(c, n, k) for c in chunks for n, k in decodes if c or n]
+    fitted = fit([(shape, made.step_s(shape)) for shape in shapes])
+    for name in LinearLatencyModel.__slots__:
+        assert getattr(fitted, name) == pytest.approx(getattr(made, name), rel=1e-6), name
+
+
+def test_a_fit_refuses_what_cannot_be_fitted() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        fit([(prompt(8), 0.0)])
+    with pytest.raises(ValueError, match="positive"):
+        fit([])
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_built_in_profiles_cost_more_for_more(name: str) -> None:
+    model = PROFILES[name]
+    assert model.step_s(StepShape((), 0, 0)) == 0
+    assert 0 < model.step_s(prompt(256)) < model.step_s(prompt(512)) < model.step_s(prompt(512, history=1000))
+    alone = model.step_s(StepShape((), 1, 1000))
+    assert 0 < alone < model.step_s(StepShape((), 64, 64_000))
+
+
+def test_a_prompt_cut_in_chunks_has_the_arithmetic_of_the_whole() -> None:
+    model = PROFILES["h100-llama3-8b"]
+    pieces = sum(model.step_s(prompt(1000, history)) - model.a_s for history in range(0, 8000, 1000))
+    assert pieces == pytest.approx(model.step_s(prompt(8000)) - model.a_s)
+
+
+def test_the_analytic_a100_is_close_to_the_measured_one() -> None:
+    for num_tokens in (8192, 32768, 131072):
+        ratio = PROFILES["a100-llama3-8b-analytic"].step_s(prompt(num_tokens)) / PROFILES["a100-llama3-8b"].step_s(
+            prompt(num_tokens)
+        )
+        assert 0.5 < ratio < 2, num_tokens

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from pdmesh.model import ChunkPlan, Epoch, InstanceId, Request, RequestId, Role
+from pdmesh.policy.base import Draft, InstanceView
+from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer
+from pdmesh.policy.prediction import Prediction, RemainingTime
+from pdmesh.testing.core import a_request
+
+#: A millisecond for each token, whatever comes before it.
+MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_s=0.01, decode_context_s=1e-6)
+SIZER = ChunkSizer(MODEL, 8192)
+PACKING = AdaptiveChunks(
+    sizer=SIZER,
+    prediction=Prediction(RemainingTime(MODEL, lambda start, num_left: min(num_left, 640)), 1.0, 2.0),
+    prefill_step_s=0.64,
+    mixed_step_s=0.32,
+    long_prompt_tokens=4096,
+    max_shared=0.4,
+)
+PREFILL = InstanceView(
+    instance_id=InstanceId("p"),
+    role=Role.PREFILL,
+    num_blocks=64,
+    num_free_blocks=64,
+    num_virtual_blocks=0,
+    num_seats_taken=0,
+    max_num_seqs=8,
+    num_prefilling=0,
+    num_decoding=0,
+    num_queued_tokens=0,
+    draining=False,
+)
+MIXED = replace(PREFILL, role=Role.MIXED)
+SHORT, LONG = a_request("short", prompt=1000), a_request("long", prompt=8000)
+
+
+def drafted(request: Request, num_tokens: int, *, now_s: float = 0.0, shared: bool = False) -> Draft:
+    draft = Draft(now_s, shared)
+    draft.add(
+        ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=num_tokens, is_last=False), request
+    )
+    return draft
+
+
+def test_a_chunk_fills_the_time_budget() -> None:
+    assert PACKING.num_tokens(PREFILL, Draft(), SHORT, 0) == 640
+    assert PACKING.num_tokens(PREFILL, Draft(), SHORT, 640) == 360
+    assert PACKING.num_tokens(PREFILL, drafted(SHORT, 600), SHORT, 0) == CHUNK_UNIT_TOKENS
+    assert PACKING.num_tokens(PREFILL, drafted(SHORT, 640), SHORT, 0) == 0
+
+
+def test_decodes_come_out_of_the_budget_of_their_own_pace() -> None:
+    assert PACKING.num_tokens(MIXED, Draft(), SHORT, 0) == 320
+    busy = replace(MIXED, num_decoding=10, num_resident_tokens=60_000)  # 0.16 s
+    assert PACKING.num_tokens(busy, Draft(), SHORT, 0) == 160
+
+
+def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:
+    crowded = replace(MIXED, num_decoding=100)
+    assert PACKING.num_tokens(crowded, Draft(), SHORT, 0) == CHUNK_UNIT_TOKENS
+    assert PACKING.num_tokens(crowded, Draft(), SHORT, 990) == 10
+    assert PACKING.num_tokens(crowded, drafted(SHORT, 10), SHORT, 0) == 0
+
+
+def test_a_step_has_at_most_one_long_prompt() -> None:
+    assert PACKING.num_tokens(PREFILL, drafted(LONG, 32), LONG, 0) == 0
+    assert PACKING.num_tokens(PREFILL, drafted(LONG, 32), SHORT, 0) == 608
+    assert PACKING.num_tokens(PREFILL, drafted(SHORT, 32), LONG, 0) == 608
+
+
+@pytest.mark.parametrize(
+    ("due_in", "share"),
+    [(100.0, 0.6), (8.0 * 1.4, 0.6), (8.0 * 1.25, 0.75), (8.0, 1.0), (1.0, 1.0)],
+    ids=["ample", "just the most", "some", "none", "late"],
+)
+def test_a_long_prompt_with_slack_shares_its_step(due_in: float, share: float) -> None:
+    request = replace(LONG, slo_ttft_s=due_in)
+    assert PACKING.num_tokens(PREFILL, Draft(0.0, shared=True), request, 0) == int(640 * share / 32) * 32
+    assert PACKING.num_tokens(PREFILL, Draft(0.0, shared=False), request, 0) == 640
+
+
+@given(
+    start=st.integers(0, 100_000),
+    num_left=st.integers(1, 20_000),
+    beside=st.lists(st.builds(ChunkShape, st.integers(1, 2000), st.integers(0, 50_000)), max_size=3),
+    budget_s=st.floats(0.0, 2.0),
+)
+def test_the_largest_chunk_fits_and_a_unit_more_does_not(
+    start: int, num_left: int, beside: list[ChunkShape], budget_s: float
+) -> None:
+    model = PROFILES["a100-llama3-8b"]
+    sizer = ChunkSizer(model, 8192)
+    found = sizer.largest(StepShape(tuple(beside), 3, 900), start, num_left, budget_s)
+
+    def step_s(num_tokens: int) -> float:
+        return model.step_s(StepShape((*beside, ChunkShape(num_tokens, start)), 3, 900))
+
+    assert 0 <= found <= min(num_left, 8192)
+    if found:
+        assert step_s(found) <= budget_s + 1e-9
+    more = min(found + CHUNK_UNIT_TOKENS, num_left)
+    if found < num_left and more <= 8192:
+        assert step_s(more) > budget_s
