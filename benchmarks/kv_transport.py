@@ -69,7 +69,7 @@ async def send_raw(pipe: Connection, config: TransferConfig, num_pieces: int) ->
 
         pipe.send(time.monotonic())
         async with anyio.create_task_group() as tasks:
-            for _ in range(SENDERS):
+            for _ in range(min(SENDERS, config.num_send_buffers)):
                 tasks.start_soon(send_some)
         await anyio.to_thread.run_sync(pipe.recv)
 

@@ -12,8 +12,8 @@ from pdmesh.model import Epoch, RequestId
 class SentTransfer:
     """Sender's side: the receiver acknowledged the whole KV.
 
-    ``duration_s`` runs from the grant, ``exposed_s`` from the moment the last layer of the last chunk was computed,
-    both to the acknowledgement.
+    ``duration_s`` runs from the grant, ``exposed_s`` from the moment the prompt was computed and its first token drawn
+    (decode could start, had it the KV), both to the acknowledgement.
     """
 
     request_id: RequestId

@@ -98,10 +98,14 @@ class KvSender:
         """
         if num_blocks > 0:
             blocks = _Blocks(chunk, layer, first_block, num_blocks)
-            self._call_soon(functools.partial(self._add_ready, blocks, self._clock()))
+            self._call_soon(functools.partial(self._add_ready, blocks))
 
     def commit(self, *, token_id: int, token_index: int) -> None:
-        """The first token, drawn from the last chunk, and its output index. Event loop only."""
+        """The first token, drawn from the last chunk, and its output index. Event loop only.
+
+        From here on, the transfer is what decode waits for: its exposed seconds begin.
+        """
+        self._computed_s = self._clock()
         self._commit = _Commit(token_id, token_index)
         self._committed.set()
 
@@ -154,7 +158,7 @@ class KvSender:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _add_ready(self, blocks: _Blocks, now_s: float) -> None:
+    def _add_ready(self, blocks: _Blocks) -> None:
         end = blocks.first_block + blocks.num_blocks
         assert blocks.layer < self._store.layout.num_layers, f"layer {blocks.layer}"
         assert end <= len(self._block_ids), f"block {end - 1} of {len(self._block_ids)}"
@@ -167,7 +171,6 @@ class KvSender:
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             return  # the transfer has ended; the engine does not know yet
         if self._num_awaited == 0:
-            self._computed_s = now_s
             self._ready_in.close()
 
     async def _send_ready(self) -> None:

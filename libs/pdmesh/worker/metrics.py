@@ -45,7 +45,7 @@ class WorkerMetrics:
         )
         self.exposed_s = Histogram(
             "pdmesh:kv_transfer_exposed_seconds",
-            "The part of a sent transfer after the last layer of the last chunk was computed.",
+            "The part of a sent transfer after the prompt was computed and its first token drawn.",
             buckets=_TRANSFER_BUCKETS_S,
             registry=self.registry,
         )
