@@ -34,13 +34,14 @@ from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.sender import PIECES_IN_FLIGHT
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.testing.kv import ByteStore
 from pdmesh.transport.ucx import UcxTransport
 
 EPOCH, CAPABILITY = Epoch(0), 1
 NUM_LAYERS = 16
-SENDERS = 8  # sends under way at once
+SENDERS = PIECES_IN_FLIGHT  # sends under way at once, as in one transfer
 OURS = ("one", "ring", "hand-over")
 
 
