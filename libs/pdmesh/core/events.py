@@ -138,7 +138,7 @@ class TransferLanded:
 
 @dataclass(frozen=True, slots=True)
 class TransferSent:
-    """A prefill instance's side of a landed transfer; ``exposed_s`` is waited for after the last layer was computed."""
+    """A prefill instance's side of a landed transfer; ``exposed_s`` is waited for after the prompt was computed."""
 
     instance_id: InstanceId
     request_id: RequestId

@@ -120,7 +120,7 @@ class RequestRecords:
                     "duration_s": event.duration_s,
                     "exposed_s": event.exposed_s,
                 }
-                exposed = f"{_ms(event.exposed_s)} after the last layer"
+                exposed = f"{_ms(event.exposed_s)} after the prompt was computed"
                 detail = f"{event.num_bytes} bytes in {_ms(event.duration_s)}, {exposed}"
                 self._note(event, now_s, "sent", detail, figures)
             case TransferFailed():
