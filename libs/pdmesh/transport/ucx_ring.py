@@ -14,10 +14,10 @@ from pdmesh.transport.ucx_api import PREFIX, PREFIX_MAGIC, UcxApi
 
 log = structlog.get_logger()
 
-#: Receives posted at once. The buffer used last is posted next, so that one that is in the cache serves most pieces:
-#: on a 2-core VM, 1 MiB pieces came at 57 to 68 % of ucx_perftest's rate with 1, at 44 % with 2 and 43 % with 4. More
-#: would not overlap inside a host, where UCX copies a piece in one go when it progresses.
-MAX_POSTED = 1
+#: Receives posted at once. Those used last are posted next, so that a few that are in the cache serve most pieces. One
+#: would be faster (1 MiB pieces at 57 to 68 % of ucx_perftest's rate against 43 % with 4, on a 2-core VM), but a sender
+#: that is killed while its piece is read can hold a receive for good, and with one posted the receiver was then deaf.
+MAX_POSTED = 4
 
 
 class UcxPiece:
