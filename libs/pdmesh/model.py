@@ -130,6 +130,7 @@ class InstanceProfile:
     data_address: bytes  # worker address of its KV transport
     device: str = "cpu"
     pid: int = 0
+    group_id: str = ""  # instances of one group compute a long prompt together; empty: it computes alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +160,22 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupChunk:
+    """A chunk that several instances compute together: each has it in its plan, and begins when all have come to it."""
+
+    request_id: RequestId
+    members: tuple[InstanceId, ...]  # the leader first: it samples, and decodes
+    leader_plan_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One forward pass: chunks, with or without the instance's resident decodes (mixed or exclusive)."""
 
     plan_id: int  # per instance, increasing
     chunks: tuple[ChunkPlan, ...]
     with_decodes: bool
+    group: GroupChunk | None = None  # which of the chunks is shared with other instances, at most one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

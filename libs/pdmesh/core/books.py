@@ -70,7 +70,8 @@ class Books:
         """Its whole KV is where it decodes."""
         state.phase = Phase.DECODING
         if state.decode_id is not None:
-            self.instances[state.decode_id].settle(state.key)
+            for instance_id in state.members or (state.decode_id,):
+                self.instances[instance_id].settle(state.key)
             self.grant(self.broker.release(state.decode_id, state.key))
 
     # --- it ends ---
@@ -82,11 +83,12 @@ class Books:
         self.of_gateway[state.request.gateway_id].pop(request_id, None)
         if key in self.queue:
             self.queue.remove(state)
-        if state.prefill_id is not None and state.prefill_id in self.instances:
-            self.instances[state.prefill_id].drop_prefill(state)
+        for instance_id in state.members or (state.prefill_id,):
+            if instance_id is not None and instance_id in self.instances:
+                self.instances[instance_id].drop_prefill(state)
         if state.decode_id is not None:
             self.broker.withdraw(state.decode_id, key)
-        for instance_id in dict.fromkeys((state.prefill_id, state.decode_id)):
+        for instance_id in dict.fromkeys((state.prefill_id, state.decode_id, *state.members)):
             if instance_id is not None and instance_id not in spare:
                 self.free(instance_id, key)
         self.commands.append(ForgetRequest(request_id=request_id, epoch=epoch, outcome=outcome))

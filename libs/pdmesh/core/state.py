@@ -6,6 +6,7 @@ at KvReleased, so they never promise blocks that a worker has not yet freed.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -40,7 +41,9 @@ class RequestState:
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
     capability: int = 0
+    placed_s: float | None = None
     num_planned_tokens: int = 0
+    members: tuple[InstanceId, ...] = ()  # of the group that holds its KV, the leader first; empty: no group
 
     @property
     def key(self) -> RequestKey:
@@ -52,11 +55,15 @@ class RequestState:
 
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""
-        self.rank = order.rank(self.request, self.num_planned_tokens)
+        self.rank = order.rank(self.request, self.num_planned_tokens, self.placed_s)
 
     def needs(self, instance_id: InstanceId) -> bool:
         """Whether it cannot go on without this instance."""
-        return self.decode_id == instance_id or (self.prefill_id == instance_id and self.phase is Phase.PREFILLING)
+        return (
+            self.decode_id == instance_id
+            or instance_id in self.members
+            or (self.prefill_id == instance_id and self.phase is Phase.PREFILLING)
+        )
 
 
 class HoldKind(Enum):
@@ -72,6 +79,8 @@ class HoldKind(Enum):
 class Hold:
     kind: HoldKind
     num_blocks: int
+    is_long: bool = False
+    slo_tpot_s: float | None = None
     freeing: bool = False  # FreeKv was sent
 
 
@@ -93,34 +102,46 @@ class Instance:
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
         self._num_of_kind = dict.fromkeys(HoldKind, 0)
+        self._num_long_of_kind = dict.fromkeys(HoldKind, 0)
         self.num_decoding = 0
         self.num_seats_taken = 0  # by those that decode here, or will
         self._num_promised_blocks = 0
+        self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
         self._num_resident_blocks = 0
         self._view: InstanceView | None = None
 
     # --- holds ---
 
-    def take(self, key: RequestKey, num_blocks: int, kind: HoldKind) -> None:
-        self.holds[key] = Hold(kind, num_blocks)
-        self._count(kind, num_blocks, 1)
+    def take(
+        self,
+        key: RequestKey,
+        num_blocks: int,
+        kind: HoldKind,
+        *,
+        is_long: bool = False,
+        slo_tpot_s: float | None = None,
+    ) -> None:
+        hold = self.holds[key] = Hold(kind, num_blocks, is_long, slo_tpot_s)
+        self._count(hold, 1)
 
     def settle(self, key: RequestKey) -> None:
         """The KV is whole and in place: what was promised, or computed to stay, is a resident."""
         hold = self.holds.get(key)
         if hold is not None and hold.kind in (HoldKind.PROMISED, HoldKind.LOCAL):
-            self._count(hold.kind, hold.num_blocks, -1)
+            self._count(hold, -1)
             hold.kind = HoldKind.RESIDENT
-            self._count(hold.kind, hold.num_blocks, 1)
+            self._count(hold, 1)
 
     def give_back(self, key: RequestKey) -> Hold | None:
         hold = self.holds.pop(key, None)
         if hold is not None:
-            self._count(hold.kind, hold.num_blocks, -1)
+            self._count(hold, -1)
         return hold
 
-    def _count(self, kind: HoldKind, num_blocks: int, sign: int) -> None:
+    def _count(self, hold: Hold, sign: int) -> None:
+        kind, num_blocks = hold.kind, hold.num_blocks
         self._num_of_kind[kind] += sign
+        self._num_long_of_kind[kind] += sign * hold.is_long
         self.num_taken_blocks += sign * num_blocks
         self.num_decoding = self._num_of_kind[HoldKind.RESIDENT]
         self.num_seats_taken = (
@@ -130,6 +151,7 @@ class Instance:
             self._num_promised_blocks += sign * num_blocks
         elif kind is HoldKind.RESIDENT:
             self._num_resident_blocks += sign * num_blocks
+            self._num_with_tpot[hold.slo_tpot_s] += sign
         self._view = None
 
     # --- prompt tokens ---
@@ -183,6 +205,28 @@ class Instance:
             self.role.can_decode
             and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
             and self.num_decode_blocks(request) <= self.profile.num_blocks
+        )
+
+    def num_share_blocks(self, request: Request, size: int) -> int:
+        """Of a request whose KV is spread over a group of ``size``."""
+        return -(-self.num_decode_blocks(request) // size)
+
+    def could_share(self, request: Request, size: int) -> bool:
+        """Whether its share of the request, as one of ``size``, fits this instance when it is empty."""
+        return (
+            self.role is Role.MIXED
+            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len * size
+            and self.num_share_blocks(request, size) <= self.profile.num_blocks
+        )
+
+    def can_share(self, request: Request, size: int) -> bool:
+        """Whether its share of the request, as one of ``size``, fits now, with a seat to decode."""
+        return (
+            self.takes_new
+            and self.num_seats_taken < self.profile.max_num_seqs
+            and self.num_share_blocks(request, size) <= self.num_free_blocks
+            and self.could_share(request, size)
+            and (request.request_id, request.epoch) not in self.holds
         )
 
     def can_prefill(self, request: Request) -> bool:
@@ -240,6 +284,10 @@ class Instance:
                 num_queued_tokens=self.num_queued_tokens,
                 draining=not self.takes_new,
                 num_resident_tokens=self._num_resident_blocks * self.profile.kv_layout.block_size,
+                num_long_prefilling=self._num_long_of_kind[HoldKind.PREFILL] + self._num_long_of_kind[HoldKind.LOCAL],
+                num_long_decoding=self._num_long_of_kind[HoldKind.RESIDENT],
+                slo_tpots_s=frozenset(slo_s for slo_s, number in self._num_with_tpot.items() if number),
+                grouped=bool(self.profile.group_id),
             )
         return self._view
 

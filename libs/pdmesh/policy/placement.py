@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pdmesh.model import InstanceId, Request
+from pdmesh.model import InstanceId, Request, Role
 from pdmesh.policy.base import InstanceView
 
 
@@ -15,6 +15,50 @@ class LeastQueuedTokens:
 
     def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
         return min(candidates, key=_queued_tokens).instance_id
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A static pool: instances that form groups are for long prompts, the others for short ones."""
+
+    def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
+        pool = [view for view in candidates if not view.grouped]
+        return min(pool, key=_queued_tokens).instance_id if pool else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShortAroundLong:
+    """PecSched's (§5): an instance without long work, else one with a long decode, else one with a long prefill.
+
+    The first two take more up to ``colocate_tokens`` queued; of several the one with the fewest. A long prompt waits
+    while each computes one, for to begin a second would help neither. Without ``preempts`` a short one waits too.
+    """
+
+    long_prompt_tokens: int
+    colocate_tokens: int
+    preempts: bool = True
+
+    def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
+        if request.num_prompt_tokens >= self.long_prompt_tokens or not self.preempts:
+            candidates = [view for view in candidates if not view.num_long_prefilling]
+        return min(candidates, key=self._key).instance_id if candidates else None
+
+    def _key(self, view: InstanceView) -> tuple[int, int, InstanceId]:
+        full = view.num_queued_tokens >= self.colocate_tokens
+        tier = 2 if full or view.num_long_prefilling else bool(view.num_long_decoding)
+        return tier, *_queued_tokens(view)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastQueuedGroup:
+    """The group with the fewest prompt tokens placed and not yet computed, of those that compute no long prompt.
+
+    A group so computes one long prompt after the other: to begin a second one would help neither.
+    """
+
+    def choose(self, request: Request, groups: Mapping[str, Sequence[InstanceView]]) -> str | None:
+        free = [name for name, views in groups.items() if not any(view.num_long_prefilling for view in views)]
+        return min(free, key=lambda name: (sum(view.num_queued_tokens for view in groups[name]), name), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +72,20 @@ class Freeness:
         if any(view.instance_id == prefill.instance_id for view in candidates):
             return prefill.instance_id
         return min(candidates, key=_negative_freeness).instance_id
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Long prompts decode where they are computed, if they can; the others on the freest instance that only decodes."""
+
+    long_prompt_tokens: int
+
+    def choose(self, request: Request, prefill: InstanceView, candidates: Sequence[InstanceView]) -> InstanceId | None:
+        can_stay = any(view.instance_id == prefill.instance_id for view in candidates)
+        apart = [view for view in candidates if view.role is Role.DECODE]
+        if can_stay and (request.num_prompt_tokens >= self.long_prompt_tokens or not apart):
+            return prefill.instance_id
+        return min(apart or candidates, key=_negative_freeness).instance_id
 
 
 def _queued_tokens(view: InstanceView) -> tuple[int, InstanceId]:

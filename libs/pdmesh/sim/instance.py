@@ -30,7 +30,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.state import RequestKey
-from pdmesh.model import ChunkDone, ChunkPlan, FinishReason, InstanceId, InstanceProfile, StepPlan
+from pdmesh.model import ChunkDone, ChunkPlan, FinishReason, GroupChunk, InstanceId, InstanceProfile, StepPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.links import Links
@@ -50,6 +50,16 @@ class _Prefill:
     num_unsent_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class SimStep:
+    """A planned step that is running."""
+
+    plan: StepPlan
+    num_decodes: int
+    started_s: float
+    duration_s: float
+
+
 class SimInstance:
     """``report`` takes events for the scheduler; ``want_turn`` asks to `begin` after all else of this instant."""
 
@@ -57,6 +67,7 @@ class SimInstance:
         self,
         profile: InstanceProfile,
         model: LatencyModel,
+        group_model: LatencyModel,
         *,
         agenda: Agenda,
         links: Links,
@@ -64,6 +75,7 @@ class SimInstance:
         report: Callable[[Event], None],
         land: Callable[[InstanceId, RequestKey, float], None],
         want_turn: Callable[[InstanceId], None],
+        meet: Callable[[GroupChunk], None],
         max_decode_steps: int,
     ) -> None:
         self.profile = profile
@@ -73,12 +85,14 @@ class SimInstance:
         self._token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
         self._last_layer_share = 1 / layout.num_layers
         self._model = model
+        self._group_model = group_model
         self._agenda = agenda
         self._links = links
         self._runs = runs
         self._report = report
         self._land = land
         self._want_turn = want_turn
+        self._meet = meet
         self._max_decode_steps = max_decode_steps
         self._plans: deque[StepPlan] = deque()
         self._blocks: dict[RequestKey, int] = {}
@@ -103,9 +117,12 @@ class SimInstance:
         match command:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
+                self._hold(key, command.num_blocks)
+                if command.members and command.members[0] != self.instance_id:
+                    return  # the leader has the books of it
                 run = self._runs[key]
                 run.prefill_id, run.placed_s = self.instance_id, self._agenda.now_s
-                self._hold(key, command.num_blocks)
+                run.num_shards = max(1, len(command.members))
                 self._prefills[key] = _Prefill(run, command.decode_instance_id)
             case PlaceDecode():
                 key = (command.request_id, command.epoch)
@@ -155,7 +172,10 @@ class SimInstance:
             return
         self._seat()
         if self._plans:
-            self._begin_step(self._plans.popleft())
+            if (group := self._plans[0].group) is not None:
+                self._meet(group)
+            else:
+                self._begin_step(self._plans.popleft())
         elif self._residents:
             self._begin_decodes()
 
@@ -165,24 +185,48 @@ class SimInstance:
         for run in self._joining:
             key = (run.request.request_id, run.request.epoch)
             self._joined_at[key] = num_steps
-            self._num_context_tokens += run.request.num_prompt_tokens + 1
+            self._num_context_tokens += _num_context_tokens(run) + 1
             heappush(self._residents, (num_steps + run.num_output_tokens - 1, self._num_joined, run))
             self._num_joined += 1
         self._joining.clear()
 
     def _begin_step(self, plan: StepPlan) -> None:
+        step = self._start(plan)
+        self._agenda.at(self._agenda.now_s + step.duration_s, partial(self._end_step, step))
+
+    def is_at(self, group: GroupChunk) -> bool:
+        """Whether the instance is idle, and the group's chunk next."""
+        return not self._busy and bool(self._plans) and self._plans[0].group == group
+
+    def start_group_step(self) -> SimStep:
+        """All members are there. The caller ends the step."""
+        return self._start(self._plans.popleft())
+
+    def end_group_step(self, step: SimStep) -> None:
+        self._end_step(step)
+
+    def _start(self, plan: StepPlan) -> SimStep:
         self._busy = True
         self._num_turns += 1
-        shapes = tuple([self._begin_chunk(chunk) for chunk in plan.chunks])
+        shapes: list[ChunkShape] = []
+        shared_s = 0.0
+        for chunk in plan.chunks:
+            shape = self._begin_chunk(chunk)
+            if plan.group is not None and chunk.request_id == plan.group.request_id:
+                shared_s = self._group_model.step_s(StepShape((shape,), 0, 0))
+            else:
+                shapes.append(shape)
         num_decodes = len(self._residents) if plan.with_decodes else 0
         num_context_tokens = self._num_context_tokens if num_decodes else 0
-        started_s = self._agenda.now_s
-        end_s = started_s + self._model.step_s(StepShape(shapes, num_decodes, num_context_tokens))
-        self._agenda.at(end_s, partial(self._end_step, plan, num_decodes, started_s))
+        own_s = self._model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
+        return SimStep(plan, num_decodes, self._agenda.now_s, shared_s + own_s)
 
     def _begin_chunk(self, chunk: ChunkPlan) -> ChunkShape:
         key = (chunk.request_id, chunk.epoch)
-        prefill = self._prefills[key]
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            assert key in self._blocks, f"{key}: a chunk of a request that is not here"
+            return ChunkShape(chunk.num_tokens, chunk.start)  # a group's, led by another
         assert chunk.start == prefill.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
         if prefill.last_turn is None:
             prefill.run.started_s = self._agenda.now_s
@@ -194,8 +238,8 @@ class SimInstance:
         self._move(key, prefill, chunk.num_tokens * self._token_bytes * (1 - self._last_layer_share))
         return ChunkShape(chunk.num_tokens, chunk.start)
 
-    def _end_step(self, plan: StepPlan, num_decodes: int, started_s: float) -> None:
-        now_s = self._agenda.now_s
+    def _end_step(self, step: SimStep) -> None:
+        plan, num_decodes, started_s, now_s = step.plan, step.num_decodes, step.started_s, self._agenda.now_s
         self._busy = False
         self.steps.append(StepSpan(started_s, now_s, plan.chunks, num_decodes))
         done = tuple(
@@ -213,7 +257,9 @@ class SimInstance:
 
     def _end_chunk(self, chunk: ChunkPlan) -> None:
         key = (chunk.request_id, chunk.epoch)
-        prefill = self._prefills[key]
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            return  # a group's, led by another
         prefill.num_computed_tokens += chunk.num_tokens
         if chunk.is_last:
             prefill.computed_s = self._agenda.now_s
@@ -267,7 +313,7 @@ class SimInstance:
         self._num_context_tokens += num_decodes * len(ends_s)
         while self._residents and self._residents[0][0] <= len(self._decode_ends_s):
             _, _, run = heappop(self._residents)
-            self._num_context_tokens -= run.request.num_prompt_tokens + run.num_output_tokens
+            self._num_context_tokens -= _num_context_tokens(run) + run.num_output_tokens
             joined_at = self._joined_at.pop((run.request.request_id, run.request.epoch))
             run.token_times_s = array("d", [run.token_times_s[0], *self._decode_ends_s[joined_at:]])
             self._finish(run)
@@ -323,3 +369,8 @@ class SimInstance:
 
     def _num_kv_bytes(self, run: RequestRun) -> int:
         return round(run.request.num_prompt_tokens * self._token_bytes)
+
+
+def _num_context_tokens(run: RequestRun) -> int:
+    """Of its prompt, that a decode step of its instance reads: the other members of a group read theirs meanwhile."""
+    return -(-run.request.num_prompt_tokens // run.num_shards)

@@ -41,6 +41,9 @@ def simulate(
     max_num_seqs: int = 8,
     seed: int = 0,
     config: SimConfig | None = None,
+    group_size: int = 0,
+    group_model: LatencyModel | None = None,
+    policy: PolicyConfig | None = None,
 ) -> SimResult:
     """Serve ``arrivals`` on a tiny mesh."""
     mesh = MeshShape(
@@ -50,6 +53,7 @@ def simulate(
         kv_layout=TINY_LAYOUT,
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
+        group_size=group_size,
     )
-    core = study_core(bundle, PolicyConfig(chunk_tokens=chunk_tokens), seed)
-    return Simulator(core, mesh.instances(model), arrivals, config).run()
+    core = study_core(bundle, policy or PolicyConfig(chunk_tokens=chunk_tokens), seed)
+    return Simulator(core, mesh.instances(model), arrivals, config, group_model=group_model).run()
