@@ -20,6 +20,7 @@ class Books:
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, Instance] = {}
+        self.groups: dict[str, list[Instance]] = {}  # of those that compute long prompts together
         self.queue = WaitingQueue()
         self.broker = TransferBroker()
         self.commands: list[Command] = []
@@ -32,6 +33,13 @@ class Books:
     def ignore(self, what: str) -> None:
         """Something from outside does not fit the books: it changes nothing."""
         self.ignored[what] += 1
+
+    def regroup(self) -> None:
+        """An instance came or went."""
+        self.groups.clear()
+        for instance in self.instances.values():
+            if instance.profile.group_id:
+                self.groups.setdefault(instance.profile.group_id, []).append(instance)
 
     # --- a request begins ---
 

@@ -70,8 +70,8 @@ class Packer:
         books = self._books
         waiting_lanes: set[float] = set()
         while (head := books.queue.head(bundle.order, now_s, waiting_lanes)) is not None:
-            if needs_group(head.request, books.instances.values(), bundle):
-                placement = place_in_group(head.request, books.instances.values(), bundle)
+            if needs_group(head.request, books.groups, bundle):
+                placement = place_in_group(head.request, books.groups, bundle)
                 if placement is Wait.FOR_ROOM:
                     return
                 if placement is Wait.FOR_TURN:
@@ -97,7 +97,7 @@ class Packer:
             elif placement is not Wait.FOR_ROOM:
                 self._place(bundle, head, placement, now_s)
                 self._plan_chunk(bundle, benches[placement.prefill.instance_id], head)
-            elif could_place(head.request, books.instances.values(), bundle):
+            elif could_place(head.request, books.instances.values(), books.groups, bundle):
                 return
             else:
                 books.queue.park(head)

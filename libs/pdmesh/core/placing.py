@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
+from itertools import chain
 from typing import NamedTuple
 
 from pdmesh.core.state import Instance
 from pdmesh.model import InstanceId, Request
 from pdmesh.policy.base import Bundle
+
+
+#: Instances that compute long prompts together, the leader first, by the name that they declared.
+Groups = Mapping[str, Sequence[Instance]]
 
 
 class Wait(Enum):
@@ -52,23 +57,23 @@ def place(
     return Wait.FOR_TURN if decode_id is None else Placement(prefill, decodes[decode_id])
 
 
-def needs_group(request: Request, instances: Iterable[Instance], bundle: Bundle) -> bool:
+def needs_group(request: Request, groups: Groups, bundle: Bundle) -> bool:
     """Whether a group of instances computes it: it is long, and one that could is there."""
-    return bundle.is_long(request) and any(_could_share(request, group) for group in _groups(instances).values())
+    return bundle.is_long(request) and any(_could_share(request, group) for group in groups.values())
 
 
-def place_in_group(request: Request, instances: Collection[Instance], bundle: Bundle) -> Placement | Wait:
-    """A group for ``request``, which decodes where it is computed."""
-    able = {
-        name: group
-        for name, group in _groups(instances).items()
-        if all(instance.can_share(request, len(group)) for instance in group)
-    }
-    if not able:
-        return _room_or_turn(request, instances, bundle)
-    views = {name: [instance.view for instance in group] for name, group in able.items()}
-    name = bundle.group_placement.choose(request, views)
-    return Wait.FOR_TURN if name is None else Placement(able[name][0], able[name][0], tuple(able[name]))
+def place_in_group(request: Request, groups: Groups, bundle: Bundle) -> Placement | Wait:
+    """One of ``groups`` for ``request``, which decodes where it is computed."""
+    views = {name: [instance.view for instance in group] for name, group in groups.items()}
+    while views:
+        name = bundle.group_placement.choose(request, views)
+        if name is None:
+            return Wait.FOR_TURN
+        members = groups[name]
+        if all(instance.can_share(request, len(members)) for instance in members):
+            return Placement(members[0], members[0], tuple(members))
+        del views[name]
+    return _room_or_turn(request, chain.from_iterable(groups.values()), bundle)
 
 
 def _room_or_turn(request: Request, instances: Iterable[Instance], bundle: Bundle) -> Wait:
@@ -79,26 +84,17 @@ def _room_or_turn(request: Request, instances: Iterable[Instance], bundle: Bundl
     return Wait.FOR_TURN if others else Wait.FOR_ROOM
 
 
-def could_place(request: Request, instances: Collection[Instance], bundle: Bundle) -> bool:
+def could_place(request: Request, instances: Collection[Instance], groups: Groups, bundle: Bundle) -> bool:
     """Whether some pair, or some group, of the instances could take the request if they were empty."""
-    groups = {instance.kv_group for instance in instances if instance.could_decode(request)}
-    return any(instance.kv_group in groups and instance.could_prefill(request) for instance in instances) or (
-        needs_group(request, instances, bundle)
-    )
+    targets = {instance.kv_group for instance in instances if instance.could_decode(request)}
+    alone = any(instance.kv_group in targets and instance.could_prefill(request) for instance in instances)
+    return alone or needs_group(request, groups, bundle)
 
 
 def have_pair(instances: Collection[Instance]) -> bool:
     """Whether some instance prefills and some instance, perhaps the same, decodes what it prefilled."""
     groups = {instance.kv_group for instance in instances if instance.role.can_decode}
     return any(instance.role.can_prefill and instance.kv_group in groups for instance in instances)
-
-
-def _groups(instances: Iterable[Instance]) -> dict[str, list[Instance]]:
-    groups: dict[str, list[Instance]] = {}
-    for instance in instances:
-        if instance.profile.group_id:
-            groups.setdefault(instance.profile.group_id, []).append(instance)
-    return groups
 
 
 def _could_share(request: Request, group: Sequence[Instance]) -> bool:

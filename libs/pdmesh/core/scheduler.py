@@ -207,7 +207,7 @@ class SchedulerCore:
 
     def _is_too_long(self, request: Request) -> bool:
         instances = self._books.instances.values()
-        return have_pair(instances) and not could_place(request, instances, self._bundle)
+        return have_pair(instances) and not could_place(request, instances, self._books.groups, self._bundle)
 
     def _cancelled(self, key: RequestKey) -> None:
         was_orphan = self._reunion.forget(key[0])

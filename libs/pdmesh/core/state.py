@@ -308,4 +308,5 @@ class Instance:
         assert queued == self.num_queued_tokens, f"{name}: {queued} tokens queued, books say {self.num_queued_tokens}"
         for state in self.prefills:
             assert not state.is_planned, f"{name}: {state.key} is planned and still in line"
-            assert state.prefill_id == name, f"{name}: {state.key} is in line here, placed on {state.prefill_id}"
+            placed = state.members or (state.prefill_id,)
+            assert name in placed, f"{name}: {state.key} is in line here, placed on {placed}"
