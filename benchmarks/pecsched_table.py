@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from report import heading
 from simulated import Study, change, layout, num_kv_tokens, number, run, table
+
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import A100, LLAMA_3_70B, ModelShape, analytic_model, sequence_parallel, tensor_parallel
 from pdmesh.sim.mesh import MeshShape
@@ -37,8 +38,7 @@ class Model:
     shape: ModelShape
     degree: int
     num_decode: int
-    group_size: int  # replicas for a long prompt: those of one node, where that holds 500K tokens
-    num_reserved: int  # groups kept for long prompts by `reservation`
+    num_reserved: int  # replicas kept for long prompts by `reservation`
 
 
 MODELS = (
@@ -47,26 +47,23 @@ MODELS = (
         shape=ModelShape(num_parameters=7.1e9, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128),
         degree=1,
         num_decode=4,
-        group_size=4,
-        num_reserved=4,
+        num_reserved=24,
     ),
     Model(
         name="Phi-3 14B",
         shape=ModelShape(num_parameters=13.8e9, num_layers=40, num_heads=40, num_kv_heads=10, head_dim=128),
         degree=1,
         num_decode=4,
-        group_size=4,
-        num_reserved=4,
+        num_reserved=24,
     ),
     Model(
         name="Yi 34B",
         shape=ModelShape(num_parameters=33.9e9, num_layers=60, num_heads=56, num_kv_heads=8, head_dim=128),
         degree=4,
         num_decode=1,
-        group_size=2,
-        num_reserved=2,
+        num_reserved=5,
     ),
-    Model(name="Llama-3.1 70B", shape=LLAMA_3_70B, degree=4, num_decode=1, group_size=2, num_reserved=2),
+    Model(name="Llama-3.1 70B", shape=LLAMA_3_70B, degree=4, num_decode=1, num_reserved=5),
 )
 
 ROWS = (
@@ -85,26 +82,32 @@ ROWS = (
 def study(model: Model, name: str, bundle: str) -> Study:
     device = tensor_parallel(A100, model.degree)
     latency = analytic_model(model.shape, device)
-    # Fast SP has a ring between nodes only (8 GPUs each); without it every replica is a member of the ring.
     num_replicas = NUM_GPUS // model.degree
-    ring = model.group_size if "FSP" in name else max(1, model.group_size * model.degree // 8)
-    hop_s = HOP_S * model.shape.num_layers * ring / model.group_size
+    num_decode = model.num_decode if bundle in DISAGGREGATED else 0
+    # A long prompt takes the replicas of a node without tensor parallelism, else all of them.
+    num_mixed = num_replicas - num_decode
+    group_size = num_mixed // (4 if model.degree == 1 else 1)
+    if bundle == "reservation":
+        group_size = 8 if model.degree == 1 else model.num_reserved
+    num_nodes = max(1, group_size * model.degree // 8)
+    # Fast SP has a ring between nodes only; without it every replica is a member of the ring.
+    ring = group_size if name.startswith("/FSP") else num_nodes
     policy = PolicyConfig(
         latency=latency,
-        group_latency=sequence_parallel(latency, model.group_size, hop_s),
+        group_latency=sequence_parallel(latency, group_size, HOP_S * model.shape.num_layers * ring / group_size),
         long_prompt_tokens=LONG_RANGE[0],
         chunk_tokens=2048,
-        max_group_step_overhead=0.02,
+        prefill_step_s=1.0,
+        max_group_step_overhead=0.1,
     )
-    num_decode = model.num_decode if bundle in DISAGGREGATED else 0
     mesh = MeshShape(
         num_prefill=0,
         num_decode=num_decode,
-        num_mixed=num_replicas - num_decode,
+        num_mixed=num_mixed,
         kv_layout=layout(model.shape),
         num_kv_tokens=num_kv_tokens(model.shape, model.degree),
-        group_size=model.group_size,
-        num_groups=model.num_reserved if bundle == "reservation" else None,
+        group_size=group_size,
+        num_groups=model.num_reserved // group_size if bundle == "reservation" else None,
     )
     return Study(name=name, bundle=bundle, mesh=mesh, policy=policy)
 

@@ -72,4 +72,3 @@ def number(value: float | None) -> str:
 def change(value: float | None, base: float | None) -> str:
     """In per cent of ``base``."""
     return "-" if value is None or not base else f"{(value / base - 1) * 100:+.0f} %"
-

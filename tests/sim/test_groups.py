@@ -112,7 +112,7 @@ def test_every_request_ends_and_all_members_run_the_same_group_steps(seed: int, 
         assert sum(num_tokens for _, num_tokens in computed) == request.request.num_prompt_tokens
 
 
-@pytest.mark.parametrize("bundle", ["pecsched", "pdmesh", "short-first"])
+@pytest.mark.parametrize("bundle", ["pecsched", "pdmesh"])
 def test_a_short_prompt_does_not_wait_for_a_group(bundle: str) -> None:
     long = Arrival(arrival_s=0.0, num_prompt_tokens=1500, num_output_tokens=1)
     short = replace(long, arrival_s=0.25, num_prompt_tokens=16)

@@ -90,7 +90,12 @@ class Packer:
                 if bench.instance.takes_new and bench.instance.role.can_prefill and self._fits(bundle, bench, head):
                     offers.append(bench.instance)
             if not offers:
-                return
+                if not bundle.is_long(head.request) or not any(
+                    bench.draft.longest_prompt_tokens >= bundle.long_prompt_tokens for bench in benches.values()
+                ):
+                    return
+                waiting_lanes.add(head.rank.lane)  # a long prompt waits for another: short ones need not
+                continue
             placement = place(head.request, offers, books.instances, bundle)
             if placement is Wait.FOR_TURN:
                 waiting_lanes.add(head.rank.lane)
@@ -123,7 +128,8 @@ class Packer:
 
     def _place(self, bundle: Bundle, state: RequestState, placement: Placement, now_s: float) -> None:
         books, request, (prefill, decode, members) = self._books, state.request, placement
-        stays, is_long = prefill is decode, bundle.is_long(request)
+        stays = prefill is decode
+        long_tokens = request.num_prompt_tokens if bundle.is_long(request) else 0
         books.queue.remove(state)
         state.phase, state.placed_s = Phase.PREFILLING, now_s
         state.prefill_id, state.decode_id = prefill.instance_id, decode.instance_id
@@ -131,7 +137,9 @@ class Packer:
         if not stays:
             state.capability = self._rng.getrandbits(64)
             num_blocks = decode.num_decode_blocks(request)
-            decode.take(state.key, num_blocks, HoldKind.PROMISED, is_long=is_long, slo_tpot_s=request.slo_tpot_s)
+            decode.take(
+                state.key, num_blocks, HoldKind.PROMISED, long_tokens=long_tokens, slo_tpot_s=request.slo_tpot_s
+            )
             books.commands.append(
                 PlaceDecode(
                     instance_id=decode.instance_id,
@@ -148,7 +156,7 @@ class Packer:
             num_blocks = prefill.num_decode_blocks(request) if stays else prefill.num_prefill_blocks(request)
         for instance in members or (prefill,):
             kind = HoldKind.LOCAL if stays else HoldKind.PREFILL
-            instance.take(state.key, num_blocks, kind, is_long=is_long, slo_tpot_s=request.slo_tpot_s)
+            instance.take(state.key, num_blocks, kind, long_tokens=long_tokens, slo_tpot_s=request.slo_tpot_s)
             books.commands.append(
                 AdmitPrefill(
                     instance_id=instance.instance_id,
@@ -219,7 +227,7 @@ class Packer:
         plan = StepPlan(
             plan_id=instance.next_plan_id,
             chunks=tuple(draft.chunks),
-            with_decodes=bundle.mixes_decodes and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
+            with_decodes=bundle.mixes(draft) and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
             group=bench.group,
         )
         instance.next_plan_id += 1

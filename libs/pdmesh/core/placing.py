@@ -12,7 +12,6 @@ from pdmesh.core.state import Instance
 from pdmesh.model import InstanceId, Request
 from pdmesh.policy.base import Bundle
 
-
 #: Instances that compute long prompts together, the leader first, by the name that they declared.
 Groups = Mapping[str, Sequence[Instance]]
 

@@ -79,7 +79,7 @@ class HoldKind(Enum):
 class Hold:
     kind: HoldKind
     num_blocks: int
-    is_long: bool = False
+    long_tokens: int = 0  # of the prompt, if it is long
     slo_tpot_s: float | None = None
     freeing: bool = False  # FreeKv was sent
 
@@ -102,7 +102,8 @@ class Instance:
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
         self._num_of_kind = dict.fromkeys(HoldKind, 0)
-        self._num_long_of_kind = dict.fromkeys(HoldKind, 0)
+        self._num_long_decoding = 0
+        self._long_prefill_tokens: Counter[int] = Counter()  # long prompts in prefill, by their length
         self.num_decoding = 0
         self.num_seats_taken = 0  # by those that decode here, or will
         self._num_promised_blocks = 0
@@ -118,10 +119,10 @@ class Instance:
         num_blocks: int,
         kind: HoldKind,
         *,
-        is_long: bool = False,
+        long_tokens: int = 0,
         slo_tpot_s: float | None = None,
     ) -> None:
-        hold = self.holds[key] = Hold(kind, num_blocks, is_long, slo_tpot_s)
+        hold = self.holds[key] = Hold(kind, num_blocks, long_tokens, slo_tpot_s)
         self._count(hold, 1)
 
     def settle(self, key: RequestKey) -> None:
@@ -141,7 +142,10 @@ class Instance:
     def _count(self, hold: Hold, sign: int) -> None:
         kind, num_blocks = hold.kind, hold.num_blocks
         self._num_of_kind[kind] += sign
-        self._num_long_of_kind[kind] += sign * hold.is_long
+        if hold.long_tokens and kind is HoldKind.RESIDENT:
+            self._num_long_decoding += sign
+        elif hold.long_tokens and kind is not HoldKind.PROMISED:
+            self._long_prefill_tokens[hold.long_tokens] += sign
         self.num_taken_blocks += sign * num_blocks
         self.num_decoding = self._num_of_kind[HoldKind.RESIDENT]
         self.num_seats_taken = (
@@ -284,8 +288,9 @@ class Instance:
                 num_queued_tokens=self.num_queued_tokens,
                 draining=not self.takes_new,
                 num_resident_tokens=self._num_resident_blocks * self.profile.kv_layout.block_size,
-                num_long_prefilling=self._num_long_of_kind[HoldKind.PREFILL] + self._num_long_of_kind[HoldKind.LOCAL],
-                num_long_decoding=self._num_long_of_kind[HoldKind.RESIDENT],
+                num_long_prefilling=self._long_prefill_tokens.total(),
+                num_long_decoding=self._num_long_decoding,
+                shortest_long_prefill_tokens=min(+self._long_prefill_tokens, default=None),
                 slo_tpots_s=frozenset(slo_s for slo_s, number in self._num_with_tpot.items() if number),
                 grouped=bool(self.profile.group_id),
             )

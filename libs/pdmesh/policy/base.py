@@ -36,6 +36,7 @@ class InstanceView:
     num_resident_tokens: int = 0  # room that its decoding requests have for their context
     num_long_prefilling: int = 0
     num_long_decoding: int = 0
+    shortest_long_prefill_tokens: int | None = None
     slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
     grouped: bool = False  # it computes long prompts together with others
 
@@ -158,6 +159,7 @@ class PolicyConfig:
     # constant time. A group's do not give way so, and a short prompt may wait for one.
     max_step_overhead: float = 0.05
     max_group_step_overhead: float = 0.2
+    give_way: float = 2.0  # `pdmesh` interrupts a long prompt for one that is so many times shorter
     colocate_tokens: int = 8192  # prompt tokens queued on an instance, up to which it takes more (PecSched §5.2)
 
 
@@ -172,7 +174,11 @@ class Bundle:
     group_placement: GroupPlacement
     decode_placement: DecodePlacement
     long_prompt_tokens: int  # a prompt as long as this is long
-    mixes_decodes: bool = True  # a step with chunks has a token for every resident too
+    colocates: bool = True  # steps of short prompts have a token for every resident too
+
+    def mixes(self, draft: Draft) -> bool:
+        """Whether the residents decode in this step too."""
+        return self.colocates or draft.longest_prompt_tokens >= self.long_prompt_tokens
 
     def is_long(self, request: Request) -> bool:
         return request.num_prompt_tokens >= self.long_prompt_tokens

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from pdmesh.errors import ConfigError
-from pdmesh.policy.base import Bundle, Packing, PolicyConfig, PrefillOrder, PrefillPlacement
+from pdmesh.policy.base import Bundle, GroupPlacement, Packing, PolicyConfig, PrefillOrder, PrefillPlacement
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.order import (
     ByPriority,
@@ -20,7 +20,15 @@ from pdmesh.policy.order import (
     ShortFirst,
 )
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, AdaptiveChunks, ChunkSizer, StaticChunks
-from pdmesh.policy.placement import Apart, Freeness, LeastQueuedGroup, LeastQueuedTokens, Reservation, ShortAroundLong
+from pdmesh.policy.placement import (
+    Apart,
+    Freeness,
+    IdleGroup,
+    LeastQueuedGroup,
+    LeastQueuedTokens,
+    Reservation,
+    ShortAroundLong,
+)
 from pdmesh.policy.prediction import Prediction, RemainingTime
 
 _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
@@ -75,7 +83,9 @@ def _adaptive(config: PolicyConfig, *, efficient: bool, exclusive: bool = False)
 def _studied(
     name: str,
     make_order: Callable[[Prediction], PrefillOrder],
+    *,
     prefill_placement: PrefillPlacement | None = None,
+    group_placement: GroupPlacement | None = None,
 ) -> Callable[[PolicyConfig], Bundle]:
     """An order or a placement alone: everything else as in ``fcfs``."""
 
@@ -86,7 +96,7 @@ def _studied(
             order=make_order(prediction),
             packing=packing,
             prefill_placement=prefill_placement or LeastQueuedTokens(),
-            group_placement=LeastQueuedGroup(),
+            group_placement=group_placement or LeastQueuedGroup(),
             decode_placement=Freeness(),
             long_prompt_tokens=config.long_prompt_tokens,
         )
@@ -123,20 +133,20 @@ def _pecsched(
             group_placement=LeastQueuedGroup(),
             decode_placement=Apart(long_tokens) if disaggregates else Freeness(),
             long_prompt_tokens=long_tokens,
-            mixes_decodes=colocates,
+            colocates=colocates,
         )
 
     return build
 
 
 def _pdmesh(config: PolicyConfig) -> Bundle:
-    packing, prediction = _adaptive(config, efficient=True)
+    packing, prediction = _adaptive(config, efficient=True, exclusive=True)
     long_tokens = config.long_prompt_tokens
     return Bundle(
         name="pdmesh",
         order=GuardedShortestFirst(prediction, config.spare_slack),
         packing=packing,
-        prefill_placement=ShortAroundLong(long_tokens, config.colocate_tokens),
+        prefill_placement=ShortAroundLong(long_tokens, config.colocate_tokens, give_way=config.give_way),
         group_placement=LeastQueuedGroup(),
         decode_placement=Apart(long_tokens),
         long_prompt_tokens=long_tokens,
@@ -151,9 +161,15 @@ BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
         "edf": _studied("edf", EarliestDeadline),
         "lrs": _studied("lrs", LeastSlack),
         "lars": _studied("lars", LeastRelativeSlack),
-        "short-first": _studied("short-first", lambda prediction: ShortFirst(prediction.long_prompt_tokens)),
+        "short-first": _studied(
+            "short-first",
+            lambda prediction: ShortFirst(prediction.long_prompt_tokens, preempts=False),
+            group_placement=IdleGroup(),
+        ),
         "reservation": _studied(
-            "reservation", lambda prediction: FcfsOfEachKind(prediction.long_prompt_tokens), Reservation()
+            "reservation",
+            lambda prediction: FcfsOfEachKind(prediction.long_prompt_tokens),
+            prefill_placement=Reservation(),
         ),
         "medha": _medha,
         "pecsched": _pecsched("pecsched"),

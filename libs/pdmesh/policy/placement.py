@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from pdmesh.model import InstanceId, Request, Role
 from pdmesh.policy.base import InstanceView
@@ -30,16 +31,23 @@ class Reservation:
 class ShortAroundLong:
     """PecSched's (§5): an instance without long work, else one with a long decode, else one with a long prefill.
 
-    The first two take more up to ``colocate_tokens`` queued; of several the one with the fewest. A long prompt waits
-    while each computes one, for to begin a second would help neither. Without ``preempts`` a short one waits too.
+    The first two take more up to ``colocate_tokens`` queued; of several the one with the fewest. Without ``preempts`` a
+    short prompt waits while all compute long ones.
+
+    A long prompt waits as well, for to begin a second one on an instance helps neither: except that one at least
+    ``give_way`` times as long would give way to it.
     """
 
     long_prompt_tokens: int
     colocate_tokens: int
     preempts: bool = True
+    give_way: float = inf
 
     def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        if request.num_prompt_tokens >= self.long_prompt_tokens or not self.preempts:
+        if request.num_prompt_tokens >= self.long_prompt_tokens:
+            least = self.give_way * request.num_prompt_tokens
+            candidates = [v for v in candidates if (v.shortest_long_prefill_tokens or inf) >= least]
+        elif not self.preempts:
             candidates = [view for view in candidates if not view.num_long_prefilling]
         return min(candidates, key=self._key).instance_id if candidates else None
 
@@ -51,14 +59,24 @@ class ShortAroundLong:
 
 @dataclass(frozen=True, slots=True)
 class LeastQueuedGroup:
-    """The group with the fewest prompt tokens placed and not yet computed, of those that compute no long prompt.
+    """The group with the fewest prompt tokens placed and not yet computed, of those that serve no long prompt.
 
-    A group so computes one long prompt after the other: to begin a second one would help neither.
+    A group so serves one long prompt after the other. To begin a second would help neither while the first is computed;
+    and while it decodes, every step of the group, with its large constant time, would cost it a token's delay.
     """
 
     def choose(self, request: Request, groups: Mapping[str, Sequence[InstanceView]]) -> str | None:
-        free = [name for name, views in groups.items() if not any(view.num_long_prefilling for view in views)]
+        free = [name for name, views in groups.items() if not any(map(_has_long, views))]
         return min(free, key=lambda name: (sum(view.num_queued_tokens for view in groups[name]), name), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleGroup:
+    """A group of which no member has any work. Among many short requests there may never be one."""
+
+    def choose(self, request: Request, groups: Mapping[str, Sequence[InstanceView]]) -> str | None:
+        idle = (name for name, views in groups.items() if not any(v.num_prefilling or v.num_seats_taken for v in views))
+        return min(idle, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +104,10 @@ class Apart:
         if can_stay and (request.num_prompt_tokens >= self.long_prompt_tokens or not apart):
             return prefill.instance_id
         return min(apart or candidates, key=_negative_freeness).instance_id
+
+
+def _has_long(view: InstanceView) -> bool:
+    return view.num_long_prefilling + view.num_long_decoding > 0
 
 
 def _queued_tokens(view: InstanceView) -> tuple[int, InstanceId]:
