@@ -175,6 +175,7 @@ class StepPlan:
     plan_id: int  # per instance, increasing
     chunks: tuple[ChunkPlan, ...]
     with_decodes: bool
+    urgent: bool = False  # before the plans that wait, and between two layers of a step that runs; without decodes
     group: GroupChunk | None = None  # which of the chunks is shared with other instances, at most one
 
 

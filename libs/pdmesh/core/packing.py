@@ -2,16 +2,18 @@
 
 An instance's running prompts and the first in line compete for its next plan. So a more urgent request takes the step
 after the ones in flight, and a prompt that it overtakes is preempted at a chunk boundary: its KV stays where it is.
+Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.interrupting`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
+from pdmesh.core.interrupting import can_be_interrupted, may_interrupt
 from pdmesh.core.placing import Placement, Wait, could_place, needs_group, place, place_in_group
 from pdmesh.core.queue import in_order
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
@@ -28,6 +30,7 @@ class _Bench:
     running: list[RequestState]
     group: GroupChunk | None = None  # in the draft
     held: bool = False  # it takes no more: a group's chunk is next here, and waits for another member
+    urgent: bool = False  # it has its plans; what may interrupt them can be added
 
 
 class Packer:
@@ -47,13 +50,10 @@ class Packer:
         """Give every instance with room for a plan something to do."""
         instances = list(self._books.instances.values())
         while instances:
-            someone_waits = self._books.queue.has_line
             benches = {
-                instance.instance_id: _Bench(instance, Draft(now_s), list(instance.prefills))
+                instance.instance_id: bench
                 for instance in instances
-                if len(instance.plans) < self._plans_in_flight
-                and (instance.prefills or (someone_waits and instance.role.can_prefill))
-                and instance.reachable
+                if (bench := self._bench(bundle, instance, now_s)) is not None
             }
             if not benches:
                 return
@@ -62,6 +62,18 @@ class Packer:
                 self._plan_running(bundle, benches, bench, in_order(bundle.order, bench.running, now_s))
             # Those that got nothing now get nothing in the next round either: room only shrinks.
             instances = [bench.instance for bench in benches.values() if self._run_step(bundle, bench)]
+
+    def _bench(self, bundle: Bundle, instance: Instance, now_s: float) -> _Bench | None:
+        """None if there is nothing that the instance could be given."""
+        could_place = self._books.queue.has_line and instance.role.can_prefill
+        if not instance.reachable or not (instance.prefills or could_place):
+            return None
+        if instance.num_regular_plans < self._plans_in_flight:
+            return _Bench(instance, Draft(now_s), list(instance.prefills))
+        if not can_be_interrupted(bundle, instance):
+            return None
+        urgent = [state for state in instance.prefills if may_interrupt(bundle, self._books, instance, state, now_s)]
+        return _Bench(instance, Draft(now_s), urgent, urgent=True) if urgent or could_place else None
 
     def _place_waiting(self, bundle: Bundle, benches: dict[InstanceId, _Bench], now_s: float) -> None:
         """Place strictly in order: while there is no room for the head, nobody is placed. Running prompts before it go
@@ -122,6 +134,8 @@ class Packer:
 
     def _fits(self, bundle: Bundle, bench: _Bench, state: RequestState) -> bool:
         """Whether the step takes a first chunk of a waiting request; an empty one takes any."""
+        if bench.urgent and not may_interrupt(bundle, self._books, bench.instance, state, bench.draft.now_s):
+            return False
         return not bench.held and (
             not bench.draft.chunks or bundle.packing.num_tokens(bench.instance.view, bench.draft, state.request, 0) > 0
         )
@@ -179,6 +193,8 @@ class Packer:
         chunk = _chunk(state, num_tokens)
         draft.add(chunk, request)
         self._planned(bundle, (instance,), state)
+        if state.num_chunks_in_flight == 1 and chunk.start > 0:
+            self._books.offer_again(state)
 
     def _plan_group(self, bundle: Bundle, benches: dict[InstanceId, _Bench], state: RequestState) -> None:
         """A chunk for all members of a group at once, behind what goes first at each; or hold those with room."""
@@ -189,7 +205,7 @@ class Packer:
                 member.running.remove(state)
                 self._plan_running(bundle, benches, member, line[: line.index(state)])
         num_tokens, seconds = 0, 0.0
-        if len(members) == len(state.members) and not any(member.held or member.group for member in members):
+        if len(members) == len(state.members) and not any(m.held or m.urgent or m.group for m in members):
             shared = self._books.queue.has_line or any(len(member.instance.prefills) > 1 for member in members)
             for member in members:
                 member.draft.shared = shared
@@ -212,7 +228,8 @@ class Packer:
             member.group = group
         self._planned(bundle, [member.instance for member in members], state)
 
-    def _planned(self, bundle: Bundle, instances: Iterable[Instance], state: RequestState) -> None:
+    def _planned(self, bundle: Bundle, instances: Collection[Instance], state: RequestState) -> None:
+        state.num_chunks_in_flight += len(instances)
         if state.is_planned:
             for instance in instances:
                 instance.prefills.remove(state)
@@ -224,14 +241,20 @@ class Packer:
         instance, draft = bench.instance, bench.draft
         if not draft.chunks:
             return False
+        urgent = bench.urgent or all(
+            may_interrupt(bundle, self._books, instance, self._books.requests[chunk.request_id], draft.now_s)
+            for chunk in draft.chunks
+        )
         plan = StepPlan(
             plan_id=instance.next_plan_id,
             chunks=tuple(draft.chunks),
-            with_decodes=bundle.mixes(draft) and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
+            with_decodes=not urgent
+            and bundle.mixes(draft)
+            and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
+            urgent=urgent,
             group=bench.group,
         )
-        instance.next_plan_id += 1
-        instance.plans[plan.plan_id] = plan
+        instance.begin_plan(plan)
         self._books.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
         return True
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pdmesh.model import ChunkPlan, InstanceId, Request, Role
+from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
 
 
@@ -175,6 +176,7 @@ class Bundle:
     decode_placement: DecodePlacement
     long_prompt_tokens: int  # a prompt as long as this is long
     colocates: bool = True  # steps of short prompts have a token for every resident too
+    interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
 
     def mixes(self, draft: Draft) -> bool:
         """Whether the residents decode in this step too."""

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from pdmesh.errors import ConfigError
 from pdmesh.policy.base import Bundle, GroupPlacement, Packing, PolicyConfig, PrefillOrder, PrefillPlacement
+from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.order import (
     ByPriority,
@@ -134,6 +135,7 @@ def _pecsched(
             decode_placement=Apart(long_tokens) if disaggregates else Freeness(),
             long_prompt_tokens=long_tokens,
             colocates=colocates,
+            interruption=ShortInterruptsLong(config.latency, long_tokens) if preempts else None,
         )
 
     return build
@@ -150,6 +152,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         group_placement=LeastQueuedGroup(),
         decode_placement=Apart(long_tokens),
         long_prompt_tokens=long_tokens,
+        interruption=ShortInterruptsLong(config.latency, long_tokens),
     )
 
 
