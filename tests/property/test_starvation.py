@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -10,7 +12,7 @@ from pdmesh.model import Request
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import a_request
-from pdmesh.testing.policies import run_prefills
+from pdmesh.testing.policies import PrefillRun, run_prefills
 
 TOKEN_S = 1 / 256
 STEP_S = 0.125
@@ -40,9 +42,7 @@ def floods(draw: st.DrawFn) -> list[Request]:
         prompt = draw(st.sampled_from([1, 16, 64, 255, 256, 512, 2048]))
         gap_s = draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])) * max(1, prompt / 64)
         for index in range(draw(st.integers(1, 40))):
-            requests.append(
-                a_request(f"r{len(requests):04}", prompt=prompt, output=1, arrival_s=now_s + index * gap_s)
-            )
+            requests.append(a_request(f"r{len(requests):04}", prompt=prompt, output=1, arrival_s=now_s + index * gap_s))
     return requests
 
 
@@ -60,24 +60,29 @@ def test_a_wait_is_bounded_by_the_work_that_may_go_ahead(requests: list[Request]
     go ahead only while its slack is the smaller one: d <= (t - c) * (1 - v / w) + v. So nobody of its own work or more
     goes ahead who came more than v later; of shorter ones a share 1 - v / w of the time that it waits.
 
-    Under `pdmesh` that begins when the request has become urgent (at a relative slack of ``spare_slack``), and for a
-    long one anew when it was placed, of which its wait for other long ones is no part.
+    Under `pdmesh` that begins when the request has become urgent (at a relative slack of ``spare_slack``). A long one
+    has the larger stretch s = 1 / ``min_share``, from when it was placed: so of shorter ones d may be (s - 2) * v more.
     """
     run = run_prefills(CONFIG, bundle, requests)
     for request in requests:
-        work, first_token_s = work_s(request), run.first_token_s[request.request_id]
-        wait_s = first_token_s - request.arrival_s
-        since_s, grace_s = request.arrival_s, 0.0
-        if bundle == "pdmesh":
-            grace_s = POLICY.slo_ttft_s + (POLICY.slo_ttft_stretch - POLICY.spare_slack) * work
-            if request.num_prompt_tokens >= POLICY.long_prompt_tokens:
-                since_s = run.placed_s[request.request_id]
+        latest_s = functools.partial(latest_arrival_s, bundle, request, run)
+        others = (other for other in requests if other is not request and other.arrival_s <= latest_s(work_s(other)))
+        bound_s = sum(map(work_s, others)) + work_s(request) + NUM_STEPS * STEP_S
+        assert run.first_token_s[request.request_id] - request.arrival_s <= bound_s
 
-        def may_go_ahead(other: Request) -> bool:
-            later_s = other.arrival_s - since_s
-            t, ratio = first_token_s - since_s - POLICY.slo_ttft_s, work_s(other) / work
-            latest_s = max(grace_s, t * (1 - ratio / ROUNDING), -POLICY.slo_ttft_s * (1 - ratio * ROUNDING))
-            return later_s <= latest_s + work_s(other) + NUM_STEPS * STEP_S
 
-        ahead_s = sum(work_s(other) for other in requests if other is not request and may_go_ahead(other))
-        assert wait_s <= ahead_s + work + NUM_STEPS * STEP_S
+def latest_arrival_s(bundle: str, request: Request, run: PrefillRun, other_work_s: float) -> float:
+    """When one of that work may have come, at the latest, and yet have gone ahead of the request."""
+    since_s, grace_s, stretch = request.arrival_s, 0.0, POLICY.slo_ttft_stretch
+    work, wait_s = work_s(request), run.first_token_s[request.request_id] - request.arrival_s
+    if bundle == "pdmesh":
+        if request.num_prompt_tokens >= POLICY.long_prompt_tokens:
+            stretch = 1 / POLICY.min_share
+            since_s = run.placed_s[request.request_id]
+            wait_s -= since_s - request.arrival_s
+        grace_s = POLICY.slo_ttft_s + (stretch - POLICY.spare_slack) * work
+    ratio = other_work_s / work
+    overdue_s = (wait_s - POLICY.slo_ttft_s) * (1 - ratio / ROUNDING)
+    early_s = POLICY.slo_ttft_s * (ratio * ROUNDING - 1)
+    lag_s = (stretch - POLICY.slo_ttft_stretch + 1) * other_work_s
+    return since_s + max(grace_s, overdue_s, early_s) + lag_s + NUM_STEPS * STEP_S

@@ -156,6 +156,7 @@ class PolicyConfig:
     max_shared: float = 0.4  # the most of a step that a long prompt leaves to others
     # `pdmesh` serves the shortest first while everyone has this much relative slack.
     spare_slack: float = 0.25
+    min_share: float = 0.125  # of an instance's time, that it leaves to a long prompt without a target of its own
     # Bundles whose long chunks give way between layers make them long enough to lose no more than this to a step's
     # constant time. A group's do not give way so, and a short prompt may wait for one.
     max_step_overhead: float = 0.05

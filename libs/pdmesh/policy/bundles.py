@@ -146,7 +146,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
     long_tokens = config.long_prompt_tokens
     return Bundle(
         name="pdmesh",
-        order=GuardedShortestFirst(prediction, config.spare_slack),
+        order=GuardedShortestFirst(prediction, config.spare_slack, config.min_share),
         packing=packing,
         prefill_placement=ShortAroundLong(long_tokens, config.colocate_tokens, give_way=config.give_way),
         group_placement=LeastQueuedGroup(),

@@ -126,18 +126,23 @@ class GuardedShortestFirst:
     Requests of equal work are one lane: it is as urgent as the most urgent of them, and inside it they come by
     deadline, so that equals do not take turns and all end late, as under strict LARS.
 
-    A long prompt that could not be in time any more when an instance took it is due anew from then on. What it waited
-    was for other long ones: it is no debt of the short ones, who would else all be late together with it.
+    A long prompt with a target of its own gets what it needs to keep it. Any other is due so that it gets at least
+    ``min_share`` of an instance's time, from when the instance took it; so is one that was too late by then. What it
+    waited before was for other long ones: it is no debt of the short ones, who would else all be late together with it.
     """
 
     prediction: Prediction
     spare_slack: float
+    min_share: float
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
         prediction = self.prediction
         work_s, due_s = prediction.work_s(request), prediction.due_s(request)
-        if placed_s is not None and prediction.is_long(request) and due_s - placed_s < (1 + self.spare_slack) * work_s:
-            due_s = placed_s + prediction.target_s(request)
+        since_s = request.arrival_s if placed_s is None else placed_s
+        if prediction.is_long(request):
+            can_keep_own = prediction.has_target(request) and due_s - since_s >= (1 + self.spare_slack) * work_s
+            if not can_keep_own:
+                due_s = since_s + prediction.slo_ttft_s + work_s / self.min_share
         latest_s = due_s - prediction.remaining_s(request, num_done_tokens)
         return Rank(_rounded(due_s), _work_class_s(work_s), latest_s)
 

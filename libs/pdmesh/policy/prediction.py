@@ -81,13 +81,14 @@ class Prediction:
 
     def due_s(self, request: Request) -> float:
         """When its first token is due."""
-        if request.slo_ttft_s is not None and 0 < request.slo_ttft_s < inf:
+        if request.slo_ttft_s is not None and self.has_target(request):
             return request.arrival_s + request.slo_ttft_s
-        return request.arrival_s + self.target_s(request)
+        return request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)
 
-    def target_s(self, request: Request) -> float:
-        """The TTFT target of a request that has none of its own."""
-        return self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)
+    @staticmethod
+    def has_target(request: Request) -> bool:
+        """Whether it has one of its own."""
+        return request.slo_ttft_s is not None and 0 < request.slo_ttft_s < inf
 
     def relative_slack(self, request: Request, num_done_tokens: int, now_s: float) -> float:
         """(time to the deadline - work left) / all its work."""
