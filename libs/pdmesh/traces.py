@@ -24,11 +24,11 @@ from typing import Any
 
 import msgspec
 
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import ConfigError
 from pdmesh.sim.workload import Arrival
 
 
-class TraceError(PdmeshError):
+class TraceError(ConfigError):
     """The trace cannot be read; the message names the file and the line."""
 
 
