@@ -326,6 +326,7 @@ class SimInstance:
         assert prefill.peer_id is not None
         now_s = self._agenda.now_s
         num_bytes, duration_s = self._num_kv_bytes(prefill.run), now_s - prefill.granted_s
+        prefill.run.granted_s, prefill.run.landed_s = prefill.granted_s, now_s
         prefill.run.exposed_s = now_s - prefill.computed_s
         del self._prefills[key]
         self._land(prefill.peer_id, key, duration_s)

@@ -130,7 +130,7 @@ class Simulator:
             epoch=Epoch(0),
             gateway_id=GATEWAY,
             num_prompt_tokens=arrival.num_prompt_tokens,
-            max_tokens=arrival.num_output_tokens,
+            max_tokens=arrival.num_output_tokens if arrival.max_tokens is None else arrival.max_tokens,
             arrival_s=arrival.arrival_s,
             priority=arrival.priority,
             slo_ttft_s=arrival.slo_ttft_s,
