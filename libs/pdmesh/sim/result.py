@@ -12,13 +12,21 @@ from pdmesh.model import ChunkPlan, InstanceId, Request, Role
 
 @dataclass(slots=True)
 class StepSpan:
-    """One planned step, or consecutive decode steps over the same number of residents."""
+    """One planned step, or consecutive decode steps over the same number of residents.
+
+    An urgent step lies inside the span of the one that it interrupted.
+    """
 
     start_s: float
     end_s: float
     chunks: tuple[ChunkPlan, ...]
     num_decodes: int
     num_steps: int = 1
+    nested_s: float = 0.0  # of urgent steps inside
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s - self.nested_s
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +41,9 @@ class RequestRun:
     started_s: float | None = None
     token_times_s: Sequence[float] = ()
     num_preemptions: int = 0  # times its running prefill was passed over for another's
-    exposed_s: float | None = None  # of its KV transfer; None if it stayed
+    granted_s: float | None = None  # its KV transfer; None if it stayed
+    landed_s: float | None = None
+    exposed_s: float | None = None
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
 

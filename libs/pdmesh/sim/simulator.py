@@ -28,7 +28,7 @@ from pdmesh.core.state import RequestKey
 from pdmesh.model import Epoch, GatewayId, GroupChunk, InstanceId, InstanceProfile, Request, RequestId
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
-from pdmesh.sim.instance import SimInstance, SimStep
+from pdmesh.sim.instance import SimInstance
 from pdmesh.sim.links import Links
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
 from pdmesh.sim.workload import Arrival
@@ -135,7 +135,7 @@ class Simulator:
             epoch=Epoch(0),
             gateway_id=GATEWAY,
             num_prompt_tokens=arrival.num_prompt_tokens,
-            max_tokens=arrival.num_output_tokens,
+            max_tokens=arrival.num_output_tokens if arrival.max_tokens is None else arrival.max_tokens,
             arrival_s=arrival.arrival_s,
             priority=arrival.priority,
             slo_ttft_s=arrival.slo_ttft_s,
@@ -207,14 +207,13 @@ class Simulator:
         """A member came to a chunk of its group: the step begins when all have, and takes as long as the slowest."""
         members = [self._instances[instance_id] for instance_id in group.members]
         if all(member.is_at(group) for member in members):
-            steps = [member.start_group_step() for member in members]
-            end_s = self._agenda.now_s + max(step.duration_s for step in steps)
-            self._agenda.at(end_s, partial(self._end_group_step, members, steps))
+            end_s = max([member.start_group_step() for member in members])
+            self._agenda.at(end_s, partial(self._end_group_step, members))
 
     @staticmethod
-    def _end_group_step(members: Sequence[SimInstance], steps: Sequence[SimStep]) -> None:
-        for member, step in zip(members, steps, strict=True):
-            member.end_group_step(step)
+    def _end_group_step(members: Sequence[SimInstance]) -> None:
+        for member in members:
+            member.end_group_step()
 
     # --- KV ---
 

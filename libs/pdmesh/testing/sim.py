@@ -37,6 +37,7 @@ def simulate(
     bundle: str = "fcfs",
     model: LatencyModel = BINARY_MODEL,
     chunk_tokens: int = 16,
+    policy: PolicyConfig | None = None,
     num_kv_tokens: int = 4096,
     max_num_seqs: int = 8,
     num_transfer_backends: int = 4,
@@ -44,7 +45,6 @@ def simulate(
     config: SimConfig | None = None,
     group_size: int = 0,
     group_model: LatencyModel | None = None,
-    policy: PolicyConfig | None = None,
 ) -> SimResult:
     """Serve ``arrivals`` on a tiny mesh."""
     mesh = MeshShape(
