@@ -4,8 +4,8 @@ It runs the next plan if there is one, else a decode step over its residents. Co
 appointment. When a plan or a resident comes in between, it is cut short to the end of the step that is then running, so
 the result is the same as step by step.
 
-An urgent plan runs when a planned step that is running comes to the end of its layer; all layers take equally long. What
-is left of the interrupted step is computed after it.
+An urgent plan runs when a planned step that is running comes to the end of its layer; all layers take equally long.
+What is left of the interrupted step is computed after it.
 
 KV moves layer by layer. A chunk's KV may move from the moment its step begins, except the last layer's, which may when
 the step has ended; so a transfer never lands before its prompt is computed.
