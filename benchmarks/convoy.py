@@ -41,6 +41,8 @@ OUTPUT_TOKENS = 32
 KV_CACHE_BYTES = 512 << 20
 TPOT_TARGET_S = 0.05
 
+NUM_WARM = 16
+
 #: Limits of the default bundle: over short requests alone, and over `fcfs`.
 TTFT_LIMIT, LONG_LIMIT, MAKESPAN_LIMIT = 1.5, 1.4, 1.05
 
@@ -119,8 +121,10 @@ async def ask(
 async def drive(base_url: str, model: str, load: Sequence[Planned], seed: int) -> list[Seen]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=900) as client:
-        for number in range(3):
-            await ask(client, model, f"warm-{number}", Planned(0.0, SHORT_TOKENS[1]), time.perf_counter(), -1)
+        async with asyncio.TaskGroup() as tasks:  # first use of code and memory
+            for number in range(NUM_WARM):
+                planned = Planned(number / 4, SHORT_TOKENS[number % 2])
+                tasks.create_task(ask(client, model, f"warm-{number}", planned, time.perf_counter(), -1))
         began_s = time.perf_counter() + 0.5
         async with asyncio.TaskGroup() as tasks:
             asked = [
