@@ -293,13 +293,25 @@ def profile(
 @app.command()
 def replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
-    bundle: Annotated[str | None, typer.Option(help="Ask what this bundle would have decided.")] = None,
+    bundle: Annotated[
+        str | None, typer.Option(help="Ask what this bundle would have done: its first other decision, and figures.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="What an instance is in the figures. [default: fitted to the log]")
+    ] = None,
+    long_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Where long begins in the figures. [default: the recorded policy's]")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write the recorded timeline for ui.perfetto.dev.")
+    ] = None,
     output: OutputFormat = Output.TABLE,
 ) -> None:
     """Decide again on a recorded run and check that every command is the same."""
-    from pdmesh.cli.replay import run_replay
+    from pdmesh.cli.replay import ReplayOptions, run_replay
 
-    raise typer.Exit(run_replay(log, bundle, output))
+    options = ReplayOptions(log=log, bundle=bundle, profile=profile, long_tokens=long_tokens, perfetto=perfetto)
+    raise typer.Exit(run_replay(options, output))
 
 
 @app.command()

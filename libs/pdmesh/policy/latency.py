@@ -22,11 +22,11 @@ class ChunkShape:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step computes: chunks, and one token for each of its decodes."""
+    """What a step computes: chunks, and one token for each of its decodes. The mean of several steps is one too."""
 
     chunks: tuple[ChunkShape, ...]
-    num_decodes: int
-    num_decode_context_tokens: int  # summed over the decodes
+    num_decodes: float
+    num_decode_context_tokens: float  # summed over the decodes
 
 
 class LatencyModel(Protocol):

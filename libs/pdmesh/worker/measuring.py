@@ -40,8 +40,8 @@ def measure_at_start(engine: Engine, limit_s: float = START_LIMIT_S) -> tuple[Me
             MeasuredStep(
                 num_tokens=chunk.num_tokens,
                 num_history_tokens=chunk.num_history_tokens,
-                num_decodes=shape.num_decodes,
-                num_decode_context_tokens=shape.num_decode_context_tokens,
+                num_decodes=int(shape.num_decodes),
+                num_decode_context_tokens=int(shape.num_decode_context_tokens),
                 duration_s=seconds,
             )
         )
@@ -67,7 +67,8 @@ def step_s(engine: Engine, shape: StepShape) -> float:
 def _lengths(shape: StepShape) -> list[int]:
     """Tokens of each sequence: the chunks', then the decodes', all decodes as long as each other."""
     chunks = [chunk.num_history_tokens + chunk.num_tokens for chunk in shape.chunks]
-    return chunks + [shape.num_decode_context_tokens // max(1, shape.num_decodes)] * shape.num_decodes
+    num_decodes = int(shape.num_decodes)
+    return chunks + [int(shape.num_decode_context_tokens) // max(1, num_decodes)] * num_decodes
 
 
 def _batch(shape: StepShape, block_size: int) -> Iterator[SequenceSlice]:

@@ -28,6 +28,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.metrics import NO_SLO, Slo, keeps_slo
@@ -124,6 +125,8 @@ class RequestRecords:
                 self._step_done(event, now_s)
             case TransferOffered():
                 self._note(event, now_s, "offered")
+            case TransferPaused():
+                self._note(event, now_s, "transfer paused")
             case TransferLanded():
                 figures = {"num_bytes": float(event.num_bytes), "duration_s": event.duration_s}
                 detail = f"{event.num_bytes} bytes in {_ms(event.duration_s)}"
@@ -234,7 +237,13 @@ class RequestRecords:
 
     def _note(
         self,
-        event: TransferOffered | TransferLanded | TransferSent | TransferFailed | RequestFinished | KvReleased,
+        event: TransferOffered
+        | TransferPaused
+        | TransferLanded
+        | TransferSent
+        | TransferFailed
+        | RequestFinished
+        | KvReleased,
         now_s: float,
         what: str,
         detail: str = "",

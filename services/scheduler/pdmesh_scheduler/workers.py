@@ -22,6 +22,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.errors import InstanceUnavailable, ProtocolError
@@ -37,6 +38,7 @@ from pdmesh.wire.messages import (
     Heartbeat,
     LandedReport,
     OfferReport,
+    PausedReport,
     RegisterWorker,
     ReleasedReport,
     ReservedReport,
@@ -132,6 +134,7 @@ def _event(
     | StepReport
     | ReservedReport
     | OfferReport
+    | PausedReport
     | LandedReport
     | SentReport
     | TransferFailedReport
@@ -154,6 +157,8 @@ def _event(
             return DecodeReserved(instance_id, message.request_id, message.epoch)
         case OfferReport():
             return TransferOffered(instance_id, message.request_id, message.epoch)
+        case PausedReport():
+            return TransferPaused(instance_id, message.request_id, message.epoch)
         case LandedReport():
             return TransferLanded(instance_id, message.request_id, message.epoch, message.num_bytes, message.duration_s)
         case SentReport():
