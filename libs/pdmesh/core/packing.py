@@ -128,6 +128,9 @@ class Packer:
         if num_tokens <= 0:
             return
         state.num_planned_tokens = start + num_tokens
+        state.num_chunks_in_flight += 1
+        if state.num_chunks_in_flight == 1 and start > 0:
+            self._books.offer_again(state)
         draft.add(
             ChunkPlan(
                 request_id=request.request_id,

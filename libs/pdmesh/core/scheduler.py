@@ -38,6 +38,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.core.packing import Packer
@@ -137,6 +138,8 @@ class SchedulerCore:
                 self._decode_reserved(event)
             case TransferOffered():
                 self._transfer_offered(event)
+            case TransferPaused():
+                self._transfer_paused(event)
             case TransferLanded():
                 self._transfer_landed(event)
             case TransferSent():
@@ -155,6 +158,7 @@ class SchedulerCore:
             case _:
                 assert_never(event)
         self._packer.pack(self._bundle, now_s)
+        self._books.take_back_backends()
         self._ask_for_wake_up()
         return commands
 
@@ -240,12 +244,17 @@ class SchedulerCore:
         done = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
         for chunk in plan.chunks:
             state = self._books.find((chunk.request_id, chunk.epoch))
-            if state is None or state.phase is not Phase.PREFILLING:
+            if state is None:
+                continue
+            state.num_chunks_in_flight -= 1
+            if state.phase is not Phase.PREFILLING:
                 continue
             if done.get(state.key) != chunk.num_tokens:
                 self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
             elif chunk.is_last and state.decode_id == event.instance_id:
                 self._books.land(state)
+            elif state.is_preempted and state.decode_id is not None:
+                self._books.broker.preempted(state.decode_id)
 
     def _transfer_offered(self, event: TransferOffered) -> None:
         state = self._books.find((event.request_id, event.epoch))
@@ -266,6 +275,16 @@ class SchedulerCore:
             self._books.ignore("DecodeReserved")
             return
         self._books.grant(self._books.broker.reserve(event.instance_id, state.key))
+
+    def _transfer_paused(self, event: TransferPaused) -> None:
+        state = self._books.find((event.request_id, event.epoch))
+        keys = None
+        if state is not None and state.prefill_id == event.instance_id and state.decode_id is not None:
+            keys = self._books.broker.returned(state.decode_id, state.key)
+        if keys is None:
+            self._books.ignore("TransferPaused")
+        else:
+            self._books.grant(keys)
 
     def _transfer_landed(self, event: TransferLanded) -> None:
         state = self._books.find((event.request_id, event.epoch))

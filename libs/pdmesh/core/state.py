@@ -41,6 +41,7 @@ class RequestState:
     decode_id: InstanceId | None = None
     capability: int = 0
     num_planned_tokens: int = 0
+    num_chunks_in_flight: int = 0
 
     @property
     def key(self) -> RequestKey:
@@ -49,6 +50,11 @@ class RequestState:
     @property
     def is_planned(self) -> bool:
         return self.num_planned_tokens >= self.request.num_prompt_tokens
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
+        return self.phase is Phase.PREFILLING and not self.is_planned and not self.num_chunks_in_flight
 
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""

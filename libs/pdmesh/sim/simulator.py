@@ -15,6 +15,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
@@ -163,7 +164,7 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | FreeKv() | SetRole():
+            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | PauseTransfer() | FreeKv() | SetRole():
                 take = self._instances[command.instance_id].take
                 if self._config.control_delay_s:
                     self._agenda.at(self._agenda.now_s + self._config.control_delay_s, partial(take, command))

@@ -12,7 +12,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, RunStep, SetRole
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    FreeKv,
+    GrantTransfer,
+    PauseTransfer,
+    PlaceDecode,
+    RunStep,
+    SetRole,
+)
 from pdmesh.core.events import (
     DecodeReserved,
     Event,
@@ -24,6 +33,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.core.state import RequestKey
@@ -117,6 +127,13 @@ class ModelledInstance:
                     assert not hold.granted, f"{grant} twice"
                     assert hold.peer_id == grant.decode_instance_id, f"{grant} to another receiver"
                     hold.granted = True
+            case PauseTransfer() as pause:
+                hold = self.holds.get((pause.request_id, pause.epoch))
+                if hold is not None:
+                    assert hold.granted, f"{pause} without a grant"
+                    assert not hold.computed, f"{pause}, but all of it is computed"
+                    hold.granted = False
+                    self.events.append(TransferPaused(self.instance_id, pause.request_id, pause.epoch))
             case FreeKv() as free:
                 self.holds.pop((free.request_id, free.epoch), None)
                 self.events.append(KvReleased(self.instance_id, free.request_id, free.epoch))
@@ -212,7 +229,7 @@ class ModelledMesh:
     def send(self, command: Command) -> bool:
         """Put a command for an instance on its way; False if it is not for an instance that is there."""
         match command:
-            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | FreeKv() | SetRole():
+            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | PauseTransfer() | FreeKv() | SetRole():
                 instance = self.instances.get(command.instance_id)
                 if instance is not None:
                     instance.commands.append(command)

@@ -28,6 +28,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.model import Epoch, InstanceId, Request, RequestId
@@ -110,6 +111,8 @@ class RequestRecords:
                 self._step_done(event, now_s)
             case TransferOffered():
                 self._note(event, now_s, "offered")
+            case TransferPaused():
+                self._note(event, now_s, "transfer paused")
             case TransferLanded():
                 figures = {"num_bytes": float(event.num_bytes), "duration_s": event.duration_s}
                 detail = f"{event.num_bytes} bytes in {_ms(event.duration_s)}"
@@ -218,7 +221,13 @@ class RequestRecords:
 
     def _note(
         self,
-        event: TransferOffered | TransferLanded | TransferSent | TransferFailed | RequestFinished | KvReleased,
+        event: TransferOffered
+        | TransferPaused
+        | TransferLanded
+        | TransferSent
+        | TransferFailed
+        | RequestFinished
+        | KvReleased,
         now_s: float,
         what: str,
         detail: str = "",

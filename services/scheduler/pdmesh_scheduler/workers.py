@@ -22,6 +22,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.errors import InstanceUnavailable, ProtocolError
@@ -36,6 +37,7 @@ from pdmesh.wire.messages import (
     Heartbeat,
     LandedReport,
     OfferReport,
+    PausedReport,
     RegisterWorker,
     ReleasedReport,
     ReservedReport,
@@ -122,6 +124,7 @@ def _event(
     | StepReport
     | ReservedReport
     | OfferReport
+    | PausedReport
     | LandedReport
     | SentReport
     | TransferFailedReport
@@ -144,6 +147,8 @@ def _event(
             return DecodeReserved(instance_id, message.request_id, message.epoch)
         case OfferReport():
             return TransferOffered(instance_id, message.request_id, message.epoch)
+        case PausedReport():
+            return TransferPaused(instance_id, message.request_id, message.epoch)
         case LandedReport():
             return TransferLanded(instance_id, message.request_id, message.epoch, message.num_bytes, message.duration_s)
         case SentReport():
