@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.abc
@@ -25,30 +26,37 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    Outcome,
+    PauseTransfer,
     PlaceDecode,
+    Reject,
     RunStep,
+    WakeAt,
 )
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     DecodeReserved,
     Event,
     KvReleased,
+    LoadReported,
     RequestFinished,
     StepDone,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.core.state import RequestKey
-from pdmesh.eventlog import EventLogWriter
+from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, SamplingParams
 from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import BUNDLES
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.instance import SimInstance
 from pdmesh.sim.links import Links
 from pdmesh.sim.mesh import MeshShape
-from pdmesh.sim.recorded import Decision
+from pdmesh.sim.recorded import Decision, recorded_run
 from pdmesh.sim.result import RequestRun
 from pdmesh.sim.simulator import GATEWAY, SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, Synthetic, synthetic
@@ -69,8 +77,11 @@ from pdmesh.wire.messages import (
     Heartbeat,
     LandedReport,
     OfferReport,
+    Pause,
+    PausedReport,
     RegisterGateway,
     RegisterWorker,
+    Rejected,
     ReleasedReport,
     ReservedReport,
     RunPlan,
@@ -94,11 +105,14 @@ MODEL = LinearLatencyModel(
     a_s=0.013, b_s=0.0021, c_s=3.1e-6, d_s=1.7e-6, decode_a_s=0.011, decode_s=0.0017, decode_context_s=2.3e-6
 )
 CONFIG = CoreConfig(
-    policy=PolicyConfig(chunk_tokens=16, latency=MODEL, long_prompt_tokens=200, prefill_step_s=0.1), max_queue_s=8.0
+    policy=PolicyConfig(chunk_tokens=16, latency=MODEL, long_prompt_tokens=200, prefill_step_s=0.1), max_queue_s=2.0
 )
 SIM_CONFIG = SimConfig(port_bytes_per_s=1e6)
 MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"mixed": 2}]
 SEED = 3
+
+#: Where a worker that is told that KV moves sends it, as far as it knows.
+SOMEWHERE = InstanceId("somewhere")
 
 
 def a_workload(seed: int) -> list[Arrival]:
@@ -171,10 +185,10 @@ class ModelledMesh:
 
     def __init__(self) -> None:
         self.agenda = Agenda()
-        self.links = Links(self.agenda, SIM_CONFIG.port_bytes_per_s, self._drained)
         self.runs: dict[RequestKey, RequestRun] = {}
         self.workers: dict[InstanceId, Worker] = {}
         self.expected: dict[RequestKey, tuple[InstanceId, int]] = {}  # where its KV goes, under which capability
+        self.links = Fabric(self, self._drained)
         self.turns: dict[InstanceId, None] = {}
 
     def settle(self) -> bool:
@@ -189,13 +203,24 @@ class ModelledMesh:
     def want_turn(self, instance_id: InstanceId) -> None:
         self.turns[instance_id] = None
 
-    def land(self, receiver_id: InstanceId, key: RequestKey, duration_s: float) -> None:
-        self.workers[receiver_id].instance.land(key, duration_s)
+    def land(self, _receiver_id: InstanceId, key: RequestKey, duration_s: float) -> None:
+        self.workers[self.expected[key][0]].instance.land(key, duration_s)
 
     def _drained(self, key: RequestKey) -> None:
         prefill_id = self.runs[key].prefill_id
         assert prefill_id is not None
         self.workers[prefill_id].instance.drained(key)
+
+
+class Fabric(Links):
+    """Moves KV to where it is expected: as on the wire, an instance that prefills hears of that with the grant."""
+
+    def __init__(self, mesh: ModelledMesh, on_drained: Callable[[RequestKey], None]) -> None:
+        super().__init__(mesh.agenda, SIM_CONFIG.port_bytes_per_s, on_drained)
+        self._expected = mesh.expected
+
+    def send(self, key: RequestKey, sender: InstanceId, _receiver: InstanceId, num_bytes: float) -> None:
+        super().send(key, sender, self._expected[key][0], num_bytes)
 
 
 class Worker:
@@ -246,13 +271,13 @@ class Worker:
             case RunPlan():
                 return RunStep(instance_id=instance_id, plan=message.plan)
             case Admit():
-                request_id, epoch = key = message.generation.request_id, message.generation.epoch
+                request_id, epoch = message.generation.request_id, message.generation.epoch
                 return AdmitPrefill(
                     instance_id=instance_id,
                     request_id=request_id,
                     epoch=epoch,
                     num_blocks=message.num_blocks,
-                    decode_instance_id=expected[key][0] if message.kv_moves else None,
+                    decode_instance_id=SOMEWHERE if message.kv_moves else None,
                 )
             case ExpectKv():
                 request_id, epoch = message.generation.request_id, message.generation.epoch
@@ -275,6 +300,8 @@ class Worker:
                     decode_instance_id=destination_id,
                     capability=message.capability,
                 )
+            case Pause():
+                return PauseTransfer(instance_id=instance_id, request_id=message.request_id, epoch=message.epoch)
             case Free():
                 return FreeKv(instance_id=instance_id, request_id=message.request_id, epoch=message.epoch)
             case _:
@@ -294,6 +321,8 @@ def as_message(event: Event) -> WorkerUp:
             return ReservedReport(request_id=event.request_id, epoch=event.epoch)
         case TransferOffered():
             return OfferReport(request_id=event.request_id, epoch=event.epoch)
+        case TransferPaused():
+            return PausedReport(request_id=event.request_id, epoch=event.epoch)
         case TransferLanded():
             return LandedReport(
                 request_id=event.request_id,
@@ -467,3 +496,52 @@ def test_the_service_decides_as_the_simulator_does(mesh: Pools, bundle: str, see
     assert len(served.decisions) == len(decisions)
     assert tokens_of(served.runs) == tokens_of(runs)
     assert any(run.num_preemptions for run in runs) == (bundle != "fcfs")
+
+
+def test_all_that_matters_happens_in_the_cases_above() -> None:
+    """Requests are refused, prompts preempted, transfers paused and gone on with."""
+    kinds = set[type]()
+    for bundle in ("fcfs", "pdmesh"):
+        decisions, _ = simulate(a_workload(0), profiles_of({"prefill": 2, "decode": 2}), bundle)
+        kinds |= {type(command) for decision in decisions for command in decision.commands}
+    assert kinds >= {PlaceDecode, GrantTransfer, PauseTransfer, FreeKv, Reject, WakeAt}
+
+
+def test_heartbeats_decide_nothing() -> None:
+    arrivals, profiles = a_workload(0), profiles_of({"prefill": 2, "decode": 2})
+    decisions, _ = simulate(arrivals, profiles, "pdmesh")
+    served = serve(arrivals, profiles, "pdmesh", heartbeat_s=0.25)
+    beats = [decision for decision in served.decisions if isinstance(decision.event, LoadReported)]
+    assert len(beats) > 100
+    assert not any(beat.commands for beat in beats)
+    assert [decision for decision in served.decisions if not isinstance(decision.event, LoadReported)] == decisions
+
+
+@pytest.mark.parametrize("bundle", ["fcfs", "pdmesh"])
+def test_records_and_gateways_are_told_what_was_simulated(bundle: str) -> None:
+    arrivals, profiles = a_workload(0), profiles_of({"prefill": 1, "decode": 1})
+    _, runs = simulate(arrivals, profiles, bundle)
+    served = serve(arrivals, profiles, bundle)
+    for run in runs:
+        record = served.records.get(run.request.request_id)
+        assert record is not None
+        assert (record.state, record.bundle) == (run.outcome, bundle)
+        assert (record.first_token_s, record.last_token_s) == (run.ttft_s, run.jct_s)
+    rejected = [message.request_id for message in served.heard if isinstance(message, Rejected)]
+    assert sorted(rejected) == [run.request.request_id for run in runs if run.outcome is Outcome.REJECTED] != []
+
+
+@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+def test_the_log_of_a_live_run_replays_to_the_same_commands_and_tells_of_the_run(tmp_path: Path, bundle: str) -> None:
+    arrivals, profiles = a_workload(1), profiles_of({"prefill": 1, "decode": 1})
+    path = tmp_path / "events.log"
+    header = Header(seed=SEED, bundle=bundle, config=CONFIG, started_at=0.0, started_s=0.0)
+    with EventLogWriter(path, header) as log:
+        served = serve(arrivals, profiles, bundle, heartbeat_s=1.0, log=log)
+    with EventLogReader(path) as read:
+        decisions = [Decision(entry.now_s, entry.event, tuple(commands)) for entry, commands in replay(read)]
+    assert decisions == served.decisions
+    recorded = recorded_run(decisions)
+    finished = [run for run in served.runs if run.token_times_s]
+    assert [run.ttft_s for run in recorded.result.requests] == pytest.approx([run.ttft_s for run in finished])
+    assert [run.jct_s for run in recorded.result.requests] == pytest.approx([run.jct_s for run in finished])
