@@ -78,7 +78,7 @@ from pdmesh.wire.messages import (
     WorkerDown,
     pack_token_ids,
 )
-from pdmesh_scheduler.main import core_config_of, serve
+from pdmesh_scheduler.main import serve
 
 pytestmark = pytest.mark.anyio
 
@@ -272,7 +272,7 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
         ]
         record = await mesh.ask(GetRequest(request_id="r"))
         assert isinstance(record, RequestRecord)
-        assert (record.num_prompt_tokens, record.bundle) == (8, "fcfs")
+        assert (record.num_prompt_tokens, record.bundle) == (8, "pdmesh")
         figures = {entry.what: entry.figures for entry in record.entries}
         assert figures["sent"] == {"num_bytes": 1000.0, "duration_s": 0.5, "exposed_s": 0.25}
 
@@ -360,22 +360,22 @@ async def test_an_operator_switches_the_policy_while_serving() -> None:
         plan = await m.expect(RunPlan)
         before = await mesh.ask(GetPolicies())
         assert isinstance(before, Policies)
-        assert before.bundle == "fcfs"
+        assert before.bundle == "pdmesh"
         assert {"fcfs", "medha", "pdmesh"} <= set(before.bundles)
-        assert await mesh.ask(SetPolicy(bundle="pdmesh")) == Policies(bundle="pdmesh", bundles=before.bundles)
+        assert await mesh.ask(SetPolicy(bundle="fcfs")) == Policies(bundle="fcfs", bundles=before.bundles)
         m.post(step_report(plan))
         refusal = await mesh.ask(SetPolicy(bundle="quick"))
         assert isinstance(refusal, AdminError)
         assert "'quick'" in refusal.message
         status = await mesh.ask(GetStatus())
         assert isinstance(status, MeshState)
-        assert (status.bundle, status.num_running) == ("pdmesh", 1)
+        assert (status.bundle, status.num_running) == ("fcfs", 1)
 
 
 async def test_an_unknown_profile_stops_the_start() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile="abacus"))
     with pytest.raises(ConfigError, match=r"'abacus'.*h200-llama3-8b"):
-        core_config_of(config.scheduler)
+        await serve(config, Context(ready_fd=None))
 
 
 async def test_an_expired_lease_loses_the_instance() -> None:

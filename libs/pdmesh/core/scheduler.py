@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import assert_never
 
 from pdmesh.core.books import Books
@@ -41,6 +42,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
@@ -49,6 +51,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId, RejectReason, Request
 from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.latency import LinearLatencyModel
 
 
 class SchedulerCore:
@@ -60,6 +63,7 @@ class SchedulerCore:
         self._books = Books()
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._packer = Packer(self._books, config.plans_in_flight, rng)
+        self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._now_s = 0.0
         self._wake_s: float | None = None
 
@@ -68,6 +72,11 @@ class SchedulerCore:
     @property
     def bundle(self) -> str:
         return self._bundle.name
+
+    @property
+    def latency(self) -> LinearLatencyModel:
+        """What steps are predicted by now."""
+        return self._learner.model
 
     @property
     def num_waiting(self) -> int:
@@ -120,6 +129,8 @@ class SchedulerCore:
                 self._reunion.gateway_lost(event.gateway_id)
             case InstanceJoined():
                 self._reunion.instance_joined(event.profile, event.residents, now_s)
+                if self._learner.joined(event.profile):
+                    self._rebuild_bundle(self._bundle.name)
             case InstanceUnreachable():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_reachable(False)
@@ -241,6 +252,8 @@ class SchedulerCore:
             self._books.ignore("StepDone")
             return
         instance.queue_tokens(-sum(chunk.num_tokens for chunk in plan.chunks))
+        if self._learner.step_done(instance, plan, event):
+            self._rebuild_bundle(self._bundle.name)
         done = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
         for chunk in plan.chunks:
             state = self._books.find((chunk.request_id, chunk.epoch))
@@ -329,10 +342,16 @@ class SchedulerCore:
 
     def _bundle_change_requested(self, name: str) -> None:
         try:
-            self._bundle = make_bundle(name, self._config.policy)
+            self._rebuild_bundle(name)
         except ConfigError:
             self._books.ignore("BundleChangeRequested")
-            return
+
+    def _rebuild_bundle(self, name: str) -> None:
+        """Decide by the bundle called ``name`` from here on, and by what is known of latency now.
+
+        Raises ConfigError if there is none.
+        """
+        self._bundle = make_bundle(name, replace(self._config.policy, latency=self._learner.model))
         self._books.queue.reorder(self._bundle.order)
         for instance in self._books.instances.values():
             instance.reorder(self._bundle.order)

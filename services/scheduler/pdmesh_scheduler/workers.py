@@ -26,7 +26,8 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import InstanceId
+from pdmesh.model import InstanceId, InstanceProfile
+from pdmesh.policy.profile import Profile, Subject
 from pdmesh.wire.endpoint import check_token
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
@@ -64,12 +65,14 @@ class WorkerStreams:
     config: SchedulerConfig
     security: SecurityConfig
     stopping: anyio.Event
+    profile: Profile | None = None  # what steps are predicted by, if the operator named it
 
     async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
         """One stream, from its registration to its end."""
         frames = link.frames()
         registration, rest = await first_message(frames, RegisterWorker)
         _check(registration, self.security)
+        self._check_profile(registration.profile)
         instance_id = registration.profile.instance_id
 
         with anyio.CancelScope() as scope:
@@ -94,6 +97,13 @@ class WorkerStreams:
                     self.driver.post(InstanceUnreachable(instance_id))
         if scope.cancelled_caught:
             raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
+
+    def _check_profile(self, instance: InstanceProfile) -> None:
+        """Refuse an instance that the operator's profile says nothing of. Raises ProtocolError."""
+        problem = None if self.profile is None else self.profile.mismatch(Subject.of(instance))
+        if problem is not None:
+            log.error("instance refused", instance_id=instance.instance_id, reason=problem)
+            raise ProtocolError(problem)
 
     def expired(self, instance_id: InstanceId) -> None:
         log.error("instance lost: its lease ran out", instance_id=instance_id)
