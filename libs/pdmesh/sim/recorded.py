@@ -155,7 +155,8 @@ class _Recorder:
                     run.decode_id = command.decode_instance_id or command.instance_id
                     run.placed_s = now_s if run.placed_s is None else run.placed_s
             case GrantTransfer():
-                if tracked := self._requests.get(command.request_id):
+                tracked = self._requests.get(command.request_id)
+                if tracked is not None and tracked.run.granted_s is None:
                     tracked.run.granted_s = now_s
             case ForgetRequest():
                 if tracked := self._requests.get(command.request_id):
