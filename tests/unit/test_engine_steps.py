@@ -62,7 +62,7 @@ def test_a_hook_may_run_another_step(engine: TorchEngine) -> None:
 def test_an_interrupted_step_is_bit_identical(tmp_path: Path, dtype: str, native: bool) -> None:
     """A chunk with history and a decode, interrupted in any layer by another prompt: the same KV and the same draws."""
     params = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=5)
-    write_checkpoint(tmp_path, num_layers=3)
+    write_checkpoint(tmp_path, num_layers=3, hidden_size=128, head_dim=32, num_heads=4, num_kv_heads=2)
     long, decoding, other = (list(range(first, first + 48)) for first in (3, 60, 120))
 
     def run(interrupt_at: int | None) -> tuple[list[SliceResult], list[SliceResult], list[bytes]]:
