@@ -98,7 +98,6 @@ def study(model: Model, name: str, bundle: str) -> Study:
         long_prompt_tokens=LONG_RANGE[0],
         chunk_tokens=2048,
         prefill_step_s=1.0,
-        max_group_step_overhead=0.1,
     )
     mesh = MeshShape(
         num_prefill=0,

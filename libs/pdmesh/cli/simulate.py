@@ -21,7 +21,7 @@ from pdmesh.metrics import Slo
 from pdmesh.model import KvLayout
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
-from pdmesh.policy.latency import LLAMA_3_8B, LLAMA_3_70B, PROFILES
+from pdmesh.policy.latency import LLAMA_3_8B, LLAMA_3_70B, PROFILES, group_model
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.report import GroupReport, Percentiles, SimReport, report
@@ -47,6 +47,8 @@ class SimulateOptions:
     prefill: int
     decode: int
     mixed: int
+    group_size: int
+    groups: int | None
     profile: str
     bundles: Sequence[str]
     chunk_tokens: int | None
@@ -67,6 +69,9 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     write_plot = None if options.plot is None else _plotter()
     arrivals = _workload(options, long_range)
     policy = PolicyConfig(latency=PROFILES[options.profile])
+    if options.group_size > 1:
+        group_latency = group_model(options.profile, options.group_size)
+        policy = replace(policy, group_latency=group_latency, long_prompt_tokens=long_range[0])
     if options.chunk_tokens is not None:
         policy = replace(policy, chunk_tokens=options.chunk_tokens)
     mesh = MeshShape(
@@ -75,6 +80,8 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         num_mixed=options.mixed,
         kv_layout=_kv_layout(options.profile),
         num_kv_tokens=options.kv_tokens,
+        group_size=options.group_size if options.group_size > 1 else 0,
+        num_groups=options.groups,
         num_transfer_backends=options.transfer_backends,
     )
     config = SimConfig(port_bytes_per_s=options.port_gbytes_per_s * 1e9, control_delay_s=options.control_delay_ms / 1e3)
@@ -83,7 +90,11 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         for bundle in options.bundles:
             task = progress.add_task(bundle, total=len(arrivals))
             simulator = Simulator(
-                study_core(bundle, policy, options.seed), mesh.instances(policy.latency), arrivals, config
+                study_core(bundle, policy, options.seed),
+                mesh.instances(policy.latency),
+                arrivals,
+                config,
+                group_model=policy.group_latency,
             )
             results[bundle] = simulator.run(advance(progress, task))
 
@@ -118,6 +129,11 @@ def _checked(options: SimulateOptions) -> tuple[int, int]:
         raise ConfigError(f"no profile is called {options.profile!r}: use one of {', '.join(PROFILES)}")
     if not options.mixed and not (options.prefill and options.decode):
         raise ConfigError("a mesh needs prefill and decode instances, or mixed ones")
+    if options.group_size > 1 and options.group_size > options.mixed:
+        raise ConfigError(f"--group-size {options.group_size}: there are {options.mixed} mixed instances to group")
+    num_grouped = options.group_size * (options.groups or options.mixed // options.group_size)
+    if "reservation" in options.bundles and options.group_size > 1 and num_grouped >= options.mixed + options.prefill:
+        raise ConfigError("reservation leaves short prompts no instance: take more, or fewer --groups")
     low, comma, high = options.long_range.partition(",")
     try:
         long_range = int(low), int(high)
