@@ -44,10 +44,11 @@ from pdmesh.core.events import (
     TransferOffered,
     TransferPaused,
 )
+from pdmesh.core.openings import Openings
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import RequestKey
+from pdmesh.core.state import Instance, RequestKey
 from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, Role, StepPlan
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
@@ -96,7 +97,10 @@ class MeshMachine(RuleBasedStateMachine):
         self.new_core()
 
     def new_core(self) -> None:
-        self.core = SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0))
+        self.core, self.diligent = (
+            SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0)) for _ in range(2)
+        )
+        make_diligent(self.diligent)
         self.ended: set[RequestKey] = set()
         self.waiting: dict[RequestKey, Request] = {}  # accepted and not placed
         self.offered: list[RequestKey] = []  # in order of first offer
@@ -133,7 +137,9 @@ class MeshMachine(RuleBasedStateMachine):
         if isinstance(event, InstanceJoined | InstanceLost):
             self.cut_off(event.profile.instance_id if isinstance(event, InstanceJoined) else event.instance_id)
         preempted = self.preempted()
-        for command in self.core.handle(event, self.now_s):
+        commands = self.core.handle(event, self.now_s)
+        assert self.diligent.handle(event, self.now_s) == commands, "an instance was overlooked"
+        for command in commands:
             match command:
                 case AdmitPrefill():
                     key = (command.request_id, command.epoch)
@@ -513,6 +519,22 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(Tick())
             busy = True
         return busy
+
+
+class EveryInstance(Openings):
+    """Looks at every instance each time."""
+
+    def update(self, bundle: Bundle) -> None:
+        self._bundle = None
+        super().update(bundle)
+
+    def instances(self) -> list[Instance]:
+        return list(self._books.instances.values())
+
+
+def make_diligent(core: SchedulerCore) -> None:
+    """Have it pack as if it could not tell which instances have changed."""
+    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight)
 
 
 def key_of(request: Request) -> RequestKey:

@@ -20,6 +20,8 @@ class Books:
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, Instance] = {}
+        self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
+        self.num_joined = 0
         self.groups: dict[str, list[Instance]] = {}  # of those that compute long prompts together
         self.queue = WaitingQueue()
         self.broker = TransferBroker(self._is_preempted)

@@ -2,7 +2,7 @@
 
 An instance's running prompts and the first in line compete for its next plan. So a more urgent request takes the step
 after the ones in flight, and a prompt that it overtakes is preempted at a chunk boundary: its KV stays where it is.
-Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.interrupting`).
+Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.openings`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
-from pdmesh.core.interrupting import can_be_interrupted, may_interrupt
+from pdmesh.core.openings import Openings
 from pdmesh.core.placing import Placement, Wait, could_place, needs_group, place, place_in_group
 from pdmesh.core.queue import in_order
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
@@ -43,17 +43,18 @@ class Packer:
 
     def __init__(self, books: Books, plans_in_flight: int, rng: random.Random) -> None:
         self._books = books
-        self._plans_in_flight = plans_in_flight
+        self._openings = Openings(books, plans_in_flight)
         self._rng = rng
 
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
-        instances = list(self._books.instances.values())
+        self._openings.update(bundle)
+        instances = self._openings.instances()
         while instances:
             benches = {
                 instance.instance_id: bench
                 for instance in instances
-                if (bench := self._bench(bundle, instance, now_s)) is not None
+                if (bench := self._bench(instance, now_s)) is not None
             }
             if not benches:
                 return
@@ -62,17 +63,16 @@ class Packer:
                 self._plan_running(bundle, benches, bench, in_order(bundle.order, bench.running, now_s))
             # Those that got nothing now get nothing in the next round either: room only shrinks.
             instances = [bench.instance for bench in benches.values() if self._run_step(bundle, bench)]
+            self._openings.update(bundle)
 
-    def _bench(self, bundle: Bundle, instance: Instance, now_s: float) -> _Bench | None:
+    def _bench(self, instance: Instance, now_s: float) -> _Bench | None:
         """None if there is nothing that the instance could be given."""
         could_place = self._books.queue.has_line and instance.role.can_prefill
         if not instance.reachable or not (instance.prefills or could_place):
             return None
-        if instance.num_regular_plans < self._plans_in_flight:
+        if self._openings.has_room(instance):
             return _Bench(instance, Draft(now_s), list(instance.prefills))
-        if not can_be_interrupted(bundle, instance):
-            return None
-        urgent = [state for state in instance.prefills if may_interrupt(bundle, self._books, instance, state, now_s)]
+        urgent = [state for state in instance.prefills if self._openings.may_interrupt(instance, state, now_s)]
         return _Bench(instance, Draft(now_s), urgent, urgent=True) if urgent or could_place else None
 
     def _place_waiting(self, bundle: Bundle, benches: dict[InstanceId, _Bench], now_s: float) -> None:
@@ -134,7 +134,7 @@ class Packer:
 
     def _fits(self, bundle: Bundle, bench: _Bench, state: RequestState) -> bool:
         """Whether the step takes a first chunk of a waiting request; an empty one takes any."""
-        if bench.urgent and not may_interrupt(bundle, self._books, bench.instance, state, bench.draft.now_s):
+        if bench.urgent and not self._openings.may_interrupt(bench.instance, state, bench.draft.now_s):
             return False
         return not bench.held and (
             not bench.draft.chunks or bundle.packing.num_tokens(bench.instance.view, bench.draft, state.request, 0) > 0
@@ -242,7 +242,7 @@ class Packer:
         if not draft.chunks:
             return False
         urgent = bench.urgent or all(
-            may_interrupt(bundle, self._books, instance, self._books.requests[chunk.request_id], draft.now_s)
+            self._openings.may_interrupt(instance, self._books.requests[chunk.request_id], draft.now_s)
             for chunk in draft.chunks
         )
         plan = StepPlan(

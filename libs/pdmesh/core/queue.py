@@ -26,6 +26,7 @@ class WaitingQueue:
         # dict, finds its first entry at once after many deletions at the front.)
         self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
         self.num_tokens = 0
+        self._prompt_tokens: list[int] = []  # of all that wait, sorted
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -48,6 +49,11 @@ class WaitingQueue:
         return min((state for state, key in zip(heads, keys, strict=True) if key == first), key=_arrival)
 
     @property
+    def least_prompt_tokens(self) -> int:
+        """Nobody who waits has a shorter prompt. There must be someone."""
+        return self._prompt_tokens[0]
+
+    @property
     def next_deadline_s(self) -> float | None:
         return next(iter(self._deadlines.values()))[0] if self._deadlines else None
 
@@ -62,10 +68,12 @@ class WaitingQueue:
         self._join_line(state)
         self._deadlines[state.key] = deadline_s, state
         self.num_tokens += state.request.num_prompt_tokens
+        insort(self._prompt_tokens, state.request.num_prompt_tokens)
 
     def remove(self, state: RequestState) -> None:
         del self._deadlines[state.key]
         self.num_tokens -= state.request.num_prompt_tokens
+        del self._prompt_tokens[bisect_left(self._prompt_tokens, state.request.num_prompt_tokens)]
         if self._parked.pop(state.key, None) is None:
             self._leave_line(state)
 
@@ -104,7 +112,9 @@ class WaitingQueue:
         assert num_in_line + len(self._parked) == len(self._deadlines), (
             f"{num_in_line} in line and {len(self._parked)} parked are not {len(self._deadlines)} waiting"
         )
-        num_tokens = sum(state.request.num_prompt_tokens for _, state in self._deadlines.values())
+        prompt_tokens = sorted(state.request.num_prompt_tokens for _, state in self._deadlines.values())
+        num_tokens = sum(prompt_tokens)
+        assert prompt_tokens == self._prompt_tokens, "the lengths are not those of the prompts that wait"
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, books say {self.num_tokens}"
         for lane in self._lanes.values():
             places = [_place(state) for state in lane]

@@ -93,8 +93,18 @@ class Hold:
 class Instance:
     """One instance's books."""
 
-    def __init__(self, profile: InstanceProfile, *, next_plan_id: int = 0, draining: bool = False) -> None:
+    def __init__(
+        self,
+        profile: InstanceProfile,
+        *,
+        changed: dict[InstanceId, None],
+        number: int = 0,
+        next_plan_id: int = 0,
+        draining: bool = False,
+    ) -> None:
+        """``changed`` takes note of every change; ``number`` counts the instances as they join."""
         self.profile = profile
+        self.number = number
         self.instance_id = profile.instance_id
         self.role = profile.role
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
@@ -117,6 +127,12 @@ class Instance:
         self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
         self._num_resident_blocks = 0
         self._view: InstanceView | None = None
+        self._changed = changed
+        self._change()
+
+    def _change(self) -> None:
+        self._view = None
+        self._changed[self.instance_id] = None
 
     # --- holds ---
 
@@ -163,7 +179,7 @@ class Instance:
         elif kind is HoldKind.RESIDENT:
             self._num_resident_blocks += sign * num_blocks
             self._num_with_tpot[hold.slo_tpot_s] += sign
-        self._view = None
+        self._change()
 
     # --- plans ---
 
@@ -177,6 +193,7 @@ class Instance:
         self.plans[plan.plan_id] = plan
         if plan.urgent:
             self.urgent_plan_id = plan.plan_id
+        self._change()
 
     def end_plan(self, plan_id: int) -> StepPlan | None:
         """The plan, if it was in flight."""
@@ -192,7 +209,7 @@ class Instance:
     def queue_tokens(self, num_tokens: int) -> None:
         """Count prompt tokens placed here (or, negative, computed or dropped)."""
         self.num_queued_tokens += num_tokens
-        self._view = None
+        self._change()
 
     def add_prefill(self, state: RequestState) -> None:
         self.prefills.append(state)
@@ -200,6 +217,7 @@ class Instance:
 
     def drop_prefill(self, state: RequestState) -> None:
         """The request ended: what was not planned of it never will be."""
+        self._change()
         if state in self.prefills:
             self.prefills.remove(state)
             self.queue_tokens(state.num_planned_tokens - state.request.num_prompt_tokens)
@@ -282,19 +300,19 @@ class Instance:
 
     def set_draining(self, draining: bool) -> None:
         self.draining = draining
-        self._view = None
+        self._change()
 
     def set_reachable(self, reachable: bool) -> None:
         self.reachable = reachable
-        self._view = None
+        self._change()
 
     def set_quarantined(self, num_blocks: int) -> None:
         self.num_quarantined_blocks = num_blocks
-        self._view = None
+        self._change()
 
     def set_role(self, role: Role) -> None:
         self.role = role
-        self._view = None
+        self._change()
 
     @property
     def view(self) -> InstanceView:
