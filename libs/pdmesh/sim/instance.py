@@ -4,6 +4,9 @@ It runs the next plan if there is one, else a decode step over its residents. Co
 appointment. When a plan or a resident comes in between, it is cut short to the end of the step that is then running, so
 the result is the same as step by step.
 
+An urgent plan runs when a planned step that is running comes to the end of its layer; all layers take equally long.
+What is left of the interrupted step is computed after it.
+
 KV moves layer by layer. A chunk's KV may move from the moment its step begins, except the last layer's, which may when
 the step has ended; so a transfer never lands before its prompt is computed.
 """
@@ -15,8 +18,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from heapq import heappop, heappush
+from math import ceil
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -59,6 +62,20 @@ class _Prefill:
     granted_s: float | None = None  # for the first time
     computed_s: float | None = None
     num_unsent_bytes: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A planned step that is running, or was interrupted."""
+
+    plan: StepPlan
+    num_decodes: int
+    started_s: float
+    duration_s: float
+    end_s: float
+    end: Appointment
+    interruption: Appointment | None = None
+    nested_s: float = 0.0  # of the urgent steps that ran inside it
 
 
 class SimInstance:
@@ -104,6 +121,8 @@ class SimInstance:
         self._joined_at: dict[RequestKey, int] = {}
         self._num_turns = 0
         self._busy = False
+        self._step: _Step | None = None
+        self._interrupted: _Step | None = None
         self._decode_run: list[float] = []  # when each step of the running decode run ends
         self._run_started_s = 0.0
         self._end_of_run: Appointment | None = None
@@ -123,7 +142,11 @@ class SimInstance:
                 self._hold(key, command.num_blocks)
                 self._report(DecodeReserved(self.instance_id, *key))
             case RunStep():
-                self._plans.append(command.plan)
+                if command.plan.urgent:
+                    self._plans.appendleft(command.plan)
+                    self._plan_interruption()
+                else:
+                    self._plans.append(command.plan)
                 self._stir()
             case GrantTransfer():
                 self._grant((command.request_id, command.epoch))
@@ -185,13 +208,44 @@ class SimInstance:
 
     def _begin_step(self, plan: StepPlan) -> None:
         self._busy = True
-        self._num_turns += 1
+        if self._interrupted is None:
+            self._num_turns += 1
         shapes = tuple([self._begin_chunk(chunk) for chunk in plan.chunks])
         num_decodes = len(self._residents) if plan.with_decodes else 0
         num_context_tokens = self._num_context_tokens if num_decodes else 0
-        started_s = self._agenda.now_s
-        end_s = started_s + self._model.step_s(StepShape(shapes, num_decodes, num_context_tokens))
-        self._agenda.at(end_s, partial(self._end_step, plan, num_decodes, started_s))
+        now_s = self._agenda.now_s
+        duration_s = self._model.step_s(StepShape(shapes, num_decodes, num_context_tokens))
+        end_s = now_s + duration_s
+        end = self._agenda.at(end_s, self._end_step)
+        self._step = _Step(plan, num_decodes, now_s, duration_s, end_s, end)
+
+    def _plan_interruption(self) -> None:
+        """At the end of the layer that is being computed, if it is not the last one."""
+        step, now_s = self._step, self._agenda.now_s
+        if step is None or step.plan.urgent:
+            return
+        num_layers = self.profile.kv_layout.num_layers
+        layer_s = step.duration_s / num_layers
+        num_done = ceil((now_s - step.started_s - step.nested_s) / layer_s - 1e-9)
+        if num_done < num_layers:
+            at_s = max(now_s, step.started_s + step.nested_s + num_done * layer_s)
+            step.interruption = self._agenda.at(at_s, self._interrupt)
+
+    def _interrupt(self) -> None:
+        """Run the urgent plan now; what is left of the running step comes after it."""
+        step = self._interrupted = self._step
+        assert step is not None
+        step.end.cancel()
+        for chunk in step.plan.chunks:
+            self._prefills[chunk.request_id, chunk.epoch].run.num_preemptions += 1
+        self._begin_step(self._plans.popleft())
+
+    def _resume(self, step: _Step, nested_s: float) -> None:
+        self._busy = True
+        self._step, self._interrupted = step, None
+        step.nested_s += nested_s
+        step.end_s += nested_s
+        step.end = self._agenda.at(max(step.end_s, self._agenda.now_s), self._end_step)
 
     def _begin_chunk(self, chunk: ChunkPlan) -> ChunkShape:
         key = (chunk.request_id, chunk.epoch)
@@ -207,22 +261,29 @@ class SimInstance:
         self._move(key, prefill, chunk.num_tokens * self._token_bytes * (1 - self._last_layer_share))
         return ChunkShape(chunk.num_tokens, chunk.start)
 
-    def _end_step(self, plan: StepPlan, num_decodes: int, started_s: float) -> None:
-        now_s = self._agenda.now_s
+    def _end_step(self) -> None:
+        step, now_s = self._step, self._agenda.now_s
+        assert step is not None
+        plan, num_decodes = step.plan, step.num_decodes
         self._busy = False
-        self.steps.append(StepSpan(started_s, now_s, plan.chunks, num_decodes))
+        self._step = None
+        duration_s = now_s - step.started_s - step.nested_s
+        self.steps.append(StepSpan(step.started_s, now_s, plan.chunks, num_decodes, nested_s=step.nested_s))
         done = tuple(
             [
                 ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
                 for c in plan.chunks
             ]
         )
-        self._report(StepDone(self.instance_id, plan.plan_id, now_s - started_s, done, num_decodes))
+        self._report(StepDone(self.instance_id, plan.plan_id, duration_s, done, num_decodes))
         for chunk in plan.chunks:
             self._end_chunk(chunk)
         if num_decodes:
             self._decoded([now_s], num_decodes)
-        self._want_turn(self.instance_id)
+        if self._interrupted is not None:
+            self._resume(self._interrupted, now_s - step.started_s)
+        else:
+            self._want_turn(self.instance_id)
 
     def _end_chunk(self, chunk: ChunkPlan) -> None:
         key = (chunk.request_id, chunk.epoch)

@@ -37,6 +37,7 @@ def simulate(
     bundle: str = "fcfs",
     model: LatencyModel = BINARY_MODEL,
     chunk_tokens: int = 16,
+    policy: PolicyConfig | None = None,
     num_kv_tokens: int = 4096,
     max_num_seqs: int = 8,
     num_transfer_backends: int = 4,
@@ -53,5 +54,5 @@ def simulate(
         max_num_seqs=max_num_seqs,
         num_transfer_backends=num_transfer_backends,
     )
-    core = study_core(bundle, PolicyConfig(chunk_tokens=chunk_tokens), seed)
+    core = study_core(bundle, policy or PolicyConfig(chunk_tokens=chunk_tokens), seed)
     return Simulator(core, mesh.instances(model), arrivals, config).run()
