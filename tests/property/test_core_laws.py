@@ -140,7 +140,7 @@ class MeshMachine(RuleBasedStateMachine):
                     assert key not in self.placed, f"{key} placed twice"
                     self.placed.add(key)
                     self.num_unplanned[key] = self.waiting[key].num_prompt_tokens
-                    assert self.waiting[key] is self.first_in_line(), "overtaken"
+                    self.check_overtakes_nobody(self.waiting[key])
                     del self.waiting[key]
                 case PlaceDecode():
                     self.receiver_of[command.request_id, command.epoch] = command.instance_id
@@ -226,15 +226,21 @@ class MeshMachine(RuleBasedStateMachine):
         self.plans = {key: plan for key, plan in self.plans.items() if key[0] != instance_id}
         self.asked = {key: receiver for key, receiver in self.asked.items() if receiver != instance_id}
 
-    def first_in_line(self) -> Request:
-        """By the bundle's order, its lanes and its ties, of all that wait."""
+    def check_overtakes_nobody(self, placed: Request) -> None:
+        """By the bundle's order, its lanes and its ties, of all that wait.
+
+        A policy may let a prompt wait for its turn behind long ones, and with it its lane.
+        """
         order = self.chosen.order
-        ranks = {key: order.rank(request, 0) for key, request in self.waiting.items()}
+        ranks = {key: order.rank(request, 0, None) for key, request in self.waiting.items()}
         line = sorted(self.waiting, key=lambda key: (ranks[key].place, *order_of(self.waiting[key])), reverse=True)
         heads = list({ranks[key].lane: key for key in line}.values())
         keys = order.keys([ranks[key] for key in heads], self.now_s)
-        first = min(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
-        return self.waiting[first[1]]
+        first = sorted(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
+        line = [head for _, head in first]
+        for head in line[: line.index(key_of(placed))]:
+            may_wait = self.chosen.is_long(self.waiting[head]) or self.chosen.name == "pecsched-no-preemption"
+            assert may_wait, f"{head} is overtaken"
 
     def is_current(self, request_id: RequestId, epoch: Epoch) -> bool:
         request = self.awaited.get(request_id)

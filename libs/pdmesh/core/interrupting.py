@@ -15,8 +15,15 @@ from pdmesh.policy.latency import ChunkShape, StepShape
 
 
 def can_be_interrupted(bundle: Bundle, instance: Instance) -> bool:
-    """Whether an urgent plan may be sent to an instance, for whomever: at most one at a time."""
-    return bundle.interruption is not None and instance.urgent_plan_id is None and bool(instance.plans)
+    """Whether an urgent plan may be sent to an instance, for whomever: at most one at a time, and not into a step of a
+    group, of which all members would have to wait.
+    """
+    return (
+        bundle.interruption is not None
+        and instance.urgent_plan_id is None
+        and bool(instance.plans)
+        and not any(plan.group for plan in instance.plans.values())
+    )
 
 
 def may_interrupt(bundle: Bundle, books: Books, instance: Instance, state: RequestState, now_s: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 from pdmesh.core.state import RequestKey, RequestState
@@ -38,9 +38,9 @@ class WaitingQueue:
         """Whether anyone waits in line."""
         return bool(self._lanes)
 
-    def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
-        """The first in line now."""
-        heads = [lane[0] for lane in self._lanes.values()]
+    def head(self, order: PrefillOrder, now_s: float, waiting_lanes: Collection[float] = ()) -> RequestState | None:
+        """The first in line now, but for ``waiting_lanes``."""
+        heads = [states[0] for lane, states in self._lanes.items() if lane not in waiting_lanes]
         if len(heads) < 2:
             return heads[0] if heads else None
         keys = order.keys([state.rank for state in heads], now_s)

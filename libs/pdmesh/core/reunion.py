@@ -91,6 +91,7 @@ class Reunion:
             next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
             draining=old is not None and old.draining,
         )
+        books.regroup()
         self._unclaimed.drop_owner(instance_id)
         books.broker.open(instance_id, profile.num_transfer_backends)
         for resident in residents:
@@ -112,6 +113,7 @@ class Reunion:
         if instance is None:
             self._books.ignore("instance_lost")
             return
+        self._books.regroup()
         self._books.broker.close(instance_id)
         self._unclaimed.drop_owner(instance_id)
         self._restart_without(instance_id, instance.holds, f"instance {instance_id} was lost")

@@ -43,7 +43,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.state import RequestKey
-from pdmesh.model import ChunkDone, ChunkPlan, FinishReason, InstanceId, InstanceProfile, StepPlan
+from pdmesh.model import ChunkDone, ChunkPlan, FinishReason, GroupChunk, InstanceId, InstanceProfile, StepPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.links import Links
@@ -73,7 +73,7 @@ class _Step:
     started_s: float
     duration_s: float
     end_s: float
-    end: Appointment
+    end: Appointment | None = None  # of a group's step: not its own
     interruption: Appointment | None = None
     nested_s: float = 0.0  # of the urgent steps that ran inside it
 
@@ -85,6 +85,7 @@ class SimInstance:
         self,
         profile: InstanceProfile,
         model: LatencyModel,
+        group_model: LatencyModel,
         *,
         agenda: Agenda,
         links: Links,
@@ -92,6 +93,7 @@ class SimInstance:
         report: Callable[[Event], None],
         land: Callable[[InstanceId, RequestKey, float], None],
         want_turn: Callable[[InstanceId], None],
+        meet: Callable[[GroupChunk], None],
         max_decode_steps: int,
     ) -> None:
         self.profile = profile
@@ -101,12 +103,14 @@ class SimInstance:
         self._token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
         self._last_layer_share = 1 / layout.num_layers
         self._model = model
+        self._group_model = group_model
         self._agenda = agenda
         self._links = links
         self._runs = runs
         self._report = report
         self._land = land
         self._want_turn = want_turn
+        self._meet = meet
         self._max_decode_steps = max_decode_steps
         self._plans: deque[StepPlan] = deque()
         self._blocks: dict[RequestKey, int] = {}
@@ -133,9 +137,12 @@ class SimInstance:
         match command:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
+                self._hold(key, command.num_blocks)
+                if command.members and command.members[0] != self.instance_id:
+                    return  # the leader has the books of it
                 run = self._runs[key]
                 run.prefill_id, run.placed_s = self.instance_id, self._agenda.now_s
-                self._hold(key, command.num_blocks)
+                run.num_shards = max(1, len(command.members))
                 self._prefills[key] = _Prefill(run, command.decode_instance_id)
             case PlaceDecode():
                 key = (command.request_id, command.epoch)
@@ -191,7 +198,10 @@ class SimInstance:
             return
         self._seat()
         if self._plans:
-            self._begin_step(self._plans.popleft())
+            if (group := self._plans[0].group) is not None:
+                self._meet(group)
+            else:
+                self._begin_step(self._plans.popleft())
         elif self._residents:
             self._begin_decodes()
 
@@ -201,28 +211,49 @@ class SimInstance:
         for run in self._joining:
             key = (run.request.request_id, run.request.epoch)
             self._joined_at[key] = num_steps
-            self._num_context_tokens += run.request.num_prompt_tokens + 1
+            self._num_context_tokens += _num_context_tokens(run) + 1
             heappush(self._residents, (num_steps + run.num_output_tokens - 1, self._num_joined, run))
             self._num_joined += 1
         self._joining.clear()
 
     def _begin_step(self, plan: StepPlan) -> None:
+        step = self._start(plan)
+        step.end = self._agenda.at(step.end_s, self._end_step)
+
+    def is_at(self, group: GroupChunk) -> bool:
+        """Whether the instance is idle, and the group's chunk next."""
+        return not self._busy and bool(self._plans) and self._plans[0].group == group
+
+    def start_group_step(self) -> float:
+        """All members are there. When this one is done; the caller ends the step, when all are."""
+        return self._start(self._plans.popleft()).end_s
+
+    def end_group_step(self) -> None:
+        self._end_step()
+
+    def _start(self, plan: StepPlan) -> _Step:
         self._busy = True
         if self._interrupted is None:
             self._num_turns += 1
-        shapes = tuple([self._begin_chunk(chunk) for chunk in plan.chunks])
+        shapes: list[ChunkShape] = []
+        shared_s = 0.0
+        for chunk in plan.chunks:
+            shape = self._begin_chunk(chunk)
+            if plan.group is not None and chunk.request_id == plan.group.request_id:
+                shared_s = self._group_model.step_s(StepShape((shape,), 0, 0))
+            else:
+                shapes.append(shape)
         num_decodes = len(self._residents) if plan.with_decodes else 0
         num_context_tokens = self._num_context_tokens if num_decodes else 0
-        now_s = self._agenda.now_s
-        duration_s = self._model.step_s(StepShape(shapes, num_decodes, num_context_tokens))
-        end_s = now_s + duration_s
-        end = self._agenda.at(end_s, self._end_step)
-        self._step = _Step(plan, num_decodes, now_s, duration_s, end_s, end)
+        own_s = self._model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
+        now_s, duration_s = self._agenda.now_s, shared_s + own_s
+        step = self._step = _Step(plan, num_decodes, now_s, duration_s, now_s + duration_s)
+        return step
 
     def _plan_interruption(self) -> None:
         """At the end of the layer that is being computed, if it is not the last one."""
         step, now_s = self._step, self._agenda.now_s
-        if step is None or step.plan.urgent:
+        if step is None or step.plan.urgent or step.plan.group is not None:
             return
         num_layers = self.profile.kv_layout.num_layers
         layer_s = step.duration_s / num_layers
@@ -235,6 +266,7 @@ class SimInstance:
         """Run the urgent plan now; what is left of the running step comes after it."""
         step = self._interrupted = self._step
         assert step is not None
+        assert step.end is not None
         step.end.cancel()
         for chunk in step.plan.chunks:
             self._prefills[chunk.request_id, chunk.epoch].run.num_preemptions += 1
@@ -249,7 +281,10 @@ class SimInstance:
 
     def _begin_chunk(self, chunk: ChunkPlan) -> ChunkShape:
         key = (chunk.request_id, chunk.epoch)
-        prefill = self._prefills[key]
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            assert key in self._blocks, f"{key}: a chunk of a request that is not here"
+            return ChunkShape(chunk.num_tokens, chunk.start)  # a group's, led by another
         assert chunk.start == prefill.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
         if prefill.last_turn is None:
             prefill.run.started_s = self._agenda.now_s
@@ -287,7 +322,9 @@ class SimInstance:
 
     def _end_chunk(self, chunk: ChunkPlan) -> None:
         key = (chunk.request_id, chunk.epoch)
-        prefill = self._prefills[key]
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            return  # a group's, led by another
         prefill.num_computed_tokens += chunk.num_tokens
         if chunk.is_last:
             prefill.computed_s = self._agenda.now_s
@@ -341,7 +378,7 @@ class SimInstance:
         self._num_context_tokens += num_decodes * len(ends_s)
         while self._residents and self._residents[0][0] <= len(self._decode_ends_s):
             _, _, run = heappop(self._residents)
-            self._num_context_tokens -= run.request.num_prompt_tokens + run.num_output_tokens
+            self._num_context_tokens -= _num_context_tokens(run) + run.num_output_tokens
             joined_at = self._joined_at.pop((run.request.request_id, run.request.epoch))
             run.token_times_s = array("d", [run.token_times_s[0], *self._decode_ends_s[joined_at:]])
             self._finish(run)
@@ -407,3 +444,8 @@ class SimInstance:
 
     def _num_kv_bytes(self, run: RequestRun) -> int:
         return round(run.request.num_prompt_tokens * self._token_bytes)
+
+
+def _num_context_tokens(run: RequestRun) -> int:
+    """Of its prompt, that a decode step of its instance reads: the other members of a group read theirs meanwhile."""
+    return -(-run.request.num_prompt_tokens // run.num_shards)
