@@ -68,6 +68,6 @@ class EngineThread:
 
     def _run(self) -> None:
         if self._niceness:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+            os.nice(self._niceness)  # on Linux, of this thread alone
         while (job := self._jobs.get()) is not None:
             job()
