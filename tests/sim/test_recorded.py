@@ -216,6 +216,6 @@ def test_an_instance_that_joins_again_is_one_instance_and_has_no_plans() -> None
 
 def test_an_empty_record_is_an_empty_run() -> None:
     run = recorded_run([])
-    assert not (run.arrivals or run.profiles or run.steps)
+    assert [*run.arrivals, *run.profiles, *run.steps] == []
     with pytest.raises(ValueError, match="samples"):
         fitted_model(run)
