@@ -180,6 +180,7 @@ class StepPlan:
     plan_id: int  # per instance, increasing
     chunks: tuple[ChunkPlan, ...]
     with_decodes: bool
+    urgent: bool = False  # before the plans that wait, and between two layers of a step that runs; without decodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,8 @@ class MeshMachine(RuleBasedStateMachine):
                     assert key not in self.asked, f"{key} asked twice"
                     self.asked[key] = self.receiver_of[key]
                 case RunStep(plan=plan):
+                    if plan.urgent:
+                        self.check_urgent(command.instance_id, plan)
                     self.plans[command.instance_id, plan.plan_id] = plan
                     for chunk in plan.chunks:
                         self.num_unplanned[chunk.request_id, chunk.epoch] -= chunk.num_tokens
@@ -180,6 +182,15 @@ class MeshMachine(RuleBasedStateMachine):
                     pass
             self.mesh.send(command)
         self.no_backend_is_held_back()
+
+    def check_urgent(self, instance_id: InstanceId, plan: StepPlan) -> None:
+        assert self.chosen.interruption is not None
+        assert not plan.with_decodes
+        overtaken = [other for key, other in self.plans.items() if key[0] == instance_id]
+        assert overtaken, "nothing to overtake"
+        assert not any(other.urgent for other in overtaken), "two urgent plans"
+        in_flight = {chunk.request_id for other in overtaken for chunk in other.chunks}
+        assert in_flight.isdisjoint(chunk.request_id for chunk in plan.chunks), "overtakes itself"
 
     def preempted(self) -> set[RequestKey]:
         """Placed requests of whose prompt some is left to plan, and nothing planned."""
@@ -319,10 +330,10 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ended_by_first_token=st.booleans())
     def mesh_works(self, data: st.DataObject, ended_by_first_token: bool) -> None:
         """Commands, a step and its reports, without a delay."""
-        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.commands or i.plans]):
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.commands or i.plans or i.running]):
             while instance.commands:
                 instance.take_command()
-            if instance.plans:
+            if instance.running or instance.can_begin:
                 self.run_step(instance, ended_by_first_token)
             while instance.events:
                 self.deliver(instance)
@@ -336,7 +347,7 @@ class MeshMachine(RuleBasedStateMachine):
             for instance in self.mesh.instances.values():
                 while instance.commands:
                     instance.take_command()
-                if instance.plans:
+                if instance.running or instance.can_begin:
                     self.run_step(instance, ended_by_first_token=False)
             for instance in self.mesh.instances.values():
                 while instance.events:
@@ -355,11 +366,17 @@ class MeshMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), ended_by_first_token=st.booleans())
     def step_runs(self, data: st.DataObject, ended_by_first_token: bool) -> None:
-        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.plans]):
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.running or i.can_begin]):
             self.run_step(instance, ended_by_first_token)
 
+    @rule(data=st.data())
+    def step_begins(self, data: st.DataObject) -> None:
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.can_begin]):
+            instance.begin_step()
+
     def run_step(self, instance: ModelledInstance, ended_by_first_token: bool) -> None:
-        instance.begin_step()
+        if instance.can_begin:
+            instance.begin_step()
         instance.end_step(ended_by_first_token=ended_by_first_token)
         self.see_finished(instance)
 
@@ -464,7 +481,7 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.commands:
                 instance.take_command()
                 busy = True
-            while instance.plans:
+            while instance.running or instance.plans:
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True
             for key in [key for key, hold in instance.holds.items() if hold.decoding]:

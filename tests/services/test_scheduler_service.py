@@ -34,8 +34,11 @@ from pdmesh.model import (
     Role,
     SamplingParams,
 )
+from pdmesh.policy.profile import Subject
+from pdmesh.profiles import save_profile
 from pdmesh.service import ServiceContext
 from pdmesh.testing.modelled import modelled_profile
+from pdmesh.testing.profiles import profile_file
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.link import GRPC_OPTIONS, FrameLink, open_link
 from pdmesh.wire.messages import (
@@ -376,6 +379,24 @@ async def test_an_unknown_profile_stops_the_start() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile="abacus"))
     with pytest.raises(ConfigError, match=r"'abacus'.*h200-llama3-8b"):
         await serve(config, Context(ready_fd=None))
+
+
+async def test_an_instance_that_the_profile_is_not_of_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    file = tmp_path / "of-m.json"
+    save_profile(file, profile_file(Subject.of(mixed())))
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile=str(file)))
+    async with running(config) as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
+        g.post(submit())
+        run = await m.expect(RunPlan)
+        other = replace(mixed("other"), model="large", device="cuda:0")
+        async with mesh.connect(WORKER_METHOD, WorkerDown, RegisterWorker(profile=other, residents=())) as refused:
+            why = await refused.ended()
+        assert str(Subject.of(mixed())) in why
+        assert str(Subject.of(other)) in why
+        m.post(step_report(run))
+        status = await mesh.ask(GetStatus())
+        assert isinstance(status, MeshState)
+        assert [instance.instance_id for instance in status.instances] == ["m"]
 
 
 async def test_an_expired_lease_loses_the_instance() -> None:

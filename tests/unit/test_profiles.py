@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pdmesh import __version__
 from pdmesh.errors import ConfigError
 from pdmesh.policy.latency import PROFILES
 from pdmesh.policy.profile import Subject
-from pdmesh.profiles import FORMAT, ProfileFile, load_profile, save_profile
+from pdmesh.profiles import load_profile, save_profile
+from pdmesh.testing.profiles import COEFFICIENTS, profile_file
 
 SUBJECT = Subject(
     model="small",
@@ -25,27 +25,7 @@ SUBJECT = Subject(
     device="cpu",
     device_name="Abacus 9000",
 )
-COEFFICIENTS = {
-    "a_s": 0.02,
-    "b_s": 1e-4,
-    "c_s": 7e-8,
-    "d_s": 1e-7,
-    "decode_a_s": 0.02,
-    "decode_s": 0.0,
-    "decode_context_s": 1e-6,
-}
-CONTENT = ProfileFile(
-    format=FORMAT,
-    subject=SUBJECT,
-    num_threads=1,
-    measured_at="2026-11-21T00:00:00+00:00",
-    pdmesh_version=__version__,
-    num_steps=29,
-    num_held_out=15,
-    mean_error=0.04,
-    worst_error=0.1,
-    coefficients=COEFFICIENTS,
-)
+CONTENT = profile_file(SUBJECT)
 
 
 @pytest.fixture

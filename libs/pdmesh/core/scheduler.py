@@ -247,11 +247,10 @@ class SchedulerCore:
         instance = self._instance(event.instance_id, event)
         if instance is None:
             return
-        plan = instance.plans.pop(event.plan_id, None)
+        plan = instance.end_plan(event.plan_id)
         if plan is None:
             self._books.ignore("StepDone")
             return
-        instance.queue_tokens(-sum(chunk.num_tokens for chunk in plan.chunks))
         if self._learner.step_done(instance, plan, event):
             self._rebuild_bundle(self._bundle.name)
         done = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
@@ -353,8 +352,9 @@ class SchedulerCore:
         """
         self._bundle = make_bundle(name, replace(self._config.policy, latency=self._learner.model))
         self._books.queue.reorder(self._bundle.order)
-        for instance in self._books.instances.values():
-            instance.reorder(self._bundle.order)
+        for state in self._books.requests.values():
+            if state.phase is Phase.PREFILLING:
+                state.rank_by(self._bundle.order)
 
     # --- time ---
 
@@ -390,5 +390,5 @@ class SchedulerCore:
         """Every book balances with every other; AssertionError names the numbers."""
         self._books.check_integrity()
         for instance in self._books.instances.values():
-            num_plans = len(instance.plans)
+            num_plans = instance.num_regular_plans
             assert num_plans <= self._config.plans_in_flight, f"{instance.instance_id}: {num_plans} plans in flight"

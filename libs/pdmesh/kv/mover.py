@@ -105,6 +105,7 @@ class KvMover:
         # anyio has no call from a thread that does not wait for its result.
         self._call_soon = asyncio.get_running_loop().call_soon_threadsafe
         self._stack = AsyncExitStack()
+        self._stack.enter_context(self._store.serving(self._transport.memory))
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         self._tasks.start_soon(self._receive)
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -96,13 +95,13 @@ class KvSender:
     # --- called by the worker runtime ---------------------------------------------------------------------------------
 
     def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
-        """Blocks ``first_block`` … of the request's block table are complete in this layer. Any thread; cheap.
+        """Blocks ``first_block`` … of the request's block table are complete in this layer. The engine's thread; cheap.
 
         Each (layer, block) is named once; the context's last block when its last token has been computed.
         """
         if num_blocks > 0:
             blocks = _Blocks(chunk, layer, first_block, num_blocks)
-            self._call_soon(functools.partial(self._add_ready, blocks))
+            self._store.when_written(lambda: self._call_soon(lambda: self._add_ready(blocks)))
 
     def commit(self, *, token_id: int, token_index: int) -> None:
         """The first token, drawn from the last chunk, and its output index. Event loop only.

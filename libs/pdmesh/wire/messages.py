@@ -435,13 +435,17 @@ class RequestRecord(Message, frozen=True, kw_only=True):
     request_id: str
     arrived_at: float  # Unix time, seconds
     num_prompt_tokens: int  # the client's own, also of a resumed request
-    bundle: str
+    bundle: str  # that placed it; while it waits, the one in use when it came
     entries: tuple[RecordEntry, ...]
     state: str = ""  # "queued", "placed", or how it ended
     num_output_tokens: int | None = None  # None until it finished
     # Seconds since its arrival, as the scheduler heard of them.
     first_token_s: float | None = None  # the prompt was computed, and the first token drawn from it
     last_token_s: float | None = None
+    # Its targets, and whether it kept them all; None without any, and until it finished.
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    slo_met: bool | None = None
 
 
 class RequestList(Message, frozen=True, kw_only=True):
