@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -55,6 +57,7 @@ class Live:
     header: Header
     run: RecordedRun
     client_s: Mapping[str, tuple[float, float]]  # TTFT and JCT of each request
+    foreign_cores: float  # that others kept busy meanwhile
 
 
 def draw(seed: int, num_requests: int, rate: float, longs: Sequence[int]) -> list[Load]:
@@ -107,6 +110,29 @@ async def play(mesh: RunningMesh, loads: Sequence[Load], name: str) -> dict[str,
     return seen
 
 
+@dataclass(slots=True)
+class Foreign:
+    cores: float = 0.0
+
+
+@contextmanager
+def foreign_work(mesh: RunningMesh) -> Generator[Foreign]:
+    """How many cores are busy, on average over the block, with neither the mesh nor this process: they disturb it."""
+    pids = ["self", *map(str, mesh.pids().values())]
+
+    def ticks() -> int:
+        user, nice, system, _idle, _wait, irq, softirq, steal = map(
+            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        )
+        own = sum(sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) for pid in pids)
+        return user + nice + system + irq + softirq + steal - own
+
+    found = Foreign()
+    began_ticks, began_s = ticks(), time.monotonic()
+    yield found
+    found.cores = (ticks() - began_ticks) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began_s)
+
+
 def live(folder: Path, checkpoint: Path, shape: tuple[int, int, int], bundle: str, loads: Sequence[Load]) -> Live:
     """Serve a load on a fresh mesh."""
     log = folder / "events.log"
@@ -115,10 +141,11 @@ def live(folder: Path, checkpoint: Path, shape: tuple[int, int, int], bundle: st
     with running_mesh(folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings) as mesh:
         anyio.run(play, mesh, [Load(0.3 * n, load.prompt[:128], 8) for n, load in enumerate(loads[:5])], "warm")
         mesh.wait_until_idle()
-        client_s = anyio.run(play, mesh, loads, "load")
+        with foreign_work(mesh) as foreign:
+            client_s = anyio.run(play, mesh, loads, "load")
     with EventLogReader(log) as read:
         decisions = (Decision(entry.now_s, entry.event, commands) for entry, commands in replay(read))
-        return Live(read.header, recorded_run(decisions), client_s)
+        return Live(read.header, recorded_run(decisions), client_s, foreign.cores)
 
 
 def simulate(run: Live, model: LinearLatencyModel) -> dict[str, tuple[float, float]]:
@@ -157,7 +184,7 @@ def way_s(run: Live) -> float:
 def compare(title: str, run: Live, model: LinearLatencyModel, way: float) -> float:
     """Print live beside simulated; the largest relative difference."""
     twins, heard, worst = simulate(run, model), scheduler_s(run), 0.0
-    print(f"\n{title}: {len(twins)} requests")
+    print(f"\n{title}: {len(twins)} requests; others kept {run.foreign_cores:.2f} cores busy")
     print(f"{'':14}{'client':>9}{'simulated':>11}{'':>9}{'scheduler':>12}{'simulated':>11}")
     for index, figure in enumerate(("TTFT", "JCT")):
         for percent in (50, 90):
@@ -184,8 +211,8 @@ def main() -> None:
     parser.add_argument("--mesh", choices=sorted(MESHES), default="1P+1D")
     parser.add_argument("--bundle", default="fcfs")
     parser.add_argument("--requests", type=int, default=60, help="short ones in each run")
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
-    parser.add_argument("--longs", type=int, nargs="*", default=[4096, 8192], help="prompt tokens of the long ones")
+    parser.add_argument("--rate", type=float, default=1.5, help="requests a second")
+    parser.add_argument("--longs", type=int, nargs="*", default=[4096, 6144], help="prompt tokens of the long ones")
     parser.add_argument("--keep", type=Path, help="keep the event logs in this folder")
     arguments = parser.parse_args()
     print(heading(f"Simulated against live, Llama 82M bf16, {arguments.mesh}, {arguments.bundle}"))
