@@ -10,7 +10,7 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=5, dtype=
 
 
 def test_gather_and_scatter_are_inverse_and_follow_the_order_of_ids() -> None:
-    store = TorchKvStore(LAYOUT, 7, torch.device("cpu"))
+    store = TorchKvStore(LAYOUT, 7)
     data = bytes(range(240)) * 3
     assert LAYOUT.block_bytes == 240
     data = data[:240] + data[1:241] + data[2:242]
@@ -26,7 +26,7 @@ def test_gather_and_scatter_are_inverse_and_follow_the_order_of_ids() -> None:
 
 
 def test_a_piece_is_keys_then_values_of_one_block() -> None:
-    store = TorchKvStore(LAYOUT, 2, torch.device("cpu"))
+    store = TorchKvStore(LAYOUT, 2)
     store.layers[0][1, 0] = 1.0
     store.layers[0][1, 1] = 2.0
     out = bytearray(240)
@@ -37,7 +37,7 @@ def test_a_piece_is_keys_then_values_of_one_block() -> None:
 
 
 def test_no_block_outside_the_cache_is_touched() -> None:
-    store = TorchKvStore(LAYOUT, 2, torch.device("cpu"))
+    store = TorchKvStore(LAYOUT, 2)
     for block_id in (-1, 2):
         with pytest.raises(IndexError, match="2 blocks"):
             store.scatter(0, [block_id], memoryview(bytes(240)))

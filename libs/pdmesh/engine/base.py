@@ -22,7 +22,8 @@ class EngineSequence:
 
     ``token_ids`` is the transcript known here: prompt and output. On a decode instance the prompt part is zeros unless
     sampling needs it (`needs_prompt_tokens`); its length is right all the same. ``num_prompt_tokens`` counts the
-    client's own prompt; what follows in ``token_ids`` are output tokens, wherever they were drawn.
+    client's own prompt; what follows in ``token_ids`` are output tokens, wherever they were drawn. ``block_table`` may
+    only grow.
     """
 
     request_id: RequestId
@@ -80,6 +81,7 @@ class SliceResult:
 
 
 #: Called on the engine's thread with a layer's number after its KV is written, while later layers are still to come.
+#: A device may still be about to write it: `KvStore.when_written`, called from the hook, tells when it has.
 LayerHook = Callable[[int], None]
 
 

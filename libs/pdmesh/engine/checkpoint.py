@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -77,7 +77,33 @@ def load_weights(
         return _Reader(config, tensors, dtype, device, packed).model()
 
 
-class _Tensors:
+def random_weights(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, packed: bool = True, seed: int = 0
+) -> ModelWeights:
+    """Weights of the configuration's shape, drawn where they will be used: for benchmarks."""
+    return _Reader(config, _RandomTensors(dtype, device, seed), dtype, device, packed).model()
+
+
+class _Tensors(Protocol):
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+
+class _RandomTensors:
+    """Matrices of deviation 1 / sqrt(inputs), so that activations neither vanish nor grow; vectors of ones."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self._dtype = dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        device = self._generator.device
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._dtype, device=device)
+        tensor = torch.empty(shape, dtype=self._dtype, device=device)
+        return tensor.normal_(0, shape[1] ** -0.5, generator=self._generator)
+
+
+class _FileTensors:
     """Names of all tensors, each with the open file that holds it."""
 
     def __init__(self, directory: Path, files: dict[str, Any]) -> None:
@@ -102,7 +128,7 @@ class _Tensors:
 
 
 @contextmanager
-def _open_tensors(directory: Path) -> Iterator[_Tensors]:
+def _open_tensors(directory: Path) -> Iterator[_FileTensors]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists():
         paths = [single]
@@ -124,7 +150,7 @@ def _open_tensors(directory: Path) -> Iterator[_Tensors]:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path} is no readable safetensors file: {error}") from error
             files |= dict.fromkeys(file.keys(), file)
-        yield _Tensors(directory, files)
+        yield _FileTensors(directory, files)
 
 
 @dataclass(frozen=True, slots=True)

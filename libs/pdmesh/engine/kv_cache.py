@@ -1,4 +1,4 @@
-"""The paged KV cache in torch: per layer one tensor ``(num_blocks, 2, num_kv_heads, block_size, head_dim)``."""
+"""The paged KV cache in host memory: per layer one tensor ``(num_blocks, 2, num_kv_heads, block_size, head_dim)``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdmesh.kv.store import HostKvStore
 from pdmesh.model import KvLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TorchKvStore:
+class TorchKvStore(HostKvStore):
     """The cache's memory; the engine computes on `layers`, transfers copy bytes by `gather` and `scatter`."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self._layout = layout
         self._num_blocks = num_blocks
         shape = (num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self.layers = [_zeros(shape, TORCH_DTYPES[layout.dtype], device) for _ in range(layout.num_layers)]
-        self._bytes = [layer.view(num_blocks, -1).view(torch.uint8) for layer in self.layers]
+        self.layers = [_zeros(shape, TORCH_DTYPES[layout.dtype]) for _ in range(layout.num_layers)]
+        self._bytes = [layer.view(num_blocks, -1).view(torch.uint8).numpy() for layer in self.layers]
 
     @property
     def layout(self) -> KvLayout:
@@ -33,21 +34,12 @@ class TorchKvStore:
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         pieces = np.frombuffer(out, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)
-        blocks, index = self._bytes[layer], self._index(block_ids)
-        if blocks.is_cpu:
-            # "clip": other modes go through a second buffer; the index was checked
-            blocks.numpy().take(index, axis=0, out=pieces, mode="clip")
-        else:
-            pieces[:] = blocks.index_select(0, torch.from_numpy(index).to(blocks.device)).cpu().numpy()
+        # "clip": other modes go through a second buffer; the index was checked
+        self._bytes[layer].take(self._index(block_ids), axis=0, out=pieces, mode="clip")
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
         pieces = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)
-        blocks, index = self._bytes[layer], self._index(block_ids)
-        if blocks.is_cpu:
-            blocks.numpy()[index] = pieces
-        else:
-            source = torch.tensor(pieces, device=blocks.device)
-            blocks.index_copy_(0, torch.from_numpy(index).to(blocks.device), source)
+        self._bytes[layer][self._index(block_ids)] = pieces
 
     def _index(self, block_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         index = np.asarray(block_ids, dtype=np.int64)
@@ -56,14 +48,12 @@ class TorchKvStore:
         return index
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros: memory that was never written must not hold a NaN.
 
-    On CPU from numpy, whose large zero arrays are pages that the system commits when they are first written; torch
-    would write them all at start.
+    From numpy, whose large zero arrays are pages that the system commits when they are first written; torch would
+    write them all at start.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     raw = np.zeros(num_bytes + 63, dtype=np.uint8)
     aligned = -raw.ctypes.data % 64

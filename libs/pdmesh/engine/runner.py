@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionBackend, Span, TorchAttention
+from pdmesh.engine.attention import Span
 from pdmesh.engine.base import LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
-from pdmesh.engine.checkpoint import load_weights
+from pdmesh.engine.checkpoint import load_weights, random_weights
+from pdmesh.engine.compute import Loaded, PagedStore, choose_compute
 from pdmesh.engine.files import load_model_config
-from pdmesh.engine.kernels import Kernels, TorchKernels
-from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
-from pdmesh.engine.model import StepInputs, Transformer
-from pdmesh.engine.model_config import ModelConfig
-from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels, suits
+from pdmesh.engine.forward import step_spans
+from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.sampler import sample, token_logprobs
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout, num_blocks_for
 
 log = structlog.get_logger()
 
@@ -36,7 +30,8 @@ class TorchEngine:
     """Implements `pdmesh.engine.base.Engine` for a Hugging Face checkpoint.
 
     ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``native`` allows what is
-    faster than plain torch: compiled kernels and reordered weights; without it, this is the reference.
+    faster than plain torch: compiled kernels, reordered weights, on CUDA FlashInfer and graphs; without it, this is the
+    reference. ``has_random_weights`` draws them on the device: of the checkpoint, only ``config.json`` is read.
     ``deterministic`` makes results bit-identical whatever the batch composition and chunk boundaries where the compiled
     kernels run (bf16); elsewhere only the linear layers.
     """
@@ -53,6 +48,7 @@ class TorchEngine:
         num_threads: int = 0,
         deterministic: bool = False,
         native: bool = True,
+        has_random_weights: bool = False,
     ) -> None:
         if num_threads > 0:
             torch.set_num_threads(num_threads)
@@ -64,17 +60,26 @@ class TorchEngine:
         self._max_model_len = max_model_len or config.max_model_len
         self._device = torch_device(device)
         layout = config.kv_layout(dtype=dtype, block_size=block_size)
-        weights = load_weights(
-            checkpoint_dir, config, dtype=TORCH_DTYPES[layout.dtype], device=self._device, packed=native
-        )
+        torch_dtype = TORCH_DTYPES[layout.dtype]
+        if has_random_weights:
+            weights = random_weights(config, dtype=torch_dtype, device=self._device, packed=native)
+        else:
+            weights = load_weights(checkpoint_dir, config, dtype=torch_dtype, device=self._device, packed=native)
         self._vocab_size = config.vocab_size
-        self._attention, kernels = _compute(config, layout, self._device, native=native)
-        log.info("compute path", kernels="native" if isinstance(kernels, NativeKernels) else "torch")
-        self._transformer = Transformer(config, weights, kernels, deterministic=deterministic)
-        self._kv = TorchKvStore(layout, num_blocks, self._device)
+        loaded = Loaded(
+            config=config,
+            weights=weights,
+            layout=layout,
+            num_blocks=num_blocks,
+            max_model_len=self._max_model_len,
+            deterministic=deterministic,
+        )
+        compute = choose_compute(loaded, self._device, native=native)
+        log.info("compute path", kernels=compute.name)
+        self._transformer, self._forward, self._kv = compute.transformer, compute.forward, compute.kv
 
     @property
-    def kv(self) -> TorchKvStore:
+    def kv(self) -> PagedStore:
         return self._kv
 
     @property
@@ -85,14 +90,15 @@ class TorchEngine:
     def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
         if not batch:
             return []
-        spans = _spans(batch)
-        inputs = _step_inputs(batch, self._kv.layout, self._device)
-        hidden = self._transformer.forward(inputs, self._kv.layers, self._attention.plan(spans), on_layer)
-        drawn = self._sample(batch, spans, hidden)
-        prompts = [
-            self._prompt_logprobs(part, hidden[span.row : span.row + span.num_tokens]) if part.prompt_logprobs else ()
-            for part, span in zip(batch, spans, strict=True)
-        ]
+        spans = step_spans(batch)
+        with self._forward.step(batch, spans, on_layer) as hidden:
+            drawn = self._sample(batch, spans, hidden)
+            prompts = [
+                self._prompt_logprobs(part, hidden[span.row : span.row + span.num_tokens])
+                if part.prompt_logprobs
+                else ()
+                for part, span in zip(batch, spans, strict=True)
+            ]
         return [_result(part, token, prompt) for part, token, prompt in zip(batch, drawn, prompts, strict=True)]
 
     def _sample(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], hidden: Tensor) -> list[_Drawn | None]:
@@ -101,7 +107,8 @@ class TorchEngine:
         if not sampling:
             return drawn
         rows = [spans[index].row + spans[index].num_tokens - 1 for index in sampling]
-        logits = self._transformer.logits(hidden[rows])
+        # all of them, as in a decode step, are taken without an index that a device would have to be sent
+        logits = self._transformer.logits(hidden if len(rows) == len(hidden) else hidden[rows])
         token_ids = sample(logits, [batch[index].sequence for index in sampling])
         for index, token_id in zip(sampling, token_ids, strict=True):
             drawn[index] = _Drawn(token_id)
@@ -138,20 +145,11 @@ def torch_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device is {name!r}: use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}: use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch finds no CUDA device")
     return device
-
-
-def _compute(
-    config: ModelConfig, layout: KvLayout, device: torch.device, *, native: bool
-) -> tuple[AttentionBackend, Kernels]:
-    """The fastest attention and kernels that there are for this model here."""
-    scale = config.head_dim**-0.5
-    aligned = config.hidden_size % 16 == 0 and config.intermediate_size % 16 == 0
-    if native and aligned and suits(layout, device) and (library := load_kernels()) is not None:
-        return NativeAttention(library, layout, scale), NativeKernels(library, config.rms_norm_eps)
-    return TorchAttention(layout, scale, device), TorchKernels(config.rms_norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,41 +169,4 @@ def _result(part: SequenceSlice, drawn: _Drawn | None, prompt_logprobs: tuple[Lo
         finish_reason=reason,
         stop_token_id=stop_token_id,
         prompt_logprobs=prompt_logprobs,
-    )
-
-
-def _spans(batch: Sequence[SequenceSlice]) -> list[Span]:
-    spans: list[Span] = []
-    row = 0
-    for part in batch:
-        spans.append(Span(row, part.num_tokens, part.start, part.sequence.block_table))
-        row += part.num_tokens
-    return spans
-
-
-def _step_inputs(batch: Sequence[SequenceSlice], layout: KvLayout, device: torch.device) -> StepInputs:
-    token_ids = array.array("i")
-    positions: list[npt.NDArray[np.int64]] = []
-    blocks: list[npt.NDArray[np.int64]] = []
-    new_blocks: list[int] = []
-    for part in batch:
-        end = part.start + part.num_tokens
-        token_ids += part.sequence.token_ids[part.start : end]
-        positions.append(np.arange(part.start, end))
-        used = part.sequence.block_table[: num_blocks_for(end, layout.block_size)]
-        blocks.append(np.asarray(used, dtype=np.int64)[positions[-1] // layout.block_size])
-        new_blocks += used[num_blocks_for(part.start, layout.block_size) :]
-    flat_positions = np.concatenate(positions)
-    slots = np.concatenate(blocks) * layout.block_size + flat_positions % layout.block_size
-    prompt_lengths = np.repeat([part.sequence.num_prompt_tokens for part in batch], [part.num_tokens for part in batch])
-
-    def on_device(values: npt.ArrayLike) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64).reshape(-1)).to(device)
-
-    return StepInputs(
-        token_ids=on_device(np.frombuffer(token_ids, dtype=np.int32)),
-        positions=on_device(flat_positions),
-        num_prompt_tokens=on_device(prompt_lengths),
-        slots=on_device(slots),
-        new_blocks=on_device(new_blocks),
     )

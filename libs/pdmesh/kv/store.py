@@ -1,8 +1,9 @@
-"""The seam between an engine's KV cache and what moves it."""
+"""What the KV transfer needs to know of an engine: where its KV cache is and how bytes get in and out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from pdmesh.model import KvLayout
@@ -12,7 +13,7 @@ class KvStore(Protocol):
     """An instance's paged KV cache, seen as bytes.
 
     One (layer, block) piece is ``layout.block_bytes`` contiguous bytes: keys and values of ``block_size`` tokens,
-    shape ``(2, num_kv_heads, block_size, head_dim)``. Both calls are blocking copies, run off the event loop.
+    shape ``(2, num_kv_heads, block_size, head_dim)``. Both copies block, and run off the event loop.
     """
 
     @property
@@ -26,5 +27,26 @@ class KvStore(Protocol):
         ...
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        """Copy ``data`` into the pieces of ``block_ids``, in order."""
+        """Copy ``data`` into the pieces of ``block_ids``, in order; they are there when it returns."""
         ...
+
+    def when_written(self, callback: Callable[[], object]) -> None:
+        """Call back once everything the engine has computed so far can be gathered. On the engine's thread; cheap.
+
+        A device computes later than it is told to: there the callback comes from another thread, inside `serving`.
+        """
+        ...
+
+    def serving(self, memory: Sequence[memoryview]) -> AbstractContextManager[None]:
+        """Around all use by a mover, whose pieces are copied from and to ``memory``: a device reaches that directly."""
+        ...
+
+
+class HostKvStore:
+    """What a cache in host memory says of devices: whatever was computed is there."""
+
+    def when_written(self, callback: Callable[[], object]) -> None:
+        callback()
+
+    def serving(self, memory: Sequence[memoryview]) -> AbstractContextManager[None]:
+        return nullcontext()

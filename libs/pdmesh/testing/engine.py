@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
+from pdmesh.kv.store import HostKvStore
 from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
 
 #: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
@@ -34,7 +35,7 @@ _TIMEOUT_S = 30.0
 Words = npt.NDArray[np.uint32]
 
 
-class FakeKvStore:
+class FakeKvStore(HostKvStore):
     """A paged cache of 32-bit words, all of them in use: ``words[layer, block, k or v, token, lane]``."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from pdmesh.config import TransferConfig
+from pdmesh.kv.store import HostKvStore
 from pdmesh.model import KvLayout
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
@@ -19,7 +20,7 @@ SMALL_TRANSFER = TransferConfig(
 )
 
 
-class ByteStore:
+class ByteStore(HostKvStore):
     """`pdmesh.kv.store.KvStore` in one bytearray."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, *, seed: int | None = None) -> None:

@@ -7,7 +7,7 @@ allocates. `memory`, `ucx` and any later transport pass the same contract tests 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -46,6 +46,11 @@ class KvTransport(Protocol):
 
     @property
     def max_payload_bytes(self) -> int: ...
+
+    @property
+    def memory(self) -> Sequence[memoryview]:
+        """All send and receive buffers, each beginning on a page."""
+        ...
 
     def lend(self) -> AbstractAsyncContextManager[SendBuffer]:
         """A send buffer, waiting for one if all are in use.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -84,8 +84,10 @@ class MemoryTransport:
 
     async def __aenter__(self) -> Self:
         config = self._config
-        self._pool = SendPool(allocate_buffers(config.num_send_buffers, config.max_payload_bytes))
+        send_buffers = allocate_buffers(config.num_send_buffers, config.max_payload_bytes)
+        self._pool = SendPool(send_buffers)
         self._free = allocate_buffers(config.num_receive_buffers, config.max_payload_bytes)
+        self._memory = [buffer.memory for buffer in (*send_buffers, *self._free)]
         self._num_free = anyio.Semaphore(len(self._free))
         self._num_held = 0  # by the queue and the consumer
         self._arrived_in, self._arrived_out = anyio.create_memory_object_stream[MemoryPiece](len(self._free))
@@ -106,6 +108,10 @@ class MemoryTransport:
     @property
     def max_payload_bytes(self) -> int:
         return self._config.max_payload_bytes
+
+    @property
+    def memory(self) -> Sequence[memoryview]:
+        return self._memory
 
     def lend(self) -> AbstractAsyncContextManager[PieceBuffer]:
         return self._pool.lend()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -50,8 +50,10 @@ class UcxTransport:
         self._api = open_ucx(config.ucx_tls, config.ucx_net_devices)
         own_host = host_id()
         self._address = pack_address(WorkerAddress(own_host, self._api.worker.address.tobytes()))
-        self._pool = SendPool(allocate_buffers(config.num_send_buffers, config.max_payload_bytes, PREFIX.size))
+        send_buffers = allocate_buffers(config.num_send_buffers, config.max_payload_bytes, PREFIX.size)
         receive_buffers = allocate_buffers(config.num_receive_buffers, config.max_payload_bytes, PREFIX.size)
+        self._memory = [buffer.memory for buffer in (*send_buffers, *receive_buffers)]
+        self._pool = SendPool(send_buffers)
         self._ring = UcxRing(self._api, receive_buffers, self._wake)
         self._stack = AsyncExitStack()
         self._stack.callback(self._shut_down)
@@ -100,6 +102,10 @@ class UcxTransport:
     def num_malformed(self) -> int:
         """Messages dropped because they are larger than a buffer or not pieces."""
         return self._ring.num_malformed
+
+    @property
+    def memory(self) -> Sequence[memoryview]:
+        return self._memory
 
     def lend(self) -> AbstractAsyncContextManager[PieceBuffer]:
         return self._pool.lend()

@@ -1,0 +1,1 @@
+"""The engine on a CUDA device. Nothing here is imported where there is none."""

@@ -1,0 +1,90 @@
+"""Order between a device's computation and copies: streams, events and pinned memory behind a Protocol.
+
+The engine's thread computes on its current stream; each thread that copies has a stream of its own, so that copies and
+computation overlap. No call here waits for the whole device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it, without the interpreter's lock."""
+        ...
+
+
+class Streams(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    def record(self) -> Event:
+        """The point after all that the calling thread has given to its current stream."""
+        ...
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Inside, the thread's work goes to its copy stream; leaving waits for that work, and for no other."""
+        ...
+
+    def pinned(self, memory: Sequence[memoryview]) -> AbstractContextManager[None]:
+        """Inside, the device reads and writes ``memory`` directly."""
+        ...
+
+    def host_buffer(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """Pinned memory: a copy from it does not wait for the stream."""
+        ...
+
+
+class CudaStreams:
+    """`Streams` of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._local = threading.local()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def record(self) -> Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits sleeps
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        stream = self._copy_stream()
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
+
+    @contextlib.contextmanager
+    def pinned(self, memory: Sequence[memoryview]) -> Iterator[None]:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with contextlib.ExitStack() as registered, torch.cuda.device(self._device):
+            for part in memory:
+                address = torch.frombuffer(part, dtype=torch.uint8).data_ptr()
+                torch.cuda.check_error(runtime.cudaHostRegister(address, part.nbytes, 0))
+                registered.callback(runtime.cudaHostUnregister, address)
+            yield
+
+    def host_buffer(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_values, dtype=dtype, pin_memory=True)
+
+    def _copy_stream(self) -> torch.cuda.Stream:
+        if not hasattr(self._local, "stream"):
+            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._local.stream
+        return stream

@@ -1,0 +1,100 @@
+"""How a step gets from its batch to hidden states: the seam between the engine and where it computes."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdmesh.engine.attention import AttentionBackend, Span
+from pdmesh.engine.base import LayerHook, SequenceSlice
+from pdmesh.engine.model import StepInputs, Transformer
+from pdmesh.model import num_blocks_for
+
+#: Several arrays of integers as tensors where the step computes.
+Upload = Callable[[Sequence[npt.NDArray[np.int64]]], Sequence[Tensor]]
+
+
+class Forward(Protocol):
+    """Runs the transformer over a batch. A layer hook may run another step inside."""
+
+    def step(
+        self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None
+    ) -> AbstractContextManager[Tensor]:
+        """Hidden states (num_tokens, hidden_size), which belong to the block; it ends when all computing has."""
+        ...
+
+
+class DirectForward:
+    """Everything is computed as it is called: on CPU, and with the torch reference anywhere."""
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        attention: AttentionBackend,
+        caches: Sequence[Tensor],
+        *,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._transformer = transformer
+        self._attention = attention
+        self._caches = caches
+        self._block_size = block_size
+        self._device = device
+
+    @contextlib.contextmanager
+    def step(
+        self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None
+    ) -> Iterator[Tensor]:
+        inputs = step_inputs(batch, self._block_size, self._upload)
+        yield self._transformer.forward(inputs, self._caches, self._attention.plan(spans), on_layer)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _upload(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[Tensor]:
+        return [torch.from_numpy(values).to(self._device) for values in arrays]
+
+
+def step_spans(batch: Sequence[SequenceSlice]) -> list[Span]:
+    """The batch's rows, one slice after the other."""
+    spans: list[Span] = []
+    row = 0
+    for part in batch:
+        spans.append(Span(row, part.num_tokens, part.start, part.sequence.block_table))
+        row += part.num_tokens
+    return spans
+
+
+def step_inputs(batch: Sequence[SequenceSlice], block_size: int, upload: Upload) -> StepInputs:
+    token_ids = array.array("i")
+    positions: list[npt.NDArray[np.int64]] = []
+    blocks: list[npt.NDArray[np.int64]] = []
+    new_blocks: list[int] = []
+    for part in batch:
+        end = part.start + part.num_tokens
+        token_ids += part.sequence.token_ids[part.start : end]
+        positions.append(np.arange(part.start, end))
+        used = part.sequence.block_table[: num_blocks_for(end, block_size)]
+        blocks.append(np.asarray(used, dtype=np.int64)[positions[-1] // block_size])
+        new_blocks += used[num_blocks_for(part.start, block_size) :]
+    flat_positions = np.concatenate(positions)
+    lengths = [part.num_tokens for part in batch]
+    arrays = (
+        np.asarray(token_ids, dtype=np.int64),
+        flat_positions,
+        np.repeat(np.asarray([part.sequence.num_prompt_tokens for part in batch]), lengths),
+        np.concatenate(blocks) * block_size + flat_positions % block_size,
+        np.asarray(new_blocks, dtype=np.int64),
+    )
+    ids, device_positions, prompt_lengths, slots, begun = upload(arrays)
+    return StepInputs(
+        token_ids=ids, positions=device_positions, num_prompt_tokens=prompt_lengths, slots=slots, new_blocks=begun
+    )

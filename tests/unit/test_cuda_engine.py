@@ -1,0 +1,199 @@
+"""The CUDA engine's logic on the host: its device, FlashInfer and graphs are stand-ins with the real ones' rules."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdmesh.engine import runner
+from pdmesh.engine.base import SequenceSlice, SliceResult
+from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.cuda.forward import DeviceForward, paced
+from pdmesh.engine.cuda.graphs import MAX_BATCH_SIZE, graph_batch_size
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.model import SamplingParams
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.cuda import FakeRecorder, FakeStreams, fake_cuda_compute
+from pdmesh.testing.flashinfer import FakeFlashInfer
+from pdmesh.testing.stepping import GREEDY, Generation, generate, new_sequence, separate_tables, step
+
+MAX_TOKENS = 20
+PARAMS = [GREEDY, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=3, logprobs=1)]
+
+
+@dataclass
+class FakeDevice:
+    library: FakeFlashInfer = field(default_factory=FakeFlashInfer)
+    streams: FakeStreams = field(default_factory=FakeStreams)
+    recorder: FakeRecorder = field(default_factory=FakeRecorder)
+
+    def engine(self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int = 64) -> TorchEngine:
+        def choose(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
+            return fake_cuda_compute(loaded, self.library, self.streams, self.recorder)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "choose_compute", choose)
+            return TorchEngine(directory, num_blocks=num_blocks, num_threads=1, device="cpu")
+
+
+@pytest.fixture
+def fake() -> FakeDevice:
+    return FakeDevice()
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> TorchEngine:
+    write_checkpoint(tmp_path, num_layers=3)
+    return TorchEngine(tmp_path, num_blocks=64, num_threads=1, device="cpu", native=False)
+
+
+@pytest.fixture
+def engine(reference: TorchEngine, tmp_path: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
+    return fake.engine(tmp_path, monkeypatch)
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    rng = random.Random(num_tokens)
+    return [rng.randrange(320) for _ in range(num_tokens)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mixture_of_chunks_and_decodes_equals_the_reference(
+    engine: TorchEngine, reference: TorchEngine, fake: FakeDevice, seed: int
+) -> None:
+    schedule = random.Random(seed)
+    for cache in engine.kv.layers:
+        cache.fill_(torch.nan)  # the scratch block included: nothing unwritten may be read
+    requests = [(schedule.randint(1, 60), schedule.choice(PARAMS)) for _ in range(schedule.randint(1, 6))]
+    expected = [generate(reference, prompt_of(length), MAX_TOKENS, params=params) for length, params in requests]
+    tables = separate_tables(engine, [length + MAX_TOKENS for length, _ in requests])
+    generations = [
+        Generation(new_sequence(prompt_of(length), table, params), MAX_TOKENS)
+        for (length, params), table in zip(requests, tables, strict=True)
+    ]
+    while running := [generation for generation in generations if not generation.done]:
+        chosen = schedule.sample(running, schedule.randint(1, len(running)))
+        step(engine, [(generation, schedule.choice([1, 2, 15, 16, 17, 1000])) for generation in chosen])
+    assert [g.output_ids for g in generations] == [g.output_ids for g in expected]
+    for actual, wanted in zip(generations, expected, strict=True):
+        chances = [result.logprobs.logprob for result in actual.results if result.logprobs]
+        assert chances == pytest.approx([result.logprobs.logprob for result in wanted.results if result.logprobs], 1e-4)
+
+
+def test_decodes_run_as_few_graphs_whose_padding_changes_nothing(
+    engine: TorchEngine, reference: TorchEngine, fake: FakeDevice
+) -> None:
+    lengths = [3, 16, 17, 40, 33]
+    expected = [generate(reference, prompt_of(length), MAX_TOKENS).output_ids for length in lengths]
+    tables = separate_tables(engine, [length + MAX_TOKENS for length in lengths])
+    generations = [
+        Generation(new_sequence(prompt_of(length), table), MAX_TOKENS)
+        for length, table in zip(lengths, tables, strict=True)
+    ]
+    step(engine, [(generation, 1000) for generation in generations])
+    assert fake.recorder.num_recorded == 0
+    fake.library.calls.clear()
+    while running := [generation for generation in generations if not generation.done]:
+        step(engine, [(generation, 1) for generation in running[: 1 + len(running[0].output_ids) % 5]])
+    assert [generation.output_ids for generation in generations] == expected
+    assert fake.recorder.num_recorded == len({graph_batch_size(size) for size in (1, 2, 3, 4, 5)})
+    plans = [call for call in fake.library.calls if call.method == "plan"]
+    runs = [call for call in fake.library.calls if call.method == "run"]
+    assert not [call for call in plans if call.wrapper.startswith("BatchPrefill")]
+    assert len(runs) == 3 * (len(plans) + fake.recorder.num_recorded)  # one plan serves the three layers
+
+
+def test_a_warm_up_compiles_everything_and_touches_no_requests_kv(engine: TorchEngine, fake: FakeDevice) -> None:
+    forward = engine._forward
+    assert isinstance(forward, DeviceForward)
+    forward.warm_up()
+    assert {(call.wrapper, call.method) for call in fake.library.calls} == {
+        (wrapper, method)
+        for wrapper in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper")
+        for method in ("__init__", "plan", "run")
+    }
+    assert fake.recorder.num_recorded == 1
+    for cache in engine.kv.layers:
+        assert not cache[: engine.kv.num_blocks].any()
+
+
+def test_graph_sizes() -> None:
+    sizes = sorted({graph_batch_size(number) for number in range(1, MAX_BATCH_SIZE + 1)})
+    assert sizes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    for number in range(1, MAX_BATCH_SIZE + 1):
+        assert graph_batch_size(number) == min(size for size in sizes if size >= number)
+
+
+def test_batches_too_large_for_graphs_are_computed_directly(
+    engine: TorchEngine, reference: TorchEngine, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh.engine.cuda.forward.MAX_BATCH_SIZE", 0)
+    assert generate(engine, prompt_of(20), 5).output_ids == generate(reference, prompt_of(20), 5).output_ids
+    assert fake.recorder.num_recorded == 0
+
+
+@pytest.mark.parametrize("nested_decodes", [False, True])
+def test_a_hook_may_run_another_step(engine: TorchEngine, reference: TorchEngine, nested_decodes: bool) -> None:
+    prompts = [prompt_of(40), prompt_of(30)]
+    expected, other_expected = (generate(reference, prompt, 3).output_ids for prompt in prompts)
+    outer, inner = (
+        Generation(new_sequence(prompt, table), 3)
+        for prompt, table in zip(prompts, separate_tables(engine, [50, 40]), strict=True)
+    )
+    if nested_decodes:  # decodes inside decodes: the same graph
+        step(engine, [(outer, 1000)])
+        step(engine, [(inner, 1000)])
+
+    def interrupt(layer: int) -> None:
+        if layer == 1 and not inner.done:
+            step(engine, [(inner, 1000)])
+
+    while not outer.done:
+        part = outer.next_slice(1000)
+        outer.accept(part, engine.execute([part], on_layer=interrupt)[0])
+    while not inner.done:
+        step(engine, [(inner, 1)])
+    assert (outer.output_ids, inner.output_ids) == (expected, other_expected)
+
+
+def test_a_step_ends_with_its_own_event_and_is_never_far_ahead(engine: TorchEngine, fake: FakeDevice) -> None:
+    layers: list[int] = []
+    part = SequenceSlice(sequence=new_sequence(prompt_of(20), [0, 1]), start=0, num_tokens=20, sample=True)
+    (result,) = engine.execute([part], on_layer=layers.append)
+    assert isinstance(result, SliceResult)
+    assert layers == [0, 1, 2]
+    assert len(fake.streams.events) == 4  # one a layer, and the step's
+
+    streams = FakeStreams()
+    streams.held = True
+    seen: list[int] = []
+    hook = paced(seen.append, streams)
+    hook(0)
+    hook(1)
+    assert seen == [0, 1]
+    streams.events[0].complete()
+    hook(2)  # layer 0 is done; 1 may be under way
+    assert seen == [0, 1, 2]
+    assert [event._done.is_set() for event in streams.events] == [True, False, False]
+
+
+def test_what_is_sent_of_block_tables_is_what_is_new(engine: TorchEngine, fake: FakeDevice) -> None:
+    """Observed where the table is written: once a whole table, then what it has gained."""
+    forward = engine._forward
+    assert isinstance(forward, DeviceForward)
+    tables = forward._tables
+    table = [9, 4, 7]
+    generation = Generation(new_sequence(prompt_of(40), table), 1000)
+    step(engine, [(generation, 16)])
+    assert tables.num_sent == 3
+    for _ in range(6):
+        step(engine, [(generation, 7)])
+    assert tables.num_sent == 3
+    generation.sequence.block_table.append(2)
+    while generation.num_computed < 49:
+        step(engine, [(generation, 1)])
+    assert tables.num_sent == 4
