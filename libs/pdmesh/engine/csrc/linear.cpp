@@ -85,20 +85,25 @@ void pdmesh_linear(
 #pragma omp for
             for (int64_t column = 0; column < num_outputs; column += kPanel) {
                 const bf16* panel = packed + column * num_inputs;
-                const int64_t lines_each = kPanel * kPanel / kLine * kPanel / std::max<int64_t>(end - block, kPanel);
+                const int64_t num_lines = std::max<int64_t>(kPanel * kPanel / kLine * kPanel / (end - block), 1);
                 for (int64_t row = block; row < end; row += kPanel) {
                     const bf16* left = tiles.get() + (row - block) * num_inputs;
-                    // The next panel is on its way from memory while this one is multiplied.
-                    const bf16* ahead = panel + panel_values + (row - block) / kPanel * lines_each * kLine;
-                    const auto fetch = [&](int step) {
-                        for (int64_t line = 0; line < std::max<int64_t>(lines_each, 1); ++line)
-                            _mm_prefetch(ahead + step * kPanel * kStep + line * kLine, _MM_HINT_T1);
-                    };
                     if (end - row > kTile) {
+                        // The next panel is on its way from memory while this one is multiplied, and these rows' next
+                        // tiles from the second-level cache.
+                        const bf16* ahead = panel + panel_values + (row - block) / kPanel * num_lines * kLine;
+                        const auto fetch = [&](int step) {
+                            for (int64_t line = 0; line < num_lines; ++line)
+                                _mm_prefetch(ahead + step * kPanel * kStep + line * kLine, _MM_HINT_T1);
+                            const bf16* next = left + (step + 2) * kTileValues;
+                            for (int line = 0; line < kTileValues; line += kLine) {
+                                _mm_prefetch(next + line, _MM_HINT_T0);
+                                _mm_prefetch(next + tile_row + line, _MM_HINT_T0);
+                            }
+                        };
                         multiply<2>({{left, left + tile_row}, 64, kTileValues}, panel, product, steps, false, fetch);
                     } else {
                         std::fill_n(product, kTile * kPanel, 0.0f);
-                        for (int step = 0; step < steps; ++step) fetch(step);
                         multiply_flat<2>(left, panel, 2 * kTileValues, product, kPanel, steps, kTile);
                     }
                     write(product, static_cast<int>(std::min<int64_t>(end - row, kPanel)), output, row, column);
