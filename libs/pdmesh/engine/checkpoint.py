@@ -17,6 +17,7 @@ from pdmesh.engine.linear import Linear, PlainLinear, fastest_linear
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.errors import ConfigError
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One transformer layer; q, k and v are fused in this order, and so are gate and up."""
