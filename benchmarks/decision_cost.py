@@ -19,7 +19,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.metrics import percentile
-from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, Role
+from pdmesh.model import Epoch, GatewayId, Request, RequestId, Role
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
@@ -51,7 +51,6 @@ class Bench:
         self.num_requests = 0
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.sequence = count()
-        self.running: set[InstanceId] = set()
         self.costs_us: list[float] = []
         self.feed(GatewayJoined(GATEWAY, ()))
         for instance in self.mesh.instances.values():
@@ -102,16 +101,10 @@ class Bench:
             instance.take_command()
         while instance.events:
             self.feed(instance.events.popleft())
-        if instance.plans and instance.instance_id not in self.running:
-            self.running.add(instance.instance_id)
-            instance.begin_step()
-            chunks = tuple(ChunkShape(chunk.num_tokens, chunk.start) for chunk in instance.plans[0].chunks)
+        if instance.can_begin:
+            chunks = tuple(ChunkShape(chunk.num_tokens, chunk.start) for chunk in instance.begin_step().chunks)
             step_s = self.config.policy.latency.step_s(StepShape(chunks, 0, 0))
-            self.at(self.now_s + step_s, partial(self.end_step, instance))
-
-    def end_step(self, instance: ModelledInstance) -> None:
-        instance.end_step()
-        self.running.remove(instance.instance_id)
+            self.at(self.now_s + step_s, instance.end_step)
 
 
 def main() -> None:

@@ -64,8 +64,8 @@ class SchedulerConfig:
     host: str = LOOPBACK  # where it listens for gateways and workers
     port: int = 0  # 0 takes a free port
     metrics_port: int = 0  # Prometheus, on telemetry.metrics_host; 0 takes a free port
-    bundle: str = "fcfs"  # which policies decide
-    profile: str = "a100-llama3-8b"  # what policies take an instance's step times from
+    bundle: str = "pdmesh"  # which policies decide
+    profile: str | None = None  # how long steps take: a built-in name or a file; None: instances measure themselves
     chunk_tokens: int = 512  # static chunk size, tokens of prefill per step
     slo_ttft_s: float = 1.0  # a request that asks for no TTFT gets this...
     slo_ttft_stretch: float = 2.0  # ...and so many times the time its prompt takes alone

@@ -27,7 +27,7 @@ from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import ConfigError
 from pdmesh.policy.bundles import make_bundle
 
 log = structlog.get_logger()
@@ -43,7 +43,7 @@ MAX_BUFFERED_BYTES = 64 * 1024 * 1024
 _EVENT_TYPES: dict[str, type] = {event_type.__name__: event_type for event_type in get_args(Event)}
 
 
-class EventLogError(PdmeshError):
+class EventLogError(ConfigError):
     """The file is no event log, or is damaged."""
 
 

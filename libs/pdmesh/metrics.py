@@ -50,18 +50,26 @@ class Slo:
     e2e_s: float | None = None
 
 
+#: Asks nothing.
+NO_SLO = Slo()
+
+
 def meets_slo(slo: Slo, arrival_s: float, token_times_s: Sequence[float]) -> bool:
     """Whether a finished request kept every limit. A figure that is undefined keeps its limit, except that a request
     without a token keeps none.
     """
-    if not token_times_s:
-        return False
-    figures = (
-        (slo.ttft_s, ttft_s(arrival_s, token_times_s)),
-        (slo.tpot_s, tpot_s(token_times_s)),
-        (slo.e2e_s, e2e_s(arrival_s, token_times_s)),
+    return keeps_slo(
+        slo,
+        ttft_s=ttft_s(arrival_s, token_times_s),
+        tpot_s=tpot_s(token_times_s),
+        e2e_s=e2e_s(arrival_s, token_times_s),
     )
-    return all(limit is None or figure is None or figure <= limit for limit, figure in figures)
+
+
+def keeps_slo(slo: Slo, *, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> bool:
+    """`meets_slo`, where the figures are known and the tokens' times are not."""
+    figures = ((slo.ttft_s, ttft_s), (slo.tpot_s, tpot_s), (slo.e2e_s, e2e_s))
+    return ttft_s is not None and all(limit is None or figure is None or figure <= limit for limit, figure in figures)
 
 
 def slo_attainment(met: Iterable[bool]) -> float | None:

@@ -116,6 +116,17 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """A step that an instance timed on its own: one chunk, or decodes alone."""
+
+    num_tokens: int
+    num_history_tokens: int
+    num_decodes: int
+    num_decode_context_tokens: int  # summed over the decodes
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceProfile:
     """What an instance says of itself when it joins."""
 
@@ -130,6 +141,10 @@ class InstanceProfile:
     data_address: bytes  # worker address of its KV transport
     device: str = "cpu"
     pid: int = 0
+    device_name: str = ""  # the hardware's own; empty: not known, as below
+    num_parameters: int = 0  # that a token meets
+    num_heads: int = 0
+    measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +180,7 @@ class StepPlan:
     plan_id: int  # per instance, increasing
     chunks: tuple[ChunkPlan, ...]
     with_decodes: bool
+    urgent: bool = False  # before the plans that wait, and between two layers of a step that runs; without decodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,11 @@ from typing import Any
 
 import msgspec
 
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import ConfigError
 from pdmesh.sim.workload import Arrival
 
 
-class TraceError(PdmeshError):
+class TraceError(ConfigError):
     """The trace cannot be read; the message names the file and the line."""
 
 
@@ -157,6 +157,10 @@ def _checked(path: Path, number: int, row: _Row, read: Callable[[_Row], Arrival]
         raise TraceError(
             f"{where}: {arrival.num_prompt_tokens} prompt and {arrival.num_output_tokens} output tokens: "
             "each must be at least 1"
+        )
+    if arrival.max_tokens is not None and arrival.max_tokens < arrival.num_output_tokens:
+        raise TraceError(
+            f"{where}: {arrival.num_output_tokens} output tokens are more than max_tokens, {arrival.max_tokens}"
         )
     for name, slo_s in (("slo_ttft_s", arrival.slo_ttft_s), ("slo_tpot_s", arrival.slo_tpot_s)):
         if slo_s is not None and not 0 < slo_s < math.inf:

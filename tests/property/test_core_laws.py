@@ -6,13 +6,24 @@ Every bundle keeps them, also when an operator switches between bundles at any m
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, GrantTransfer, PlaceDecode, Reject, Restart, WakeAt
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    ForgetRequest,
+    GrantTransfer,
+    PauseTransfer,
+    PlaceDecode,
+    Reject,
+    Restart,
+    RunStep,
+    WakeAt,
+)
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
@@ -23,15 +34,19 @@ from pdmesh.core.events import (
     InstanceJoined,
     InstanceLost,
     InstanceUnreachable,
+    KvReleased,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
+    StepDone,
     Tick,
+    TransferLanded,
     TransferOffered,
+    TransferPaused,
 )
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.state import RequestKey
-from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, Role
+from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, Role, StepPlan
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
@@ -84,8 +99,11 @@ class MeshMachine(RuleBasedStateMachine):
         self.core = SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0))
         self.ended: set[RequestKey] = set()
         self.waiting: dict[RequestKey, Request] = {}  # accepted and not placed
-        self.offered: set[RequestKey] = set()
-        self.offers: list[RequestKey] = []  # in order of first offer, not yet granted
+        self.offered: list[RequestKey] = []  # in order of first offer
+        self.granted: set[RequestKey] = set()
+        self.asked: dict[RequestKey, InstanceId] = {}  # for the backend of this receiver, and no answer yet
+        self.plans: dict[tuple[InstanceId, int], StepPlan] = {}  # in flight
+        self.num_unplanned: dict[RequestKey, int] = {}  # of placed requests: prompt tokens
         self.receiver_of: dict[RequestKey, InstanceId] = {}
         self.reserved: set[RequestKey] = set()  # the receiver knows of them
         self.wake_at_s: float | None = None
@@ -102,16 +120,26 @@ class MeshMachine(RuleBasedStateMachine):
         if isinstance(event, TransferOffered):
             key = (event.request_id, event.epoch)
             if self.core.is_active(key) and key not in self.offered:
-                self.offered.add(key)
-                self.offers.append(key)
+                self.offered.append(key)
         if isinstance(event, DecodeReserved):
             self.reserved.add((event.request_id, event.epoch))
+        if isinstance(event, TransferPaused | TransferLanded | KvReleased):
+            key = (event.request_id, event.epoch)
+            if isinstance(event, TransferPaused) or self.asked.get(key) == event.instance_id:
+                self.granted -= self.asked.keys() & {key}
+                self.asked.pop(key, None)
+        if isinstance(event, StepDone):
+            self.plans.pop((event.instance_id, event.plan_id), None)
+        if isinstance(event, InstanceJoined | InstanceLost):
+            self.cut_off(event.profile.instance_id if isinstance(event, InstanceJoined) else event.instance_id)
+        preempted = self.preempted()
         for command in self.core.handle(event, self.now_s):
             match command:
                 case AdmitPrefill():
                     key = (command.request_id, command.epoch)
                     assert key not in self.placed, f"{key} placed twice"
                     self.placed.add(key)
+                    self.num_unplanned[key] = self.waiting[key].num_prompt_tokens
                     assert self.waiting[key] is self.first_in_line(), "overtaken"
                     del self.waiting[key]
                 case PlaceDecode():
@@ -119,16 +147,28 @@ class MeshMachine(RuleBasedStateMachine):
                 case GrantTransfer():
                     key = (command.request_id, command.epoch)
                     assert key in self.reserved, f"{key} granted before its receiver knows of it"
-                    earlier = [other for other in self.offers[: self.offers.index(key)] if other in self.reserved]
-                    assert all(self.receiver_of[other] != command.decode_instance_id for other in earlier), "overtaken"
-                    self.offers.remove(key)
+                    rank = self.offered.index(key)
+                    overtaken = [
+                        other for other in self.due(command.decode_instance_id) if self.offered.index(other) < rank
+                    ]
+                    assert preempted.issuperset(overtaken), "overtaken"
+                    self.granted.add(key)
+                case PauseTransfer():
+                    key = (command.request_id, command.epoch)
+                    assert key in self.granted
+                    assert key not in self.asked, f"{key} asked twice"
+                    self.asked[key] = self.receiver_of[key]
+                case RunStep(plan=plan):
+                    if plan.urgent:
+                        self.check_urgent(command.instance_id, plan)
+                    self.plans[command.instance_id, plan.plan_id] = plan
+                    for chunk in plan.chunks:
+                        self.num_unplanned[chunk.request_id, chunk.epoch] -= chunk.num_tokens
                 case ForgetRequest():
                     key = (command.request_id, command.epoch)
                     assert key not in self.ended, f"{key} ended twice"
                     self.ended.add(key)
                     self.waiting.pop(key, None)
-                    if key in self.offers:
-                        self.offers.remove(key)
                 case Reject():
                     if self.is_current(command.request_id, command.epoch):
                         del self.awaited[command.request_id]
@@ -141,6 +181,50 @@ class MeshMachine(RuleBasedStateMachine):
                 case _:
                     pass
             self.mesh.send(command)
+        self.no_backend_is_held_back()
+
+    def check_urgent(self, instance_id: InstanceId, plan: StepPlan) -> None:
+        assert self.chosen.interruption is not None
+        assert not plan.with_decodes
+        overtaken = [other for key, other in self.plans.items() if key[0] == instance_id]
+        assert overtaken, "nothing to overtake"
+        assert not any(other.urgent for other in overtaken), "two urgent plans"
+        in_flight = {chunk.request_id for other in overtaken for chunk in other.chunks}
+        assert in_flight.isdisjoint(chunk.request_id for chunk in plan.chunks), "overtakes itself"
+
+    def preempted(self) -> set[RequestKey]:
+        """Placed requests of whose prompt some is left to plan, and nothing planned."""
+        chunks = Counter((chunk.request_id, chunk.epoch) for plan in self.plans.values() for chunk in plan.chunks)
+        return {key for key, left in self.num_unplanned.items() if left and not chunks[key] and key not in self.ended}
+
+    def due(self, receiver_id: InstanceId) -> list[RequestKey]:
+        """Who waits for a backend of this receiver and nothing else."""
+        return [
+            key
+            for key in self.offered
+            if key not in self.ended
+            and key not in self.granted
+            and key in self.reserved
+            and self.receiver_of[key] == receiver_id
+        ]
+
+    def no_backend_is_held_back(self) -> None:
+        """A preempted request keeps a backend that others wait for until its sender has answered, not longer."""
+        preempted = self.preempted()
+        for receiver_id in self.mesh.instances:
+            num_due = len([key for key in self.due(receiver_id) if key not in preempted])
+            idle = [
+                key
+                for key in self.granted & preempted
+                if self.receiver_of[key] == receiver_id and key not in self.asked
+            ]
+            num_asked = sum(receiver == receiver_id for receiver in self.asked.values())
+            assert num_due <= num_asked or not idle, f"{idle} keep backends of {receiver_id}"
+
+    def cut_off(self, instance_id: InstanceId) -> None:
+        """What was under way to and from an instance is lost."""
+        self.plans = {key: plan for key, plan in self.plans.items() if key[0] != instance_id}
+        self.asked = {key: receiver for key, receiver in self.asked.items() if receiver != instance_id}
 
     def first_in_line(self) -> Request:
         """By the bundle's order, its lanes and its ties, of all that wait."""
@@ -246,13 +330,28 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ended_by_first_token=st.booleans())
     def mesh_works(self, data: st.DataObject, ended_by_first_token: bool) -> None:
         """Commands, a step and its reports, without a delay."""
-        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.commands or i.plans]):
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.commands or i.plans or i.running]):
             while instance.commands:
                 instance.take_command()
-            if instance.plans:
+            if instance.running or instance.can_begin:
                 self.run_step(instance, ended_by_first_token)
             while instance.events:
                 self.deliver(instance)
+
+    @rule(num_rounds=st.integers(1, 3), num_short=st.integers(0, 3), with_long=st.booleans())
+    def rush_hour(self, num_rounds: int, num_short: int, with_long: bool) -> None:
+        """Short prompts overtake a long one that is being computed, and need the backend that it has."""
+        for prompt in [30] * with_long + [5] * num_short:
+            self.request_arrives(prompt, 4, GATEWAYS[0], prompt, None)
+        for _ in range(num_rounds):
+            for instance in self.mesh.instances.values():
+                while instance.commands:
+                    instance.take_command()
+                if instance.running or instance.can_begin:
+                    self.run_step(instance, ended_by_first_token=False)
+            for instance in self.mesh.instances.values():
+                while instance.events:
+                    self.deliver(instance)
 
     def deliver(self, instance: ModelledInstance) -> None:
         self.feed(instance.events.popleft())
@@ -267,11 +366,17 @@ class MeshMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), ended_by_first_token=st.booleans())
     def step_runs(self, data: st.DataObject, ended_by_first_token: bool) -> None:
-        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.plans]):
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.running or i.can_begin]):
             self.run_step(instance, ended_by_first_token)
 
+    @rule(data=st.data())
+    def step_begins(self, data: st.DataObject) -> None:
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.can_begin]):
+            instance.begin_step()
+
     def run_step(self, instance: ModelledInstance, ended_by_first_token: bool) -> None:
-        instance.begin_step()
+        if instance.can_begin:
+            instance.begin_step()
         instance.end_step(ended_by_first_token=ended_by_first_token)
         self.see_finished(instance)
 
@@ -376,7 +481,7 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.commands:
                 instance.take_command()
                 busy = True
-            while instance.plans:
+            while instance.running or instance.plans:
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True
             for key in [key for key, hold in instance.holds.items() if hold.decoding]:

@@ -46,7 +46,7 @@ def stub(channel: grpc.aio.Channel) -> Any:
 async def test_generate_streams_text_and_tokens(model: Path) -> None:
     async with served(model) as (channel, mesh):
         sampling = pb.SamplingOptions(max_tokens=9, stop=["ca"], logprobs=1, seed=3)
-        request = pb.GenerateRequest(request_id="mine", text="abc", sampling=sampling, priority=2)
+        request = pb.GenerateRequest(request_id="mine", text="abc", sampling=sampling, priority=2, slo_ttft_ms=500)
         responses = [response async for response in stub(channel).Generate(request)]
         assert "".join(response.text for response in responses) == "ab"
         token_ids = [token_id for response in responses for token_id in response.token_ids]
@@ -56,6 +56,7 @@ async def test_generate_streams_text_and_tokens(model: Path) -> None:
         assert (last.finish_reason, last.stop_string) == (pb.FINISH_REASON_STOP, "ca")
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 4)
         assert mesh.submitted[0].priority == 2
+        assert (mesh.submitted[0].slo_ttft_s, mesh.submitted[0].slo_tpot_s) == (0.5, None)
         assert mesh.submitted[0].generation.params.seed == 3
 
         request = pb.GenerateRequest(
@@ -75,6 +76,11 @@ async def test_bad_requests_have_a_status_and_a_reason(model: Path) -> None:
             (pb.GenerateRequest(text="a", model="other"), authorized, grpc.StatusCode.NOT_FOUND),
             (
                 pb.GenerateRequest(text="a", sampling=pb.SamplingOptions(temperature=-1)),
+                authorized,
+                grpc.StatusCode.INVALID_ARGUMENT,
+            ),
+            (
+                pb.GenerateRequest(text="a", slo_tpot_ms=float("nan")),
                 authorized,
                 grpc.StatusCode.INVALID_ARGUMENT,
             ),

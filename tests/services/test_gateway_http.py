@@ -470,3 +470,33 @@ async def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(model: Path
         mesh.script = fail
         whole = await client.post("/v1/completions", json={"prompt": "a"})
         assert (whole.status_code, error_of(whole)["message"]) == (500, "the engine broke")
+
+
+async def test_targets_reach_the_scheduler_and_the_goodput(model: Path) -> None:
+    async with served(model) as (client, mesh, _running):
+        body = {"prompt": "abc", "max_tokens": 2, "slo_ttft_ms": 60_000, "slo_tpot_ms": 30_000}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        headers = {"x-slo-ttft-ms": "0.001"}
+        assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert [(submit.slo_ttft_s, submit.slo_tpot_s) for submit in mesh.submitted] == [
+            (60.0, 30.0),
+            (1e-6, 30.0),  # the header wins
+            (None, None),
+        ]
+        metrics = (await client.get("/metrics")).text
+        met = re.findall(r'pdmesh:request_slo_total\{met="(\w+)",.*\} (.+)', metrics)
+        assert sorted(met) == [("false", "1.0"), ("true", "1.0")]
+
+
+@pytest.mark.parametrize("value", ["-5", "nan", "inf", "soon", "0"])
+async def test_a_bad_target_in_a_header_is_refused_by_name(model: Path, value: str) -> None:
+    async with served(model) as (client, mesh, _running):
+        response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-slo-tpot-ms": value})
+        assert response.status_code == 400
+        assert error_of(response)["param"] == "x-slo-tpot-ms"
+        response = await client.post("/v1/completions", content=b'{"prompt": "a", "slo_ttft_ms": NaN}')
+        assert response.status_code == 400
+        assert error_of(response)["param"] == "slo_ttft_ms"
+        assert not mesh.submitted

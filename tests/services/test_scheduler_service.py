@@ -34,8 +34,11 @@ from pdmesh.model import (
     Role,
     SamplingParams,
 )
+from pdmesh.policy.profile import Subject
+from pdmesh.profiles import save_profile
 from pdmesh.service import ServiceContext
 from pdmesh.testing.modelled import modelled_profile
+from pdmesh.testing.profiles import profile_file
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.link import GRPC_OPTIONS, FrameLink, open_link
 from pdmesh.wire.messages import (
@@ -78,7 +81,7 @@ from pdmesh.wire.messages import (
     WorkerDown,
     pack_token_ids,
 )
-from pdmesh_scheduler.main import core_config_of, serve
+from pdmesh_scheduler.main import serve
 
 pytestmark = pytest.mark.anyio
 
@@ -272,7 +275,7 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
         ]
         record = await mesh.ask(GetRequest(request_id="r"))
         assert isinstance(record, RequestRecord)
-        assert (record.num_prompt_tokens, record.bundle) == (8, "fcfs")
+        assert (record.num_prompt_tokens, record.bundle) == (8, "pdmesh")
         figures = {entry.what: entry.figures for entry in record.entries}
         assert figures["sent"] == {"num_bytes": 1000.0, "duration_s": 0.5, "exposed_s": 0.25}
 
@@ -360,22 +363,40 @@ async def test_an_operator_switches_the_policy_while_serving() -> None:
         plan = await m.expect(RunPlan)
         before = await mesh.ask(GetPolicies())
         assert isinstance(before, Policies)
-        assert before.bundle == "fcfs"
+        assert before.bundle == "pdmesh"
         assert {"fcfs", "medha", "pdmesh"} <= set(before.bundles)
-        assert await mesh.ask(SetPolicy(bundle="pdmesh")) == Policies(bundle="pdmesh", bundles=before.bundles)
+        assert await mesh.ask(SetPolicy(bundle="fcfs")) == Policies(bundle="fcfs", bundles=before.bundles)
         m.post(step_report(plan))
         refusal = await mesh.ask(SetPolicy(bundle="quick"))
         assert isinstance(refusal, AdminError)
         assert "'quick'" in refusal.message
         status = await mesh.ask(GetStatus())
         assert isinstance(status, MeshState)
-        assert (status.bundle, status.num_running) == ("pdmesh", 1)
+        assert (status.bundle, status.num_running) == ("fcfs", 1)
 
 
 async def test_an_unknown_profile_stops_the_start() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile="abacus"))
     with pytest.raises(ConfigError, match=r"'abacus'.*h200-llama3-8b"):
-        core_config_of(config.scheduler)
+        await serve(config, Context(ready_fd=None))
+
+
+async def test_an_instance_that_the_profile_is_not_of_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    file = tmp_path / "of-m.json"
+    save_profile(file, profile_file(Subject.of(mixed())))
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile=str(file)))
+    async with running(config) as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
+        g.post(submit())
+        run = await m.expect(RunPlan)
+        other = replace(mixed("other"), model="large", device="cuda:0")
+        async with mesh.connect(WORKER_METHOD, WorkerDown, RegisterWorker(profile=other, residents=())) as refused:
+            why = await refused.ended()
+        assert str(Subject.of(mixed())) in why
+        assert str(Subject.of(other)) in why
+        m.post(step_report(run))
+        status = await mesh.ask(GetStatus())
+        assert isinstance(status, MeshState)
+        assert [instance.instance_id for instance in status.instances] == ["m"]
 
 
 async def test_an_expired_lease_loses_the_instance() -> None:

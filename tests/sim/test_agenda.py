@@ -33,3 +33,14 @@ def test_nothing_is_noted_for_the_past() -> None:
     agenda.advance()
     with pytest.raises(AssertionError, match="over"):
         agenda.at(0.5, lambda: None)
+
+
+def test_the_next_appointment_is_one_that_will_be_kept() -> None:
+    agenda = Agenda()
+    cancelled = agenda.at(1.0, lambda: pytest.fail("cancelled"))
+    agenda.at(2.0, lambda: None)
+    assert agenda.next_s == 1.0
+    cancelled.cancel()
+    assert agenda.next_s == 2.0
+    agenda.advance()
+    assert agenda.next_s is None

@@ -55,8 +55,11 @@ def test_what_is_dropped_makes_room() -> None:
     bench = Bench()
     bench.links.send(key("x"), A, C, 50)
     bench.links.send(key("y"), B, C, 100)
-    bench.agenda.at(0.5, lambda: bench.links.drop(key("x")))
+    left: list[float] = []
+    bench.agenda.at(0.5, lambda: left.append(bench.links.drop(key("x"))))
     assert bench.run() == [("y", 1.25)]
+    assert left == [25]
+    assert bench.links.drop(key("x")) == 0
 
 
 def test_more_bytes_on_the_way() -> None:

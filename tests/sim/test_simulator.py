@@ -177,6 +177,19 @@ def test_no_instance_idles_while_a_request_waits(bundle: str) -> None:
                     assert min(step.start_s, run.placed_s) <= max(idle_from_s, run.request.arrival_s)
 
 
+def test_a_preempted_prompt_does_not_keep_others_from_moving() -> None:
+    """One transfer backend; short prompts keep a long one waiting half-way. Their KV moves in no time nevertheless.
+
+    When the last of them is computed the long one goes on, and with it its transfer, whose first offer was earlier.
+    """
+    arrivals = [Arrival(arrival_s=0.0, num_prompt_tokens=500, num_output_tokens=2)]
+    arrivals += [Arrival(arrival_s=2.25 + i / 2, num_prompt_tokens=16, num_output_tokens=2) for i in range(40)]
+    result = simulate(arrivals, prefill=1, decode=1, bundle="sjf", num_transfer_backends=1)
+    long, *short = result.requests
+    assert long.num_preemptions > 0
+    assert all(run.exposed_s is not None and run.exposed_s < 1.0 for run in short[:-1])
+
+
 @pytest.mark.parametrize("bundle", sorted(BUNDLES))
 def test_the_same_seed_gives_the_same_bytes(bundle: str) -> None:
     once, again = (

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli.processes import ProcessId, wait_for_end
+from pdmesh.profiles import load_profile
+from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.processes import is_running, write_stand_in_packages
 
 TIMEOUT_S = 60.0
@@ -97,6 +99,31 @@ def test_a_wrong_configuration_is_one_sentence_and_code_2(
     assert done.returncode == 2
     assert done.stderr.startswith(f"pdmesh: {sentence}")
     assert "Traceback" not in done.stderr
+
+
+def test_a_profile_is_measured_and_refused_for_another_model(machine: Machine) -> None:
+    small = write_checkpoint(machine.folder / "small", max_position_embeddings=2048)
+    large = write_checkpoint(machine.folder / "large", num_layers=3)
+    file = machine.folder / "small.json"
+    done = machine.run("profile", "--model", str(small), "--seconds", "2", "--file", str(file), "--prefill", "2")
+    assert done.returncode == 0, done.stderr
+    assert "held out" in done.stdout
+    assert load_profile(str(file)).subject.model == "small"
+    refused = machine.run("up", "--model", str(large), "--profile", str(file))
+    assert refused.returncode == 2
+    assert "large" in refused.stderr
+    assert "small" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    started = machine.run("up", "--model", str(small), "--profile", str(file), "--detach")
+    assert started.returncode == 0, started.stderr
+
+
+def test_a_malformed_profile_stops_the_start(machine: Machine) -> None:
+    file = machine.folder / "broken.json"
+    file.write_text("{}")
+    done = machine.run("up", "--profile", str(file))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pdmesh: {file} is no latency profile")
 
 
 def test_wrong_usage_is_code_2(machine: Machine) -> None:

@@ -59,7 +59,7 @@ def recorded_run(path: Path, num_requests: int = 40) -> list[tuple[Event, list[C
             for instance in mesh.instances.values():
                 while instance.commands:
                     instance.take_command()
-                if instance.plans:
+                if instance.can_begin:
                     instance.begin_step()
                     instance.end_step()
                 instance.report_load()

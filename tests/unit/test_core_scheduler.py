@@ -8,10 +8,12 @@ import pytest
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    Command,
     ForgetRequest,
     FreeKv,
     GrantTransfer,
     Outcome,
+    PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
@@ -38,6 +40,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
 )
 from pdmesh.model import (
     ChunkDone,
@@ -427,6 +430,55 @@ def test_a_request_waits_for_room_only_so_long() -> None:
     assert not of(Reject, bench.feed(Tick(), at_s=10.9))
     (reject,) = of(Reject, bench.feed(Tick(), at_s=11.0))
     assert (reject.request_id, reject.reason) == ("b", RejectReason.QUEUE_TIMEOUT)
+
+
+def test_a_preempted_request_gives_its_backend_to_one_that_waits() -> None:
+    """The long prompt is overtaken by two short ones; its backend goes to the first and comes back to it."""
+    bench = CoreBench(prefill(), decode(num_transfer_backends=1), chunk_tokens=4)
+    bench.feed(BundleChangeRequested("sjf"))
+
+    def offered(request_id: str) -> list[Command]:
+        return bench.feed(TransferOffered(P, RequestId(request_id), Epoch(0)))
+
+    first, second = (step.plan for step in of(RunStep, bench.arrive("long", prompt=12)))
+    assert [grant.request_id for grant in of(GrantTransfer, offered("long"))] == ["long"]
+    bench.arrive("a", prompt=4)
+    bench.arrive("b", prompt=4)
+    (third,) = of(RunStep, bench.done("p", first))
+    assert [chunk.request_id for chunk in third.plan.chunks] == ["a"]
+    assert of(PauseTransfer, offered("a")) == []  # the second chunk of the long one is still to come
+    (fourth, pause) = bench.done("p", second)[-2:]
+    assert isinstance(fourth, RunStep)
+    assert pause == PauseTransfer(instance_id=P, request_id=RequestId("long"), epoch=Epoch(0))
+    assert bench.feed(TransferPaused(D, RequestId("long"), Epoch(0))) == []  # from the wrong side
+    assert bench.feed(TransferPaused(P, RequestId("a"), Epoch(0))) == []  # nobody asked it
+    commands = bench.feed(TransferPaused(P, RequestId("long"), Epoch(0)))
+    assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["a"]
+    assert offered("b") == []
+    assert of(GrantTransfer, bench.feed(TransferPaused(P, RequestId("long"), Epoch(0)))) == []  # said already
+
+    (last,) = of(RunStep, bench.done("p", third.plan))
+    assert [chunk.request_id for chunk in last.plan.chunks] == ["long"]
+    commands = bench.feed(TransferLanded(D, RequestId("a"), Epoch(0), 1, 0.0))
+    assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["long"]  # its first offer was before b's
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_request_that_ends_while_its_backend_comes_back_frees_it_once(answered: bool) -> None:
+    bench = CoreBench(prefill(), decode(num_transfer_backends=1), chunk_tokens=4)
+    bench.feed(BundleChangeRequested("sjf"))
+    plans = [step.plan for step in of(RunStep, bench.arrive("long", prompt=12))]
+    bench.feed(TransferOffered(P, RequestId("long"), Epoch(0)))
+    for request_id in ("a", "b"):
+        bench.arrive(request_id, prompt=4)
+    for plan in plans:
+        bench.done("p", plan)
+    assert len(of(PauseTransfer, bench.feed(TransferOffered(P, RequestId("a"), Epoch(0))))) == 1
+    bench.feed(RequestCancelled(RequestId("long"), Epoch(0)))
+    if answered:
+        assert of(GrantTransfer, bench.feed(TransferPaused(P, RequestId("long"), Epoch(0)))) == []
+    commands = bench.released("d", "long")
+    assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["a"]
 
 
 def test_a_short_outage_heals_and_a_long_one_is_told_as_such() -> None:

@@ -17,7 +17,7 @@ from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.http.body import ClientGone, decode_body, read_body
 from pdmesh_gateway.limits import Admission, RecentIds
 from pdmesh_gateway.protocol import ChatRequest, CompletionRequest
-from pdmesh_gateway.sampling import sampling_params
+from pdmesh_gateway.sampling import sampling_params, target_s
 from pdmesh_gateway.templates import TemplateFailed, compile_template, render_untrusted
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
@@ -135,6 +135,35 @@ def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None
     with pytest.raises(RequestRejected, match=field) as refused:
         sampling_params(request, INFO, max_tokens=10, logprobs=None)
     assert (refused.value.status, refused.value.param) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "fast",
+        "1s",
+        "nan",
+        "inf",
+        "-inf",
+        "-1",
+        "0",
+        "1e99",
+        -1.0,
+        0.0,
+        pytest.param(math.nan, id="float-nan"),
+        pytest.param(math.inf, id="float-inf"),
+    ],
+)
+def test_a_target_that_is_none_is_refused_by_name(value: str | float) -> None:
+    with pytest.raises(RequestRejected, match="x-slo-ttft-ms") as refused:
+        target_s("x-slo-ttft-ms", value)
+    assert (refused.value.status, refused.value.param) == (400, "x-slo-ttft-ms")
+
+
+def test_targets_are_milliseconds() -> None:
+    assert target_s("slo_ttft_ms", 250.0) == target_s("x-slo-ttft-ms", "250") == 0.25
+    assert target_s("slo_ttft_ms", None) is None
 
 
 def test_defaults_are_the_clients_then_the_checkpoints_then_neutral() -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
@@ -15,7 +16,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
-from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key, unpack_header
 from pdmesh.kv.sender import INLINE_COPY_BYTES, KvSender
 from pdmesh.model import Epoch, KvLayout, RequestId
@@ -201,6 +202,49 @@ async def test_no_bytes_move_before_the_grant(memory: TransportMaker) -> None:
         pair.a.mover.grant(REQUEST, Epoch(2), destination_address=pair.b.transport.address, capability=CAPABILITY)
         await anyio.wait_all_tasks_blocked()
         assert pair.b.mover.counters().num_pieces_received == 0
+        pair.free_all()
+
+
+async def test_a_paused_transfer_moves_nothing_until_it_is_granted_again(maker: TransportMaker) -> None:
+    """Paused after any number of turns: what was under way is taken, and all of it lands in the end."""
+    for num_checkpoints in (0, 1, 2, 3, 5, 9, 20, 50):
+        async with open_pair(maker, LARGE_LAYOUT, LARGE_TRANSFER) as pair:
+            pair.expect()
+            sender = pair.offer()
+            pair.grant()
+            pair.compute(sender)
+            for _ in range(num_checkpoints):
+                await anyio.lowlevel.checkpoint()
+            pair.a.mover.pause(REQUEST, EPOCH)
+            with anyio.fail_after(30):
+                assert await pair.a.outcome() == PausedTransfer(request_id=REQUEST, epoch=EPOCH)
+            sender.commit(token_id=7, token_index=0)
+            num_sent = pair.a.mover.counters().num_pieces_sent
+            await anyio.wait_all_tasks_blocked()
+            assert pair.a.mover.counters().num_pieces_sent == num_sent
+            assert pair.b.outcomes == []
+            pair.grant()
+            with anyio.fail_after(30):
+                assert isinstance(await pair.b.outcome(), LandedTransfer)
+                assert isinstance(await pair.a.outcome(), SentTransfer)
+            pair.check_moved()
+            pair.free_all()
+
+
+async def test_only_what_was_granted_and_is_not_whole_can_be_paused(memory: TransportMaker) -> None:
+    async with open_pair(memory) as pair:
+        pair.expect()
+        pair.a.mover.pause(REQUEST, EPOCH)
+        sender = pair.offer()
+        pair.a.mover.pause(REQUEST, EPOCH)
+        pair.grant()
+        pair.compute(sender)
+        pair.a.mover.pause(REQUEST, Epoch(EPOCH + 1))
+        sender.commit(token_id=7, token_index=0)
+        pair.a.mover.pause(REQUEST, EPOCH)
+        with anyio.fail_after(30):
+            assert isinstance(await pair.b.outcome(), LandedTransfer)
+            assert isinstance(await pair.a.outcome(), SentTransfer)
         pair.free_all()
 
 

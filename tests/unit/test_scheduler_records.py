@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from pdmesh.cli.request_view import summary
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart
 from pdmesh.core.events import RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
+from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_scheduler.records import RequestRecords
@@ -22,7 +25,9 @@ class Told:
     def __init__(self, max_ended: int = 10) -> None:
         self.records = RequestRecords(max_ended, wall_time=lambda at_s: 1000.0 + at_s)
 
-    def arrived(self, request_id: str, at_s: float, *, epoch: int = 0, num_delivered: int = 0) -> None:
+    def arrived(
+        self, request_id: str, at_s: float, *, epoch: int = 0, num_delivered: int = 0, slo: Slo = NO_SLO
+    ) -> None:
         num_tokens = NUM_PROMPT_TOKENS + num_delivered
         ids: dict[str, Any] = {"request_id": RequestId(request_id), "epoch": Epoch(epoch), "gateway_id": G}
         generation = Generation(
@@ -32,7 +37,14 @@ class Told:
             num_prompt_tokens=NUM_PROMPT_TOKENS,
             params=SamplingParams(max_tokens=20),
         )
-        request = Request(**ids, num_prompt_tokens=num_tokens, max_tokens=20 - num_delivered, arrival_s=at_s)
+        request = Request(
+            **ids,
+            num_prompt_tokens=num_tokens,
+            max_tokens=20 - num_delivered,
+            arrival_s=at_s,
+            slo_ttft_s=slo.ttft_s,
+            slo_tpot_s=slo.tpot_s,
+        )
         admit = AdmitPrefill(
             instance_id=I, request_id=request.request_id, epoch=request.epoch, num_blocks=2, decode_instance_id=None
         )
@@ -127,3 +139,41 @@ def test_only_so_many_ended_ones_are_remembered() -> None:
         told.arrived(f"r-{index}", 0.0)
         told.ended(f"r-{index}", 1.0, Outcome.FINISHED)
     assert [record.request_id for record in told.records.choices("r")] == ["r-2", "r-3"]
+
+
+@pytest.mark.parametrize(
+    ("slo", "met"),
+    [
+        (NO_SLO, None),
+        (Slo(ttft_s=0.5), True),
+        (Slo(ttft_s=0.4), False),
+        (Slo(tpot_s=0.11), True),  # 19 tokens in 2 s
+        (Slo(tpot_s=0.1), False),
+        (Slo(ttft_s=0.5, tpot_s=0.1), False),
+    ],
+)
+def test_a_record_says_whether_the_targets_were_met(slo: Slo, met: bool | None) -> None:
+    told = Told()
+    told.arrived("r", 10.0, slo=slo)
+    told.computed("r", 10.5)
+    record = told.records.get("r")
+    assert record is not None
+    assert record.slo_met is None  # not yet known
+    told.ended("r", 12.5, Outcome.FINISHED)
+    record = told.records.get("r")
+    assert record is not None
+    assert (record.slo_ttft_s, record.slo_tpot_s, record.slo_met) == (slo.ttft_s, slo.tpot_s, met)
+
+
+def test_a_record_names_the_bundle_that_placed_the_request() -> None:
+    records = RequestRecords(10, wall_time=lambda at_s: at_s)
+    ids: dict[str, Any] = {"request_id": RequestId("r"), "epoch": Epoch(0)}
+    request = Request(**ids, gateway_id=G, num_prompt_tokens=8, max_tokens=4, arrival_s=0.0)
+    records.observe(RequestArrived(request), None, [], 0.0, "fcfs")
+    records.observe(
+        Tick(), None, [AdmitPrefill(**ids, instance_id=I, num_blocks=2, decode_instance_id=None)], 1.0, "pdmesh"
+    )
+    records.observe(StepDone(I, 0, 0.1, (ChunkDone(**ids, num_tokens=8, is_last=True),), 0), None, [], 2.0, "edf")
+    record = records.get("r")
+    assert record is not None
+    assert record.bundle == "pdmesh"

@@ -14,6 +14,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, KvReleased, RequestFinished, StepDone, Tick
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.metrics import Slo
 from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, RejectReason, Request, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
@@ -60,7 +61,7 @@ async def test_the_gateways() -> None:
     metrics = GatewayMetrics("m", Transcripts(), lambda: None)
     watch_event_loop(metrics.registry)
     metrics.responded("/", 200)
-    metrics.finished(1, 1, "stop", ttft_s=1.0, e2e_s=1.0)
+    metrics.finished(1, 1, "stop", ttft_s=1.0, e2e_s=1.0, slo=Slo(ttft_s=2.0))
     assert served(metrics.registry) == documented("Gateway")
 
 

@@ -19,6 +19,8 @@ from pdmesh.wire.messages import (
     Generation,
     LandedReport,
     OfferReport,
+    Pause,
+    PausedReport,
     ReleasedReport,
     SentReport,
     TransferFailedReport,
@@ -219,6 +221,32 @@ async def test_a_cancel_at_any_stage_frees_both_sides(reach_stage: Stage) -> Non
             assert instance.reports_of(FinishedReport, "r") == []
         # and the next request finds everything in order
         await check_whole_way(pair, "next", list(range(30)), GREEDY, [7])
+
+
+async def test_a_hand_over_that_is_paused_gives_the_same_output() -> None:
+    """Paused after the first of three chunks; the others are computed meanwhile."""
+    prompt = list(range(70, 93))
+    async with memory_pair() as (prefill, decode):
+        generation = make_generation("r", prompt, GREEDY)
+        first, *others = chunk_plans(generation, [8])
+        decode.expect(generation, prefill)
+        prefill.admit(generation, kv_moves=True)
+        prefill.run([first])
+        await prefill.reported(OfferReport, "r")
+        prefill.grant(generation, decode)
+        prefill.instance.handle(Pause(request_id=generation.request_id, epoch=generation.epoch))
+        await prefill.reported(PausedReport, "r")
+        for chunk in others:
+            prefill.run([chunk])
+        await prefill.until(lambda: len(prefill.tokens_of("r")) == 1)
+        await anyio.wait_all_tasks_blocked()
+        assert decode.reports_of(LandedReport, "r") == []
+        assert len(prefill.reports_of(OfferReport, "r")) == 1  # the scheduler knows when to grant it again
+        prefill.grant(generation, decode)
+        await decode.reported(ReleasedReport, "r")
+        assert output_of("r", prefill, decode) == reference_output(prompt, GREEDY)
+        prefill.assert_all_free()
+        decode.assert_all_free()
 
 
 async def test_a_corrupted_piece_fails_the_transfer_on_both_sides() -> None:

@@ -49,6 +49,12 @@ def up(
     max_model_len: Annotated[int | None, typer.Option(help="Context length; the checkpoint's if not given.")] = None,
     kv_cache_bytes: Annotated[int | None, typer.Option(help="KV cache of one instance.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one step.")] = None,
+    bundle: Annotated[
+        str | None, typer.Option(help="Policy bundle; see `pdmesh policy list`. [default: pdmesh]")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="How long steps take; instances measure it if not given.")
+    ] = None,
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Independent of the batch.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Clients must show it; better from the environment.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -56,7 +62,7 @@ def up(
     settings: Settings = None,
 ) -> None:
     """Start a mesh on this machine. Ctrl-C drains and stops it; a second one kills it."""
-    from pdmesh.cli.plan import Pools
+    from pdmesh.cli.plan import make_pools
     from pdmesh.cli.up import MeshRun, up_detached
 
     tree = build_config(
@@ -72,14 +78,12 @@ def up(
         worker__kv_cache_bytes=kv_cache_bytes,
         worker__deterministic=deterministic,
         scheduler__chunk_tokens=chunk_tokens,
+        scheduler__bundle=bundle,
+        scheduler__profile=profile,
         security__api_key=api_key,
         telemetry__log_level=log_level,
     )
-    # Without a word on pools: one of each. With --mixed alone: only those.
-    default = 0 if mixed and prefill is None and decode is None else 1
-    pools = Pools(
-        prefill=default if prefill is None else prefill, decode=default if decode is None else decode, mixed=mixed
-    )
+    pools = make_pools(prefill, decode, mixed)
     state = mesh_state(os.environ, name)
     if detach:
         raise typer.Exit(up_detached(tree, pools, state, os.environ))
@@ -265,15 +269,49 @@ def simulate(
 
 
 @app.command()
+def profile(
+    model: Model = None,
+    file: Annotated[Path | None, typer.Option(help="Where to write it. [default: MODEL.profile.json]")] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Of the mesh it is for. [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Of the mesh it is for. [default: 1]")] = None,
+    mixed: Annotated[int, typer.Option(min=0, help="Of the mesh it is for.")] = 0,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure.")] = 30.0,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Measure how fast an instance runs a model on this machine, for the scheduler to plan by."""
+    from pdmesh.cli.plan import make_pools
+    from pdmesh.cli.profile import ProfileOptions, run_profile
+    from pdmesh.cli.up import resolved
+
+    tree = resolved(build_config(config, settings, model=model, worker__dtype=dtype, worker__device=device))
+    run_profile(tree, ProfileOptions(file=file, pools=make_pools(prefill, decode, mixed), limit_s=seconds))
+
+
+@app.command()
 def replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
-    bundle: Annotated[str | None, typer.Option(help="Ask what this bundle would have decided.")] = None,
+    bundle: Annotated[
+        str | None, typer.Option(help="Ask what this bundle would have done: its first other decision, and figures.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="What an instance is in the figures. [default: fitted to the log]")
+    ] = None,
+    long_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Where long begins in the figures. [default: the recorded policy's]")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write the recorded timeline for ui.perfetto.dev.")
+    ] = None,
     output: OutputFormat = Output.TABLE,
 ) -> None:
     """Decide again on a recorded run and check that every command is the same."""
-    from pdmesh.cli.replay import run_replay
+    from pdmesh.cli.replay import ReplayOptions, run_replay
 
-    raise typer.Exit(run_replay(log, bundle, output))
+    options = ReplayOptions(log=log, bundle=bundle, profile=profile, long_tokens=long_tokens, perfetto=perfetto)
+    raise typer.Exit(run_replay(options, output))
 
 
 @app.command()

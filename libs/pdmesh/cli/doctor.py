@@ -19,13 +19,14 @@ from enum import StrEnum
 from pathlib import Path
 
 import typer
+from huggingface_hub import constants
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.plan import num_cores
-from pdmesh.cli.state import cache_root, state_root
+from pdmesh.cli.state import state_root
 from pdmesh.config import MeshConfig
 
 _GIB = 1 << 30
@@ -67,10 +68,10 @@ def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check
     yield check_ptrace(Path("/proc/sys/kernel/yama/ptrace_scope"))
     yield check_port(config.gateway.host, config.gateway.port)
     yield check_memory(config, Path("/proc/meminfo"))
-    yield check_disk("cache", cache_root(environ))
-    yield check_disk("state", state_root(environ))
+    yield check_disk("state", state_root(environ), "XDG_STATE_HOME")
+    yield check_disk("checkpoints", Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE")
     yield check_open_files()
-    yield check_hub(environ)
+    yield check_hub()
 
 
 def check_python() -> Check:
@@ -186,12 +187,11 @@ def check_memory(config: MeshConfig, meminfo: Path) -> Check:
     return Check("memory", Verdict.OK, found)
 
 
-def check_disk(what: str, folder: Path) -> Check:
+def check_disk(what: str, folder: Path, variable: str) -> Check:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free_bytes = shutil.disk_usage(existing).free
     found = f"{folder}: {free_bytes / _GIB:.1f} GiB free"
     if not os.access(existing, os.W_OK):
-        variable = f"XDG_{what.upper()}_HOME"
         return Check(f"{what} folder", Verdict.FAILURE, f"{folder} cannot be written", f"point {variable} elsewhere")
     if free_bytes < _MIN_DISK_BYTES:
         return Check(f"{what} folder", Verdict.WARNING, found, "free some space")
@@ -206,10 +206,8 @@ def check_open_files() -> Check:
     return Check("open files", Verdict.OK, f"limit {soft}")
 
 
-def check_hub(environ: Mapping[str, str]) -> Check:
+def check_hub() -> Check:
     """Only hub ids need the hub, so that none of this is essential."""
-    from huggingface_hub import constants
-
     cache = Path(constants.HF_HUB_CACHE)
     models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
     found = f"cache {cache}, {models} models"

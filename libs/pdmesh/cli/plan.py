@@ -37,6 +37,14 @@ class Pools:
         return " + ".join(f"{count} {role}" for count, role in counts if count)
 
 
+def make_pools(prefill: int | None, decode: int | None, mixed: int) -> Pools:
+    """Without a word on pools: one of each. With mixed ones alone: only those."""
+    default = 0 if mixed and prefill is None and decode is None else 1
+    return Pools(
+        prefill=default if prefill is None else prefill, decode=default if decode is None else decode, mixed=mixed
+    )
+
+
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,22 +1,37 @@
-"""`pdmesh replay`: decide again on the events of a recorded run."""
+"""`pdmesh replay`: decide again on the events of a recorded run, and ask what another bundle would have done."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import typer
+from rich.console import Console
 
 from pdmesh.cli.options import Output
+from pdmesh.cli.simulate import figures_table
+from pdmesh.cli.what_if import WhatIf, what_if
 from pdmesh.core.commands import Command
 from pdmesh.core.events import BundleChangeRequested, Tick
-from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.eventlog import Entry, EventLogReader, commands_digest, core_of
+from pdmesh.sim.perfetto import chrome_trace
+from pdmesh.sim.recorded import Decision, recorded_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """The command's options, as given."""
+
+    log: Path
+    bundle: str | None
+    profile: str | None  # of the instances that are simulated; None: fitted to the log
+    long_tokens: int | None  # where long prompts begin in the figures; None: where they do for the recorded policy
+    perfetto: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,59 +44,80 @@ class Difference:
     instead: Sequence[Command] | None  # what the other bundle decides; None if the recorded digest itself differs
 
 
-@dataclass(slots=True)
 class Replay:
-    """What came of it."""
+    """Decides again. Iterate over it for the decisions; then the rest says what came of it."""
 
-    num_events: int = 0
-    num_commands: int = 0
-    num_unchecked: int = 0
-    difference: Difference | None = None
+    def __init__(self, log: EventLogReader, bundle: str | None) -> None:
+        """Raises ConfigError for a bundle that there is not."""
+        self._log = log
+        self._recorded = core_of(log.header)
+        self._other = None if bundle is None else core_of(log.header, bundle)
+        self.bundle = log.header.bundle
+        self.other_bundle = bundle
+        self.num_events = 0
+        self.num_commands = 0
+        self.num_unchecked = 0
+        self.difference: Difference | None = None
+
+    @property
+    def is_faithful(self) -> bool:
+        """Whether the commands are those that were recorded."""
+        return self.difference is None or self.difference.instead is not None
+
+    def __iter__(self) -> Iterator[Decision]:
+        """To the end, or to the first commands that are not those recorded."""
+        for entry in self._log:
+            self.num_events += 1
+            commands = self._recorded.handle(entry.event, entry.now_s)
+            self.num_commands += len(commands)
+            self.num_unchecked += entry.digest is None
+            if entry.digest is not None and commands_digest(commands) != entry.digest:
+                self.difference = Difference(self.num_events, entry, commands, None)
+                return
+            if self._other is not None and self.difference is None:
+                # The question is what this bundle does all along, so an operator's switch is nothing but a moment.
+                # After its first other decision it is not asked: the events tell of a mesh that followed the first.
+                event = Tick() if isinstance(entry.event, BundleChangeRequested) else entry.event
+                instead = self._other.handle(event, entry.now_s)
+                if instead != commands:
+                    self.difference = Difference(self.num_events, entry, commands, instead)
+            yield Decision(entry.now_s, entry.event, commands)
 
 
-def run_replay(path: Path, bundle: str | None, output: Output) -> int:
-    """Print what came of it; the exit code is 1 if the commands differ from those recorded."""
+def run_replay(options: ReplayOptions, output: Output) -> int:
+    """Print what came of it; the exit code is 1 if the commands differ from those recorded.
+
+    Raises ConfigError for a file that is no log, an unknown bundle or profile, and a log without anything to simulate.
+    """
+    if options.bundle is None and (options.profile is not None or options.long_tokens is not None):
+        raise ConfigError("--profile and --long-tokens are about what is simulated: they go with --bundle")
     try:
-        with EventLogReader(path) as log:
-            recorded = core_of(log.header)
-            other = None if bundle is None else core_of(log.header, bundle)
-            found = _replay(log, recorded, other)
-            names = log.header.bundle, bundle
+        with EventLogReader(options.log) as log:
+            found = Replay(log, options.bundle)
+            run = recorded_run(found)
+            header = log.header
     except OSError as error:
-        raise PdmeshError(f"cannot read the event log {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the event log {options.log}: {error.strerror}") from error
+    study = None
+    if options.bundle is not None and found.is_faithful:
+        long_tokens = options.long_tokens or header.config.policy.long_prompt_tokens
+        study = what_if(header, run, options.bundle, profile=options.profile, long_tokens=long_tokens, output=output)
+    if options.perfetto is not None:
+        _write(options.perfetto, json.dumps(chrome_trace({"recorded": run.result} if study is None else study.results)))
     if output is Output.JSON:
-        typer.echo(json.dumps(_as_json(found, *names), indent=2))
+        typer.echo(json.dumps(_as_json(found, study), indent=2))
     else:
-        typer.echo("\n".join(_as_text(found, *names)))
-    return 1 if found.difference is not None and found.difference.instead is None else 0
+        typer.echo("\n".join(_as_text(found)))
+        if study is not None:
+            _print_study(study)
+    return 0 if found.is_faithful else 1
 
 
-def _replay(log: EventLogReader, recorded: SchedulerCore, other: SchedulerCore | None) -> Replay:
-    """Up to the first difference: after it, the events tell of a mesh that followed other commands."""
-    found = Replay()
-    for entry in log:
-        found.num_events += 1
-        commands = recorded.handle(entry.event, entry.now_s)
-        found.num_commands += len(commands)
-        found.num_unchecked += entry.digest is None
-        if entry.digest is not None and commands_digest(commands) != entry.digest:
-            found.difference = Difference(found.num_events, entry, commands, None)
-            break
-        if other is not None:
-            # The question is what this bundle does all along, so an operator's switch is nothing but a moment.
-            event = Tick() if isinstance(entry.event, BundleChangeRequested) else entry.event
-            instead = other.handle(event, entry.now_s)
-            if instead != commands:
-                found.difference = Difference(found.num_events, entry, commands, instead)
-                break
-    return found
-
-
-def _as_json(found: Replay, bundle: str, other: str | None) -> dict[str, Any]:
+def _as_json(found: Replay, study: WhatIf | None) -> dict[str, Any]:
     difference = found.difference
     return {
-        "bundle": bundle,
-        "other_bundle": other,
+        "bundle": found.bundle,
+        "other_bundle": found.other_bundle,
         "num_events": found.num_events,
         "num_commands": found.num_commands,
         "num_unchecked": found.num_unchecked,
@@ -94,28 +130,53 @@ def _as_json(found: Replay, bundle: str, other: str | None) -> dict[str, Any]:
             "recorded": [_named(command) for command in difference.recorded],
             "instead": None if difference.instead is None else [_named(command) for command in difference.instead],
         },
+        "what_if": None
+        if study is None
+        else {
+            "latency": msgspec.to_builtins(study.latency),
+            "runs": {name: msgspec.to_builtins(figures) for name, figures in study.reports.items()},
+            "notes": study.notes,
+        },
     }
 
 
-def _as_text(found: Replay, bundle: str, other: str | None) -> list[str]:
-    difference = found.difference
-    if difference is None:
-        lines = [f"{found.num_events} events, {found.num_commands} commands: identical to the recorded run ({bundle})"]
-        if found.num_unchecked:
-            lines.append(f"{found.num_unchecked} events have no recorded commands to compare with")
-        if other is not None:
-            lines.append(f"{other} would have decided the same")
-        return lines
-    where = f"event {difference.number}, {type(difference.entry.event).__name__} at {difference.entry.now_s:.6f} s"
-    if difference.instead is None:
+def _as_text(found: Replay) -> list[str]:
+    difference, bundle, other = found.difference, found.bundle, found.other_bundle
+    if difference is not None and difference.instead is None:
         decided = [f"  now: {command}" for command in difference.recorded] or ["  now: nothing"]
+        where = _where(difference)
         return [f"{where}: the commands are not those recorded, by another version of pdmesh or a bug", *decided]
+    lines = [f"{found.num_events} events, {found.num_commands} commands: identical to the recorded run ({bundle})"]
+    if found.num_unchecked:
+        lines.append(f"{found.num_unchecked} events have no recorded commands to compare with")
+    if difference is None or difference.instead is None:
+        return lines if other is None else [*lines, f"{other} would have decided the same"]
     return [
-        f"{other} would have decided otherwise from {where} on; until then the same",
+        *lines,
+        f"{other} would have decided otherwise from {_where(difference)} on; until then the same",
         *(f"  {bundle}: {command}" for command in difference.recorded if command not in difference.instead),
         *(f"  {other}: {command}" for command in difference.instead if command not in difference.recorded),
     ]
 
 
+def _print_study(study: WhatIf) -> None:
+    console = Console()
+    console.print()
+    console.print(figures_table(study.reports))
+    for note in study.notes:
+        console.print(note, highlight=False)
+
+
+def _where(difference: Difference) -> str:
+    return f"event {difference.number}, {type(difference.entry.event).__name__} at {difference.entry.now_s:.6f} s"
+
+
 def _named(value: object) -> dict[str, Any]:
     return {"type": type(value).__name__, **msgspec.to_builtins(value)}
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content)
+    except OSError as error:
+        raise PdmeshError(f"cannot write {path}: {error.strerror}") from error

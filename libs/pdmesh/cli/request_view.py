@@ -65,6 +65,8 @@ def summary(record: RequestRecord) -> str:
         if record.first_token_s is not None and record.num_output_tokens is not None and record.num_output_tokens > 1:
             gap_s = (record.last_token_s - record.first_token_s) / (record.num_output_tokens - 1)
             parts.append(f"{_ms(gap_s)} ms a token")
+    if record.slo_met is not None:
+        parts.append(f"targets {'met' if record.slo_met else 'missed'}")
     return ", ".join(parts)
 
 

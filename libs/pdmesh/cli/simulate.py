@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +11,11 @@ from pathlib import Path
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pdmesh import __version__
 from pdmesh.cli.options import Output
+from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.metrics import Slo
 from pdmesh.model import KvLayout
@@ -80,13 +79,13 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     )
     config = SimConfig(port_bytes_per_s=options.port_gbytes_per_s * 1e9, control_delay_s=options.control_delay_ms / 1e3)
     results: dict[str, SimResult] = {}
-    with _progress(output) as progress:
+    with progress_bar(output) as progress:
         for bundle in options.bundles:
             task = progress.add_task(bundle, total=len(arrivals))
             simulator = Simulator(
                 study_core(bundle, policy, options.seed), mesh.instances(policy.latency), arrivals, config
             )
-            results[bundle] = simulator.run(_advance(progress, task))
+            results[bundle] = simulator.run(advance(progress, task))
 
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
     reports = {name: report(result, long_tokens=long_range[0], slo=slo) for name, result in results.items()}
@@ -159,26 +158,6 @@ def _kv_layout(profile: str) -> KvLayout:
 
 
 # --- what is shown ---
-
-
-def _progress(output: Output) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=output is Output.JSON or not sys.stderr.isatty(),
-    )
-
-
-def _advance(progress: Progress, task: TaskID) -> Callable[[int], None]:
-    def on_ended(num_ended: int) -> None:
-        if num_ended % 100 == 0:
-            progress.update(task, completed=num_ended)
-
-    return on_ended
 
 
 def figures_table(reports: Mapping[str, SimReport]) -> Table:

@@ -100,11 +100,6 @@ def state_root(environ: Mapping[str, str]) -> Path:
     return Path(base) / "pdmesh"
 
 
-def cache_root(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", os.path.expanduser("~")), ".cache")
-    return Path(base) / "pdmesh"
-
-
 def mesh_state(environ: Mapping[str, str], name: str) -> MeshState:
     """The folder of the mesh ``name``, which need not exist. Raises ConfigError for a name that is no folder name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):

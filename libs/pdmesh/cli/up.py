@@ -24,7 +24,7 @@ from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, MeshState, ServiceRecord
 from pdmesh.cli.supervisor import MeshPlan, Supervisor
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import ConfigError, PdmeshError
 
 #: Loading a large checkpoint from a slow disk takes minutes.
 START_TIMEOUT_S = 900.0
@@ -52,35 +52,14 @@ class MeshRun:
                 f"starting {self.pools} for {self.config.model or 'the built-in demo model'}; "
                 f"{num_cores()} cores, {threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
-            self.config = self._resolved()
+            self.config = _with_token(resolved(self.config))
+            check_profile(self.config)
             supervisor = Supervisor(self._plan(), on_change=self._changed, say=_say)
             try:
                 anyio.run(supervisor.run)
             finally:
                 self.state.remove()
         _say("stopped")
-
-    def _resolved(self) -> MeshConfig:
-        """The configuration with the model as a directory and a token of this run's own."""
-        from pdmesh.engine.files import resolve_model
-
-        if self.config.model is None:
-            from pdmesh.demo.checkpoint import DEMO_MODEL_NAME, demo_checkpoint
-
-            name = DEMO_MODEL_NAME
-            directory = demo_checkpoint()
-        else:
-            directory = resolve_model(self.config.model)
-            # A directory goes by its name, a hub id as it is (its snapshot's directory is a hash).
-            is_directory = Path(self.config.model).expanduser().is_dir()
-            name = directory.resolve().name if is_directory else self.config.model
-        name = self.config.worker.served_model_name or name
-        return replace(
-            self.config,
-            model=str(directory.absolute()),
-            worker=replace(self.config.worker, served_model_name=name),
-            security=replace(self.config.security, mesh_token=self.config.security.mesh_token or secrets.token_hex(16)),
-        )
 
     def _plan(self) -> MeshPlan:
         config = self.config
@@ -142,6 +121,71 @@ class MeshRun:
         if self.config.ready_fd is not None:
             os.write(self.config.ready_fd, json.dumps({"pid": os.getpid()}).encode() + b"\n")
             os.close(self.config.ready_fd)
+
+
+def resolved(config: MeshConfig) -> MeshConfig:
+    """The configuration with the model as a directory, and the name it is served by."""
+    from pdmesh.engine.files import resolve_model
+
+    if config.model is None:
+        from pdmesh.demo.checkpoint import DEMO_MODEL_NAME, demo_checkpoint
+
+        name = DEMO_MODEL_NAME
+        directory = demo_checkpoint()
+    else:
+        directory = resolve_model(config.model)
+        # A directory goes by its name, a hub id as it is (its snapshot's directory is a hash).
+        is_directory = Path(config.model).expanduser().is_dir()
+        name = directory.resolve().name if is_directory else config.model
+    name = config.worker.served_model_name or name
+    return replace(config, model=str(directory.absolute()), worker=replace(config.worker, served_model_name=name))
+
+
+def _with_token(config: MeshConfig) -> MeshConfig:
+    """With a token of this run's own, if it has none."""
+    token = config.security.mesh_token or secrets.token_hex(16)
+    return replace(config, security=replace(config.security, mesh_token=token))
+
+
+def check_profile(config: MeshConfig) -> None:
+    """Refuse a latency profile that says nothing of the model here. Raises ConfigError."""
+    if config.scheduler.profile is None or config.worker.engine != "torch":
+        return
+    from pdmesh.engine.files import load_model_config
+    from pdmesh.policy.profile import Subject
+    from pdmesh.profiles import load_profile
+
+    profile = load_profile(config.scheduler.profile)
+    model = load_model_config(Path(str(config.model)))
+    layout = model.kv_layout(dtype=config.worker.dtype, block_size=config.worker.block_size)
+    device, device_name = _device(config.worker.device)
+    problem = profile.mismatch(
+        Subject(
+            model=str(config.worker.served_model_name),
+            num_parameters=model.num_parameters,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            dtype=layout.dtype,
+            device=device,
+            device_name=device_name,
+        )
+    )
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _device(name: str) -> tuple[str, str]:
+    """The device that workers will choose, and its hardware: asked of a process that ends, since it loads torch."""
+    code = (
+        "import sys; from pdmesh.engine.runner import torch_device; from pdmesh.worker.engines import hardware_name; "
+        "device = str(torch_device(sys.argv[1])); print(device); print(hardware_name(device))"
+    )
+    asked = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        raise ConfigError((asked.stderr.strip() or "torch cannot be loaded").splitlines()[-1])
+    device, hardware = asked.stdout.splitlines()
+    return device, hardware
 
 
 def up_detached(config: MeshConfig, pools: Pools, state: MeshState, environ: Mapping[str, str]) -> int:

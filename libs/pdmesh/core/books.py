@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pdmesh.core.broker import TransferBroker
-from pdmesh.core.commands import Command, ForgetRequest, FreeKv, GrantTransfer, Outcome, Reject, Restart
+from pdmesh.core.commands import Command, ForgetRequest, FreeKv, GrantTransfer, Outcome, PauseTransfer, Reject, Restart
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.state import Instance, Phase, RequestKey, RequestState
 from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId
@@ -21,7 +21,7 @@ class Books:
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, Instance] = {}
         self.queue = WaitingQueue()
-        self.broker = TransferBroker()
+        self.broker = TransferBroker(self._is_preempted)
         self.commands: list[Command] = []
         self.ignored: Counter[str] = Counter()
 
@@ -65,6 +65,22 @@ class Books:
                         capability=state.capability,
                     )
                 )
+
+    def offer_again(self, state: RequestState) -> None:
+        """A preempted request goes on, and so may its transfer."""
+        if state.decode_id is not None and state.decode_id != state.prefill_id:
+            self.grant(self.broker.offer_again(state.decode_id, state.key))
+
+    def take_back_backends(self) -> None:
+        """Ask the senders of preempted requests for the backends that others wait for."""
+        for request_id, epoch in self.broker.take_back():
+            state = self.requests[request_id]
+            assert state.prefill_id is not None
+            self.commands.append(PauseTransfer(instance_id=state.prefill_id, request_id=request_id, epoch=epoch))
+
+    def _is_preempted(self, key: RequestKey) -> bool:
+        state = self.find(key)
+        return state is not None and state.is_preempted
 
     def land(self, state: RequestState) -> None:
         """Its whole KV is where it decodes."""
@@ -128,11 +144,19 @@ class Books:
             instance.check_integrity()
             for key in self.broker.granted(instance.instance_id):
                 assert key in instance.holds, f"{instance.instance_id}: a backend for {key}, which holds nothing"
+        num_in_flight = Counter(
+            (chunk.request_id, chunk.epoch)
+            for instance in self.instances.values()
+            for plan in instance.plans.values()
+            for chunk in plan.chunks
+        )
         num_waiting = sum(state.phase is Phase.WAITING for state in self.requests.values())
         assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} are in the queue"
         num_of_gateways = sum(len(requests) for requests in self.of_gateway.values())
         assert num_of_gateways == len(self.requests), f"gateways have {num_of_gateways} of {len(self.requests)}"
         for state in self.requests.values():
+            number, counted = num_in_flight[state.key], state.num_chunks_in_flight
+            assert number == counted, f"{number} chunks of {state.key} are in flight, books say {counted}"
             if state.phase is not Phase.WAITING:
                 assert state.decode_id is not None, f"{state.key} runs without a decode instance"
                 assert state.key in self.instances[state.decode_id].holds, f"{state.key} has no room to decode"

@@ -55,6 +55,15 @@ class GrantTransfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PauseTransfer:
+    """Stop sending a preempted request's KV until the next grant; answered by TransferPaused."""
+
+    instance_id: InstanceId  # the sender
+    request_id: RequestId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FreeKv:
     """Stop whatever runs for the request on the instance and free its KV and reservations; answered by KvReleased.
 
@@ -124,5 +133,15 @@ class WakeAt:
 
 
 Command = (
-    AdmitPrefill | RunStep | PlaceDecode | GrantTransfer | FreeKv | Reject | Restart | ForgetRequest | SetRole | WakeAt
+    AdmitPrefill
+    | RunStep
+    | PlaceDecode
+    | GrantTransfer
+    | PauseTransfer
+    | FreeKv
+    | Reject
+    | Restart
+    | ForgetRequest
+    | SetRole
+    | WakeAt
 )

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from pdmesh.policy.base import PolicyConfig
+
+
+class LatencyLearning(StrEnum):
+    """What becomes of `PolicyConfig.latency` while the core runs."""
+
+    FIXED = "fixed"
+    REFINED = "refined"  # by the steps that instances report
+    MEASURED = "measured"  # the same, from what instances measured of themselves; it serves until one has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,4 +24,5 @@ class CoreConfig:
     max_queue_s: float = 120.0
     orphan_grace_s: float = 3.0  # after a restart: how long a request or a resident may wait for its counterpart
     retry_after_s: float = 1.0  # what a client is told with a 429 or 503
+    learning: LatencyLearning = LatencyLearning.FIXED
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -126,6 +126,15 @@ class TransferOffered:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferPaused:
+    """A prefill instance has stopped sending a request's KV, as PauseTransfer asked: no piece of it is under way."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
 class TransferLanded:
     """A decode instance holds the whole KV of a request, checked, and has begun to decode it."""
 
@@ -208,6 +217,7 @@ Event = (
     | StepDone
     | DecodeReserved
     | TransferOffered
+    | TransferPaused
     | TransferLanded
     | TransferSent
     | TransferFailed

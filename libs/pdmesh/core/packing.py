@@ -2,6 +2,7 @@
 
 An instance's running prompts and the first in line compete for its next plan. So a more urgent request takes the step
 after the ones in flight, and a prompt that it overtakes is preempted at a chunk boundary: its KV stays where it is.
+Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.interrupting`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
+from pdmesh.core.interrupting import can_be_interrupted, may_interrupt
 from pdmesh.core.placing import Placement, could_place, place
 from pdmesh.core.queue import in_order
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
@@ -24,6 +26,7 @@ class _Bench(NamedTuple):
     instance: Instance
     draft: Draft
     running: list[RequestState]
+    urgent: bool = False  # it has its plans; what may interrupt them can be added
 
 
 class Packer:
@@ -38,13 +41,10 @@ class Packer:
         """Give every instance with room for a plan something to do."""
         instances = list(self._books.instances.values())
         while instances:
-            someone_waits = self._books.queue.has_line
             benches = {
-                instance.instance_id: _Bench(instance, Draft(now_s), list(instance.prefills))
+                instance.instance_id: bench
                 for instance in instances
-                if len(instance.plans) < self._plans_in_flight
-                and (instance.prefills or (someone_waits and instance.role.can_prefill))
-                and instance.reachable
+                if (bench := self._bench(bundle, instance, now_s)) is not None
             }
             if not benches:
                 return
@@ -52,7 +52,19 @@ class Packer:
             for bench in benches.values():
                 self._plan_running(bundle, bench, in_order(bundle.order, bench.running, now_s))
             # Those that got nothing now get nothing in the next round either: room only shrinks.
-            instances = [bench.instance for bench in benches.values() if self._run_step(bench)]
+            instances = [bench.instance for bench in benches.values() if self._run_step(bundle, bench)]
+
+    def _bench(self, bundle: Bundle, instance: Instance, now_s: float) -> _Bench | None:
+        """None if there is nothing that the instance could be given."""
+        could_place = self._books.queue.has_line and instance.role.can_prefill
+        if not instance.reachable or not (instance.prefills or could_place):
+            return None
+        if instance.num_regular_plans < self._plans_in_flight:
+            return _Bench(instance, Draft(now_s), list(instance.prefills))
+        if not can_be_interrupted(bundle, instance):
+            return None
+        urgent = [state for state in instance.prefills if may_interrupt(bundle, self._books, instance, state, now_s)]
+        return _Bench(instance, Draft(now_s), urgent, urgent=True) if urgent or could_place else None
 
     def _place_waiting(self, bundle: Bundle, benches: dict[InstanceId, _Bench], now_s: float) -> None:
         """Place strictly in order: while the head cannot be placed, nobody is. Running prompts before it go first."""
@@ -83,6 +95,8 @@ class Packer:
 
     def _fits(self, bundle: Bundle, bench: _Bench, state: RequestState) -> bool:
         """Whether the step takes a first chunk of a waiting request; an empty one takes any."""
+        if bench.urgent and not may_interrupt(bundle, self._books, bench.instance, state, bench.draft.now_s):
+            return False
         return (
             not bench.draft.chunks or bundle.packing.num_tokens(bench.instance.view, bench.draft, state.request, 0) > 0
         )
@@ -128,6 +142,9 @@ class Packer:
         if num_tokens <= 0:
             return
         state.num_planned_tokens = start + num_tokens
+        state.num_chunks_in_flight += 1
+        if state.num_chunks_in_flight == 1 and start > 0:
+            self._books.offer_again(state)
         draft.add(
             ChunkPlan(
                 request_id=request.request_id,
@@ -143,17 +160,21 @@ class Packer:
         else:
             state.rank_by(bundle.order)
 
-    def _run_step(self, bench: _Bench) -> bool:
+    def _run_step(self, bundle: Bundle, bench: _Bench) -> bool:
         """Send what was drafted for the instance; False if that is nothing."""
         instance, draft = bench.instance, bench.draft
         if not draft.chunks:
             return False
+        urgent = bench.urgent or all(
+            may_interrupt(bundle, self._books, instance, self._books.requests[chunk.request_id], draft.now_s)
+            for chunk in draft.chunks
+        )
         plan = StepPlan(
             plan_id=instance.next_plan_id,
             chunks=tuple(draft.chunks),
-            with_decodes=instance.role is not Role.PREFILL or instance.num_seats_taken > 0,
+            with_decodes=not urgent and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
+            urgent=urgent,
         )
-        instance.next_plan_id += 1
-        instance.plans[plan.plan_id] = plan
+        instance.begin_plan(plan)
         self._books.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
         return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import assert_never
 
 from pdmesh.core.books import Books
@@ -38,8 +39,10 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
+from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
@@ -48,6 +51,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId, RejectReason, Request
 from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.latency import LinearLatencyModel
 
 
 class SchedulerCore:
@@ -59,6 +63,7 @@ class SchedulerCore:
         self._books = Books()
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._packer = Packer(self._books, config.plans_in_flight, rng)
+        self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._now_s = 0.0
         self._wake_s: float | None = None
 
@@ -67,6 +72,11 @@ class SchedulerCore:
     @property
     def bundle(self) -> str:
         return self._bundle.name
+
+    @property
+    def latency(self) -> LinearLatencyModel:
+        """What steps are predicted by now."""
+        return self._learner.model
 
     @property
     def num_waiting(self) -> int:
@@ -119,6 +129,8 @@ class SchedulerCore:
                 self._reunion.gateway_lost(event.gateway_id)
             case InstanceJoined():
                 self._reunion.instance_joined(event.profile, event.residents, now_s)
+                if self._learner.joined(event.profile):
+                    self._rebuild_bundle(self._bundle.name)
             case InstanceUnreachable():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_reachable(False)
@@ -137,6 +149,8 @@ class SchedulerCore:
                 self._decode_reserved(event)
             case TransferOffered():
                 self._transfer_offered(event)
+            case TransferPaused():
+                self._transfer_paused(event)
             case TransferLanded():
                 self._transfer_landed(event)
             case TransferSent():
@@ -155,6 +169,7 @@ class SchedulerCore:
             case _:
                 assert_never(event)
         self._packer.pack(self._bundle, now_s)
+        self._books.take_back_backends()
         self._ask_for_wake_up()
         return commands
 
@@ -232,20 +247,26 @@ class SchedulerCore:
         instance = self._instance(event.instance_id, event)
         if instance is None:
             return
-        plan = instance.plans.pop(event.plan_id, None)
+        plan = instance.end_plan(event.plan_id)
         if plan is None:
             self._books.ignore("StepDone")
             return
-        instance.queue_tokens(-sum(chunk.num_tokens for chunk in plan.chunks))
+        if self._learner.step_done(instance, plan, event):
+            self._rebuild_bundle(self._bundle.name)
         done = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
         for chunk in plan.chunks:
             state = self._books.find((chunk.request_id, chunk.epoch))
-            if state is None or state.phase is not Phase.PREFILLING:
+            if state is None:
+                continue
+            state.num_chunks_in_flight -= 1
+            if state.phase is not Phase.PREFILLING:
                 continue
             if done.get(state.key) != chunk.num_tokens:
                 self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
             elif chunk.is_last and state.decode_id == event.instance_id:
                 self._books.land(state)
+            elif state.is_preempted and state.decode_id is not None:
+                self._books.broker.preempted(state.decode_id)
 
     def _transfer_offered(self, event: TransferOffered) -> None:
         state = self._books.find((event.request_id, event.epoch))
@@ -266,6 +287,16 @@ class SchedulerCore:
             self._books.ignore("DecodeReserved")
             return
         self._books.grant(self._books.broker.reserve(event.instance_id, state.key))
+
+    def _transfer_paused(self, event: TransferPaused) -> None:
+        state = self._books.find((event.request_id, event.epoch))
+        keys = None
+        if state is not None and state.prefill_id == event.instance_id and state.decode_id is not None:
+            keys = self._books.broker.returned(state.decode_id, state.key)
+        if keys is None:
+            self._books.ignore("TransferPaused")
+        else:
+            self._books.grant(keys)
 
     def _transfer_landed(self, event: TransferLanded) -> None:
         state = self._books.find((event.request_id, event.epoch))
@@ -310,13 +341,20 @@ class SchedulerCore:
 
     def _bundle_change_requested(self, name: str) -> None:
         try:
-            self._bundle = make_bundle(name, self._config.policy)
+            self._rebuild_bundle(name)
         except ConfigError:
             self._books.ignore("BundleChangeRequested")
-            return
+
+    def _rebuild_bundle(self, name: str) -> None:
+        """Decide by the bundle called ``name`` from here on, and by what is known of latency now.
+
+        Raises ConfigError if there is none.
+        """
+        self._bundle = make_bundle(name, replace(self._config.policy, latency=self._learner.model))
         self._books.queue.reorder(self._bundle.order)
-        for instance in self._books.instances.values():
-            instance.reorder(self._bundle.order)
+        for state in self._books.requests.values():
+            if state.phase is Phase.PREFILLING:
+                state.rank_by(self._bundle.order)
 
     # --- time ---
 
@@ -352,5 +390,5 @@ class SchedulerCore:
         """Every book balances with every other; AssertionError names the numbers."""
         self._books.check_integrity()
         for instance in self._books.instances.values():
-            num_plans = len(instance.plans)
+            num_plans = instance.num_regular_plans
             assert num_plans <= self._config.plans_in_flight, f"{instance.instance_id}: {num_plans} plans in flight"

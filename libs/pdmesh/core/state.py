@@ -41,6 +41,7 @@ class RequestState:
     decode_id: InstanceId | None = None
     capability: int = 0
     num_planned_tokens: int = 0
+    num_chunks_in_flight: int = 0
 
     @property
     def key(self) -> RequestKey:
@@ -49,6 +50,11 @@ class RequestState:
     @property
     def is_planned(self) -> bool:
         return self.num_planned_tokens >= self.request.num_prompt_tokens
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
+        return self.phase is Phase.PREFILLING and not self.is_planned and not self.num_chunks_in_flight
 
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""
@@ -87,6 +93,7 @@ class Instance:
         self.reachable = True
         self.next_plan_id = next_plan_id
         self.plans: dict[int, StepPlan] = {}  # in flight
+        self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
         self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned
         self.holds: dict[RequestKey, Hold] = {}
         self.num_taken_blocks = 0
@@ -132,6 +139,28 @@ class Instance:
             self._num_resident_blocks += sign * num_blocks
         self._view = None
 
+    # --- plans ---
+
+    @property
+    def num_regular_plans(self) -> int:
+        """In flight, but for an urgent one."""
+        return len(self.plans) - (self.urgent_plan_id is not None)
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        self.next_plan_id = plan.plan_id + 1
+        self.plans[plan.plan_id] = plan
+        if plan.urgent:
+            self.urgent_plan_id = plan.plan_id
+
+    def end_plan(self, plan_id: int) -> StepPlan | None:
+        """The plan, if it was in flight."""
+        if plan_id == self.urgent_plan_id:
+            self.urgent_plan_id = None
+        plan = self.plans.pop(plan_id, None)
+        if plan is not None:
+            self.queue_tokens(-sum(chunk.num_tokens for chunk in plan.chunks))
+        return plan
+
     # --- prompt tokens ---
 
     def queue_tokens(self, num_tokens: int) -> None:
@@ -142,10 +171,6 @@ class Instance:
     def add_prefill(self, state: RequestState) -> None:
         self.prefills.append(state)
         self.queue_tokens(state.request.num_prompt_tokens)
-
-    def reorder(self, order: PrefillOrder) -> None:
-        for state in self.prefills:
-            state.rank_by(order)
 
     def drop_prefill(self, state: RequestState) -> None:
         """The request ended: what was not planned of it never will be."""
@@ -255,6 +280,9 @@ class Instance:
         promised = sum(hold.num_blocks for hold in self.holds.values() if hold.kind is HoldKind.PROMISED)
         assert promised == self._num_promised_blocks, f"{name}: {promised} promised, books {self._num_promised_blocks}"
         assert self.num_seats_taken <= self.profile.max_num_seqs, f"{name}: {self.num_seats_taken} seats taken"
+        urgent = [plan_id for plan_id, plan in self.plans.items() if plan.urgent]
+        known = [] if self.urgent_plan_id is None else [self.urgent_plan_id]
+        assert urgent == known, f"{name}: plans {urgent} are urgent, books say {known}"
         queued = sum(chunk.num_tokens for plan in self.plans.values() for chunk in plan.chunks)
         queued += sum(state.request.num_prompt_tokens - state.num_planned_tokens for state in self.prefills)
         assert queued == self.num_queued_tokens, f"{name}: {queued} tokens queued, books say {self.num_queued_tokens}"

@@ -83,6 +83,13 @@ class ModelConfig:
             case RopeType.YARN:
                 return int(self.rope.original_max_position_embeddings * self.rope.factor)
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights that a token is multiplied with: layers and vocabulary, no input embedding, no biases and norms."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (attention + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
     def compute_dtype(self, dtype: str) -> str:
         """The dtype to compute in when ``dtype`` (or "auto") is asked for. A float16 checkpoint runs as float32."""
         if dtype == "auto":

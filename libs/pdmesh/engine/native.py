@@ -1,4 +1,4 @@
-"""The compiled bf16 kernels of ``csrc/kernels.cpp``.
+"""The compiled bf16 kernels of ``csrc``.
 
 They are there if a compiler was when the package was built, and run where the processor has AVX-512 BF16. Everywhere
 else `load_kernels` returns None and the engine runs on torch alone.

@@ -10,7 +10,8 @@ What a worker runtime needs to know::
 **Sending** (prefill). ``sending = mover.offer(...)`` when the request is admitted; it holds no resources until there is
 something to send. From the engine's thread, for each layer of each chunk, ``sending.blocks_ready(...)`` (about a
 microsecond). ``mover.grant(...)`` when the scheduler says so, before or after. ``sending.commit(...)`` with the first
-token. Exactly one outcome follows: `SentTransfer` or `FailedTransfer`; then the blocks may be freed.
+token. Exactly one outcome follows: `SentTransfer` or `FailedTransfer`; then the blocks may be freed. Before the prompt
+is computed, ``mover.pause(...)`` stops it until the next grant, and `PausedTransfer` says that no piece is under way.
 
 **Receiving** (decode). ``mover.expect(...)`` with the reserved blocks. Exactly one outcome follows: `LandedTransfer`
 (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
@@ -43,7 +44,7 @@ import structlog
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome
+from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome, PausedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key, unpack_header
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.kv.sender import INLINE_COPY_BYTES, KvSender
@@ -135,6 +136,7 @@ class KvMover:
             copies=self._copies,
             call_soon=self._call_soon,
             clock=self._clock,
+            on_paused=self._paused,
         )
         self._cancel_sender(sender.key, epoch)
         scope = anyio.CancelScope()
@@ -147,6 +149,12 @@ class KvMover:
         sender, _ = self._senders.get(request_key(request_id), (None, None))
         if sender is not None and sender.epoch == epoch:
             sender.grant(destination_address, capability)
+
+    def pause(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if it is not there."""
+        sender, _ = self._senders.get(request_key(request_id), (None, None))
+        if sender is not None and sender.epoch == epoch:
+            sender.pause()
 
     def expect(
         self,
@@ -230,6 +238,9 @@ class KvMover:
             self._forget_sender(sender)
             self._num_pieces_sent += sender.num_pieces
             self._num_bytes_sent += sender.num_bytes
+
+    def _paused(self, sender: KvSender) -> None:
+        self._on_outcome(PausedTransfer(request_id=sender.request_id, epoch=sender.epoch))
 
     async def _tell(self, kind: PieceKind, transfer: KvSender | KvReceiver, address: bytes) -> None:
         """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""

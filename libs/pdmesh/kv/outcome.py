@@ -1,4 +1,4 @@
-"""How KV transfers end, as told to the worker runtime."""
+"""How KV transfers end, or pause, as told to the worker runtime."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pdmesh.model import Epoch, RequestId
 class SentTransfer:
     """Sender's side: the receiver acknowledged the whole KV.
 
-    ``duration_s`` runs from the grant, ``exposed_s`` from the moment the prompt was computed and its first token drawn
-    (decode could start, had it the KV), both to the acknowledgement.
+    ``duration_s`` runs from the first grant, ``exposed_s`` from the moment the prompt was computed and its first token
+    drawn (decode could start, had it the KV), both to the acknowledgement.
     """
 
     request_id: RequestId
@@ -45,7 +45,15 @@ class FailedTransfer:
     reason: str
 
 
-TransferOutcome = SentTransfer | LandedTransfer | FailedTransfer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PausedTransfer:
+    """Sender's side: it stopped when asked to, and no piece is under way. It goes on with the next grant."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+TransferOutcome = SentTransfer | LandedTransfer | FailedTransfer | PausedTransfer
 
 #: Called on the event loop; must not block.
 OnOutcome = Callable[[TransferOutcome], None]

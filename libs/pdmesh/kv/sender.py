@@ -57,6 +57,7 @@ class KvSender:
         copies: anyio.CapacityLimiter,
         call_soon: CallSoon,
         clock: Callable[[], float],
+        on_paused: Callable[[KvSender], None],
     ) -> None:
         layout = store.layout
         num_blocks = num_blocks_for(num_context_tokens, layout.block_size)
@@ -76,6 +77,7 @@ class KvSender:
         self._copies = copies
         self._call_soon = call_soon
         self._clock = clock
+        self._on_paused = on_paused
         self._blocks_per_piece = transport.max_payload_bytes // layout.block_bytes
         self._num_awaited = num_blocks * layout.num_layers  # (layer, block) pairs not yet computed
         self._computed_s = 0.0
@@ -84,6 +86,8 @@ class KvSender:
         self._commit: _Commit | None = None
         self._failure: str | None = None
         self._granted = anyio.Event()
+        self._pausing = False  # asked to stop, with pieces under way
+        self._num_under_way = 0
         self._committed = anyio.Event()
         self._landed = anyio.Event()
         self._work = anyio.CancelScope()
@@ -115,6 +119,18 @@ class KvSender:
         self.capability = capability
         self._granted.set()
 
+    def pause(self) -> None:
+        """Begin no piece until granted again. Ignored if it was not granted, or has all it waits for."""
+        if self._granted.is_set() and not self._committed.is_set():
+            self._granted = anyio.Event()
+            self._pausing = True
+            self._check_paused()
+
+    def _check_paused(self) -> None:
+        if self._pausing and self._num_under_way == 0:
+            self._pausing = False
+            self._on_paused(self)
+
     def landed(self) -> None:
         self._landed.set()
 
@@ -136,12 +152,13 @@ class KvSender:
         """
         limit_s = self._config.deadline_s
         with self._work:
-            await self._granted.wait()
+            await self._wait_for_grant()
             granted_s = self._clock()
             async with anyio.create_task_group() as lanes:
                 for _ in range(PIECES_IN_FLIGHT):
                     lanes.start_soon(self._send_ready)
                 await self._committed.wait()
+                await self._wait_for_grant()
                 self._work.deadline = anyio.current_time() + limit_s
             await self._send_commit()
             await self._landed.wait()
@@ -172,11 +189,19 @@ class KvSender:
         if self._num_awaited == 0:
             self._ready_in.close()
 
+    async def _wait_for_grant(self) -> None:
+        while not self._granted.is_set():  # a pause takes it back, perhaps before this task has its turn
+            await self._granted.wait()
+
     async def _send_ready(self) -> None:
         try:
             async for blocks in self._ready_out:
+                await self._wait_for_grant()
+                self._num_under_way += 1
                 async with self._transport.lend() as buffer:
                     await self._send_blocks(blocks, buffer)
+                self._num_under_way -= 1
+                self._check_paused()
         except KvTransferError as error:
             self.fail(str(error))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pdmesh.model import ChunkPlan, InstanceId, Request, Role
+from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
 
 
@@ -134,3 +135,4 @@ class Bundle:
     packing: Packing
     prefill_placement: PrefillPlacement
     decode_placement: DecodePlacement
+    interruption: Interruption | None = None  # None: nobody runs before a step that is in flight

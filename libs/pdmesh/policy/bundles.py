@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from pdmesh.errors import ConfigError
 from pdmesh.policy.base import Bundle, Packing, PolicyConfig, PrefillOrder
+from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.latency import StepShape
 from pdmesh.policy.order import (
     ByPriority,
@@ -79,7 +81,8 @@ def _medha(config: PolicyConfig) -> Bundle:
 
 def _pdmesh(config: PolicyConfig) -> Bundle:
     packing, prediction = _adaptive(config)
-    return _bundle("pdmesh", packing, GuardedShortestFirst(prediction, config.spare_slack))
+    bundle = _bundle("pdmesh", packing, GuardedShortestFirst(prediction, config.spare_slack))
+    return replace(bundle, interruption=ShortInterruptsLong(config.latency, config.long_prompt_tokens))
 
 
 BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(

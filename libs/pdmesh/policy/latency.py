@@ -6,10 +6,10 @@ profile is such a model for one model on one instance: ``PROFILES`` has built-in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class ChunkShape:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step computes: chunks, and one token for each of its decodes."""
+    """What a step computes: chunks, and one token for each of its decodes. The mean of several steps is one too."""
 
     chunks: tuple[ChunkShape, ...]
-    num_decodes: int
-    num_decode_context_tokens: int  # summed over the decodes
+    num_decodes: float
+    num_decode_context_tokens: float  # summed over the decodes
 
 
 class LatencyModel(Protocol):
@@ -51,6 +51,24 @@ class LinearLatencyModel:
     decode_s: float = 0.0
     decode_context_s: float = 0.0
 
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return (self.a_s, self.b_s, self.c_s, self.d_s, self.decode_a_s, self.decode_s, self.decode_context_s)
+
+    @classmethod
+    def of(cls, coefficients: Iterable[float]) -> Self:
+        """The inverse of `coefficients`."""
+        a_s, b_s, c_s, d_s, decode_a_s, decode_s, decode_context_s = coefficients
+        return cls(
+            a_s=a_s,
+            b_s=b_s,
+            c_s=c_s,
+            d_s=d_s,
+            decode_a_s=decode_a_s,
+            decode_s=decode_s,
+            decode_context_s=decode_context_s,
+        )
+
     def step_s(self, shape: StepShape) -> float:
         total_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
         if not shape.chunks:
@@ -60,6 +78,24 @@ class LinearLatencyModel:
             num_tokens = chunk.num_tokens
             total_s += num_tokens * (self.b_s + self.c_s * chunk.num_history_tokens + self.d_s * num_tokens)
         return total_s
+
+
+def features(shape: StepShape) -> tuple[float, ...]:
+    """What each of `LinearLatencyModel.coefficients` is multiplied with."""
+    tokens = history = squares = 0
+    for chunk in shape.chunks:
+        tokens += chunk.num_tokens
+        history += chunk.num_tokens * chunk.num_history_tokens
+        squares += chunk.num_tokens**2
+    return (
+        bool(shape.chunks),
+        tokens,
+        history,
+        squares,
+        not shape.chunks and shape.num_decodes > 0,
+        shape.num_decodes,
+        shape.num_decode_context_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,13 @@ class Agenda:
         self._sequence += 1
         return appointment
 
+    @property
+    def next_s(self) -> float | None:
+        """When the next appointment is; None if there is none."""
+        while self._heap and self._heap[0][2].action is None:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
     def advance(self) -> bool:
         """Move the clock to the next appointment and keep it; False if there is none."""
         while self._heap:

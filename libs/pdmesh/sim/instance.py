@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 
-from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, RunStep, SetRole
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    FreeKv,
+    GrantTransfer,
+    PauseTransfer,
+    PlaceDecode,
+    RunStep,
+    SetRole,
+)
 from pdmesh.core.events import (
     DecodeReserved,
     Event,
@@ -27,6 +36,7 @@ from pdmesh.core.events import (
     StepDone,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.core.state import RequestKey
@@ -45,7 +55,8 @@ class _Prefill:
     peer_id: InstanceId | None  # where its KV goes; None if it stays
     num_computed_tokens: int = 0
     last_turn: int | None = None  # the planned step that had its latest chunk
-    granted_s: float | None = None
+    granted: bool = False
+    granted_s: float | None = None  # for the first time
     computed_s: float | None = None
     num_unsent_bytes: float = 0.0
 
@@ -116,6 +127,8 @@ class SimInstance:
                 self._stir()
             case GrantTransfer():
                 self._grant((command.request_id, command.epoch))
+            case PauseTransfer():
+                self._pause((command.request_id, command.epoch))
             case FreeKv():
                 key = (command.request_id, command.epoch)
                 assert key not in self._prefills, f"{self.instance_id}: {key} is freed while it is computed"
@@ -284,14 +297,23 @@ class SimInstance:
         if prefill is None:
             return  # the request ended with its first token while the grant was on its way
         assert prefill.last_turn is not None, f"{key}: granted without an offer"
-        prefill.granted_s = self._agenda.now_s
+        prefill.granted = True
+        if prefill.granted_s is None:
+            prefill.granted_s = self._agenda.now_s
         self._move(key, prefill, 0.0)
+
+    def _pause(self, key: RequestKey) -> None:
+        prefill = self._prefills[key]
+        assert prefill.granted, f"{key}: paused without a grant"
+        prefill.granted = False
+        prefill.num_unsent_bytes += self._links.drop(key)
+        self._report(TransferPaused(self.instance_id, *key))
 
     def _move(self, key: RequestKey, prefill: _Prefill, num_bytes: float) -> None:
         if prefill.peer_id is None:
             return
         prefill.num_unsent_bytes += num_bytes
-        if prefill.granted_s is not None:
+        if prefill.granted:
             self._links.send(key, self.instance_id, prefill.peer_id, prefill.num_unsent_bytes)
             prefill.num_unsent_bytes = 0.0
 
@@ -304,6 +326,7 @@ class SimInstance:
         assert prefill.peer_id is not None
         now_s = self._agenda.now_s
         num_bytes, duration_s = self._num_kv_bytes(prefill.run), now_s - prefill.granted_s
+        prefill.run.granted_s, prefill.run.landed_s = prefill.granted_s, now_s
         prefill.run.exposed_s = now_s - prefill.computed_s
         del self._prefills[key]
         self._land(prefill.peer_id, key, duration_s)

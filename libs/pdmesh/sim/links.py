@@ -51,14 +51,17 @@ class Links:
         self._in.setdefault(receiver, {})[key] = flow
         self._share(flow)
 
-    def drop(self, key: RequestKey) -> None:
-        """What is left of a transfer is not wanted any more."""
+    def drop(self, key: RequestKey) -> float:
+        """Stop a transfer; the bytes that it has not moved."""
         flow = self._flows.pop(key, None)
-        if flow is not None:
-            if flow.end is not None:
-                flow.end.cancel()
-            del self._out[flow.sender][key], self._in[flow.receiver][key]
-            self._share(flow)
+        if flow is None:
+            return 0.0
+        self._settle(flow)
+        if flow.end is not None:
+            flow.end.cancel()
+        del self._out[flow.sender][key], self._in[flow.receiver][key]
+        self._share(flow)
+        return flow.num_bytes
 
     def is_moving(self, key: RequestKey) -> bool:
         return key in self._flows

@@ -32,7 +32,9 @@ class RequestRun:
     started_s: float | None = None
     token_times_s: Sequence[float] = ()
     num_preemptions: int = 0  # times its running prefill was passed over for another's
-    exposed_s: float | None = None  # of its KV transfer; None if it stayed
+    granted_s: float | None = None  # its KV transfer, first; None if it stayed
+    landed_s: float | None = None
+    exposed_s: float | None = None
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
 

@@ -15,6 +15,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
@@ -129,7 +130,7 @@ class Simulator:
             epoch=Epoch(0),
             gateway_id=GATEWAY,
             num_prompt_tokens=arrival.num_prompt_tokens,
-            max_tokens=arrival.num_output_tokens,
+            max_tokens=arrival.num_output_tokens if arrival.max_tokens is None else arrival.max_tokens,
             arrival_s=arrival.arrival_s,
             priority=arrival.priority,
             slo_ttft_s=arrival.slo_ttft_s,
@@ -163,7 +164,7 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | FreeKv() | SetRole():
+            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | PauseTransfer() | FreeKv() | SetRole():
                 take = self._instances[command.instance_id].take
                 if self._config.control_delay_s:
                     self._agenda.at(self._agenda.now_s + self._config.control_delay_s, partial(take, command))

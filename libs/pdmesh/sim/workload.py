@@ -16,6 +16,7 @@ class Arrival:
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    max_tokens: int | None = None  # that it asks for, and gets room for; None: exactly those that it generates
     priority: int = 0
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None

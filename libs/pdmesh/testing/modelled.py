@@ -12,7 +12,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, RunStep, SetRole
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    FreeKv,
+    GrantTransfer,
+    PauseTransfer,
+    PlaceDecode,
+    RunStep,
+    SetRole,
+)
 from pdmesh.core.events import (
     DecodeReserved,
     Event,
@@ -24,6 +33,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.core.state import RequestKey
@@ -86,7 +96,8 @@ class ModelledInstance:
         self.instance_id = profile.instance_id
         self.commands: deque[Command] = deque()  # on their way here
         self.events: deque[Event] = deque()  # on their way to the scheduler
-        self.plans: deque[StepPlan] = deque()
+        self.plans: deque[StepPlan] = deque()  # not begun
+        self.running: list[StepPlan] = []  # the last one between two layers of the one before it
         self.holds: dict[RequestKey, ModelledHold] = {}
 
     @property
@@ -109,7 +120,11 @@ class ModelledInstance:
                 )
                 self.events.append(DecodeReserved(self.instance_id, place.request_id, place.epoch))
             case RunStep(plan=plan):
-                self.plans.append(plan)
+                assert not (plan.urgent and any(other.urgent for other in self.plans)), "two urgent plans"
+                if plan.urgent:
+                    self.plans.appendleft(plan)
+                else:
+                    self.plans.append(plan)
             case GrantTransfer() as grant:
                 hold = self.holds.get((grant.request_id, grant.epoch))
                 if hold is not None:
@@ -117,6 +132,13 @@ class ModelledInstance:
                     assert not hold.granted, f"{grant} twice"
                     assert hold.peer_id == grant.decode_instance_id, f"{grant} to another receiver"
                     hold.granted = True
+            case PauseTransfer() as pause:
+                hold = self.holds.get((pause.request_id, pause.epoch))
+                if hold is not None:
+                    assert hold.granted, f"{pause} without a grant"
+                    assert not hold.computed, f"{pause}, but all of it is computed"
+                    hold.granted = False
+                    self.events.append(TransferPaused(self.instance_id, pause.request_id, pause.epoch))
             case FreeKv() as free:
                 self.holds.pop((free.request_id, free.epoch), None)
                 self.events.append(KvReleased(self.instance_id, free.request_id, free.epoch))
@@ -132,17 +154,29 @@ class ModelledInstance:
         num_seated = sum(held.seated for held in self.holds.values())
         assert num_seated <= self.profile.max_num_seqs, f"{self.instance_id}: no seat for {key}"
 
-    def begin_step(self) -> None:
+    @property
+    def can_begin(self) -> bool:
+        """Whether the next plan could start: nothing runs, or it is urgent."""
+        return bool(self.plans) and (not self.running or self.plans[0].urgent)
+
+    def begin_step(self) -> StepPlan:
         """The next plan's chunks start: first chunks whose KV moves are offered."""
-        for chunk in self.plans[0].chunks:
+        assert self.can_begin
+        plan = self.plans.popleft()
+        self.running.append(plan)
+        for chunk in plan.chunks:
             hold = self.holds.get((chunk.request_id, chunk.epoch))
             if hold is not None and hold.peer_id is not None and not hold.offered:
                 hold.offered = True
                 self.events.append(TransferOffered(self.instance_id, chunk.request_id, chunk.epoch))
+        return plan
 
     def end_step(self, *, ended_by_first_token: bool = False, duration_s: float = 0.0) -> None:
-        """The next plan is done; ``ended_by_first_token`` ends the generations of its last chunks at once."""
-        plan = self.plans.popleft()
+        """The running plan is done, of two the inner one.
+
+        ``ended_by_first_token`` ends the generations of its last chunks at once.
+        """
+        plan = self.running.pop()
         results: list[ChunkDone] = []
         finished: list[RequestKey] = []
         for chunk in plan.chunks:
@@ -188,6 +222,7 @@ class ModelledInstance:
         self.commands.clear()
         self.events.clear()
         self.plans.clear()
+        self.running.clear()
         self.holds = {key: hold for key, hold in self.holds.items() if hold.decoding}
         residents = tuple(
             Resident(
@@ -212,7 +247,7 @@ class ModelledMesh:
     def send(self, command: Command) -> bool:
         """Put a command for an instance on its way; False if it is not for an instance that is there."""
         match command:
-            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | FreeKv() | SetRole():
+            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | PauseTransfer() | FreeKv() | SetRole():
                 instance = self.instances.get(command.instance_id)
                 if instance is not None:
                     instance.commands.append(command)

@@ -34,7 +34,8 @@ def run_prefills(
 ) -> PrefillRun:
     """Feed ``requests`` to a core as they arrive, over one mixed instance whose steps take as long as predicted.
 
-    Generations end with their first token. ``bundle_at`` may name another bundle as time passes.
+    Generations end with their first token. Urgent steps interrupt others at once. ``bundle_at`` may name another
+    bundle as time passes.
     """
     profile = modelled_profile(
         "i", Role.MIXED, num_blocks=1 << 20, block_size=16, max_model_len=1 << 22, max_num_seqs=1 << 16
@@ -54,29 +55,29 @@ def run_prefills(
 
     feed(GatewayJoined(GATEWAY, ()))
     feed(InstanceJoined(profile, ()))
-    step_ends_s: float | None = None
-    while arrivals or step_ends_s is not None:
-        if step_ends_s is None or (arrivals and arrivals[-1].arrival_s <= step_ends_s):
+    ends_s: list[float] = []  # of the running step, and of an urgent one inside it
+    while arrivals or ends_s:
+        if not ends_s or (arrivals and arrivals[-1].arrival_s <= ends_s[-1]):
             request = arrivals.pop()
             now_s = max(now_s, request.arrival_s)
             feed(RequestArrived(request))
         else:
-            now_s = step_ends_s
-            plan = instance.plans[0]
+            now_s = ends_s.pop()
+            plan = instance.running[-1]
             run.steps.append(tuple(chunk.request_id for chunk in plan.chunks))
             instance.end_step(ended_by_first_token=True)
             for chunk in plan.chunks:
                 if chunk.is_last:
                     run.first_token_s[chunk.request_id] = now_s
-            step_ends_s = None
             while instance.events:
                 feed(instance.events.popleft())
             core.check_integrity()
         if bundle_at is not None and bundle_at(now_s) != core.bundle:
             feed(BundleChangeRequested(bundle_at(now_s)))
-        if step_ends_s is None and instance.plans:
-            instance.begin_step()
-            chunks = tuple(ChunkShape(chunk.num_tokens, chunk.start) for chunk in instance.plans[0].chunks)
+        if instance.can_begin:
+            plan = instance.begin_step()
+            chunks = tuple(ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks)
+            step_s = config.policy.latency.step_s(StepShape(chunks, 0, 0))
             # Whole nanoseconds: rounding errors must not add up.
-            step_ends_s = round(now_s + config.policy.latency.step_s(StepShape(chunks, 0, 0)), 9)
+            ends_s = [round(end_s + step_s, 9) for end_s in (*ends_s, now_s)]
     return run

@@ -39,6 +39,7 @@ def simulate(
     chunk_tokens: int = 16,
     num_kv_tokens: int = 4096,
     max_num_seqs: int = 8,
+    num_transfer_backends: int = 4,
     seed: int = 0,
     config: SimConfig | None = None,
 ) -> SimResult:
@@ -50,6 +51,7 @@ def simulate(
         kv_layout=TINY_LAYOUT,
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
+        num_transfer_backends=num_transfer_backends,
     )
     core = study_core(bundle, PolicyConfig(chunk_tokens=chunk_tokens), seed)
     return Simulator(core, mesh.instances(model), arrivals, config).run()

@@ -39,7 +39,7 @@ from pdmesh.model import (
 )
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -136,6 +136,13 @@ class OfferReport(Message, frozen=True, kw_only=True):
     epoch: Epoch
 
 
+class PausedReport(Message, frozen=True, kw_only=True):
+    """The answer to `Pause`: no piece of the request's KV is under way."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
 class LandedReport(Message, frozen=True, kw_only=True):
     request_id: RequestId
     epoch: Epoch
@@ -183,6 +190,7 @@ WorkerUp = (
     | StepReport
     | ReservedReport
     | OfferReport
+    | PausedReport
     | LandedReport
     | SentReport
     | TransferFailedReport
@@ -231,6 +239,13 @@ class Grant(Message, frozen=True, kw_only=True):
     destination_address: bytes
 
 
+class Pause(Message, frozen=True, kw_only=True):
+    """See `pdmesh.core.commands.PauseTransfer`."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
 class Free(Message, frozen=True, kw_only=True):
     request_id: RequestId
     epoch: Epoch
@@ -240,7 +255,7 @@ class ChangeRole(Message, frozen=True, kw_only=True):
     role: Role
 
 
-WorkerDown = WelcomeWorker | RunPlan | Admit | ExpectKv | Grant | Free | ChangeRole
+WorkerDown = WelcomeWorker | RunPlan | Admit | ExpectKv | Grant | Pause | Free | ChangeRole
 
 
 # --- gateway <-> scheduler ---------------------------------------------------------------------------------------
@@ -420,13 +435,17 @@ class RequestRecord(Message, frozen=True, kw_only=True):
     request_id: str
     arrived_at: float  # Unix time, seconds
     num_prompt_tokens: int  # the client's own, also of a resumed request
-    bundle: str
+    bundle: str  # that placed it; while it waits, the one in use when it came
     entries: tuple[RecordEntry, ...]
     state: str = ""  # "queued", "placed", or how it ended
     num_output_tokens: int | None = None  # None until it finished
     # Seconds since its arrival, as the scheduler heard of them.
     first_token_s: float | None = None  # the prompt was computed, and the first token drawn from it
     last_token_s: float | None = None
+    # Its targets, and whether it kept them all; None without any, and until it finished.
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    slo_met: bool | None = None
 
 
 class RequestList(Message, frozen=True, kw_only=True):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 from pdmesh.config import MeshConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout
+from pdmesh.model import KvLayout, MeasuredStep
 
 #: Of the stand-in engine, unless configured.
 _FAKE_MODEL_LEN = 32_768
@@ -57,6 +59,39 @@ def device_name(config: MeshConfig) -> str:
     from pdmesh.engine.runner import torch_device
 
     return str(torch_device(config.worker.device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What an instance's profile tells of its model and hardware; the defaults say nothing."""
+
+    num_parameters: int = 0
+    num_heads: int = 0
+    device_name: str = ""
+    measured_steps: tuple[MeasuredStep, ...] = ()
+
+
+def engine_facts(config: MeshConfig) -> EngineFacts:
+    """Of the engine that `build_engine` makes, nothing measured. A stand-in has none."""
+    if config.worker.engine == "fake" or config.model is None:
+        return EngineFacts()
+    model = load_model_config(resolve_model(config.model))
+    return EngineFacts(
+        num_parameters=model.num_parameters, num_heads=model.num_heads, device_name=hardware_name(device_name(config))
+    )
+
+
+def hardware_name(device: str) -> str:
+    """What the maker calls the device."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _num_blocks(layout: KvLayout, kv_cache_bytes: int) -> int:

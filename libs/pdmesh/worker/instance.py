@@ -19,7 +19,7 @@ from pdmesh.engine.base import EngineSequence, SliceResult
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
-from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
 from pdmesh.model import ChunkPlan, Epoch, FinishReason, InstanceId, RequestId, Resident, Role, StepPlan, num_blocks_for
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import (
@@ -32,6 +32,8 @@ from pdmesh.wire.messages import (
     Heartbeat,
     LandedReport,
     OfferReport,
+    Pause,
+    PausedReport,
     ReleasedReport,
     ReservedReport,
     RunPlan,
@@ -110,6 +112,8 @@ class Instance:
                 self._expect(message)
             case Grant():
                 self._grant(message)
+            case Pause(request_id=request_id, epoch=epoch):
+                self._mover.pause(request_id, epoch)
             case Free(request_id=request_id, epoch=epoch):
                 self._free(request_id, epoch)
             case ChangeRole(role=role):
@@ -358,7 +362,7 @@ class Instance:
     # --- transfers -------------------------------------------------------------------------------------------
 
     def on_outcome(self, outcome: TransferOutcome) -> None:
-        """Take the end of a KV transfer from the mover."""
+        """Take the end, or a pause, of a KV transfer from the mover."""
         hold = self._sequences.get(outcome.request_id, outcome.epoch)
         if hold is None:
             return
@@ -381,6 +385,8 @@ class Instance:
                     )
                 )
                 self._sequences.release(hold)
+            case PausedTransfer():
+                self._report(PausedReport(request_id=hold.request_id, epoch=hold.epoch))
             case FailedTransfer(sending=sending, reason=reason):
                 self._metrics.failed_transfers.labels("out" if sending else "in").inc()
                 self._fail(hold, reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -22,8 +23,9 @@ from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.transport.base import KvTransport
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import Draining, RegisterWorker, WorkerUp
-from pdmesh.worker.engines import build_engine, device_name, served_model_name
+from pdmesh.worker.engines import EngineFacts, build_engine, device_name, engine_facts, served_model_name
 from pdmesh.worker.instance import Instance
+from pdmesh.worker.measuring import measure_at_start
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.scheduler_link import SchedulerLink
 from pdmesh.worker.steps import run_steps
@@ -44,8 +46,11 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
     async with EngineThread() as thread:
         engine = await thread.run(partial(build_engine, config, num_threads))
         log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, num_blocks=engine.kv.num_blocks)
+        facts = engine_facts(config)
+        if config.worker.engine == "torch":
+            facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
         async with _transport(config.transfer) as transport:
-            await serve_instance(config, context, role, thread=thread, engine=engine, transport=transport)
+            await serve_instance(config, context, role, thread=thread, engine=engine, transport=transport, facts=facts)
 
 
 async def serve_instance(
@@ -56,6 +61,7 @@ async def serve_instance(
     thread: EngineThread,
     engine: Engine,
     transport: KvTransport,
+    facts: EngineFacts = EngineFacts(),  # noqa: B008  # frozen
 ) -> None:
     """`run_worker`, from where engine and transport are there."""
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
@@ -84,6 +90,10 @@ async def serve_instance(
             data_address=transport.address,
             device=device,
             pid=os.getpid(),
+            device_name=facts.device_name,
+            num_parameters=facts.num_parameters,
+            num_heads=facts.num_heads,
+            measured_steps=facts.measured_steps,
         )
         return RegisterWorker(profile=profile, residents=instance.residents(), token=config.security.mesh_token)
 
@@ -127,7 +137,7 @@ async def serve_instance(
             port=config.worker.metrics_port,
             security=config.security,
         ) as metrics_port:
-            facts = {
+            announced = {
                 "instance_id": instance_id,
                 "role": str(role),
                 "transport": config.transfer.transport,
@@ -135,7 +145,7 @@ async def serve_instance(
             }
             links.start_soon(scheduler.run)
             async with anyio.create_task_group() as work:
-                work.start_soon(_announce, context, scheduler, facts)
+                work.start_soon(_announce, context, scheduler, announced)
                 work.start_soon(_drain, context, scheduler, instance, work.cancel_scope)
                 failure = await run_steps(instance, engine, thread)
                 work.cancel_scope.cancel()

@@ -12,6 +12,7 @@ import anyio
 import structlog
 
 from pdmesh.errors import RequestRejected
+from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
 from pdmesh.wire.messages import Rejected, Restarted, Submit, TokenLogprobs, TokenOut, pack_token_ids
@@ -47,6 +48,7 @@ class GenerationJob:
     include_stop: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
+    slo: Slo = NO_SLO
     traceparent: str | None = None
     deadline_s: float = 3600.0
     operation: str = "text_completion"
@@ -182,6 +184,7 @@ class Generation:
                             delta.finish_reason,
                             ttft_s=first_s[choice.index] - self._started_s,
                             e2e_s=now_s - self._started_s,
+                            slo=self.job.slo,
                         )
                 if choice.is_done:
                     self._num_left -= 1
@@ -356,7 +359,13 @@ class Generator:
             self.resume(transcript, message.reason)
 
     def _submit(self, transcript: Transcript) -> None:
-        self._link.submit(Submit(generation=transcript.generation(), priority=transcript.priority))
+        submit = Submit(
+            generation=transcript.generation(),
+            priority=transcript.priority,
+            slo_ttft_s=transcript.slo.ttft_s,
+            slo_tpot_s=transcript.slo.tpot_s,
+        )
+        self._link.submit(submit)
 
     def _choice(
         self,
@@ -380,6 +389,7 @@ class Generator:
             mailbox=mailbox,
             clock=time.monotonic,
             priority=job.priority,
+            slo=job.slo,
             traceparent=traceparent,
         )
         return Choice(

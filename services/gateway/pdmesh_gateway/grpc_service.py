@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import RequestRejected
+from pdmesh.metrics import Slo
 from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.generate import Delta, Generation, GenerationJob
@@ -23,7 +24,7 @@ from pdmesh_gateway.http.exchange import as_rejection
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol import SamplingFields
-from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings
+from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent, new_request_id
 
 log = structlog.get_logger()
@@ -127,6 +128,10 @@ class _Inference(pb_grpc.InferenceServicer):
             include_stop=request.sampling.include_stop,
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=request.priority,
+            slo=Slo(
+                ttft_s=target_s("slo_ttft_ms", request.slo_ttft_ms if request.HasField("slo_ttft_ms") else None),
+                tpot_s=target_s("slo_tpot_ms", request.slo_tpot_ms if request.HasField("slo_tpot_ms") else None),
+            ),
             traceparent=check_traceparent(traceparent),
             deadline_s=serving.config.request_timeout_s,
             received_at=received_at,

@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from pdmesh.metrics import NO_SLO, Slo, keeps_slo
 from pdmesh.telemetry.exposition import Aliases
 from pdmesh.wire.messages import MeshState
 from pdmesh_gateway.transcripts import Transcripts
@@ -71,6 +72,12 @@ class GatewayMetrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        self._targets = Counter(
+            f"{PREFIX}:request_slo",
+            "Generations with a target of their own that ended well, by whether all their targets were met.",
+            ["model_name", "met"],
+            registry=self.registry,
+        )
         self._responses = Counter(
             f"{PREFIX}:http_requests", "HTTP responses.", ["path", "status"], registry=self.registry
         )
@@ -95,16 +102,22 @@ class GatewayMetrics:
             for _ in range(num_tokens):
                 self._itl.observe(gap_s)
 
-    def finished(self, num_prompt_tokens: int, num_tokens: int, reason: str, *, ttft_s: float, e2e_s: float) -> None:
-        """A generation ended well."""
+    def finished(
+        self, num_prompt_tokens: int, num_tokens: int, reason: str, *, ttft_s: float, e2e_s: float, slo: Slo
+    ) -> None:
+        """A generation ended well; ``slo`` is what its client asked for."""
+        tpot_s = (e2e_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
+        if slo != NO_SLO:
+            met = keeps_slo(slo, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
+            self._targets.labels(self._model, str(met).lower()).inc()
         self._success.labels(self._model, reason).inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self._prompt_length.observe(num_prompt_tokens)
         self._output_length.observe(num_tokens)
         self._e2e.observe(e2e_s)
         self._decode.observe(e2e_s - ttft_s)
-        if num_tokens > 1:
-            self._tpot.observe((e2e_s - ttft_s) / (num_tokens - 1))
+        if tpot_s is not None:
+            self._tpot.observe(tpot_s)
 
     def restarted(self) -> None:
         self._restarts.inc()

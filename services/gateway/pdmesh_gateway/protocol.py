@@ -48,6 +48,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     priority: int | None = None
     request_id: str | None = None
+    # Ours: service level targets, milliseconds. Headers of the same meaning win: x-slo-ttft-ms, x-slo-tpot-ms.
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
     user: str | None = None
     # Accepted; they change nothing here.
     cache_salt: str | None = None

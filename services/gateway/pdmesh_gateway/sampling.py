@@ -22,6 +22,9 @@ MAX_LOGPROBS = 20
 
 MAX_SEED = 2**63 - 1
 
+#: A target of more than a day is none.
+MAX_TARGET_MS = 86_400_000
+
 
 def check_supported(fields: SamplingFields) -> None:
     """Refuse a field whose meaning we do not implement, by name, rather than ignore it."""
@@ -50,6 +53,17 @@ def number(
         raise invalid(name, f"`{name}` must be at least {low:g}, got {_show(value)}.")
     if value > high:
         raise invalid(name, f"`{name}` must be at most {high:g}, got {_show(value)}.")
+
+
+def target_s(name: str, value: float | str | None) -> float | None:
+    """A target in milliseconds, from a field or a header, as seconds. Raises RequestRejected that names it."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise invalid(name, f"`{name}` must be a number of milliseconds, got {value[:40]!r}.") from None
+    number(name, value, above=0, high=MAX_TARGET_MS)
+    return None if value is None else value / 1e3
 
 
 def invalid(name: str, message: str) -> RequestRejected:

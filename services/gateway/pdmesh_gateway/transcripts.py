@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from pdmesh.errors import RequestRejected
+from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, TokenOut, pack_token_ids
 
@@ -69,6 +70,7 @@ class Transcript:
     mailbox: Mailbox
     clock: Callable[[], float]
     priority: int = 0
+    slo: Slo = NO_SLO
     traceparent: str | None = None
     epoch: Epoch = FIRST_EPOCH
     output: array.array[int] = field(default_factory=lambda: array.array("i"))

@@ -22,6 +22,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
@@ -56,6 +57,7 @@ from pdmesh.wire.messages import (
     Grant,
     InstanceStatus,
     MeshState,
+    Pause,
     Rejected,
     Restarted,
     RunPlan,
@@ -232,6 +234,8 @@ class Driver:
                     destination_address=self._profiles[command.decode_instance_id].data_address,
                 )
                 self._workers.post(command.instance_id, grant)
+            case PauseTransfer():
+                self._workers.post(command.instance_id, Pause(request_id=command.request_id, epoch=command.epoch))
             case FreeKv():
                 self._workers.post(command.instance_id, Free(request_id=command.request_id, epoch=command.epoch))
             case Reject():

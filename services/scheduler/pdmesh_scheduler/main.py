@@ -12,14 +12,15 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig, SchedulerConfig
-from pdmesh.core.config import CoreConfig
+from pdmesh.core.config import CoreConfig, LatencyLearning
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.model import GatewayId, InstanceId
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
-from pdmesh.policy.latency import PROFILES
+from pdmesh.policy.profile import Profile
+from pdmesh.profiles import load_profile
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.wire.endpoint import start_server
@@ -49,7 +50,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     """Schedule until ``context.stopping`` is set, then end all streams with UNAVAILABLE."""
     settings, clock = config.scheduler, time.monotonic  # finer than the clock of the event loop
     began_at, began_s = time.time(), clock()
-    core_config, seed = core_config_of(settings), secrets.randbits(63)
+    profile = None if settings.profile is None else load_profile(settings.profile)
+    core_config, seed = core_config_of(settings, profile), secrets.randbits(63)
     core = SchedulerCore(core_config, make_bundle(settings.bundle, core_config.policy), random.Random(seed))
     registry = CollectorRegistry()
     watch_event_loop(registry)
@@ -88,7 +90,9 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             spans=SchedulerSpans(context.tracing, wall_time),
             event_log=event_log,
         )
-        worker_streams = WorkerStreams(driver, workers, worker_leases, settings, config.security, context.stopping)
+        worker_streams = WorkerStreams(
+            driver, workers, worker_leases, settings, config.security, context.stopping, profile
+        )
         gateway_streams = GatewayStreams(
             driver, gateways, gateway_leases, settings, config.security, context.stopping, clock
         )
@@ -113,21 +117,19 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             tasks.cancel_scope.cancel()
 
 
-def core_config_of(settings: SchedulerConfig) -> CoreConfig:
-    """Raises ConfigError for a profile that there is not."""
-    latency = PROFILES.get(settings.profile)
-    if latency is None:
-        known = ", ".join(sorted(PROFILES))
-        raise ConfigError(f"no latency profile is called {settings.profile!r}: use one of {known}")
+def core_config_of(settings: SchedulerConfig, profile: Profile | None) -> CoreConfig:
+    """Without a profile the core starts from what instances measured of themselves."""
+    defaults = PolicyConfig()
     return CoreConfig(
         plans_in_flight=settings.plans_in_flight,
         max_queue_entries=settings.max_queue_entries,
         max_queue_tokens=settings.max_queue_bytes // 4,  # a token is four bytes on the wire
         max_queue_s=settings.max_queue_s,
         orphan_grace_s=settings.orphan_grace_s,
+        learning=LatencyLearning.MEASURED if profile is None else LatencyLearning.REFINED,
         policy=PolicyConfig(
             chunk_tokens=settings.chunk_tokens,
-            latency=latency,
+            latency=defaults.latency if profile is None else profile.latency,
             slo_ttft_s=settings.slo_ttft_s,
             slo_ttft_stretch=settings.slo_ttft_stretch,
             slo_tpot_s=settings.slo_tpot_s,

@@ -28,8 +28,10 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
+from pdmesh.metrics import NO_SLO, Slo, keeps_slo
 from pdmesh.model import Epoch, InstanceId, Request, RequestId
 from pdmesh.wire.messages import Generation, RecordEntry, RequestRecord
 
@@ -51,6 +53,16 @@ class _Record:
     num_output_tokens: int | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+
+    @property
+    def slo_met(self) -> bool | None:
+        """Of a finished request that has targets."""
+        slo = Slo(ttft_s=self.request.slo_ttft_s, tpot_s=self.request.slo_tpot_s)
+        if slo == NO_SLO or self.num_output_tokens is None or self.first_token_s is None or self.last_token_s is None:
+            return None
+        several = self.num_output_tokens > 1
+        tpot_s = (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1) if several else None
+        return keeps_slo(slo, ttft_s=self.first_token_s, tpot_s=tpot_s, e2e_s=self.last_token_s)
 
     @property
     def num_delivered(self) -> int:
@@ -82,6 +94,9 @@ class RequestRecords:
             num_output_tokens=record.num_output_tokens,
             first_token_s=record.first_token_s,
             last_token_s=record.last_token_s,
+            slo_ttft_s=record.request.slo_ttft_s,
+            slo_tpot_s=record.request.slo_tpot_s,
+            slo_met=record.slo_met,
         )
 
     def choices(self, request_id: str) -> tuple[RequestRecord, ...]:
@@ -110,6 +125,8 @@ class RequestRecords:
                 self._step_done(event, now_s)
             case TransferOffered():
                 self._note(event, now_s, "offered")
+            case TransferPaused():
+                self._note(event, now_s, "transfer paused")
             case TransferLanded():
                 figures = {"num_bytes": float(event.num_bytes), "duration_s": event.duration_s}
                 detail = f"{event.num_bytes} bytes in {_ms(event.duration_s)}"
@@ -135,7 +152,7 @@ class RequestRecords:
             case _:
                 pass
         for command in commands:
-            self._commanded(command, now_s)
+            self._commanded(command, now_s, bundle)
 
     def _arrived(self, request: Request, generation: Generation | None, now_s: float, bundle: str) -> None:
         known = self._active.get(request.request_id)
@@ -174,7 +191,7 @@ class RequestRecords:
             record.num_output_tokens = event.num_output_tokens
             record.last_token_s = now_s - record.first_arrival_s
 
-    def _commanded(self, command: Command, now_s: float) -> None:
+    def _commanded(self, command: Command, now_s: float, bundle: str) -> None:
         match command:
             case PlaceDecode():
                 what, detail = "placed for decode", f"{command.num_blocks} blocks"
@@ -202,6 +219,8 @@ class RequestRecords:
         if record is not None:
             if what != "freed":
                 record.state = "placed"
+            if isinstance(command, AdmitPrefill):
+                record.bundle = bundle
             self._add(record, now_s, what, detail, command.instance_id)
 
     def _ended_now(self, command: ForgetRequest, now_s: float) -> None:
@@ -218,7 +237,13 @@ class RequestRecords:
 
     def _note(
         self,
-        event: TransferOffered | TransferLanded | TransferSent | TransferFailed | RequestFinished | KvReleased,
+        event: TransferOffered
+        | TransferPaused
+        | TransferLanded
+        | TransferSent
+        | TransferFailed
+        | RequestFinished
+        | KvReleased,
         now_s: float,
         what: str,
         detail: str = "",

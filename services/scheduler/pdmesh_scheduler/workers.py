@@ -22,10 +22,12 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
     TransferOffered,
+    TransferPaused,
     TransferSent,
 )
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import InstanceId
+from pdmesh.model import InstanceId, InstanceProfile
+from pdmesh.policy.profile import Profile, Subject
 from pdmesh.wire.endpoint import check_token
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
@@ -36,6 +38,7 @@ from pdmesh.wire.messages import (
     Heartbeat,
     LandedReport,
     OfferReport,
+    PausedReport,
     RegisterWorker,
     ReleasedReport,
     ReservedReport,
@@ -62,12 +65,14 @@ class WorkerStreams:
     config: SchedulerConfig
     security: SecurityConfig
     stopping: anyio.Event
+    profile: Profile | None = None  # what steps are predicted by, if the operator named it
 
     async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
         """One stream, from its registration to its end."""
         frames = link.frames()
         registration, rest = await first_message(frames, RegisterWorker)
         _check(registration, self.security)
+        self._check_profile(registration.profile)
         instance_id = registration.profile.instance_id
 
         with anyio.CancelScope() as scope:
@@ -92,6 +97,13 @@ class WorkerStreams:
                     self.driver.post(InstanceUnreachable(instance_id))
         if scope.cancelled_caught:
             raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
+
+    def _check_profile(self, instance: InstanceProfile) -> None:
+        """Refuse an instance that the operator's profile says nothing of. Raises ProtocolError."""
+        problem = None if self.profile is None else self.profile.mismatch(Subject.of(instance))
+        if problem is not None:
+            log.error("instance refused", instance_id=instance.instance_id, reason=problem)
+            raise ProtocolError(problem)
 
     def expired(self, instance_id: InstanceId) -> None:
         log.error("instance lost: its lease ran out", instance_id=instance_id)
@@ -122,6 +134,7 @@ def _event(
     | StepReport
     | ReservedReport
     | OfferReport
+    | PausedReport
     | LandedReport
     | SentReport
     | TransferFailedReport
@@ -144,6 +157,8 @@ def _event(
             return DecodeReserved(instance_id, message.request_id, message.epoch)
         case OfferReport():
             return TransferOffered(instance_id, message.request_id, message.epoch)
+        case PausedReport():
+            return TransferPaused(instance_id, message.request_id, message.epoch)
         case LandedReport():
             return TransferLanded(instance_id, message.request_id, message.epoch, message.num_bytes, message.duration_s)
         case SentReport():

@@ -13,10 +13,12 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "libs/pdmesh/engine/csrc/kernels.cpp"
+SOURCES = ("attention.cpp", "rows.cpp")
+FOLDER = "libs/pdmesh/engine/csrc"
 LIBRARY = "libs/pdmesh/engine/_kernels.so"
 #: The library asks the processor before it uses what these allow.
-FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16"]
+FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp"]
+FLAGS += ["-mprfchw", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16"]
 
 
 class KernelsHook(BuildHookInterface[Any]):
@@ -38,7 +40,7 @@ def _compile(root: Path, output: Path) -> str:
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or ""]
     if platform.system() != "Linux" or platform.machine() != "x86_64" or not compiler[0]:
         return "there is no C++ compiler for x86-64 Linux"
-    command = [*compiler, *FLAGS, SOURCE, "-o", str(output)]
+    command = [*compiler, *FLAGS, *(f"{FOLDER}/{source}" for source in SOURCES), "-o", str(output)]
     try:
         result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except OSError as error:

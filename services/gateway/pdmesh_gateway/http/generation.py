@@ -10,6 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 import msgspec
 
 from pdmesh.errors import RequestRejected
+from pdmesh.metrics import Slo
 from pdmesh.model import SamplingParams
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.generate import Delta, Generation, GenerationJob
@@ -17,7 +18,7 @@ from pdmesh_gateway.http.body import decode_body
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import DONE, usage_of
 from pdmesh_gateway.protocol import SamplingFields, Usage
-from pdmesh_gateway.sampling import stop_strings
+from pdmesh_gateway.sampling import stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
@@ -136,11 +137,22 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
             priority=request.priority or 0,
+            slo=Slo(
+                ttft_s=_target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", request.slo_ttft_ms),
+                tpot_s=_target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", request.slo_tpot_ms),
+            ),
             traceparent=check_traceparent(exchange.header("traceparent")),
             deadline_s=serving.config.request_timeout_s,
             operation=self.operation,
             received_at=exchange.received_at,
         )
+
+
+def _target_s(exchange: Exchange, header: str, name: str, field: float | None) -> float | None:
+    """A target from its header, else from its field in the body. Raises RequestRejected if either is none."""
+    own_s = target_s(name, field)
+    given = exchange.header(header)
+    return own_s if given is None else target_s(header, given)
 
 
 async def _stream(exchange: Exchange, generation: Generation, rendering: Rendering, *, with_usage: bool) -> None:

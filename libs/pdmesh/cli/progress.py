@@ -1,0 +1,34 @@
+"""The progress bar of commands that compute for a while."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from pdmesh.cli.options import Output
+
+
+def progress_bar(output: Output) -> Progress:
+    """On stderr, if that is a terminal and people read the output; gone when it is left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=output is Output.JSON or not sys.stderr.isatty(),
+    )
+
+
+def advance(progress: Progress, task: TaskID) -> Callable[[int], None]:
+    """For a simulator, which tells how many requests have ended."""
+
+    def on_ended(num_ended: int) -> None:
+        if num_ended % 100 == 0:
+            progress.update(task, completed=num_ended)
+
+    return on_ended

@@ -1,0 +1,73 @@
+"""What another bundle would have made of a recorded run: the same requests on the same instances, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pdmesh.cli.options import Output
+from pdmesh.cli.progress import advance, progress_bar
+from pdmesh.errors import ConfigError
+from pdmesh.eventlog import Header, core_of
+from pdmesh.metrics import Slo
+from pdmesh.policy.latency import PROFILES, LinearLatencyModel
+from pdmesh.sim.recorded import RecordedRun
+from pdmesh.sim.report import SimReport, report
+from pdmesh.sim.result import SimResult
+from pdmesh.sim.samples import fitted_model
+from pdmesh.sim.simulator import Simulator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """One column for the record, one for its bundle simulated, which says how far to trust the third, another's."""
+
+    latency: LinearLatencyModel  # of the simulated instances
+    results: Mapping[str, SimResult]
+    reports: Mapping[str, SimReport]
+    notes: tuple[str, ...]
+
+
+def what_if(
+    header: Header, run: RecordedRun, bundle: str, *, profile: str | None, long_tokens: int, output: Output
+) -> WhatIf:
+    """Simulate the run under its own bundle and ``bundle``. Raises ConfigError if there is nothing to simulate."""
+    if not run.arrivals:
+        raise ConfigError("no request of the log finished: there is nothing to simulate")
+    latency = _fitted(run) if profile is None else _named(profile)
+    instances = [(instance, latency) for instance in run.profiles]
+    results = {"recorded": run.result}
+    with progress_bar(output) as progress:
+        for name in dict.fromkeys((header.bundle, bundle)):
+            task = progress.add_task(name, total=len(run.arrivals))
+            simulator = Simulator(core_of(header, name), instances, run.arrivals)
+            results[f"{name}, simulated"] = simulator.run(advance(progress, task))
+    return WhatIf(
+        latency=latency,
+        results=results,
+        reports={name: report(result, long_tokens=long_tokens, slo=Slo()) for name, result in results.items()},
+        notes=tuple(_notes(run, profile)),
+    )
+
+
+def _fitted(run: RecordedRun) -> LinearLatencyModel:
+    try:
+        return fitted_model(run)
+    except ValueError:
+        raise ConfigError("the log has no steps to fit a latency model to: name one with --profile") from None
+
+
+def _named(profile: str) -> LinearLatencyModel:
+    latency = PROFILES.get(profile)
+    if latency is None:
+        raise ConfigError(f"no profile is called {profile!r}: use one of {', '.join(PROFILES)}")
+    return latency
+
+
+def _notes(run: RecordedRun, profile: str | None) -> Iterator[str]:
+    yield "simulated with a latency model fitted to this log" if profile is None else f"simulated with {profile}"
+    if run.left_out:
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in run.left_out.items())
+        yield f"requests left out, also of the recorded figures: {counts}"
+    if run.num_lost:
+        yield f"instances were lost {run.num_lost} times; simulated ones stay"

@@ -1,0 +1,152 @@
+"""Profiles: how fast one model is on one kind of instance, and whether an instance is of that kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from pdmesh.errors import ConfigError
+from pdmesh.model import InstanceProfile, MeasuredStep
+from pdmesh.policy.latency import (
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    PROFILES,
+    ChunkShape,
+    Device,
+    LinearLatencyModel,
+    ModelShape,
+    StepShape,
+    analytic_model,
+)
+from pdmesh.policy.refine import Refinement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model as an instance computes it, and what on. Parameters 0, and names that are empty, are not known."""
+
+    model: str
+    num_parameters: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    device: str  # cpu, cuda, cuda:1
+    device_name: str  # the hardware's own, or, of a profile, a part of it
+
+    @classmethod
+    def of(cls, instance: InstanceProfile) -> Self:
+        layout = instance.kv_layout
+        return cls(
+            model=instance.model,
+            num_parameters=instance.num_parameters,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            dtype=layout.dtype,
+            device=instance.device,
+            device_name=instance.device_name,
+        )
+
+    def __str__(self) -> str:
+        size = f"{self.num_parameters / 1e6:.4g}M parameters" if self.num_parameters else f"{self.num_layers} layers"
+        hardware = f"{self.device} ({self.device_name})" if self.device_name else self.device
+        return f"{self.model} ({size}{', ' if self.dtype else ''}{self.dtype}) on {hardware}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A latency model and what it is of."""
+
+    name: str  # as the operator calls it: a built-in one, or a file
+    subject: Subject
+    latency: LinearLatencyModel
+
+    def mismatch(self, other: Subject) -> str | None:
+        """Why this profile says nothing of ``other``, in one sentence; None if it does. What models are called does
+        not matter: two of one make are equally fast.
+        """
+        own = self.subject
+        same = (
+            (own.num_layers, own.num_kv_heads, own.head_dim) == (other.num_layers, other.num_kv_heads, other.head_dim)
+            and _agree(own.num_parameters, other.num_parameters)
+            and _agree(own.dtype, other.dtype)
+            and own.device.partition(":")[0] == other.device.partition(":")[0]
+            and (not other.device_name or own.device_name in other.device_name)
+        )
+        if same:
+            return None
+        return f"the latency profile {self.name!r} is of {own}, not of {other}: measure one with `pdmesh profile`"
+
+
+def _agree(one: object, other: object) -> bool:
+    """Whether they are equal, or one is not known."""
+    return one == other or not (one and other)
+
+
+def built_in_profile(name: str) -> Profile:
+    """One of `PROFILES`; all are of Nvidia's devices. Raises ConfigError if there is none."""
+    latency = PROFILES.get(name)
+    if latency is None:
+        raise ConfigError(
+            f"no latency profile and no file is called {name!r}: use one of {', '.join(sorted(PROFILES))}, or a file "
+            "that `pdmesh profile` wrote"
+        )
+    hardware, _, model = name.partition("-")
+    shape = LLAMA_3_70B if "70b" in model else LLAMA_3_8B
+    subject = Subject(
+        model=model,
+        num_parameters=0,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype="",
+        device="cuda",
+        device_name=hardware.partition("x")[0].upper(),
+    )
+    return Profile(name=name, subject=subject, latency=latency)
+
+
+#: Arithmetic per byte that memory delivers, before anything is measured: CPUs have about 40, GPUs 150 to 300.
+_FLOPS_PER_BYTE = 80.0
+
+#: Over the same steps, since each pass weighs them by what the last one predicts.
+_PASSES = 5
+
+
+def shape_of(step: MeasuredStep) -> StepShape:
+    chunks = (ChunkShape(step.num_tokens, step.num_history_tokens),) if step.num_tokens else ()
+    return StepShape(chunks, step.num_decodes, step.num_decode_context_tokens)
+
+
+def self_measured(instance: InstanceProfile) -> LinearLatencyModel | None:
+    """What the steps that an instance timed when it started say, with its model's arithmetic for what they leave open.
+
+    None if they say nothing.
+    """
+    steps = [(shape_of(step), step.duration_s) for step in instance.measured_steps]
+    largest = max(instance.measured_steps, key=lambda step: step.num_tokens, default=None)
+    if largest is None or not largest.num_tokens or not instance.num_parameters:
+        return None
+    layout = instance.kv_layout
+    shape = ModelShape(
+        num_parameters=instance.num_parameters,
+        num_layers=layout.num_layers,
+        num_heads=max(instance.num_heads, layout.num_kv_heads),
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+    )
+    flops_per_s = 2 * instance.num_parameters * largest.num_tokens / largest.duration_s
+    device = Device(
+        flops_per_s=flops_per_s,
+        bytes_per_s=flops_per_s / _FLOPS_PER_BYTE,
+        flops_utilisation=1.0,
+        bytes_utilisation=1.0,
+        launch_s=min(step.duration_s for step in instance.measured_steps) / 2,
+    )
+    learnt = Refinement(analytic_model(shape, device))
+    for _ in range(_PASSES):
+        for step, seconds in steps:
+            learnt.observe(step, seconds)
+        learnt.look()
+    return learnt.model

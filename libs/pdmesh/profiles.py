@@ -1,0 +1,72 @@
+"""Profile files: what `pdmesh profile` writes and `scheduler.profile` names."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from pdmesh.errors import ConfigError
+from pdmesh.policy.latency import PROFILES, LinearLatencyModel
+from pdmesh.policy.profile import Profile, Subject, built_in_profile
+
+FORMAT = "pdmesh-profile-1"
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Share = Annotated[float, msgspec.Meta(ge=0)]
+_Coefficient = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class ProfileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file, a JSON object. Coefficients are those of `LinearLatencyModel`, in seconds."""
+
+    format: str
+    subject: Subject
+    num_threads: int
+    measured_at: str  # ISO 8601
+    pdmesh_version: str
+    num_steps: _Count  # fitted to
+    num_held_out: _Count  # measured beside them; the errors are of these, relative
+    mean_error: _Share
+    worst_error: _Share
+    coefficients: dict[str, _Coefficient]
+
+
+def save_profile(path: Path, content: ProfileFile) -> None:
+    """Raises ConfigError if the file cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from error
+
+
+def load_profile(name: str) -> Profile:
+    """A built-in profile, or the one in a file. Raises ConfigError that says what is wrong with it."""
+    path = Path(name).expanduser()
+    if name in PROFILES or not path.exists():
+        return built_in_profile(name)
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=ProfileFile)
+        latency = _model(content.coefficients)
+    except OSError as error:
+        raise ConfigError(f"cannot read the profile {name}: {error.strerror}") from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigError(f"{name} is no latency profile: {error}; `pdmesh profile` writes one") from error
+    if content.format != FORMAT:
+        raise ConfigError(f"{name} is a profile of format {content.format!r}, this pdmesh reads {FORMAT!r}")
+    return Profile(name=name, subject=content.subject, latency=latency)
+
+
+def _model(coefficients: dict[str, float]) -> LinearLatencyModel:
+    """Raises ValueError."""
+    wanted = list(LinearLatencyModel.__slots__)
+    if sorted(coefficients) != sorted(wanted):
+        raise ValueError(f"coefficients are {', '.join(coefficients) or 'missing'}: wanted {', '.join(wanted)}")
+    for name, value in coefficients.items():
+        if not math.isfinite(value):
+            raise ValueError(f"the coefficient {name} is {value}")
+    if not coefficients["a_s"] + coefficients["b_s"] > 0:
+        raise ValueError("a prompt would take no time: a_s and b_s are 0")
+    return LinearLatencyModel(**coefficients)

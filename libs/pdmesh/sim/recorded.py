@@ -1,0 +1,236 @@
+"""What a scheduler's event log tells of the run that it recorded: the workload, the mesh, and what came of it.
+
+The figures are the scheduler's: a time is that of the event by which it heard of something. It hears of planned steps,
+not of the decode steps that an instance takes by itself; of a request's tokens it hears of the first and the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, GrantTransfer, Outcome, RunStep
+from pdmesh.core.events import (
+    Event,
+    InstanceJoined,
+    InstanceLost,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+    TransferLanded,
+    TransferSent,
+)
+from pdmesh.model import ChunkPlan, InstanceId, InstanceProfile, Request, RequestId, StepPlan
+from pdmesh.sim.result import InstanceRun, RequestRun, SimResult, StepSpan
+from pdmesh.sim.workload import Arrival
+
+
+class Decision(NamedTuple):
+    """An event, and what the core answered."""
+
+    now_s: float
+    event: Event
+    commands: Sequence[Command]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A planned step as the scheduler saw it. Chunks that were dropped are left out."""
+
+    instance_id: InstanceId
+    planned_s: float
+    done_s: float
+    duration_s: float  # device time
+    chunks: tuple[ChunkPlan, ...]
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """A run, its clock starting with the first arrival.
+
+    ``arrivals`` can be simulated: they are the requests that finished, and ``result.requests`` are the same ones in the
+    same order. Of their tokens, those between the first and the last are set at equal distances.
+    """
+
+    arrivals: Sequence[Arrival]
+    profiles: Sequence[InstanceProfile]  # of every instance that ever joined, as it joined last
+    result: SimResult
+    steps: Sequence[RecordedStep]
+    left_out: Mapping[str, int]  # requests that are no part of the above, by outcome
+    num_lost: int  # times that an instance was lost; a simulation keeps it
+
+
+def recorded_run(decisions: Iterable[Decision]) -> RecordedRun:
+    """What a log and its commands tell. Decisions come in the order of the log."""
+    recorder = _Recorder()
+    for decision in decisions:
+        recorder.take(decision)
+    return recorder.run()
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """A request over all its epochs. ``run.request`` is as it first arrived."""
+
+    run: RequestRun
+    last_turn: int | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Tracks:
+    """An instance's planned steps."""
+
+    profile: InstanceProfile
+    plans: dict[int, tuple[float, StepPlan]] = field(default_factory=dict[int, tuple[float, StepPlan]])  # in flight
+    spans: list[StepSpan] = field(default_factory=list[StepSpan])
+
+    @property
+    def idle_s(self) -> float:
+        """When its last planned step had ended."""
+        return self.spans[-1].end_s if self.spans else 0.0
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self._origin_s: float | None = None
+        self._requests: dict[RequestId, _Tracked] = {}
+        self._instances: dict[InstanceId, _Tracks] = {}
+        self._steps: list[RecordedStep] = []
+        self._num_events = 0
+        self._num_commands = 0
+        self._num_lost = 0
+
+    def take(self, decision: Decision) -> None:
+        event = decision.event
+        if self._origin_s is None and isinstance(event, RequestArrived):
+            self._origin_s = decision.now_s
+        now_s = 0.0 if self._origin_s is None else decision.now_s - self._origin_s
+        self._num_events += 1
+        self._num_commands += len(decision.commands)
+        match event:
+            case RequestArrived():
+                self._arrived(event.request, now_s)
+            case InstanceJoined():
+                tracks = self._instances.setdefault(event.profile.instance_id, _Tracks(event.profile))
+                tracks.profile = event.profile
+                tracks.plans.clear()
+            case InstanceLost():
+                self._num_lost += event.instance_id in self._instances
+            case StepDone():
+                self._step_done(event, now_s)
+            case TransferLanded():
+                if tracked := self._requests.get(event.request_id):
+                    tracked.run.landed_s = now_s
+            case TransferSent():
+                if tracked := self._requests.get(event.request_id):
+                    tracked.run.exposed_s = event.exposed_s
+            case RequestFinished():
+                if tracked := self._requests.get(event.request_id):
+                    tracked.run.num_output_tokens = event.num_output_tokens
+                    tracked.last_token_s = now_s
+            case _:
+                pass
+        for command in decision.commands:
+            self._commanded(command, now_s)
+
+    def _arrived(self, request: Request, now_s: float) -> None:
+        if request.request_id not in self._requests:
+            run = RequestRun(replace(request, arrival_s=now_s), num_output_tokens=0)
+            self._requests[request.request_id] = _Tracked(run)
+
+    def _commanded(self, command: Command, now_s: float) -> None:
+        match command:
+            case RunStep():
+                if tracks := self._instances.get(command.instance_id):
+                    tracks.plans[command.plan.plan_id] = now_s, command.plan
+            case AdmitPrefill():
+                if tracked := self._requests.get(command.request_id):
+                    run, tracked.last_turn = tracked.run, None
+                    run.prefill_id = command.instance_id
+                    run.decode_id = command.decode_instance_id or command.instance_id
+                    run.placed_s = now_s if run.placed_s is None else run.placed_s
+            case GrantTransfer():
+                tracked = self._requests.get(command.request_id)
+                if tracked is not None and tracked.run.granted_s is None:
+                    tracked.run.granted_s = now_s
+            case ForgetRequest():
+                if tracked := self._requests.get(command.request_id):
+                    tracked.run.outcome = command.outcome
+            case _:
+                pass
+
+    def _step_done(self, event: StepDone, now_s: float) -> None:
+        tracks = self._instances.get(event.instance_id)
+        planned = None if tracks is None else tracks.plans.pop(event.plan_id, None)
+        if tracks is None or planned is None:
+            return
+        planned_s, plan = planned
+        done = {(chunk.request_id, chunk.epoch) for chunk in event.chunks if chunk.num_tokens}
+        chunks = tuple(chunk for chunk in plan.chunks if (chunk.request_id, chunk.epoch) in done)
+        step = RecordedStep(event.instance_id, planned_s, now_s, event.duration_s, chunks, event.num_decodes)
+        start_s = max(tracks.idle_s, now_s - max(0.0, event.duration_s))
+        tracks.spans.append(StepSpan(start_s, now_s, chunks, event.num_decodes))
+        self._steps.append(step)
+        for chunk in chunks:
+            if tracked := self._requests.get(chunk.request_id):
+                self._chunk_done(tracked, chunk, start_s, now_s, turn=len(tracks.spans))
+
+    def _chunk_done(self, tracked: _Tracked, chunk: ChunkPlan, start_s: float, now_s: float, *, turn: int) -> None:
+        run = tracked.run
+        if run.started_s is None:
+            run.started_s = start_s
+        run.num_preemptions += tracked.last_turn is not None and turn - tracked.last_turn > 1
+        tracked.last_turn = turn
+        if chunk.is_last and tracked.first_token_s is None:
+            tracked.first_token_s = now_s
+
+    def run(self) -> RecordedRun:
+        left_out = Counter[str]()
+        runs: list[RequestRun] = []
+        for tracked in self._requests.values():
+            run = tracked.run
+            if run.outcome is Outcome.FINISHED and run.num_output_tokens and tracked.last_token_s is not None:
+                last_s = tracked.last_token_s
+                first_s = last_s if tracked.first_token_s is None else min(tracked.first_token_s, last_s)
+                run.token_times_s = _spread(first_s, last_s, run.num_output_tokens)
+                runs.append(run)
+            else:
+                left_out[str(run.outcome or "unfinished")] += 1
+        instances = [
+            InstanceRun(instance_id, tracks.profile.role, tracks.spans)
+            for instance_id, tracks in self._instances.items()
+        ]
+        return RecordedRun(
+            arrivals=[_arrival(run) for run in runs],
+            profiles=[tracks.profile for tracks in self._instances.values()],
+            result=SimResult(runs, instances, self._num_events, self._num_commands),
+            steps=self._steps,
+            left_out=left_out,
+            num_lost=self._num_lost,
+        )
+
+
+def _arrival(run: RequestRun) -> Arrival:
+    request = run.request
+    return Arrival(
+        arrival_s=request.arrival_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=run.num_output_tokens,
+        max_tokens=max(request.max_tokens, run.num_output_tokens),
+        priority=request.priority,
+        slo_ttft_s=request.slo_ttft_s,
+        slo_tpot_s=request.slo_tpot_s,
+    )
+
+
+def _spread(first_s: float, last_s: float, number: int) -> list[float]:
+    """``number`` times at equal distances; the ends are exact."""
+    if number == 1:
+        return [first_s]
+    step_s = (last_s - first_s) / (number - 1)
+    return [first_s + index * step_s for index in range(number - 1)] + [last_s]

@@ -1,0 +1,52 @@
+"""An event loop on virtual time: services run on a simulator's clock, as fast as they can, always in the same order."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable
+from typing import Any
+
+from pdmesh.sim.agenda import Agenda
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """When no task can run, ``settle`` is asked to do something now; if it has nothing, the clock of ``agenda`` moves
+    to what comes first, its next appointment or the loop's own next timer. The loop never waits.
+    """
+
+    _scheduled: list[asyncio.TimerHandle]  # a heap
+
+    def __init__(self, agenda: Agenda, settle: Callable[[], bool]) -> None:
+        self._agenda = agenda
+        self._settle = settle
+        super().__init__(_NeverWaiting(self._idle))
+
+    def time(self) -> float:
+        return self._agenda.now_s
+
+    def _idle(self) -> None:
+        if self._settle():
+            return
+        timer_s = min((timer.when() for timer in self._scheduled if not timer.cancelled()), default=None)
+        appointment_s = self._agenda.next_s
+        if appointment_s is not None and (timer_s is None or appointment_s <= timer_s):
+            self._agenda.advance()
+        elif timer_s is not None:
+            self._agenda.now_s = max(self._agenda.now_s, timer_s)
+        else:
+            raise RuntimeError("every task waits, and nothing is due")
+
+
+class _NeverWaiting(selectors.DefaultSelector):
+    """Looks at its files and comes back; where it would wait, it calls ``idle``."""
+
+    def __init__(self, idle: Callable[[], None]) -> None:
+        super().__init__()
+        self._idle = idle
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready: list[Any] = super().select(0)
+        if not ready and (timeout is None or timeout > 0):
+            self._idle()
+        return ready

@@ -1,0 +1,89 @@
+"""Timing steps on an engine: a few when an instance starts, many for `pdmesh profile`."""
+
+from __future__ import annotations
+
+import array
+import time
+from collections.abc import Iterator
+
+from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice
+from pdmesh.model import MeasuredStep, RequestId, SamplingParams, num_blocks_for
+from pdmesh.policy.latency import ChunkShape, StepShape
+
+#: What an instance times when it starts, the most telling first: a chunk, the constant, attention, decodes.
+_START_STEPS = (
+    StepShape((ChunkShape(256, 0),), 0, 0),
+    StepShape((ChunkShape(32, 0),), 0, 0),
+    StepShape((ChunkShape(64, 8192),), 0, 0),
+    StepShape((), 1, 64),
+    StepShape((), 8, 4096),
+    StepShape((ChunkShape(512, 512),), 0, 0),
+)
+START_LIMIT_S = 1.0
+
+
+def measure_at_start(engine: Engine, limit_s: float = START_LIMIT_S) -> tuple[MeasuredStep, ...]:
+    """How fast the engine is, in about ``limit_s``: the better of two, of as many steps as fit. Blocking."""
+    began_s = time.perf_counter()
+    step_s(engine, StepShape((ChunkShape(32, 0),), 0, 0))  # first use of code and memory
+    found: list[MeasuredStep] = []
+    for shape in _START_STEPS:
+        if time.perf_counter() - began_s > limit_s:
+            break
+        if not fits(engine, shape):
+            continue
+        seconds = step_s(engine, shape)
+        if time.perf_counter() - began_s < limit_s:
+            seconds = min(seconds, step_s(engine, shape))
+        chunk = shape.chunks[0] if shape.chunks else ChunkShape(0, 0)
+        found.append(
+            MeasuredStep(
+                num_tokens=chunk.num_tokens,
+                num_history_tokens=chunk.num_history_tokens,
+                num_decodes=int(shape.num_decodes),
+                num_decode_context_tokens=int(shape.num_decode_context_tokens),
+                duration_s=seconds,
+            )
+        )
+    return tuple(found)
+
+
+def fits(engine: Engine, shape: StepShape) -> bool:
+    """Whether the engine's KV cache and context have room for the step."""
+    block_size = engine.kv.layout.block_size
+    lengths = _lengths(shape)
+    num_blocks = sum(num_blocks_for(length, block_size) for length in lengths)
+    return num_blocks <= engine.kv.num_blocks and max(lengths) < engine.max_model_len
+
+
+def step_s(engine: Engine, shape: StepShape) -> float:
+    """Execute one step of this shape, over whatever the KV cache holds, and time it. Overwrites the cache."""
+    batch = list(_batch(shape, engine.kv.layout.block_size))
+    began_s = time.perf_counter()
+    engine.execute(batch)
+    return time.perf_counter() - began_s
+
+
+def _lengths(shape: StepShape) -> list[int]:
+    """Tokens of each sequence: the chunks', then the decodes', all decodes as long as each other."""
+    chunks = [chunk.num_history_tokens + chunk.num_tokens for chunk in shape.chunks]
+    num_decodes = int(shape.num_decodes)
+    return chunks + [int(shape.num_decode_context_tokens) // max(1, num_decodes)] * num_decodes
+
+
+def _batch(shape: StepShape, block_size: int) -> Iterator[SequenceSlice]:
+    first_block = 0
+    lengths = _lengths(shape)
+    for number, length in enumerate(lengths):
+        num_blocks = num_blocks_for(length, block_size)
+        sequence = EngineSequence(
+            request_id=RequestId(f"measure-{number}"),
+            params=SamplingParams(max_tokens=1 << 20),
+            token_ids=array.array("i", bytes(4 * length)),
+            num_prompt_tokens=length,
+            block_table=list(range(first_block, first_block + num_blocks)),
+        )
+        first_block += num_blocks
+        is_decode = number >= len(shape.chunks)
+        num_tokens = 1 if is_decode else shape.chunks[number].num_tokens
+        yield SequenceSlice(sequence=sequence, start=length - num_tokens, num_tokens=num_tokens, sample=is_decode)

@@ -1,0 +1,547 @@
+"""The scheduler service, on virtual time with modelled workers, decides and serves as the simulator does.
+
+The service is the real one but for gRPC itself: streams with their registrations and leases, frames encoded and
+decoded, the driver with its inbox and its timer, records and metrics. At the other end of each worker's stream is the
+simulator's instance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdmesh.config import SchedulerConfig, SecurityConfig
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    ForgetRequest,
+    FreeKv,
+    GrantTransfer,
+    Outcome,
+    PauseTransfer,
+    PlaceDecode,
+    Reject,
+    RunStep,
+    WakeAt,
+)
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import (
+    DecodeReserved,
+    Event,
+    KvReleased,
+    LoadReported,
+    RequestFinished,
+    StepDone,
+    TransferLanded,
+    TransferOffered,
+    TransferPaused,
+    TransferSent,
+)
+from pdmesh.core.state import RequestKey
+from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
+from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, SamplingParams
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import BUNDLES
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.sim.agenda import Agenda
+from pdmesh.sim.instance import SimInstance
+from pdmesh.sim.links import Links
+from pdmesh.sim.mesh import MeshShape
+from pdmesh.sim.recorded import Decision, recorded_run
+from pdmesh.sim.result import RequestRun
+from pdmesh.sim.simulator import GATEWAY, SimConfig, Simulator
+from pdmesh.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh.telemetry.tracing import NoTracing
+from pdmesh.testing.decisions import RememberingCore
+from pdmesh.testing.sim import TINY_LAYOUT, Pools
+from pdmesh.testing.virtual_time import VirtualTimeLoop
+from pdmesh.wire.link import FrameLink
+from pdmesh.wire.messages import (
+    Admit,
+    ExpectKv,
+    FinishedReport,
+    Free,
+    GatewayDown,
+    GatewayUp,
+    Generation,
+    Grant,
+    Heartbeat,
+    LandedReport,
+    OfferReport,
+    Pause,
+    PausedReport,
+    RegisterGateway,
+    RegisterWorker,
+    Rejected,
+    ReleasedReport,
+    ReservedReport,
+    RunPlan,
+    SentReport,
+    StepReport,
+    Submit,
+    WelcomeWorker,
+    WorkerDown,
+    WorkerUp,
+    pack_token_ids,
+)
+from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.metrics import SchedulerMetrics
+from pdmesh_scheduler.peers import Leases, Peers
+from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.spans import SchedulerSpans
+from pdmesh_scheduler.workers import WorkerStreams
+
+MODEL = LinearLatencyModel(
+    a_s=0.013, b_s=0.0021, c_s=3.1e-6, d_s=1.7e-6, decode_a_s=0.011, decode_s=0.0017, decode_context_s=2.3e-6
+)
+CONFIG = CoreConfig(
+    policy=PolicyConfig(chunk_tokens=16, latency=MODEL, long_prompt_tokens=200, prefill_step_s=0.1), max_queue_s=2.0
+)
+SIM_CONFIG = SimConfig(port_bytes_per_s=1e6)
+MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"mixed": 2}]
+SEED = 3
+
+#: Where a worker that is told that KV moves sends it, as far as it knows.
+SOMEWHERE = InstanceId("somewhere")
+
+
+def a_workload(seed: int) -> list[Arrival]:
+    """More than the mesh can take: some wait in vain. One prompt in eight is long."""
+    shape = Synthetic(
+        num_requests=100,
+        requests_per_s=6.0,
+        median_prompt_tokens=40,
+        median_output_tokens=12,
+        max_prompt_tokens=90,
+        max_output_tokens=60,
+        long_share=0.125,
+        long_range=(200, 500),
+    )
+    return synthetic(shape, random.Random(seed))
+
+
+def profiles_of(mesh: Pools) -> list[InstanceProfile]:
+    shape = MeshShape(
+        num_prefill=mesh.get("prefill", 0),
+        num_decode=mesh.get("decode", 0),
+        num_mixed=mesh.get("mixed", 0),
+        kv_layout=TINY_LAYOUT,
+        num_kv_tokens=2048,
+        max_num_seqs=8,
+        num_transfer_backends=1,
+    )
+    return [replace(profile, data_address=profile.instance_id.encode()) for profile, _ in shape.instances(MODEL)]
+
+
+# --- the service's side ---
+
+
+class Wire:
+    """One direction of a stream, between two `FrameLink`."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._arrived = anyio.Event()
+
+    async def write(self, frame: bytes) -> None:
+        self._frames.append(frame)
+        self._arrived.set()
+
+    async def read(self) -> bytes:
+        while not self._frames:
+            self._arrived = anyio.Event()
+            await self._arrived.wait()
+        return self._frames.popleft()
+
+
+class CountingCore(RememberingCore):
+    """Sets ``all_ended`` when so many requests have."""
+
+    def __init__(self, bundle: str, num_requests: int) -> None:
+        super().__init__(CONFIG, bundle, SEED)
+        self._num_open = num_requests
+        self.all_ended = anyio.Event()
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        commands = super().handle(event, now_s)
+        self._num_open -= sum(isinstance(command, ForgetRequest) for command in commands)
+        if not self._num_open:
+            self.all_ended.set()
+        return commands
+
+
+class ModelledMesh:
+    """Everything behind the scheduler: simulated instances on an agenda, and who is asked to begin a step."""
+
+    def __init__(self) -> None:
+        self.agenda = Agenda()
+        self.runs: dict[RequestKey, RequestRun] = {}
+        self.workers: dict[InstanceId, Worker] = {}
+        self.expected: dict[RequestKey, tuple[InstanceId, int]] = {}  # where its KV goes, under which capability
+        self.links = Fabric(self, self._drained)
+        self.turns: dict[InstanceId, None] = {}
+
+    def settle(self) -> bool:
+        """Let one instance begin, if one may: all that is due now has been decided."""
+        if not self.turns:
+            return False
+        instance_id = next(iter(self.turns))
+        del self.turns[instance_id]
+        self.workers[instance_id].instance.begin()
+        return True
+
+    def want_turn(self, instance_id: InstanceId) -> None:
+        self.turns[instance_id] = None
+
+    def land(self, _receiver_id: InstanceId, key: RequestKey, duration_s: float) -> None:
+        self.workers[self.expected[key][0]].instance.land(key, duration_s)
+
+    def _drained(self, key: RequestKey) -> None:
+        prefill_id = self.runs[key].prefill_id
+        assert prefill_id is not None
+        self.workers[prefill_id].instance.drained(key)
+
+
+class Fabric(Links):
+    """Moves KV to where it is expected: as on the wire, an instance that prefills hears of that with the grant."""
+
+    def __init__(self, mesh: ModelledMesh, on_drained: Callable[[RequestKey], None]) -> None:
+        super().__init__(mesh.agenda, SIM_CONFIG.port_bytes_per_s, on_drained)
+        self._expected = mesh.expected
+
+    def send(self, key: RequestKey, sender: InstanceId, _receiver: InstanceId, num_bytes: float) -> None:
+        super().send(key, sender, self._expected[key][0], num_bytes)
+
+
+class Worker:
+    """A simulated instance behind a worker's stream."""
+
+    def __init__(self, profile: InstanceProfile, mesh: ModelledMesh) -> None:
+        self._mesh = mesh
+        up, down = Wire(), Wire()
+        self.server = FrameLink[WorkerDown, WorkerUp](write=down.write, read=up.read, receive_type=WorkerUp)
+        self._link = FrameLink[WorkerUp, WorkerDown](write=up.write, read=down.read, receive_type=WorkerDown)
+        self.profile = profile
+        self.instance = SimInstance(
+            profile,
+            MODEL,
+            agenda=mesh.agenda,
+            links=mesh.links,
+            runs=mesh.runs,
+            report=lambda event: self._link.post(as_message(event)),
+            land=mesh.land,
+            want_turn=mesh.want_turn,
+            max_decode_steps=SIM_CONFIG.max_decode_steps,
+        )
+
+    async def run(self, heartbeat_s: float, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        self._link.post(RegisterWorker(profile=self.profile, residents=()))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._link.pump)
+            tasks.start_soon(self._beat, heartbeat_s)
+            async for messages in self._link.frames():
+                for message in messages:
+                    if isinstance(message, WelcomeWorker):
+                        task_status.started()
+                    else:
+                        self.instance.take(self._as_command(message))
+
+    async def _beat(self, heartbeat_s: float) -> None:
+        while True:
+            await anyio.sleep(heartbeat_s)
+            num_blocks = self.profile.num_blocks
+            heartbeat = Heartbeat(
+                num_free_blocks=num_blocks, num_held_blocks=0, num_quarantined_blocks=0, num_decoding=0
+            )
+            self._link.post(heartbeat)
+
+    def _as_command(self, message: WorkerDown) -> Command:
+        instance_id, expected = self.profile.instance_id, self._mesh.expected
+        match message:
+            case RunPlan():
+                return RunStep(instance_id=instance_id, plan=message.plan)
+            case Admit():
+                request_id, epoch = message.generation.request_id, message.generation.epoch
+                return AdmitPrefill(
+                    instance_id=instance_id,
+                    request_id=request_id,
+                    epoch=epoch,
+                    num_blocks=message.num_blocks,
+                    decode_instance_id=SOMEWHERE if message.kv_moves else None,
+                )
+            case ExpectKv():
+                request_id, epoch = message.generation.request_id, message.generation.epoch
+                expected[request_id, epoch] = instance_id, message.capability
+                return PlaceDecode(
+                    instance_id=instance_id,
+                    request_id=request_id,
+                    epoch=epoch,
+                    num_blocks=message.num_blocks,
+                    prefill_instance_id=InstanceId(message.source_address.decode()),
+                    capability=message.capability,
+                )
+            case Grant():
+                destination_id = InstanceId(message.destination_address.decode())
+                assert expected[message.request_id, message.epoch] == (destination_id, message.capability)
+                return GrantTransfer(
+                    instance_id=instance_id,
+                    request_id=message.request_id,
+                    epoch=message.epoch,
+                    decode_instance_id=destination_id,
+                    capability=message.capability,
+                )
+            case Pause():
+                return PauseTransfer(instance_id=instance_id, request_id=message.request_id, epoch=message.epoch)
+            case Free():
+                return FreeKv(instance_id=instance_id, request_id=message.request_id, epoch=message.epoch)
+            case _:
+                raise AssertionError(f"not for a worker here: {message}")
+
+
+def as_message(event: Event) -> WorkerUp:
+    match event:
+        case StepDone():
+            return StepReport(
+                plan_id=event.plan_id,
+                duration_s=event.duration_s,
+                chunks=event.chunks,
+                num_decodes=event.num_decodes,
+            )
+        case DecodeReserved():
+            return ReservedReport(request_id=event.request_id, epoch=event.epoch)
+        case TransferOffered():
+            return OfferReport(request_id=event.request_id, epoch=event.epoch)
+        case TransferPaused():
+            return PausedReport(request_id=event.request_id, epoch=event.epoch)
+        case TransferLanded():
+            return LandedReport(
+                request_id=event.request_id,
+                epoch=event.epoch,
+                num_bytes=event.num_bytes,
+                duration_s=event.duration_s,
+            )
+        case TransferSent():
+            return SentReport(
+                request_id=event.request_id,
+                epoch=event.epoch,
+                num_bytes=event.num_bytes,
+                duration_s=event.duration_s,
+                exposed_s=event.exposed_s,
+            )
+        case RequestFinished():
+            return FinishedReport(
+                request_id=event.request_id,
+                epoch=event.epoch,
+                reason=event.reason,
+                num_output_tokens=event.num_output_tokens,
+            )
+        case KvReleased():
+            return ReleasedReport(request_id=event.request_id, epoch=event.epoch)
+        case _:
+            raise AssertionError(f"no instance reports {event}")
+
+
+class Gateway:
+    """Submits each request of a workload when it arrives."""
+
+    def __init__(self, arrivals: Sequence[Arrival], mesh: ModelledMesh) -> None:
+        up, down = Wire(), Wire()
+        self._arrivals = arrivals
+        self._mesh = mesh
+        self.server = FrameLink[GatewayDown, GatewayUp](write=down.write, read=up.read, receive_type=GatewayUp)
+        self._link = FrameLink[GatewayUp, GatewayDown](write=up.write, read=down.read, receive_type=GatewayDown)
+        self.heard: list[GatewayDown] = []
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        self._link.post(RegisterGateway(gateway_id=GATEWAY, waiting=()))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._link.pump)
+            async for messages in self._link.frames():
+                if not self.heard:
+                    task_status.started()
+                self.heard += messages
+
+    def open(self) -> None:
+        for index, arrival in enumerate(self._arrivals):
+            self._mesh.agenda.at(arrival.arrival_s, partial(self._submit, index, arrival))
+
+    def _submit(self, index: int, arrival: Arrival) -> None:
+        request = Request(
+            request_id=RequestId(f"r{index:07d}"),
+            epoch=Epoch(0),
+            gateway_id=GATEWAY,
+            num_prompt_tokens=arrival.num_prompt_tokens,
+            max_tokens=arrival.num_output_tokens,
+            arrival_s=self._mesh.agenda.now_s,
+        )
+        self._mesh.runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
+        generation = Generation(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            gateway_id=GATEWAY,
+            token_address="127.0.0.1:1",
+            token_ids=pack_token_ids([0] * arrival.num_prompt_tokens),
+            num_prompt_tokens=arrival.num_prompt_tokens,
+            params=SamplingParams(max_tokens=arrival.num_output_tokens),
+        )
+        self._link.post(
+            Submit(
+                generation=generation,
+                priority=arrival.priority,
+                slo_ttft_s=arrival.slo_ttft_s,
+                slo_tpot_s=arrival.slo_tpot_s,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the service made of a workload."""
+
+    decisions: Sequence[Decision]
+    runs: Sequence[RequestRun]
+    records: RequestRecords
+    heard: Sequence[GatewayDown] = field(default_factory=list[GatewayDown])
+
+
+def serve(
+    arrivals: Sequence[Arrival],
+    profiles: Sequence[InstanceProfile],
+    bundle: str,
+    *,
+    heartbeat_s: float = 1e6,
+    log: EventLogWriter | None = None,
+) -> Served:
+    """Serve a workload by the service on virtual time."""
+    mesh = ModelledMesh()
+    agenda = mesh.agenda
+    settings, security = SchedulerConfig(lease_s=1e7, heartbeat_s=heartbeat_s), SecurityConfig()
+
+    async def main() -> Served:
+        core = CountingCore(bundle, len(arrivals))
+        workers: Peers[InstanceId, WorkerDown] = Peers()
+        gateways: Peers[GatewayId, GatewayDown] = Peers()
+        records = RequestRecords(len(arrivals), lambda at_s: at_s)
+        driver = Driver(
+            core,
+            clock=lambda: agenda.now_s,
+            workers=workers,
+            gateways=gateways,
+            records=records,
+            metrics=SchedulerMetrics(CollectorRegistry(), core),
+            spans=SchedulerSpans(NoTracing(), lambda at_s: at_s),
+            event_log=log,
+        )
+        worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
+        gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
+        stopping = anyio.Event()
+        worker_streams = WorkerStreams(driver, workers, worker_leases, settings, security, stopping)
+        gateway_streams = GatewayStreams(
+            driver, gateways, gateway_leases, settings, security, stopping, lambda: agenda.now_s
+        )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(driver.run)
+            tasks.start_soon(worker_leases.run, worker_streams.expired)
+            tasks.start_soon(gateway_leases.run, gateway_streams.expired)
+            gateway = Gateway(arrivals, mesh)
+            tasks.start_soon(gateway_streams.serve, gateway.server, "gateway")
+            await tasks.start(gateway.run)
+            for profile in profiles:
+                mesh.workers[profile.instance_id] = worker = Worker(profile, mesh)
+                tasks.start_soon(worker_streams.serve, worker.server, profile.instance_id)
+                await tasks.start(worker.run, heartbeat_s)
+            gateway.open()
+            await core.all_ended.wait()
+            await anyio.sleep(1e-6)  # what else happens at this instant
+            tasks.cancel_scope.cancel()
+        core.check_integrity()
+        return Served(core.decisions, list(mesh.runs.values()), records, gateway.heard)
+
+    factory = partial(VirtualTimeLoop, agenda, mesh.settle)
+    return anyio.run(main, backend="asyncio", backend_options={"loop_factory": factory})
+
+
+def simulate(
+    arrivals: Sequence[Arrival], profiles: Sequence[InstanceProfile], bundle: str
+) -> tuple[list[Decision], Sequence[RequestRun]]:
+    core = RememberingCore(CONFIG, bundle, SEED)
+    result = Simulator(core, [(profile, MODEL) for profile in profiles], arrivals, SIM_CONFIG).run()
+    return core.decisions, result.requests
+
+
+def tokens_of(runs: Sequence[RequestRun]) -> list[list[float]]:
+    return [list(run.token_times_s) for run in runs]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bundle", ["fcfs", "sjf", "lars", "medha", "pdmesh"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_service_decides_as_the_simulator_does(mesh: Pools, bundle: str, seed: int) -> None:
+    """Event for event and command for command, at the same times; and so every token comes at the same time."""
+    arrivals, profiles = a_workload(seed), profiles_of(mesh)
+    decisions, runs = simulate(arrivals, profiles, bundle)
+    served = serve(arrivals, profiles, bundle)
+    for live, simulated in zip(served.decisions, decisions, strict=False):
+        assert live == simulated
+    assert len(served.decisions) == len(decisions)
+    assert tokens_of(served.runs) == tokens_of(runs)
+    assert any(run.num_preemptions for run in runs) == (bundle != "fcfs")
+
+
+def test_all_that_matters_happens_in_the_cases_above() -> None:
+    """Requests are refused, prompts preempted, transfers paused and gone on with."""
+    kinds = set[type]()
+    for bundle in ("fcfs", "pdmesh"):
+        decisions, _ = simulate(a_workload(0), profiles_of({"prefill": 2, "decode": 2}), bundle)
+        kinds |= {type(command) for decision in decisions for command in decision.commands}
+    assert kinds >= {PlaceDecode, GrantTransfer, PauseTransfer, FreeKv, Reject, WakeAt}
+
+
+def test_heartbeats_decide_nothing() -> None:
+    arrivals, profiles = a_workload(0), profiles_of({"prefill": 2, "decode": 2})
+    decisions, _ = simulate(arrivals, profiles, "pdmesh")
+    served = serve(arrivals, profiles, "pdmesh", heartbeat_s=0.25)
+    beats = [decision for decision in served.decisions if isinstance(decision.event, LoadReported)]
+    assert len(beats) > 100
+    assert not any(beat.commands for beat in beats)
+    assert [decision for decision in served.decisions if not isinstance(decision.event, LoadReported)] == decisions
+
+
+@pytest.mark.parametrize("bundle", ["fcfs", "pdmesh"])
+def test_records_and_gateways_are_told_what_was_simulated(bundle: str) -> None:
+    arrivals, profiles = a_workload(0), profiles_of({"prefill": 1, "decode": 1})
+    _, runs = simulate(arrivals, profiles, bundle)
+    served = serve(arrivals, profiles, bundle)
+    for run in runs:
+        record = served.records.get(run.request.request_id)
+        assert record is not None
+        assert (record.state, record.bundle) == (run.outcome, bundle)
+        assert (record.first_token_s, record.last_token_s) == (run.ttft_s, run.jct_s)
+    rejected = [message.request_id for message in served.heard if isinstance(message, Rejected)]
+    assert sorted(rejected) == [run.request.request_id for run in runs if run.outcome is Outcome.REJECTED] != []
+
+
+@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+def test_the_log_of_a_live_run_replays_to_the_same_commands_and_tells_of_the_run(tmp_path: Path, bundle: str) -> None:
+    arrivals, profiles = a_workload(1), profiles_of({"prefill": 1, "decode": 1})
+    path = tmp_path / "events.log"
+    header = Header(seed=SEED, bundle=bundle, config=CONFIG, started_at=0.0, started_s=0.0)
+    with EventLogWriter(path, header) as log:
+        served = serve(arrivals, profiles, bundle, heartbeat_s=1.0, log=log)
+    with EventLogReader(path) as read:
+        decisions = [Decision(entry.now_s, entry.event, tuple(commands)) for entry, commands in replay(read)]
+    assert decisions == served.decisions
+    recorded = recorded_run(decisions)
+    finished = [run for run in served.runs if run.token_times_s]
+    assert [run.ttft_s for run in recorded.result.requests] == pytest.approx([run.ttft_s for run in finished])
+    assert [run.jct_s for run in recorded.result.requests] == pytest.approx([run.jct_s for run in finished])

@@ -1,0 +1,126 @@
+"""The core's latency model follows the mesh, and its policies follow the model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.commands import RunStep
+from pdmesh.core.config import CoreConfig, LatencyLearning
+from pdmesh.core.events import BundleChangeRequested, Event, GatewayJoined, InstanceJoined, RequestArrived, StepDone
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import ChunkDone, InstanceProfile, KvLayout, MeasuredStep, Role
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.testing.core import GATEWAY, a_request, of
+from pdmesh.testing.modelled import modelled_profile
+
+PRIOR = LinearLatencyModel(a_s=0.01, b_s=1e-4, c_s=1e-9, d_s=1e-9)
+CHUNK = StepShape((ChunkShape(512, 0),), 0, 0)
+
+
+def measured(token_s: float, name: str = "m", role: Role = Role.MIXED) -> InstanceProfile:
+    """An instance that took ``token_s`` a token in its only step."""
+    step = MeasuredStep(
+        num_tokens=256, num_history_tokens=0, num_decodes=0, num_decode_context_tokens=0, duration_s=256 * token_s
+    )
+    return replace(
+        modelled_profile(name, role, num_blocks=8192, block_size=16, max_model_len=1 << 15, max_num_seqs=64),
+        kv_layout=KvLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16"),
+        num_parameters=82_000_000,
+        num_heads=12,
+        measured_steps=(step,),
+    )
+
+
+def core_of(learning: LatencyLearning) -> SchedulerCore:
+    config = CoreConfig(learning=learning, policy=PolicyConfig(latency=PRIOR))
+    core = SchedulerCore(config, make_bundle("pdmesh", config.policy), random.Random(0))
+    core.handle(GatewayJoined(GATEWAY, ()), 0.0)
+    return core
+
+
+def run_prompts(core: SchedulerCore, number: int, factor: float) -> list[Event]:
+    """Prompts one after the other, each step ``factor`` times as long as the prior says; the events it took."""
+    events: list[Event] = []
+    now_s = 1.0
+
+    def feed(event: Event) -> list[RunStep]:
+        events.append(event)
+        return of(RunStep, core.handle(event, now_s))
+
+    for index in range(number):
+        steps = feed(RequestArrived(a_request(f"r{index}", 2000, 4, arrival_s=now_s)))
+        while steps:
+            plan = steps.pop(0).plan
+            shape = StepShape(tuple(ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks), 0, 0)
+            duration_s = factor * PRIOR.step_s(shape)
+            now_s += duration_s
+            chunks = tuple(
+                ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
+                for c in plan.chunks
+            )
+            steps += feed(StepDone(measured(1.0).instance_id, plan.plan_id, duration_s, chunks, 0))
+    return events
+
+
+def test_a_model_that_was_given_stays() -> None:
+    core = core_of(LatencyLearning.FIXED)
+    core.handle(InstanceJoined(measured(0.001), ()), 0.0)
+    run_prompts(core, 5, 3.0)
+    assert core.latency is PRIOR
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_steps_refine_it_and_switching_the_bundle_keeps_what_was_learnt(factor: float) -> None:
+    core = core_of(LatencyLearning.REFINED)
+    core.handle(InstanceJoined(measured(0.001), ()), 0.0)
+    assert core.latency is PRIOR
+    run_prompts(core, 20, factor)
+    learnt = core.latency
+    assert learnt.step_s(CHUNK) == pytest.approx(factor * PRIOR.step_s(CHUNK), rel=0.2)
+    core.handle(BundleChangeRequested("lars"), 1e6)
+    core.handle(BundleChangeRequested("abacus"), 1e6)
+    assert (core.bundle, core.latency) == ("lars", learnt)
+
+
+def test_it_starts_from_what_the_first_instance_that_prefills_measured() -> None:
+    core = core_of(LatencyLearning.MEASURED)
+    core.handle(InstanceJoined(modelled_profile("silent", Role.PREFILL), ()), 0.0)
+    assert core.latency is PRIOR
+    for profile, token_s in (
+        (measured(0.004, "d", Role.DECODE), 0.004),
+        (measured(0.001, "p", Role.PREFILL), 0.001),
+        (measured(0.003, "late", Role.PREFILL), 0.001),
+    ):
+        core.handle(InstanceJoined(profile, ()), 0.0)
+        assert core.latency.step_s(CHUNK) == pytest.approx(512 * token_s, rel=0.4), profile.instance_id
+
+
+def test_adaptive_chunks_follow_what_was_learnt() -> None:
+    """The steps of a machine that is five times slower than said get shorter, so that they keep their budget."""
+
+    def first_chunk() -> int:
+        step, *_ = of(RunStep, core.handle(RequestArrived(a_request("probe", 8000, 4)), 1e6))
+        return step.plan.chunks[0].num_tokens
+
+    core = core_of(LatencyLearning.FIXED)
+    core.handle(InstanceJoined(measured(0.001), ()), 0.0)
+    told = first_chunk()
+    core = core_of(LatencyLearning.REFINED)
+    core.handle(InstanceJoined(measured(0.001), ()), 0.0)
+
+    run_prompts(core, 20, 5.0)
+    assert first_chunk() < told / 3
+
+
+def test_the_same_events_give_the_same_commands() -> None:
+    first, second = core_of(LatencyLearning.MEASURED), core_of(LatencyLearning.MEASURED)
+    joined = InstanceJoined(measured(0.001), ())
+    assert first.handle(joined, 0.0) == second.handle(joined, 0.0)
+    for event in run_prompts(first, 10, 2.0):
+        second.handle(event, 1.0)
+    assert first.latency == second.latency

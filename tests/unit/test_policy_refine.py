@@ -1,0 +1,121 @@
+"""Learning a latency model from steps, and from what an instance measured of itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.model import KvLayout, MeasuredStep, Role
+from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.profile import self_measured
+from pdmesh.policy.refine import Refinement
+from pdmesh.testing.modelled import modelled_profile
+
+#: The 82M-parameter Llama in bf16 on one core with AMX, from `pdmesh profile`.
+CPU = LinearLatencyModel(
+    a_s=1.9e-2, b_s=9.0e-5, c_s=6.9e-8, d_s=1.1e-7, decode_a_s=1.9e-2, decode_s=2.5e-4, decode_context_s=1.7e-6
+)
+SHAPES = [
+    *(StepShape((ChunkShape(size, history),), 0, 0) for size in (32, 256, 512) for history in (0, 2000, 12_000)),
+    StepShape((), 8, 4096),
+    StepShape((ChunkShape(128, 500),), 8, 4096),
+]
+
+
+def scaled(model: LinearLatencyModel, factor: float) -> LinearLatencyModel:
+    return LinearLatencyModel.of(factor * value for value in model.coefficients)
+
+
+def worst_error(model: LinearLatencyModel, true: LinearLatencyModel, shapes: Sequence[StepShape] = SHAPES) -> float:
+    return max(abs(model.step_s(shape) / true.step_s(shape) - 1) for shape in shapes)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 3.0, 10.0])
+def test_a_model_wrong_by_a_factor_is_set_right_by_a_few_steps(factor: float) -> None:
+    learnt = Refinement(scaled(CPU, factor))
+    for shape in SHAPES[:9] * 3:
+        learnt.observe(shape, CPU.step_s(shape))
+    learnt.look()
+    assert worst_error(learnt.model, CPU, SHAPES[:9]) < 0.2
+    assert worst_error(learnt.model, CPU) < 0.6  # decodes, which were not seen, come along
+
+
+def test_a_right_model_stays_as_it_is() -> None:
+    learnt = Refinement(CPU)
+    assert not any(learnt.observe(shape, CPU.step_s(shape)) for shape in SHAPES * 20)
+    assert learnt.model is CPU
+
+
+def test_noise_and_stalls_do_not_move_predictions_far() -> None:
+    rng = random.Random(1)
+    learnt = Refinement(CPU)
+    for _ in range(400):
+        shape = rng.choice(SHAPES)
+        stall = 20.0 if rng.random() < 0.03 else 1.0
+        learnt.observe(shape, CPU.step_s(shape) * rng.lognormvariate(0, 0.15) * stall)
+        assert worst_error(learnt.model, CPU) < 0.4
+
+
+def test_what_no_step_exercises_keeps_its_proportion() -> None:
+    learnt = Refinement(CPU)
+    for shape in SHAPES[:9] * 10:
+        learnt.observe(shape, 2 * CPU.step_s(shape))
+    decodes = StepShape((), 8, 4096)
+    assert learnt.model.step_s(decodes) == pytest.approx(2 * CPU.step_s(decodes), rel=0.1)
+
+
+def test_nonsense_is_left_out() -> None:
+    learnt = Refinement(CPU)
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        for shape in SHAPES * 2:
+            assert not learnt.observe(shape, seconds)
+    assert not learnt.observe(StepShape((), 0, 0), 1.0)
+    assert not learnt.look()
+
+
+def test_coefficients_stay_positive_and_the_same_steps_give_the_same_bits() -> None:
+    def learn() -> LinearLatencyModel:
+        rng = random.Random(5)
+        learnt = Refinement(PROFILES["a100-llama3-8b"])
+        for _ in range(300):
+            learnt.observe(rng.choice(SHAPES), rng.lognormvariate(-4, 2))
+        return learnt.model
+
+    model = learn()
+    assert all(value > 0 for value in model.coefficients)
+    assert model == learn()
+
+
+def test_six_steps_at_start_predict_the_others() -> None:
+    shapes = [(256, 0, 0, 0), (32, 0, 0, 0), (64, 8192, 0, 0), (0, 0, 1, 64), (0, 0, 8, 4096), (512, 512, 0, 0)]
+    steps: list[MeasuredStep] = []
+    for num_tokens, history, num_decodes, context in shapes:
+        chunks = (ChunkShape(num_tokens, history),) if num_tokens else ()
+        steps.append(
+            MeasuredStep(
+                num_tokens=num_tokens,
+                num_history_tokens=history,
+                num_decodes=num_decodes,
+                num_decode_context_tokens=context,
+                duration_s=CPU.step_s(StepShape(chunks, num_decodes, context)),
+            )
+        )
+    layout = KvLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
+    instance = replace(
+        modelled_profile("i", Role.PREFILL),
+        kv_layout=layout,
+        num_parameters=81_788_928,
+        num_heads=12,
+        measured_steps=tuple(steps),
+    )
+    model = self_measured(instance)
+    assert model is not None
+    assert worst_error(model, CPU) < 0.25
+    # A slow machine has time for the first alone: arithmetic fills in the rest.
+    model = self_measured(replace(instance, measured_steps=tuple(steps[:1])))
+    assert model is not None
+    assert worst_error(model, CPU) < 2
+    assert self_measured(replace(instance, measured_steps=())) is None
