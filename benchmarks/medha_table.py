@@ -24,7 +24,7 @@ from pdmesh.sim.workload import Synthetic, synthetic
 LONG_RANGE = (128_000, 1_000_000)
 RATES = (0.25, 0.75, 1.25, 1.75)
 
-#: Its baselines differ in order alone: the steps are Medha's. "lars" is without multi-prefill batching.
+#: The first four have static chunks of 2,048 tokens, of one prompt or several; the others fill 20 ms with whole ones.
 ROWS = ("fcfs", "edf", "lrs", "lars", "medha", "pdmesh")
 
 #: Lengths as in ShareGPT4, capped at 8K tokens (§6.1): median output 415; the prompts' spread is ours.

@@ -222,7 +222,7 @@ PROFILES: Mapping[str, LinearLatencyModel] = MappingProxyType(
 )
 
 
-def group_model(profile: str, size: int) -> LinearLatencyModel:
-    """Of ``size`` instances of a built-in profile that compute a prompt together: measured if it is there, or derived."""
-    measured = TETRIS_A100_LLAMA_3_8B.get(size) if profile == "a100-llama3-8b" else None
-    return measured or sequence_parallel(PROFILES[profile], size)
+def group_model(model: LinearLatencyModel, size: int) -> LinearLatencyModel:
+    """Of ``size`` instances that compute a prompt together: as measured where it was measured, else derived."""
+    measured = TETRIS_A100_LLAMA_3_8B.get(size) if model == TETRIS_A100_LLAMA_3_8B[1] else None
+    return measured or sequence_parallel(model, size)
