@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from pdmesh.core.config import CoreConfig
@@ -40,7 +41,7 @@ def floods(draw: st.DrawFn) -> list[Request]:
     for _ in range(draw(st.integers(1, 6))):
         now_s += draw(st.floats(0.0, 8.0))
         prompt = draw(st.sampled_from([1, 16, 64, 255, 256, 512, 2048]))
-        gap_s = draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])) * max(1, prompt / 64)
+        gap_s = draw(st.sampled_from([0.0, 0.02, 0.1, 0.25, 0.5])) * max(1, prompt / 64)
         for index in range(draw(st.integers(1, 40))):
             requests.append(a_request(f"r{len(requests):04}", prompt=prompt, output=1, arrival_s=now_s + index * gap_s))
     return requests
@@ -63,12 +64,26 @@ def test_a_wait_is_bounded_by_the_work_that_may_go_ahead(requests: list[Request]
     Under `pdmesh` that begins when the request has become urgent (at a relative slack of ``spare_slack``). A long one
     has the larger stretch s = 1 / ``min_share``, from when it was placed: so of shorter ones d may be (s - 2) * v more.
     """
+    check_bound(bundle, requests)
+
+
+def test_the_bound_is_broken_where_requests_starve() -> None:
+    long = a_request("long", prompt=512, output=1, arrival_s=0.5)
+    stream = [a_request(f"r{n:03}", prompt=255, output=1, arrival_s=float(n)) for n in range(60)]
+    with pytest.raises(AssertionError, match="long waits"):
+        check_bound("sjf", [long, *stream])
+    for fair in ("lars", "medha", "pdmesh"):
+        check_bound(fair, [long, *stream])
+
+
+def check_bound(bundle: str, requests: list[Request]) -> None:
     run = run_prefills(CONFIG, bundle, requests)
     for request in requests:
         latest_s = functools.partial(latest_arrival_s, bundle, request, run)
         others = (other for other in requests if other is not request and other.arrival_s <= latest_s(work_s(other)))
         bound_s = sum(map(work_s, others)) + work_s(request) + NUM_STEPS * STEP_S
-        assert run.first_token_s[request.request_id] - request.arrival_s <= bound_s
+        wait_s = run.first_token_s[request.request_id] - request.arrival_s
+        assert wait_s <= bound_s, f"{request.request_id} waits {wait_s} s of at most {bound_s} s"
 
 
 def latest_arrival_s(bundle: str, request: Request, run: PrefillRun, other_work_s: float) -> float:
