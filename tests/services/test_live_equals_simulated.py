@@ -257,12 +257,14 @@ class Worker:
         self.instance = SimInstance(
             profile,
             MODEL,
+            MODEL,
             agenda=mesh.agenda,
             links=mesh.links,
             runs=mesh.runs,
             report=lambda event: self._link.post(as_message(event)),
             land=mesh.land,
             want_turn=mesh.want_turn,
+            meet=lambda group: pytest.fail(f"the service forms no groups: {group}"),
             max_decode_steps=SIM_CONFIG.max_decode_steps,
         )
 
@@ -523,8 +525,8 @@ def test_the_service_decides_as_the_simulator_does(mesh: Pools, bundle: str, see
 def test_all_that_matters_happens_in_the_cases_above() -> None:
     """Requests are refused, prompts preempted, transfers paused and gone on with."""
     kinds = set[type]()
-    for bundle in ("fcfs", "pdmesh"):
-        decisions, _ = simulate(a_workload(0), profiles_of({"prefill": 2, "decode": 2}), bundle)
+    for bundle in ("fcfs", "sjf", "lars", "pdmesh"):
+        decisions, _ = simulate(a_workload(0), profiles_of({"prefill": 1, "decode": 1}), bundle)
         kinds |= {type(command) for decision in decisions for command in decision.commands}
     assert kinds >= {PlaceDecode, GrantTransfer, PauseTransfer, FreeKv, Reject, WakeAt}
 
