@@ -241,7 +241,7 @@ class Fabric(Links):
         super().__init__(mesh.agenda, SIM_CONFIG.port_bytes_per_s, on_drained)
         self._expected = mesh.expected
 
-    def send(self, key: RequestKey, sender: InstanceId, _receiver: InstanceId, num_bytes: float) -> None:
+    def send(self, key: RequestKey, sender: InstanceId, receiver: InstanceId, num_bytes: float) -> None:
         super().send(key, sender, self._expected[key][0], num_bytes)
 
 
@@ -473,11 +473,11 @@ def serve(
         gateway_streams = GatewayStreams(
             driver, gateways, gateway_leases, settings, security, stopping, lambda: agenda.now_s
         )
+        gateway = Gateway(arrivals, mesh)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(driver.run)
             tasks.start_soon(worker_leases.run, worker_streams.expired)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
-            gateway = Gateway(arrivals, mesh)
             tasks.start_soon(gateway_streams.serve, gateway.server, "gateway")
             await tasks.start(gateway.run)
             for profile in profiles:
