@@ -17,6 +17,7 @@ from pdmesh import __version__
 from pdmesh.cli.options import Output
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.garbage import collect_rarely
 from pdmesh.metrics import Slo
 from pdmesh.model import KvLayout
 from pdmesh.policy.base import PolicyConfig
@@ -79,6 +80,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     )
     config = SimConfig(port_bytes_per_s=options.port_gbytes_per_s * 1e9, control_delay_s=options.control_delay_ms / 1e3)
     results: dict[str, SimResult] = {}
+    collect_rarely()
     with progress_bar(output) as progress:
         for bundle in options.bundles:
             task = progress.add_task(bundle, total=len(arrivals))

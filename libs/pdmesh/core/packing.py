@@ -108,13 +108,13 @@ class Packer:
                     return
                 waiting_lanes.add(head.rank.lane)  # a long prompt waits for another: short ones need not
                 continue
-            placement = place(head.request, offers, books.instances, bundle)
+            placement = place(head.request, offers, books.decoders, books.instances.values(), bundle)
             if placement is Wait.FOR_TURN:
                 waiting_lanes.add(head.rank.lane)
             elif placement is not Wait.FOR_ROOM:
                 self._place(bundle, head, placement, now_s)
                 self._plan_chunk(bundle, benches[placement.prefill.instance_id], head)
-            elif could_place(head.request, books.instances.values(), books.groups, bundle):
+            elif could_place(head.request, books.kinds, books.groups, bundle):
                 return
             else:
                 books.queue.park(head)

@@ -32,12 +32,16 @@ class Placement(NamedTuple):
 
 
 def place(
-    request: Request, offers: Sequence[Instance], instances: Mapping[InstanceId, Instance], bundle: Bundle
+    request: Request,
+    offers: Sequence[Instance],
+    decoders: Mapping[InstanceId, Instance],
+    instances: Collection[Instance],
+    bundle: Bundle,
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``."""
-    decodes = {instance.instance_id: instance for instance in instances.values() if instance.can_decode(request)}
+    decodes = {name: instance for name, instance in decoders.items() if instance.can_decode(request)}
     if not decodes:
-        return _room_or_turn(request, instances.values(), bundle)
+        return _room_or_turn(request, instances, bundle)
     # On a mixed instance with room for all of it the request can stay; from any other its KV must have somewhere to go.
     num_in_group = Counter(instance.kv_group for instance in decodes.values())
     candidates = [
@@ -46,11 +50,11 @@ def place(
         if instance.can_prefill(request) and (instance.instance_id in decodes or num_in_group[instance.kv_group])
     ]
     if not candidates:
-        return _room_or_turn(request, instances.values(), bundle)
+        return _room_or_turn(request, instances, bundle)
     prefill_id = bundle.prefill_placement.choose(request, candidates)
     if prefill_id is None:
         return Wait.FOR_TURN
-    prefill = instances[prefill_id]
+    prefill = next(instance for instance in offers if instance.instance_id == prefill_id)
     targets = [instance.view for instance in decodes.values() if instance.kv_group == prefill.kv_group]
     decode_id = bundle.decode_placement.choose(request, prefill.view, targets)
     return Wait.FOR_TURN if decode_id is None else Placement(prefill, decodes[decode_id])

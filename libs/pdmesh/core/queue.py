@@ -21,6 +21,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
+        self._keys: dict[float, tuple[float, ...]] = {}  # of the first in each lane, as far as they are known
+        self._keyed_for: tuple[PrefillOrder, float] | None = None
         self._parked: dict[RequestKey, RequestState] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
@@ -41,12 +43,18 @@ class WaitingQueue:
 
     def head(self, order: PrefillOrder, now_s: float, waiting_lanes: Collection[float] = ()) -> RequestState | None:
         """The first in line now, but for ``waiting_lanes``."""
-        heads = [states[0] for lane, states in self._lanes.items() if lane not in waiting_lanes]
-        if len(heads) < 2:
-            return heads[0] if heads else None
-        keys = order.keys([state.rank for state in heads], now_s)
-        first = min(keys)
-        return min((state for state, key in zip(heads, keys, strict=True) if key == first), key=_arrival)
+        if self._keyed_for != (order, now_s):
+            self._keyed_for = order, now_s
+            self._keys.clear()
+        missing = [lane for lane in self._lanes if lane not in self._keys]
+        if missing:
+            keys = order.keys([self._lanes[lane][0].rank for lane in missing], now_s)
+            self._keys.update(zip(missing, keys, strict=True))
+        lanes = [lane for lane in self._lanes if lane not in waiting_lanes] if waiting_lanes else self._lanes
+        if not lanes:
+            return None
+        first = min([self._keys[lane] for lane in lanes])
+        return min([self._lanes[lane][0] for lane in lanes if self._keys[lane] == first], key=_arrival)
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -91,6 +99,7 @@ class WaitingQueue:
         """Another order: all get their rank in it."""
         in_line = [state for lane in self._lanes.values() for state in lane]
         self._lanes.clear()
+        self._keys.clear()
         for _, state in self._deadlines.values():
             state.rank_by(order)
         for state in in_line:
@@ -98,9 +107,11 @@ class WaitingQueue:
 
     def _join_line(self, state: RequestState) -> None:
         insort(self._lanes.setdefault(state.rank.lane, []), state, key=_place)
+        self._keys.pop(state.rank.lane, None)
 
     def _leave_line(self, state: RequestState) -> None:
         lane = self._lanes[state.rank.lane]
+        self._keys.pop(state.rank.lane, None)
         index = bisect_left(lane, _place(state), key=_place)
         assert lane[index] is state, f"{state.key} is not in line where its rank says"
         del lane[index]

@@ -127,11 +127,12 @@ class Instance:
         self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
         self._num_resident_blocks = 0
         self._view: InstanceView | None = None
+        self._decode_room: int | None = None
         self._changed = changed
         self._change()
 
     def _change(self) -> None:
-        self._view = None
+        self._view = self._decode_room = None
         self._changed[self.instance_id] = None
 
     # --- holds ---
@@ -229,6 +230,20 @@ class Instance:
         return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
 
     @property
+    def decode_room(self) -> int:
+        """Free blocks for one more request that decodes here; 0 if it takes none. Counted only after a change."""
+        if self._decode_room is None:
+            takes = self.role.can_decode and self.takes_new and self.num_seats_taken < self.profile.max_num_seqs
+            self._decode_room = max(0, self.num_free_blocks) if takes else 0
+        return self._decode_room
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides what it could take if it were empty."""
+        profile = self.profile
+        return self.role, self.kv_group, profile.num_blocks, profile.max_model_len
+
+    @property
     def takes_new(self) -> bool:
         return self.reachable and not self.draining
 
@@ -288,11 +303,8 @@ class Instance:
     def can_decode(self, request: Request) -> bool:
         """Whether prompt and output fit now, with a seat to decode."""
         return (
-            self.role.can_decode
-            and self.takes_new
-            and self.num_seats_taken < self.profile.max_num_seqs
-            and self.num_decode_blocks(request) <= self.num_free_blocks
-            and self.could_decode(request)
+            num_blocks_for(request.max_total_tokens, self.profile.kv_layout.block_size) <= self.decode_room
+            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
             and (request.request_id, request.epoch) not in self.holds
         )
 
