@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from itertools import chain
@@ -39,15 +38,21 @@ def place(
     bundle: Bundle,
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``."""
-    decodes = {name: instance for name, instance in decoders.items() if instance.can_decode(request)}
+    # Those where prompt and output fit now, with a seat to decode. There may be many: no call for each.
+    num_tokens, key = request.max_total_tokens, (request.request_id, request.epoch)
+    decodes = {
+        name: instance
+        for name, instance in decoders.items()
+        if num_tokens <= instance.decode_room * instance.block_size
+        and num_tokens < instance.profile.max_model_len
+        and key not in instance.holds
+    }
     if not decodes:
         return _room_or_turn(request, instances, bundle)
     # On a mixed instance with room for all of it the request can stay; from any other its KV must have somewhere to go.
-    num_in_group = Counter(instance.kv_group for instance in decodes.values())
+    kv_groups = {instance.kv_group for instance in decodes.values()}
     candidates = [
-        instance.view
-        for instance in offers
-        if instance.can_prefill(request) and (instance.instance_id in decodes or num_in_group[instance.kv_group])
+        instance.view for instance in offers if instance.can_prefill(request) and instance.kv_group in kv_groups
     ]
     if not candidates:
         return _room_or_turn(request, instances, bundle)

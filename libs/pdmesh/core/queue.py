@@ -11,6 +11,10 @@ from pdmesh.core.state import RequestKey, RequestState
 from pdmesh.model import RequestId
 from pdmesh.policy.base import PrefillOrder
 
+_Head = tuple[tuple[float, ...], tuple[float, RequestId], RequestState]
+
+_KEY = itemgetter(0, 1)
+
 
 class WaitingQueue:
     """The line, and those *parked* beside it because no instance that is there now could ever take them.
@@ -21,8 +25,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
-        self._keys: dict[float, tuple[float, ...]] = {}  # of the first in each lane, as far as they are known
-        self._keyed_for: tuple[PrefillOrder, float] | None = None
+        # The first of each lane with its key and its arrival; lanes where that is to be looked up; what keys are for.
+        self._heads: dict[float, _Head] = {}
+        self._changed_lanes: dict[float, None] = {}
+        self._compared_for: tuple[PrefillOrder, float] | None = None
         self._parked: dict[RequestKey, RequestState] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
@@ -43,18 +49,19 @@ class WaitingQueue:
 
     def head(self, order: PrefillOrder, now_s: float, waiting_lanes: Collection[float] = ()) -> RequestState | None:
         """The first in line now, but for ``waiting_lanes``."""
-        if self._keyed_for != (order, now_s):
-            self._keyed_for = order, now_s
-            self._keys.clear()
-        missing = [lane for lane in self._lanes if lane not in self._keys]
-        if missing:
-            keys = order.keys([self._lanes[lane][0].rank for lane in missing], now_s)
-            self._keys.update(zip(missing, keys, strict=True))
-        lanes = [lane for lane in self._lanes if lane not in waiting_lanes] if waiting_lanes else self._lanes
-        if not lanes:
-            return None
-        first = min([self._keys[lane] for lane in lanes])
-        return min([self._lanes[lane][0] for lane in lanes if self._keys[lane] == first], key=_arrival)
+        if self._compared_for != (order, now_s):
+            self._compared_for = order, now_s
+            self._changed_lanes.update(dict.fromkeys(self._lanes))
+        if self._changed_lanes:
+            states = [self._lanes[lane][0] for lane in self._changed_lanes]
+            keys = order.keys([state.rank for state in states], now_s)
+            for lane, key, state in zip(self._changed_lanes, keys, states, strict=True):
+                self._heads[lane] = key, _arrival(state), state
+            self._changed_lanes.clear()
+        heads = self._heads
+        if waiting_lanes:
+            heads = {lane: head for lane, head in heads.items() if lane not in waiting_lanes}
+        return min(heads.values(), key=_KEY)[2] if heads else None
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -99,7 +106,8 @@ class WaitingQueue:
         """Another order: all get their rank in it."""
         in_line = [state for lane in self._lanes.values() for state in lane]
         self._lanes.clear()
-        self._keys.clear()
+        self._heads.clear()
+        self._changed_lanes.clear()
         for _, state in self._deadlines.values():
             state.rank_by(order)
         for state in in_line:
@@ -107,16 +115,19 @@ class WaitingQueue:
 
     def _join_line(self, state: RequestState) -> None:
         insort(self._lanes.setdefault(state.rank.lane, []), state, key=_place)
-        self._keys.pop(state.rank.lane, None)
+        self._changed_lanes[state.rank.lane] = None
 
     def _leave_line(self, state: RequestState) -> None:
         lane = self._lanes[state.rank.lane]
-        self._keys.pop(state.rank.lane, None)
         index = bisect_left(lane, _place(state), key=_place)
         assert lane[index] is state, f"{state.key} is not in line where its rank says"
         del lane[index]
-        if not lane:
+        if lane:
+            self._changed_lanes[state.rank.lane] = None
+        else:
             del self._lanes[state.rank.lane]
+            self._heads.pop(state.rank.lane, None)
+            self._changed_lanes.pop(state.rank.lane, None)
 
     def check_integrity(self) -> None:
         num_in_line = sum(len(lane) for lane in self._lanes.values())

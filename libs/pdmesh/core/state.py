@@ -107,6 +107,7 @@ class Instance:
         self.number = number
         self.instance_id = profile.instance_id
         self.role = profile.role
+        self.block_size = profile.kv_layout.block_size
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         self.draining = draining
         self.reachable = True
@@ -297,14 +298,6 @@ class Instance:
             self.takes_new
             and self.num_prefill_blocks(request) <= self.num_free_blocks
             and self.could_prefill(request)
-            and (request.request_id, request.epoch) not in self.holds
-        )
-
-    def can_decode(self, request: Request) -> bool:
-        """Whether prompt and output fit now, with a seat to decode."""
-        return (
-            num_blocks_for(request.max_total_tokens, self.profile.kv_layout.block_size) <= self.decode_room
-            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
             and (request.request_id, request.epoch) not in self.holds
         )
 
