@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from dataclasses import replace
 
 from report import heading
 from simulated import Study, layout, number, run, table
@@ -27,7 +28,7 @@ RATES = (0.25, 0.5, 0.75, 1.25, 1.75)
 ROWS = ("fcfs", "edf", "lrs", "lars", "medha", "pdmesh")
 
 #: ShareGPT's lengths (Medha, Table 2: prompts p50 730 and p90 5,696 tokens; outputs p50 415, p90 834).
-SHORT = {"median_prompt_tokens": 730.0, "sigma_prompt": 1.6, "median_output_tokens": 415.0, "sigma_output": 0.55}
+SHORT = Synthetic(median_prompt_tokens=730, sigma_prompt=1.6, median_output_tokens=415, sigma_output=0.55)
 
 HEADS = ("requests/s", "", "short p50, s", "p99", "long p50, s", "p99", "makespan, s")
 
@@ -41,8 +42,8 @@ def main() -> None:
     print(heading("Medha's table, simulated"), "\n")
     rows = []
     for rate in options.rate or RATES:
-        shape = Synthetic(
-            num_requests=options.requests, requests_per_s=rate, long_share=0.05, long_range=LONG_RANGE, **SHORT
+        shape = replace(
+            SHORT, num_requests=options.requests, requests_per_s=rate, long_share=0.05, long_range=LONG_RANGE
         )
         arrivals = synthetic(shape, random.Random(options.seed))
         for bundle in ROWS:
