@@ -39,7 +39,8 @@ def place(
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``."""
     # Those where prompt and output fit now, with a seat to decode. There may be many: no call for each.
-    num_tokens, key = request.max_total_tokens, (request.request_id, request.epoch)
+    num_tokens, num_prompt_tokens = request.max_total_tokens, request.num_prompt_tokens
+    key = (request.request_id, request.epoch)
     decodes = {
         name: instance
         for name, instance in decoders.items()
@@ -52,7 +53,12 @@ def place(
     # On a mixed instance with room for all of it the request can stay; from any other its KV must have somewhere to go.
     kv_groups = {instance.kv_group for instance in decodes.values()}
     candidates = [
-        instance.view for instance in offers if instance.can_prefill(request) and instance.kv_group in kv_groups
+        instance.view
+        for instance in offers
+        if num_prompt_tokens <= instance.prefill_room * instance.block_size
+        and num_tokens < instance.profile.max_model_len
+        and instance.kv_group in kv_groups
+        and key not in instance.holds
     ]
     if not candidates:
         return _room_or_turn(request, instances, bundle)

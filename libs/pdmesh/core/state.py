@@ -129,11 +129,12 @@ class Instance:
         self._num_resident_blocks = 0
         self._view: InstanceView | None = None
         self._decode_room: int | None = None
+        self._prefill_room: int | None = None
         self._changed = changed
         self._change()
 
     def _change(self) -> None:
-        self._view = self._decode_room = None
+        self._view = self._decode_room = self._prefill_room = None
         self._changed[self.instance_id] = None
 
     # --- holds ---
@@ -239,6 +240,14 @@ class Instance:
         return self._decode_room
 
     @property
+    def prefill_room(self) -> int:
+        """Free blocks for one more prompt; 0 if it takes none. Counted only after a change."""
+        if self._prefill_room is None:
+            takes = self.role.can_prefill and self.takes_new
+            self._prefill_room = max(0, self.num_free_blocks) if takes else 0
+        return self._prefill_room
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What decides what it could take if it were empty."""
         profile = self.profile
@@ -289,15 +298,6 @@ class Instance:
             and self.num_seats_taken < self.profile.max_num_seqs
             and self.num_share_blocks(request, size) <= self.num_free_blocks
             and self.could_share(request, size)
-            and (request.request_id, request.epoch) not in self.holds
-        )
-
-    def can_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits now."""
-        return (
-            self.takes_new
-            and self.num_prefill_blocks(request) <= self.num_free_blocks
-            and self.could_prefill(request)
             and (request.request_id, request.epoch) not in self.holds
         )
 
