@@ -2,8 +2,8 @@
 
     python benchmarks/peer.py --vllm VENV [--systems vllm mixed 1p1d] [--rounds 3]
 
-VENV is a virtual environment that has vLLM (PDMESH_BENCH_VLLM names it too); without one there is neither peer nor client
-and nothing is measured. Every system starts, answers a load of each kind to warm up, is measured, and stops
+VENV is a virtual environment that has vLLM (PDMESH_BENCH_VLLM names it too); without one there is neither peer nor
+client and nothing is measured. Every system starts, answers a load of each kind to warm up, is measured, and stops
 before the next one starts. Figures are medians over rounds; prompts are the same for all systems and new in each
 round, so that no prefix cache helps.
 """
