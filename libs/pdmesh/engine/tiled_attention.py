@@ -56,7 +56,9 @@ class _TiledPlan:
                 own = query[rows, heads].reshape(-1, head_dim) * self.scale
                 parts = [
                     _attend_rows(tile, tile_positions, keys, values)
-                    for tile, tile_positions in zip(own.split(_TILE_ROWS), positions.split(_TILE_ROWS), strict=True)
+                    for tile, tile_positions in zip(
+                        torch.split(own, _TILE_ROWS), torch.split(positions, _TILE_ROWS), strict=True
+                    )
                 ]
                 output[rows, heads] = torch.cat([part for part, _ in parts]).view(-1, group, head_dim)
                 lse[rows, heads] = torch.cat([part for _, part in parts]).view(-1, group)
