@@ -36,7 +36,7 @@ def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
     tile_rows = max(1, _TILE_ELEMENTS // logits.shape[-1])
     for first in range(0, len(drawn), tile_rows):
         rows = drawn[first : first + tile_rows]
-        for row, token_id in zip(rows, _draw(logits[rows].cpu(), [sequences[row] for row in rows]), strict=True):
+        for row, token_id in zip(rows, _draw(logits[rows], [sequences[row] for row in rows]), strict=True):
             token_ids[row] = token_id
     return token_ids
 
@@ -88,8 +88,8 @@ def _process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
 
 
 def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
-    params = [sequence.params for sequence in sequences]
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64)[:, None]
+    params, device = [sequence.params for sequence in sequences], logits.device
+    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)[:, None]
     scores = logits.double()
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / temperatures
     weights = scores.exp()
@@ -98,7 +98,7 @@ def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
         weights[filtered] *= _kept(scores[filtered], [params[row] for row in filtered])
     cumulative = weights.cumsum(dim=-1)
     draws = [uniform(sequence.params.seed, sequence.num_output_tokens) for sequence in sequences]
-    targets = torch.tensor(draws, dtype=torch.float64)[:, None] * cumulative[:, -1:]
+    targets = torch.tensor(draws, dtype=torch.float64, device=device)[:, None] * cumulative[:, -1:]
     # the first token whose cumulative weight is above the target: never one of weight 0
     token_ids = torch.searchsorted(cumulative, targets, right=True).clamp(max=logits.shape[-1] - 1)
     return token_ids[:, 0].tolist()
@@ -106,17 +106,18 @@ def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
 
 def _kept(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Which tokens min_p, top_k and top_p leave, (rows, vocab_size); the most likely one always stays."""
-    rows, vocab_size = scores.shape
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64)[:, None]
-    top_k = torch.tensor([p.top_k or vocab_size for p in params])[:, None]
-    top_p = torch.tensor([p.top_p if p.top_p < 1.0 else 2.0 for p in params], dtype=torch.float64)[:, None]
+    (rows, vocab_size), device = scores.shape, scores.device
+    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)[:, None]
+    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)[:, None]
+    limits = [p.top_p if p.top_p < 1.0 else 2.0 for p in params]
+    top_p = torch.tensor(limits, dtype=torch.float64, device=device)[:, None]
     ordered, token_ids = scores.sort(dim=-1, descending=True, stable=True)  # of equal ones, the lower id first
-    keep = (ordered >= min_p.log()) & (torch.arange(vocab_size) < top_k)
+    keep = (ordered >= min_p.log()) & (torch.arange(vocab_size, device=device) < top_k)
     weights = ordered.exp() * keep
     cumulative = weights.cumsum(dim=-1)
     keep &= cumulative - weights < top_p * cumulative[:, -1:]
     keep[:, 0] = True
-    return torch.zeros(rows, vocab_size, dtype=torch.bool).scatter_(1, token_ids, keep)
+    return torch.zeros(rows, vocab_size, dtype=torch.bool, device=device).scatter_(1, token_ids, keep)
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[Logprobs]:

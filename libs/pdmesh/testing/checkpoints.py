@@ -59,6 +59,27 @@ LLAMA_82M = CheckpointShape(
     tie_word_embeddings=True,
 )
 
+#: The shape of Llama 3 8B; too large for a random checkpoint in a file, see `write_config`.
+LLAMA_3_8B = CheckpointShape(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    rope_theta=500_000.0,
+)
+
+
+def write_config(directory: Path, *, shape: CheckpointShape, dtype: Literal["float32", "bfloat16"]) -> Path:
+    """Write ``config.json`` alone, of a Llama: for an engine that draws its own weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = _config("llama", shape, dtype, None, False, attention_bias=False, mlp_bias=False)
+    _write_json(directory / "config.json", config)
+    return directory
+
 
 def write_checkpoint(
     directory: Path,

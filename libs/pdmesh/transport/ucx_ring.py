@@ -14,10 +14,21 @@ from pdmesh.transport.ucx_api import PREFIX, PREFIX_MAGIC, UcxApi
 
 log = structlog.get_logger()
 
-#: Receives posted at once. Those used last are posted next, so that a few that are in the cache serve most pieces. One
-#: would be faster (1 MiB pieces at 57 to 68 % of ucx_perftest's rate against 43 % with 4, on a 2-core VM), but a sender
-#: that is killed while its piece is read can hold a receive for good, and with one posted the receiver was then deaf.
-MAX_POSTED = 4
+#: Receives posted at once where all peers are on this host. The buffer used last is posted next, and is still in the
+#: cache: 1 MiB pieces move at 57 to 68 % of ucx_perftest's rate, with four posted at 43 % (2-core VM).
+POSTED_WITHIN_HOST = 1
+
+#: Between hosts one receive at a time would wait for a round trip with every piece.
+POSTED_BETWEEN_HOSTS = 4
+
+#: A sender that is killed while its piece is read can hold the receive it matched for good. When messages wait and
+#: nothing has arrived for so long, the receives posted until then no longer count, and others are posted beside them.
+#: A piece takes far less; one that is only slow arrives all the same, later.
+STALL_S = 0.02
+
+
+#: Calls a function after so many seconds.
+CallLater = Callable[[float, Callable[[], None]], object]
 
 
 class UcxPiece:
@@ -40,10 +51,20 @@ class UcxPiece:
 class UcxRing:
     """Receive buffers: free, posted, or held by the consumer (or queued for it)."""
 
-    def __init__(self, api: UcxApi, buffers: list[PieceBuffer], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        api: UcxApi,
+        buffers: list[PieceBuffer],
+        num_posted: int,
+        *,
+        wake: Callable[[], None],
+        call_later: CallLater,
+    ) -> None:
         self._api = api
         self._buffers = buffers
+        self._max_posted = num_posted
         self._wake = wake
+        self._call_later = call_later
         self._arrays = [api.array(buffer.memory) for buffer in buffers]
         self._free = list(range(len(buffers)))
         self._posted: dict[int, Any] = {}  # requests by slot, in the order of posting, which is that of arrival
@@ -51,11 +72,14 @@ class UcxRing:
         self._arrived: deque[UcxPiece] = deque()  # at most as many as there are buffers
         self._arrival = anyio.Event()
         self._closed = False
+        self._stalled: set[int] = set()  # posted slots that count no more
+        self._num_arrived = 0
+        self._watched: int | None = None  # _num_arrived when messages were first seen waiting
         self.num_malformed = 0
 
     def post(self) -> None:
         """Offer free buffers to UCX."""
-        while self._free and len(self._posted) < MAX_POSTED:
+        while self._free and len(self._posted) - len(self._stalled) < self._max_posted:
             slot = self._free.pop()
             # A message shorter than the prefix must not find that of the message before.
             self._buffers[slot].memory[: PREFIX.size] = bytes(PREFIX.size)
@@ -65,7 +89,12 @@ class UcxRing:
         """Hand on the pieces that have arrived. True if there were any."""
         arrived = [slot for slot, request in self._posted.items() if request.completed]
         for slot in arrived:
+            self._stalled.discard(slot)
             self._take(slot, self._posted.pop(slot))
+        self._num_arrived += len(arrived)
+        if not arrived and self._watched is None and self._messages_wait():
+            self._watched = self._num_arrived
+            self._call_later(STALL_S, self._look_for_stall)
         return bool(arrived)
 
     def release(self, slot: int) -> None:
@@ -93,6 +122,19 @@ class UcxRing:
             pass
         self._posted.clear()
         self._arrays.clear()
+
+    def _messages_wait(self) -> bool:
+        """Whether messages have come that match no posted receive: all of these are being filled, or never will be."""
+        posted = len(self._posted) > len(self._stalled)
+        return posted and bool(self._api.worker.tag_probe(self._api.tag, self._api.any_tag, remove=False).matched)
+
+    def _look_for_stall(self) -> None:
+        watched, self._watched = self._watched, None
+        if self._closed or watched != self._num_arrived or not self._messages_wait():
+            return
+        log.warning("receives are stalled", num_stalled=len(self._posted), num_free=len(self._free))
+        self._stalled.update(self._posted)
+        self._wake()
 
     def check_integrity(self) -> None:
         num_free, num_posted, total = len(self._free), len(self._posted), len(self._buffers)

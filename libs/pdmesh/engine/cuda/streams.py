@@ -73,7 +73,7 @@ class CudaStreams:
     @contextlib.contextmanager
     def pinned(self, memory: Sequence[memoryview]) -> Iterator[None]:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with contextlib.ExitStack() as registered, torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), contextlib.ExitStack() as registered:
             for part in memory:
                 address = torch.frombuffer(part, dtype=torch.uint8).data_ptr()
                 torch.cuda.check_error(runtime.cudaHostRegister(address, part.nbytes, 0))

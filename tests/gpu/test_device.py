@@ -1,0 +1,159 @@
+"""The CUDA engine on a device, against torch: needs FlashInfer, nvcc and ninja."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdmesh.engine.attention import Span, TorchAttention
+from pdmesh.engine.base import SequenceSlice
+from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention, GraphAttention
+from pdmesh.engine.cuda.forward import DeviceForward
+from pdmesh.engine.cuda.kv_store import DeviceKvStore
+from pdmesh.engine.cuda.page_tables import PageTables
+from pdmesh.engine.cuda.staging import Staging
+from pdmesh.engine.cuda.streams import CudaStreams
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.stepping import Generation, generate, new_sequence, separate_tables, step
+from pdmesh.transport.buffers import allocate_buffers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]  # the first run compiles kernels
+
+PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=0)
+NUM_HEADS, SCALE = 8, 128**-0.5
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def streams() -> CudaStreams:
+    return CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.mark.parametrize("only_decodes", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_flashinfer_equals_the_reference(streams: CudaStreams, only_decodes: bool, seed: int) -> None:
+    library = pytest.importorskip("flashinfer")
+    rng = random.Random(seed)
+    device = streams.device
+    parts = [(rng.randint(0, 900), 1 if only_decodes else rng.choice([1, 7, 300])) for _ in range(9)]
+    total = sum(num_blocks_for(start + length, 16) for start, length in parts)
+    block_ids = rng.sample(range(total), total)
+    spans: list[Span] = []
+    row = block = 0
+    for start, length in parts:
+        num_blocks = num_blocks_for(start + length, 16)
+        spans.append(Span(row, length, start, block_ids[block : block + num_blocks]))
+        row, block = row + length, block + num_blocks
+    generator = torch.Generator(device).manual_seed(seed)
+    cache = torch.randn(total, 2, 2, 16, 128, generator=generator, device=device).bfloat16()
+    query = torch.randn(row, NUM_HEADS + 4, 128, generator=generator, device=device).bfloat16()[:, :NUM_HEADS]
+
+    flashinfer = FlashInfer(library, LAYOUT, num_heads=NUM_HEADS, scale=SCALE, device=device)
+    tables = PageTables(block_size=16, max_blocks=total, device=device)
+    staging = Staging(streams)
+    backends: list[FlashInferAttention | GraphAttention] = [FlashInferAttention(flashinfer, tables, staging)]
+    if only_decodes:
+        backends.append(GraphAttention(flashinfer, tables, staging, batch_size=len(spans), max_pages=total))
+    wide = KvLayout(num_layers=1, num_kv_heads=2, head_dim=128, block_size=16, dtype="float32")
+    expected, expected_lse = (
+        TorchAttention(wide, SCALE, device).plan(spans).attend(query.float(), cache.float(), with_lse=True)
+    )
+    for backend in backends:
+        output, lse = backend.plan(spans).attend(query, cache, with_lse=True)
+        torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
+        assert lse is not None
+        assert expected_lse is not None
+        torch.testing.assert_close(lse, expected_lse, atol=1e-2, rtol=1e-3)
+
+
+def test_a_store_moves_blocks_beside_the_computation(streams: CudaStreams) -> None:
+    """Through pinned memory; what is told of was written, although a long computation came before it."""
+    store = DeviceKvStore(LAYOUT, 8, streams)
+    (buffer,) = allocate_buffers(1, 3 * LAYOUT.block_bytes)
+    told: list[float] = []
+    with store.serving([buffer.memory]):
+        product = torch.randn(4096, 4096, device=streams.device)
+        for _ in range(50):
+            product = product @ product / 64
+        store.layers[1][2:5] = 3.0
+
+        def gather() -> None:
+            store.gather(1, [2, 3, 4], buffer.payload)
+            told.append(float(torch.frombuffer(buffer.payload, dtype=torch.bfloat16).min()))
+
+        store.when_written(gather)
+    assert told == [3.0]
+    buffer.payload[:] = bytes(range(256)) * (len(buffer.payload) // 256)
+    sent = bytes(buffer.payload)
+    store.scatter(0, [7, 0, 1], buffer.payload)
+    out = bytearray(len(sent))
+    store.gather(0, [7, 0, 1], memoryview(out))
+    assert out == sent
+
+
+@pytest.fixture(scope="module")
+def bf16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        dtype="bfloat16",
+        num_layers=3,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+    )
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    rng = random.Random(num_tokens)
+    return [rng.randrange(320) for _ in range(num_tokens)]
+
+
+def test_fp32_draws_the_tokens_of_the_host(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    engines = [TorchEngine(tmp_path, num_blocks=32, device=device) for device in ("cpu", "cuda")]
+    expected, actual = (generate(engine, prompt_of(60), 20, chunk_tokens=17).output_ids for engine in engines)
+    assert actual == expected
+
+
+def test_chunks_decodes_and_graphs_agree_with_the_reference(bf16_checkpoint: Path) -> None:
+    """The reference is given the tokens that the fast path drew: their probabilities must be about the same."""
+    pytest.importorskip("flashinfer")
+    fast = TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda")
+    assert isinstance(fast._forward, DeviceForward)
+    reference = TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda", native=False)
+    lengths = [3, 64, 100, 250, 16]
+    generations = [
+        Generation(new_sequence(prompt_of(length), table, PARAMS), 24)
+        for length, table in zip(lengths, separate_tables(fast, [length + 24 for length in lengths]), strict=True)
+    ]
+    rng = random.Random(0)
+    while running := [generation for generation in generations if not generation.done]:
+        chosen = rng.sample(running, rng.randint(1, len(running)))
+        step(fast, [(generation, rng.choice([1, 16, 33, 1000])) for generation in chosen])
+    for length, generation in zip(lengths, generations, strict=True):
+        tokens = generation.sequence.token_ids.tolist()
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        table = list(range(num_blocks_for(len(tokens), 16)))
+        part = SequenceSlice(
+            sequence=new_sequence(tokens, table, params),
+            start=0,
+            num_tokens=len(tokens),
+            sample=False,
+            prompt_logprobs=True,
+        )
+        (scored,) = reference.execute([part])
+        expected = [entry.logprob for entry in scored.prompt_logprobs[length - 1 :]]
+        actual = [result.logprobs.logprob for result in generation.results if result.logprobs is not None]
+        assert actual == pytest.approx(expected, abs=0.1)
+
+
+def test_random_weights_are_made_on_the_device(bf16_checkpoint: Path) -> None:
+    engine = TorchEngine(bf16_checkpoint, num_blocks=32, device="cuda", has_random_weights=True)
+    assert all(0 <= token < 320 for token in generate(engine, prompt_of(30), 4).output_ids)
