@@ -105,6 +105,11 @@ def test_linear_equals_the_reference_and_each_row_is_itself(
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE * num_inputs**0.5, rtol=TOLERANCE)
     first = num_rows // 2
     assert torch.equal(linear(rows[first:]), output[first:])
+    token_ids = torch.randint(num_outputs, (7,), generator=generator)
+    assert torch.equal(linear.embed(token_ids), weight[token_ids])
+    for foreign in (-1, num_outputs):
+        with pytest.raises(IndexError, match="vocabulary"):
+            linear.embed(torch.tensor([0, foreign]))
 
 
 @settings(deadline=None, max_examples=40)
