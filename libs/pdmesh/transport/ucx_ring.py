@@ -15,8 +15,8 @@ from pdmesh.transport.ucx_api import PREFIX, PREFIX_MAGIC, UcxApi
 log = structlog.get_logger()
 
 #: Receives posted at once. Those used last are posted next, so that a few that are in the cache serve most pieces. One
-#: would be faster inside a host (1 MiB pieces at 57 to 68 % of ucx_perftest's rate against 43 % with 4, 2-core VM), but a
-#: sender that is killed would more often stall the ring for `STALL_S`.
+#: would be faster inside a host (1 MiB pieces at 57 to 68 % of ucx_perftest's rate against 43 % with 4, 2-core VM), but
+#: a sender that is killed would more often stall the ring for `STALL_S`.
 MAX_POSTED = 4
 
 #: A sender that is killed while its piece is read can hold the receive it matched for good. When messages wait and
