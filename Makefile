@@ -1,5 +1,6 @@
 # make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
 # make test   everything CI runs
+# make results  run the benchmarks (ARGS="engine peer" for some) and write docs/results.md
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
 #
@@ -20,7 +21,7 @@ TEST_STAMP := $(VENV)/.test-$(STATE)
 # Two cores and many processes: one thread for each. Tests never ask a hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: up test lint fmt clean
+.PHONY: up test lint results fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up $(ARGS)
@@ -34,6 +35,9 @@ lint: $(TEST_STAMP)
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+results: $(TEST_STAMP)
+	$(BIN)/python benchmarks/results.py $(ARGS)
 
 fmt: $(TEST_STAMP)
 	$(BIN)/ruff check --fix .

@@ -2,8 +2,8 @@
 
     python benchmarks/peer.py --vllm VENV [--systems vllm mixed 1p1d] [--rounds 3]
 
-VENV is a virtual environment that has vLLM (or the environment's PDMESH_BENCH_VLLM names it); without one there is neither peer nor
-client, and nothing is measured. Every system starts, answers a load of each kind to warm up, is measured, and stops
+VENV is a virtual environment that has vLLM (PDMESH_BENCH_VLLM names it too); without one there is neither peer nor client
+and nothing is measured. Every system starts, answers a load of each kind to warm up, is measured, and stops
 before the next one starts. Figures are medians over rounds; prompts are the same for all systems and new in each
 round, so that no prefix cache helps.
 """
@@ -94,10 +94,8 @@ class Client:
                 "result-filename": "result.json",
             }
             arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-            run(
-                [*self.through, str(self.vllm), "bench", "serve", *arguments]
-                + ["--ignore-eos", "--save-result", "--disable-tqdm"]
-            )
+            flags = ["--ignore-eos", "--save-result", "--disable-tqdm"]
+            run([*self.through, str(self.vllm), "bench", "serve", *arguments, *flags])
             result = json.loads(Path(folder, "result.json").read_text())
         if result["failed"]:
             raise RuntimeError(f"{result['failed']} of {load.num_requests} requests failed")
@@ -157,10 +155,11 @@ def wait_until_healthy(server: subprocess.Popen[bytes], base_url: str) -> None:
 
 @contextmanager
 def running_pdmesh(checkpoint: Path, *, prefill: int, decode: int, mixed: int) -> Generator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        pools = {"prefill": prefill, "decode": decode, "mixed": mixed}
-        with running_mesh(Path(folder), model=checkpoint, **pools) as mesh:
-            yield mesh.base_url
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_mesh(Path(folder), model=checkpoint, prefill=prefill, decode=decode, mixed=mixed) as mesh,
+    ):
+        yield mesh.base_url
 
 
 def measure(

@@ -145,6 +145,7 @@ class InstanceProfile:
     num_parameters: int = 0  # that a token meets
     num_heads: int = 0
     measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
+    group_id: str = ""  # instances of one group compute a long prompt together; empty: it computes alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,15 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupChunk:
+    """A chunk that several instances compute together: each has it in its plan, and begins when all have come to it."""
+
+    request_id: RequestId
+    members: tuple[InstanceId, ...]  # the leader first: it samples, and decodes
+    leader_plan_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One forward pass: chunks, with or without the instance's resident decodes (mixed or exclusive)."""
 
@@ -181,6 +191,7 @@ class StepPlan:
     chunks: tuple[ChunkPlan, ...]
     with_decodes: bool
     urgent: bool = False  # before the plans that wait, and between two layers of a step that runs; without decodes
+    group: GroupChunk | None = None  # which of the chunks is shared with other instances, at most one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,10 +44,11 @@ from pdmesh.core.events import (
     TransferOffered,
     TransferPaused,
 )
+from pdmesh.core.openings import Openings
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import RequestKey
+from pdmesh.core.state import Instance, RequestKey
 from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, Role, StepPlan
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
@@ -96,7 +97,10 @@ class MeshMachine(RuleBasedStateMachine):
         self.new_core()
 
     def new_core(self) -> None:
-        self.core = SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0))
+        self.core, self.diligent = (
+            SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0)) for _ in range(2)
+        )
+        make_diligent(self.diligent)
         self.ended: set[RequestKey] = set()
         self.waiting: dict[RequestKey, Request] = {}  # accepted and not placed
         self.offered: list[RequestKey] = []  # in order of first offer
@@ -133,14 +137,16 @@ class MeshMachine(RuleBasedStateMachine):
         if isinstance(event, InstanceJoined | InstanceLost):
             self.cut_off(event.profile.instance_id if isinstance(event, InstanceJoined) else event.instance_id)
         preempted = self.preempted()
-        for command in self.core.handle(event, self.now_s):
+        commands = self.core.handle(event, self.now_s)
+        assert self.diligent.handle(event, self.now_s) == commands, "an instance was overlooked"
+        for command in commands:
             match command:
                 case AdmitPrefill():
                     key = (command.request_id, command.epoch)
                     assert key not in self.placed, f"{key} placed twice"
                     self.placed.add(key)
                     self.num_unplanned[key] = self.waiting[key].num_prompt_tokens
-                    assert self.waiting[key] is self.first_in_line(), "overtaken"
+                    self.check_overtakes_nobody(self.waiting[key])
                     del self.waiting[key]
                 case PlaceDecode():
                     self.receiver_of[command.request_id, command.epoch] = command.instance_id
@@ -226,15 +232,21 @@ class MeshMachine(RuleBasedStateMachine):
         self.plans = {key: plan for key, plan in self.plans.items() if key[0] != instance_id}
         self.asked = {key: receiver for key, receiver in self.asked.items() if receiver != instance_id}
 
-    def first_in_line(self) -> Request:
-        """By the bundle's order, its lanes and its ties, of all that wait."""
+    def check_overtakes_nobody(self, placed: Request) -> None:
+        """By the bundle's order, its lanes and its ties, of all that wait.
+
+        A policy may let a prompt wait for its turn behind long ones, and with it its lane.
+        """
         order = self.chosen.order
-        ranks = {key: order.rank(request, 0) for key, request in self.waiting.items()}
+        ranks = {key: order.rank(request, 0, None) for key, request in self.waiting.items()}
         line = sorted(self.waiting, key=lambda key: (ranks[key].place, *order_of(self.waiting[key])), reverse=True)
         heads = list({ranks[key].lane: key for key in line}.values())
         keys = order.keys([ranks[key] for key in heads], self.now_s)
-        first = min(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
-        return self.waiting[first[1]]
+        first = sorted(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
+        line = [head for _, head in first]
+        for head in line[: line.index(key_of(placed))]:
+            may_wait = self.chosen.is_long(self.waiting[head]) or self.chosen.name == "pecsched-no-preemption"
+            assert may_wait, f"{head} is overtaken"
 
     def is_current(self, request_id: RequestId, epoch: Epoch) -> bool:
         request = self.awaited.get(request_id)
@@ -507,6 +519,22 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(Tick())
             busy = True
         return busy
+
+
+class EveryInstance(Openings):
+    """Looks at every instance each time."""
+
+    def update(self, bundle: Bundle) -> None:
+        self._bundle = None
+        super().update(bundle)
+
+    def instances(self) -> list[Instance]:
+        return list(self._books.instances.values())
+
+
+def make_diligent(core: SchedulerCore) -> None:
+    """Have it pack as if it could not tell which instances have changed."""
+    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight)
 
 
 def key_of(request: Request) -> RequestKey:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from pdmesh.engine.attention import Span, TorchAttention
 from pdmesh.engine.kernels import Rotation, TorchKernels
+from pdmesh.engine.linear import TileLinear
 from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
@@ -81,6 +83,32 @@ def test_attention_equals_the_reference(
     assert lse is not None
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    num_rows=st.one_of(st.integers(1, 40), st.integers(1000, 1100)),
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 20)),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_linear_equals_the_reference_and_each_row_is_itself(
+    library: ctypes.CDLL, num_rows: int, shape: tuple[int, int], with_bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_outputs, num_inputs = 32 * shape[0], 32 * shape[1]
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).bfloat16()
+    bias = torch.randn(num_outputs, generator=generator).bfloat16() if with_bias else None
+    rows = torch.randn(num_rows, num_inputs, generator=generator).bfloat16()
+    packed = torch.empty_like(weight)
+    library.pdmesh_pack_linear(weight.data_ptr(), packed.data_ptr(), num_outputs, num_inputs)
+    linear = TileLinear(library, packed, bias)
+
+    output = linear(rows)
+    expected = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE * num_inputs**0.5, rtol=TOLERANCE)
+    first = num_rows // 2
+    assert torch.equal(linear(rows[first:]), output[first:])
 
 
 @settings(deadline=None, max_examples=40)

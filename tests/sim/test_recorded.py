@@ -129,6 +129,30 @@ def test_a_model_fitted_to_a_record_is_the_one_it_was_made_with(mesh: Pools) -> 
     assert [model.step_s(shape) for shape in shapes] == pytest.approx([MODEL.step_s(s) for s in shapes], rel=0.05)
 
 
+class Noisy:
+    """A latency model whose steps take up to twice or down to half as long."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+
+    def step_s(self, shape: StepShape) -> float:
+        return MODEL.step_s(shape) * 2 ** self._rng.uniform(-1, 1)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_model_fitted_to_noisy_steps_is_right_in_sum(mesh: Pools) -> None:
+    result, recorded = simulated(a_workload(5, rate=1.0), mesh, "fcfs", model=Noisy())
+    model = fitted_model(recorded)
+    shapes = [
+        (StepShape(tuple(ChunkShape(c.num_tokens, c.start) for c in step.chunks), step.num_decodes, 0), step)
+        for instance in result.instances
+        for step in instance.steps
+        if step.chunks
+    ]
+    took_s = sum(step.end_s - step.start_s for _, step in shapes)
+    assert sum(model.step_s(shape) for shape, _ in shapes) == pytest.approx(took_s, rel=0.05)
+
+
 def test_time_between_steps_is_measured() -> None:
     """A control delay is idle time between the steps of an instance with one plan in flight."""
     config = replace(PORT, control_delay_s=0.004)
@@ -216,6 +240,6 @@ def test_an_instance_that_joins_again_is_one_instance_and_has_no_plans() -> None
 
 def test_an_empty_record_is_an_empty_run() -> None:
     run = recorded_run([])
-    assert not (run.arrivals or run.profiles or run.steps)
+    assert [*run.arrivals, *run.profiles, *run.steps] == []
     with pytest.raises(ValueError, match="samples"):
         fitted_model(run)

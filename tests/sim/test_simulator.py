@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from pdmesh.core.commands import Outcome
 from pdmesh.model import Role
+from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.result import SimResult, StepSpan
@@ -98,6 +100,41 @@ def test_a_mixed_instance_decodes_beside_chunks() -> None:
     assert r0.exposed_s is None
 
 
+#: `pdmesh` interrupts a prompt of 32 tokens or more; steps of up to 1.25 s.
+WITH_INTERRUPTIONS = PolicyConfig(latency=BINARY_MODEL, long_prompt_tokens=32, prefill_step_s=1.25)
+
+
+def test_an_urgent_step_runs_between_two_layers() -> None:
+    """r0's only step is to take 1.25 s in two layers; r1 comes in the first of them and runs between the two."""
+    arrivals = [
+        Arrival(arrival_s=0.0, num_prompt_tokens=64, num_output_tokens=1),
+        Arrival(arrival_s=0.5, num_prompt_tokens=8, num_output_tokens=1),
+        Arrival(arrival_s=1.25, num_prompt_tokens=8, num_output_tokens=1),  # in the last layer: after r0
+    ]
+    result = simulate(arrivals, prefill=1, decode=1, bundle="pdmesh", policy=WITH_INTERRUPTIONS)
+    assert [list(run.token_times_s) for run in result.requests] == [[1.625], [1.0], [2.0]]
+    assert [run.started_s for run in result.requests] == [0.0, 0.625, 1.625]
+    assert [run.num_preemptions for run in result.requests] == [1, 0, 0]
+    spans = [(step.start_s, step.end_s, step.duration_s) for step in result.instances[0].steps]
+    assert spans == [(0.625, 1.0, 0.375), (0.0, 1.625, 1.25), (1.625, 2.0, 0.375)]
+
+
+def test_an_urgent_step_does_not_interrupt_decodes() -> None:
+    """r0 decodes beside r1's chunk, so that r2 must wait for it, and in steps of its own until r1 comes."""
+    arrivals = [
+        Arrival(arrival_s=0.0, num_prompt_tokens=8, num_output_tokens=9),
+        Arrival(arrival_s=0.4, num_prompt_tokens=64, num_output_tokens=1),
+        Arrival(arrival_s=0.6, num_prompt_tokens=8, num_output_tokens=1),
+    ]
+    policy = replace(WITH_INTERRUPTIONS, slo_tpot_s=2.0)
+    result = simulate(arrivals, mixed=1, bundle="pdmesh", policy=policy)
+    assert all(step.nested_s == 0 for step in result.instances[0].steps)
+    r0, r1, r2 = result.requests
+    assert list(r0.token_times_s)[:2] == [0.375, 0.515625]
+    assert list(r1.token_times_s) == [1.78125]
+    assert r2.started_s == 1.78125
+
+
 def test_control_messages_take_time() -> None:
     arrivals = [Arrival(arrival_s=0.0, num_prompt_tokens=16, num_output_tokens=1)]
     (run,) = simulate(arrivals, mixed=1, config=SimConfig(control_delay_s=0.5)).requests
@@ -118,10 +155,15 @@ def test_an_empty_workload_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+@pytest.mark.parametrize("bundle", [*sorted(BUNDLES), "pdmesh with interruptions"])
 def test_laws(mesh: Pools, bundle: str) -> None:
     arrivals = a_workload(seed=1)
-    result = simulate(arrivals, bundle=bundle, **mesh, config=SimConfig(events_between_checks=1, port_bytes_per_s=1e4))
+    name, interrupts, _ = bundle.partition(" ")
+    config = SimConfig(events_between_checks=1, port_bytes_per_s=1e4)
+    policy = replace(WITH_INTERRUPTIONS, chunk_tokens=16) if interrupts else PolicyConfig(chunk_tokens=16)
+    result = simulate(arrivals, bundle=name, policy=policy, **mesh, config=config)
+    has_interruptions = any(step.nested_s for instance in result.instances for step in instance.steps)
+    assert has_interruptions == bool(interrupts) or "decode" not in mesh
 
     # Every request ends once, with all of its tokens, in order of time.
     assert [run.request.arrival_s for run in result.requests] == [arrival.arrival_s for arrival in arrivals]
@@ -153,15 +195,22 @@ def test_laws(mesh: Pools, bundle: str) -> None:
     assert computed == Counter({r.request.request_id: r.request.num_prompt_tokens for r in result.requests})
     assert num_decoded == sum(arrival.num_output_tokens - 1 for arrival in arrivals)
 
-    # An instance does one thing at a time, and nothing only if nobody decodes there.
+    # An instance does one thing at a time, an urgent step inside another, and nothing only if nobody decodes there.
     for instance in result.instances:
-        ends_s = [0.0, *(step.end_s for step in instance.steps)]
-        for idle_from_s, step in zip(ends_s, instance.steps, strict=False):
-            assert step.start_s >= idle_from_s
+        idle_from_s = 0.0
+        inside: list[StepSpan] = []
+        for step in sorted(instance.steps, key=lambda step: (step.start_s, -step.end_s)):
+            if step.start_s < idle_from_s:
+                assert step.end_s <= idle_from_s
+                inside.append(step)
+                continue
             if step.start_s > idle_from_s:
                 for run in result.requests:
                     if run.decode_id == instance.instance_id:
                         assert not (run.token_times_s[1] <= idle_from_s < run.token_times_s[-1])
+            idle_from_s = step.end_s
+        assert sum(step.duration_s for step in inside) == pytest.approx(sum(step.nested_s for step in instance.steps))
+        assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(inside))
 
 
 @pytest.mark.parametrize("bundle", sorted(BUNDLES))

@@ -71,7 +71,10 @@ def test_a_picture(tmp_path: Path) -> None:
     ("arguments", "code", "says"),
     [
         (["--bundle", "lifo"], 2, "no policy bundle is called 'lifo': use one of"),
-        (["--profile", "abacus"], 2, "no profile is called 'abacus': use one of"),
+        (["--profile", "abacus"], 2, "no latency profile and no file is called 'abacus': use one of"),
+        (["--slo-ttft", "-1"], 2, "--slo-ttft is -1.0: wanted seconds, more than 0"),
+        (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: wanted seconds, more than 0"),
+        (["--rate", "nan"], 2, "--rate is nan: wanted a number, more than 0"),
         (["--prefill", "0"], 2, "a mesh needs prefill and decode instances, or mixed ones"),
         (["--long-range", "many"], 2, "--long-range 'many': wanted LOW,HIGH"),
         (["--long-range", "9,1"], 2, "--long-range '9,1': wanted 1 <= LOW <= HIGH"),

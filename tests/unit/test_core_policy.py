@@ -48,7 +48,7 @@ def test_least_queued_tokens() -> None:
 
 
 def test_static_chunks_fill_a_step_and_no_more() -> None:
-    packing, draft = StaticChunks(64), Draft()
+    packing, draft = StaticChunks(64, 256), Draft()
     assert packing.num_tokens(VIEW, draft, REQUEST, 0) == 64
     assert packing.num_tokens(VIEW, draft, REQUEST, 90) == 10
     draft.add(ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=64, is_last=True), REQUEST)

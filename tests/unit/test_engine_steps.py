@@ -57,6 +57,41 @@ def test_a_hook_may_run_another_step(engine: TorchEngine) -> None:
     assert [result.token_id for result in nested] == other_expected
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_interrupted_step_is_bit_identical(tmp_path: Path, dtype: str, native: bool) -> None:
+    """A chunk with history and a decode, interrupted in any layer by another prompt: the same KV and the same draws."""
+    params = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=5)
+    write_checkpoint(tmp_path, num_layers=3, hidden_size=128, head_dim=32, num_heads=4, num_kv_heads=2)
+    long, decoding, other = (list(range(first, first + 48)) for first in (3, 60, 120))
+
+    def run(interrupt_at: int | None) -> tuple[list[SliceResult], list[SliceResult], list[bytes]]:
+        engine = TorchEngine(tmp_path, num_blocks=16, num_threads=1, device="cpu", dtype=dtype, native=native)
+        tables = list(separate_tables(engine, [64, 64, 64]))
+        sequences = [new_sequence(*each, params) for each in zip((long, decoding, other), tables, strict=True)]
+        for sequence, end in zip(sequences[:2], (20, 47), strict=True):
+            engine.execute([SequenceSlice(sequence=sequence, start=0, num_tokens=end, sample=False)])
+        inner = [SequenceSlice(sequence=sequences[2], start=0, num_tokens=48, sample=True)]
+        nested: list[SliceResult] = []
+
+        def on_layer(layer: int) -> None:
+            if layer == interrupt_at:
+                nested.extend(engine.execute(inner, on_layer=lambda _: None))
+
+        outer = [
+            SequenceSlice(sequence=sequences[0], start=20, num_tokens=28, sample=True),
+            SequenceSlice(sequence=sequences[1], start=47, num_tokens=1, sample=True),
+        ]
+        results = engine.execute(outer, on_layer=on_layer)
+        if interrupt_at is None:
+            nested = engine.execute(inner)
+        return results, nested, [layer_bytes(engine, layer, [*tables[0], *tables[1], *tables[2]]) for layer in range(3)]
+
+    undisturbed = run(None)
+    for layer in range(3):
+        assert run(layer) == undisturbed
+
+
 def test_two_chunks_of_one_request_may_share_a_step(engine: TorchEngine) -> None:
     sequence = new_sequence(PROMPT, block_table(engine, len(PROMPT)))
     first = SequenceSlice(sequence=sequence, start=0, num_tokens=20, sample=False)

@@ -18,10 +18,11 @@ MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_s=0.01, d
 SIZER = ChunkSizer(MODEL, 8192)
 PACKING = AdaptiveChunks(
     sizer=SIZER,
-    prediction=Prediction(RemainingTime(MODEL, lambda start, num_left: min(num_left, 640)), 1.0, 2.0),
+    prediction=Prediction(RemainingTime(MODEL, lambda start, num_left: min(num_left, 640)), 1.0, 2.0, 4096),
+    group_sizer=ChunkSizer(replace(MODEL, b_s=1e-3 / 4), 1 << 16),
     prefill_step_s=0.64,
-    mixed_step_s=0.32,
-    long_prompt_tokens=4096,
+    group_step_s=0.64,
+    slo_tpot_s=0.32,
     max_shared=0.4,
 )
 PREFILL = InstanceView(
@@ -38,6 +39,7 @@ PREFILL = InstanceView(
     draining=False,
 )
 MIXED = replace(PREFILL, role=Role.MIXED)
+DEFAULT: frozenset[float | None] = frozenset([None])
 SHORT, LONG = a_request("short", prompt=1000), a_request("long", prompt=8000)
 
 
@@ -57,13 +59,17 @@ def test_a_chunk_fills_the_time_budget() -> None:
 
 
 def test_decodes_come_out_of_the_budget_of_their_own_pace() -> None:
-    assert PACKING.num_tokens(MIXED, Draft(), SHORT, 0) == 320
-    busy = replace(MIXED, num_decoding=10, num_resident_tokens=60_000)  # 0.16 s
+    assert PACKING.num_tokens(MIXED, Draft(), SHORT, 0) == 640
+    busy = replace(MIXED, num_decoding=10, num_resident_tokens=60_000, slo_tpots_s=DEFAULT)  # 0.16 s
     assert PACKING.num_tokens(busy, Draft(), SHORT, 0) == 160
+    hurried = replace(busy, slo_tpots_s=frozenset([None, 0.2, 1.0]))
+    assert PACKING.num_tokens(hurried, Draft(), SHORT, 0) == CHUNK_UNIT_TOKENS
+    patient = replace(busy, slo_tpots_s=frozenset([0.48, 0.6]))
+    assert PACKING.num_tokens(patient, Draft(), SHORT, 0) == 320
 
 
 def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:
-    crowded = replace(MIXED, num_decoding=100)
+    crowded = replace(MIXED, num_decoding=100, slo_tpots_s=DEFAULT)
     assert PACKING.num_tokens(crowded, Draft(), SHORT, 0) == CHUNK_UNIT_TOKENS
     assert PACKING.num_tokens(crowded, Draft(), SHORT, 990) == 10
     assert PACKING.num_tokens(crowded, drafted(SHORT, 10), SHORT, 0) == 0

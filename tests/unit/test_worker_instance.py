@@ -1,8 +1,10 @@
 """One instance that prefills and decodes: what comes out, what is reported, and that nothing is held afterwards."""
 
+import itertools
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import anyio
 import anyio.lowlevel
@@ -11,7 +13,7 @@ import pytest
 from anyio import to_thread
 
 from pdmesh.config import TransferConfig
-from pdmesh.model import ChunkPlan, FinishReason, RequestId, Role, SamplingParams
+from pdmesh.model import ChunkPlan, FinishReason, RequestId, Role, SamplingParams, StepPlan
 from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
 from pdmesh.testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
@@ -24,9 +26,11 @@ from pdmesh.wire.messages import (
     Generation,
     PromptLogprobs,
     ReleasedReport,
+    RunPlan,
     StepReport,
     TransferFailedReport,
 )
+from pdmesh.worker import steps
 from pdmesh.worker.instance import MAX_QUEUED_PLANS
 
 pytestmark = pytest.mark.anyio
@@ -198,6 +202,124 @@ async def test_a_free_during_a_step_waits_for_its_end(num_layers_before: int) ->
         await anyio.wait_all_tasks_blocked()
         assert len(running.reports_of(ReleasedReport, "r")) == 1
         assert len(running.tokens_of("r")) == num_tokens
+        running.assert_all_free()
+
+
+def an_urgent_plan(chunk: ChunkPlan, plan_id: int = 1000) -> RunPlan:
+    return RunPlan(plan=StepPlan(plan_id=plan_id, chunks=(chunk,), with_decodes=False, urgent=True))
+
+
+@pytest.mark.parametrize("num_layers_before", [1, 2, 3])
+async def test_an_urgent_plan_runs_inside_the_running_step(num_layers_before: int) -> None:
+    """Two layers to a step. In the last one it is too late: it runs next, before the plan that waits."""
+    gate = StepGate()
+    engine = FakeEngine(gate=gate)
+    async with mixed(engine) as running:
+        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
+        for generation in (slow, urgent):
+            running.admit(generation, kv_moves=False)
+        for chunk in chunk_plans(slow, [4]):
+            running.run([chunk])
+        for _ in range(num_layers_before - 1):
+            await to_thread.run_sync(gate.arrived)
+            gate.let_through()
+        await to_thread.run_sync(gate.arrived)  # in a layer of the first or the second step of the slow one
+        (chunk,) = chunk_plans(urgent, [5])
+        running.instance.handle(an_urgent_plan(chunk))
+        free(running, make_generation("nobody", [1], GREEDY))  # the event loop goes on
+        is_first_layer = num_layers_before % 2 == 1
+        if is_first_layer:
+            for _ in range(2):  # through this layer, then through both of the urgent step
+                gate.let_through()
+                await to_thread.run_sync(gate.arrived)
+            gate.let_through()
+            await running.until(lambda: len(running.tokens_of("urgent")) == 1)
+            num_done = (num_layers_before - 1) // 2
+            reports = [report for report in running.reports if isinstance(report, StepReport)]
+            assert [step.plan_id for step in reports] == [*range(num_done), 1000]  # at once: the outer step still runs
+            await to_thread.run_sync(gate.arrived)
+        gate.open()
+        for request_id in ("slow", "urgent"):
+            await running.reported(ReleasedReport, request_id)
+        assert output_of(running, "slow") == reference_output([1] * 9, GREEDY)
+        assert output_of(running, "urgent") == reference_output([2] * 5, GREEDY)
+        begun = [batch[0][0] for batch in engine.batches[:4]]
+        assert begun.index(RequestId("urgent")) == num_layers_before // 2 + is_first_layer
+        running.assert_all_free()
+
+
+async def test_the_time_of_an_urgent_step_is_not_the_interrupted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by a second whenever it is read: from 1 to 6, of which 2 to 5 are the urgent step's."""
+    clock = itertools.count(1)
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
+        for generation in (slow, urgent):
+            running.admit(generation, kv_moves=False)
+        running.run(chunk_plans(slow, [9]))
+        await to_thread.run_sync(gate.arrived)
+        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0]))
+        gate.open()
+        for request_id in ("slow", "urgent"):
+            await running.reported(ReleasedReport, request_id)
+        inner, outer = (report for report in running.reports if isinstance(report, StepReport))
+        assert (inner.plan_id, inner.duration_s) == (1000, 1.0)
+        assert (outer.plan_id, outer.duration_s) == (0, 2.0)
+
+
+async def test_an_urgent_plan_of_a_freed_request_is_answered_and_leaves_nothing() -> None:
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
+        running.admit(slow, kv_moves=False)
+        running.run(chunk_plans(slow, [9]))
+        await to_thread.run_sync(gate.arrived)
+        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0], plan_id=7))
+        (step,) = [report for report in running.reports if isinstance(report, StepReport)]
+        assert (step.plan_id, [done.num_tokens for done in step.chunks]) == (7, [0])
+        running.admit(urgent, kv_moves=False)
+        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0], plan_id=8))
+        free(running, urgent)  # it waits for its turn at the engine: the blocks are in use
+        assert running.reports_of(ReleasedReport, "urgent") == []
+        gate.open()
+        await running.reported(ReleasedReport, "urgent")
+        await running.reported(ReleasedReport, "slow")
+        assert running.tokens_of("urgent") == []
+        assert output_of(running, "slow") == reference_output([1] * 9, GREEDY)
+        running.assert_all_free()
+
+
+async def test_a_failure_inside_a_step_ends_both_requests() -> None:
+    gate = StepGate()
+    engine = FakeEngine(gate=gate, fails=lambda batch: batch[0].sequence.request_id == "urgent")
+    async with mixed(engine) as running:
+        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
+        for generation in (slow, urgent):
+            running.admit(generation, kv_moves=False)
+        running.run(chunk_plans(slow, [9]))
+        await to_thread.run_sync(gate.arrived)
+        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0]))
+        gate.open()
+        await running.until(lambda: running.failure is not None)
+        for request_id in ("slow", "urgent"):
+            assert [token.finish_reason for token in running.tokens_of(request_id)] == [FinishReason.ERROR]
+
+
+async def test_a_scheduler_that_is_met_again_knows_nothing_of_urgent_plans() -> None:
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
+        for generation in (slow, urgent):
+            running.admit(generation, kv_moves=False)
+        running.run(chunk_plans(slow, [9]))
+        await to_thread.run_sync(gate.arrived)
+        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0]))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(running.instance.drop_all_but_decoding)
+            await running.reported(ReleasedReport, "urgent")
+            gate.open()
+        await running.reported(ReleasedReport, "slow")
         running.assert_all_free()
 
 

@@ -207,8 +207,8 @@ def doctor(
 def simulate(
     trace: Annotated[str, typer.Option(metavar="FILE|synthetic", help="What is asked of the mesh.")] = "synthetic",
     limit: Annotated[int | None, typer.Option(min=1, help="Take so many requests. [default: all; drawn: 1000]")] = None,
-    rate_scale: Annotated[float, typer.Option(min=1e-6, help="So many times as many requests a second.")] = 1.0,
-    rate: Annotated[float, typer.Option(min=1e-6, help="Requests a second, where they are drawn.")] = 5.5,
+    rate_scale: Annotated[float, typer.Option(help="So many times as many requests a second.")] = 1.0,
+    rate: Annotated[float, typer.Option(help="Requests a second, where they are drawn.")] = 5.5,
     long_share: Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts, where they are drawn.")] = 0.0,
     long_percentile: Annotated[
         float | None, typer.Option(min=0, max=100, help="Make prompts above this percentile long.")
@@ -226,10 +226,10 @@ def simulate(
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one static step.")] = None,
     kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that one instance's KV cache holds.")] = 1 << 20,
     transfer_backends: Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")] = 4,
-    port_gbytes_per_s: Annotated[float, typer.Option(min=1e-6, help="Each instance's network, in and out.")] = 25.0,
+    port_gbytes_per_s: Annotated[float, typer.Option(help="Each instance's network, in and out.")] = 25.0,
     control_delay_ms: Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")] = 0.0,
-    slo_ttft: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="Target for goodput.")] = None,
-    slo_tpot: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="Target for goodput.")] = None,
+    slo_ttft: Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for goodput.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for goodput.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw pictures (extra `plot`).")] = None,
     perfetto: Annotated[
@@ -288,6 +288,62 @@ def profile(
 
     tree = resolved(build_config(config, settings, model=model, worker__dtype=dtype, worker__device=device))
     run_profile(tree, ProfileOptions(file=file, pools=make_pools(prefill, decode, mixed), limit_s=seconds))
+
+
+@app.command()
+def plan(
+    slo_ttft: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Target for the time to first token.")
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Target for the time per output token.")
+    ] = None,
+    attainment: Annotated[float, typer.Option(help="Share of requests that must meet both.")] = 0.99,
+    trace: Annotated[str, typer.Option(metavar="FILE|synthetic", help="What is asked of the mesh.")] = "synthetic",
+    limit: Annotated[int | None, typer.Option(min=1, help="Take so many requests. [default: all; drawn: 1000]")] = None,
+    rate_scale: Annotated[float, typer.Option(help="So many times as many requests a second.")] = 1.0,
+    rate: Annotated[float, typer.Option(help="Requests a second, where they are drawn.")] = 5.5,
+    long_share: Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts, where they are drawn.")] = 0.0,
+    long_percentile: Annotated[
+        float | None, typer.Option(min=0, max=100, help="Make prompts above this percentile long.")
+    ] = None,
+    long_range: Annotated[str, typer.Option(metavar="LOW,HIGH", help="Tokens of a long prompt.")] = "100000,500000",
+    profile: Annotated[str, typer.Option(help="What an instance is; an unknown name lists them.")] = "a100-llama3-8b",
+    bundle: Annotated[str, typer.Option(help="Policy bundle.")] = "pdmesh",
+    max_instances: Annotated[int, typer.Option(min=1, help="Of each role.")] = 64,
+    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one static step.")] = None,
+    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that one instance's KV cache holds.")] = 1 << 20,
+    transfer_backends: Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")] = 4,
+    port_gbytes_per_s: Annotated[float, typer.Option(help="Each instance's network, in and out.")] = 25.0,
+    control_delay_ms: Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Find the smallest prefill and decode pools that serve a workload within its targets, by simulation."""
+    from pdmesh.cli.capacity import PlanOptions, run_plan
+
+    options = PlanOptions(
+        trace=trace,
+        limit=limit,
+        rate_scale=rate_scale,
+        rate=rate,
+        long_share=long_share,
+        long_percentile=long_percentile,
+        long_range=long_range,
+        profile=profile,
+        bundle=bundle,
+        attainment=attainment,
+        max_instances=max_instances,
+        chunk_tokens=chunk_tokens,
+        kv_tokens=kv_tokens,
+        transfer_backends=transfer_backends,
+        port_gbytes_per_s=port_gbytes_per_s,
+        control_delay_ms=control_delay_ms,
+        slo_ttft_s=slo_ttft,
+        slo_tpot_s=slo_tpot,
+        seed=seed,
+    )
+    run_plan(options, output)
 
 
 @app.command()

@@ -10,7 +10,8 @@ from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import Header, core_of
 from pdmesh.metrics import Slo
-from pdmesh.policy.latency import PROFILES, LinearLatencyModel
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.profiles import load_profile
 from pdmesh.sim.recorded import RecordedRun
 from pdmesh.sim.report import SimReport, report
 from pdmesh.sim.result import SimResult
@@ -34,7 +35,7 @@ def what_if(
     """Simulate the run under its own bundle and ``bundle``. Raises ConfigError if there is nothing to simulate."""
     if not run.arrivals:
         raise ConfigError("no request of the log finished: there is nothing to simulate")
-    latency = _fitted(run) if profile is None else _named(profile)
+    latency = _fitted(run) if profile is None else load_profile(profile).latency
     instances = [(instance, latency) for instance in run.profiles]
     results = {"recorded": run.result}
     with progress_bar(output) as progress:
@@ -55,13 +56,6 @@ def _fitted(run: RecordedRun) -> LinearLatencyModel:
         return fitted_model(run)
     except ValueError:
         raise ConfigError("the log has no steps to fit a latency model to: name one with --profile") from None
-
-
-def _named(profile: str) -> LinearLatencyModel:
-    latency = PROFILES.get(profile)
-    if latency is None:
-        raise ConfigError(f"no profile is called {profile!r}: use one of {', '.join(PROFILES)}")
-    return latency
 
 
 def _notes(run: RecordedRun, profile: str | None) -> Iterator[str]:

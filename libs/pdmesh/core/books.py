@@ -20,6 +20,9 @@ class Books:
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, Instance] = {}
+        self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
+        self.num_joined = 0
+        self.groups: dict[str, list[Instance]] = {}  # of those that compute long prompts together
         self.queue = WaitingQueue()
         self.broker = TransferBroker(self._is_preempted)
         self.commands: list[Command] = []
@@ -32,6 +35,13 @@ class Books:
     def ignore(self, what: str) -> None:
         """Something from outside does not fit the books: it changes nothing."""
         self.ignored[what] += 1
+
+    def regroup(self) -> None:
+        """An instance came or went."""
+        self.groups.clear()
+        for instance in self.instances.values():
+            if instance.profile.group_id:
+                self.groups.setdefault(instance.profile.group_id, []).append(instance)
 
     # --- a request begins ---
 
@@ -86,7 +96,8 @@ class Books:
         """Its whole KV is where it decodes."""
         state.phase = Phase.DECODING
         if state.decode_id is not None:
-            self.instances[state.decode_id].settle(state.key)
+            for instance_id in state.members or (state.decode_id,):
+                self.instances[instance_id].settle(state.key)
             self.grant(self.broker.release(state.decode_id, state.key))
 
     # --- it ends ---
@@ -98,11 +109,12 @@ class Books:
         self.of_gateway[state.request.gateway_id].pop(request_id, None)
         if key in self.queue:
             self.queue.remove(state)
-        if state.prefill_id is not None and state.prefill_id in self.instances:
-            self.instances[state.prefill_id].drop_prefill(state)
+        for instance_id in state.members or (state.prefill_id,):
+            if instance_id is not None and instance_id in self.instances:
+                self.instances[instance_id].drop_prefill(state)
         if state.decode_id is not None:
             self.broker.withdraw(state.decode_id, key)
-        for instance_id in dict.fromkeys((state.prefill_id, state.decode_id)):
+        for instance_id in dict.fromkeys((state.prefill_id, state.decode_id, *state.members)):
             if instance_id is not None and instance_id not in spare:
                 self.free(instance_id, key)
         self.commands.append(ForgetRequest(request_id=request_id, epoch=epoch, outcome=outcome))

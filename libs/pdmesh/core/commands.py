@@ -13,7 +13,7 @@ class AdmitPrefill:
     """Hold ``num_blocks`` on ``instance_id`` for a request whose chunks follow in later plans.
 
     ``decode_instance_id`` is where the KV goes; None means that it stays and decodes here, and ``num_blocks`` then
-    covers the output too.
+    covers the output too. Each member of a group is asked for its share of the blocks.
     """
 
     instance_id: InstanceId
@@ -21,6 +21,7 @@ class AdmitPrefill:
     epoch: Epoch
     num_blocks: int
     decode_instance_id: InstanceId | None
+    members: tuple[InstanceId, ...] = ()  # of the group that computes it, the leader first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

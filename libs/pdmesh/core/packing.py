@@ -2,115 +2,158 @@
 
 An instance's running prompts and the first in line compete for its next plan. So a more urgent request takes the step
 after the ones in flight, and a prompt that it overtakes is preempted at a chunk boundary: its KV stays where it is.
-Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.interrupting`).
+Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.openings`).
 """
 
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
-from pdmesh.core.interrupting import can_be_interrupted, may_interrupt
-from pdmesh.core.placing import Placement, could_place, place
+from pdmesh.core.openings import Openings
+from pdmesh.core.placing import Placement, Wait, could_place, needs_group, place, place_in_group
 from pdmesh.core.queue import in_order
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
-from pdmesh.model import ChunkPlan, InstanceId, Role, StepPlan
+from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, Draft
 
 
-class _Bench(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Bench:
     """An instance whose next step is being packed, and the running prompts that have not had their turn at it."""
 
     instance: Instance
     draft: Draft
     running: list[RequestState]
+    group: GroupChunk | None = None  # in the draft
+    held: bool = False  # it takes no more: a group's chunk is next here, and waits for another member
     urgent: bool = False  # it has its plans; what may interrupt them can be added
 
 
 class Packer:
-    """Turns room into step plans. A request is placed only when its first chunk is packed."""
+    """Turns room into step plans. A request is placed only when its first chunk is packed.
+
+    A group's chunk is packed when every member has room for a plan, and goes to all of them at once: so the plans of
+    two groups come in the same order to every instance, and never wait for each other in a circle. Until then the
+    members that have room take nothing that comes after it.
+    """
 
     def __init__(self, books: Books, plans_in_flight: int, rng: random.Random) -> None:
         self._books = books
-        self._plans_in_flight = plans_in_flight
+        self._openings = Openings(books, plans_in_flight)
         self._rng = rng
 
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
-        instances = list(self._books.instances.values())
+        self._openings.update(bundle)
+        instances = self._openings.instances()
         while instances:
             benches = {
                 instance.instance_id: bench
                 for instance in instances
-                if (bench := self._bench(bundle, instance, now_s)) is not None
+                if (bench := self._bench(instance, now_s)) is not None
             }
             if not benches:
                 return
             self._place_waiting(bundle, benches, now_s)
             for bench in benches.values():
-                self._plan_running(bundle, bench, in_order(bundle.order, bench.running, now_s))
+                self._plan_running(bundle, benches, bench, in_order(bundle.order, bench.running, now_s))
             # Those that got nothing now get nothing in the next round either: room only shrinks.
             instances = [bench.instance for bench in benches.values() if self._run_step(bundle, bench)]
+            self._openings.update(bundle)
 
-    def _bench(self, bundle: Bundle, instance: Instance, now_s: float) -> _Bench | None:
+    def _bench(self, instance: Instance, now_s: float) -> _Bench | None:
         """None if there is nothing that the instance could be given."""
         could_place = self._books.queue.has_line and instance.role.can_prefill
         if not instance.reachable or not (instance.prefills or could_place):
             return None
-        if instance.num_regular_plans < self._plans_in_flight:
+        if self._openings.has_room(instance):
             return _Bench(instance, Draft(now_s), list(instance.prefills))
-        if not can_be_interrupted(bundle, instance):
-            return None
-        urgent = [state for state in instance.prefills if may_interrupt(bundle, self._books, instance, state, now_s)]
+        urgent = [state for state in instance.prefills if self._openings.may_interrupt(instance, state, now_s)]
         return _Bench(instance, Draft(now_s), urgent, urgent=True) if urgent or could_place else None
 
     def _place_waiting(self, bundle: Bundle, benches: dict[InstanceId, _Bench], now_s: float) -> None:
-        """Place strictly in order: while the head cannot be placed, nobody is. Running prompts before it go first."""
+        """Place strictly in order: while there is no room for the head, nobody is placed. Running prompts before it go
+        first. If the policy lets the head wait though there is room, its lane waits, and the others go past it.
+        """
         books = self._books
-        while (head := books.queue.head(bundle.order, now_s)) is not None:
+        waiting_lanes: set[float] = set()
+        while (head := books.queue.head(bundle.order, now_s, waiting_lanes)) is not None:
+            if needs_group(head.request, books.groups, bundle):
+                placement = place_in_group(head.request, books.groups, bundle)
+                if placement is Wait.FOR_ROOM:
+                    return
+                if placement is Wait.FOR_TURN:
+                    waiting_lanes.add(head.rank.lane)
+                    continue
+                self._place(bundle, head, placement, now_s)
+                for bench in benches.values():
+                    if bench.instance in placement.members:
+                        bench.running.append(head)
+                continue
             offers: list[Instance] = []
             for bench in benches.values():
                 if bench.running:
                     line = in_order(bundle.order, [*bench.running, head], now_s)
-                    self._plan_running(bundle, bench, line[: line.index(head)])
+                    self._plan_running(bundle, benches, bench, line[: line.index(head)])
                 if bench.instance.takes_new and bench.instance.role.can_prefill and self._fits(bundle, bench, head):
                     offers.append(bench.instance)
             if not offers:
-                return
+                if not bundle.is_long(head.request) or not any(
+                    bench.draft.longest_prompt_tokens >= bundle.long_prompt_tokens for bench in benches.values()
+                ):
+                    return
+                waiting_lanes.add(head.rank.lane)  # a long prompt waits for another: short ones need not
+                continue
             placement = place(head.request, offers, books.instances, bundle)
-            if placement is not None:
-                self._place(head, placement)
+            if placement is Wait.FOR_TURN:
+                waiting_lanes.add(head.rank.lane)
+            elif placement is not Wait.FOR_ROOM:
+                self._place(bundle, head, placement, now_s)
                 self._plan_chunk(bundle, benches[placement.prefill.instance_id], head)
-            elif could_place(head.request, books.instances.values()):
+            elif could_place(head.request, books.instances.values(), books.groups, bundle):
                 return
             else:
                 books.queue.park(head)
 
-    def _plan_running(self, bundle: Bundle, bench: _Bench, line: list[RequestState]) -> None:
+    def _plan_running(
+        self, bundle: Bundle, benches: dict[InstanceId, _Bench], bench: _Bench, line: list[RequestState]
+    ) -> None:
         for state in line:
-            bench.running.remove(state)
-            self._plan_chunk(bundle, bench, state)
+            if bench.held:
+                return
+            if state in bench.running:  # unless another member had it planned
+                bench.running.remove(state)
+                if state.members:
+                    self._plan_group(bundle, benches, state)
+                else:
+                    self._plan_chunk(bundle, bench, state)
 
     def _fits(self, bundle: Bundle, bench: _Bench, state: RequestState) -> bool:
         """Whether the step takes a first chunk of a waiting request; an empty one takes any."""
-        if bench.urgent and not may_interrupt(bundle, self._books, bench.instance, state, bench.draft.now_s):
+        if bench.urgent and not self._openings.may_interrupt(bench.instance, state, bench.draft.now_s):
             return False
-        return (
+        return not bench.held and (
             not bench.draft.chunks or bundle.packing.num_tokens(bench.instance.view, bench.draft, state.request, 0) > 0
         )
 
-    def _place(self, state: RequestState, placement: Placement) -> None:
-        books, request, (prefill, decode) = self._books, state.request, placement
+    def _place(self, bundle: Bundle, state: RequestState, placement: Placement, now_s: float) -> None:
+        books, request, (prefill, decode, members) = self._books, state.request, placement
         stays = prefill is decode
+        long_tokens = request.num_prompt_tokens if bundle.is_long(request) else 0
         books.queue.remove(state)
-        state.phase = Phase.PREFILLING
+        state.phase, state.placed_s = Phase.PREFILLING, now_s
         state.prefill_id, state.decode_id = prefill.instance_id, decode.instance_id
+        state.members = tuple([member.instance_id for member in members])
         if not stays:
             state.capability = self._rng.getrandbits(64)
             num_blocks = decode.num_decode_blocks(request)
-            decode.take(state.key, num_blocks, HoldKind.PROMISED)
+            decode.take(
+                state.key, num_blocks, HoldKind.PROMISED, long_tokens=long_tokens, slo_tpot_s=request.slo_tpot_s
+            )
             books.commands.append(
                 PlaceDecode(
                     instance_id=decode.instance_id,
@@ -121,18 +164,24 @@ class Packer:
                     capability=state.capability,
                 )
             )
-        num_blocks = prefill.num_decode_blocks(request) if stays else prefill.num_prefill_blocks(request)
-        prefill.take(state.key, num_blocks, HoldKind.LOCAL if stays else HoldKind.PREFILL)
-        books.commands.append(
-            AdmitPrefill(
-                instance_id=prefill.instance_id,
-                request_id=request.request_id,
-                epoch=request.epoch,
-                num_blocks=num_blocks,
-                decode_instance_id=None if stays else decode.instance_id,
+        if members:
+            num_blocks = prefill.num_share_blocks(request, len(members))
+        else:
+            num_blocks = prefill.num_decode_blocks(request) if stays else prefill.num_prefill_blocks(request)
+        for instance in members or (prefill,):
+            kind = HoldKind.LOCAL if stays else HoldKind.PREFILL
+            instance.take(state.key, num_blocks, kind, long_tokens=long_tokens, slo_tpot_s=request.slo_tpot_s)
+            books.commands.append(
+                AdmitPrefill(
+                    instance_id=instance.instance_id,
+                    request_id=request.request_id,
+                    epoch=request.epoch,
+                    num_blocks=num_blocks,
+                    decode_instance_id=None if stays else decode.instance_id,
+                    members=state.members,
+                )
             )
-        )
-        prefill.add_prefill(state)
+            instance.add_prefill(state)
 
     def _plan_chunk(self, bundle: Bundle, bench: _Bench, state: RequestState) -> None:
         instance, draft = bench.instance, bench.draft
@@ -141,22 +190,49 @@ class Packer:
         num_tokens = bundle.packing.num_tokens(instance.view, draft, request, start)
         if num_tokens <= 0:
             return
-        state.num_planned_tokens = start + num_tokens
-        state.num_chunks_in_flight += 1
-        if state.num_chunks_in_flight == 1 and start > 0:
+        chunk = _chunk(state, num_tokens)
+        draft.add(chunk, request)
+        self._planned(bundle, (instance,), state)
+        if state.num_chunks_in_flight == 1 and chunk.start > 0:
             self._books.offer_again(state)
-        draft.add(
-            ChunkPlan(
-                request_id=request.request_id,
-                epoch=request.epoch,
-                start=start,
-                num_tokens=num_tokens,
-                is_last=state.is_planned,
-            ),
-            request,
+
+    def _plan_group(self, bundle: Bundle, benches: dict[InstanceId, _Bench], state: RequestState) -> None:
+        """A chunk for all members of a group at once, behind what goes first at each; or hold those with room."""
+        members = [benches[instance_id] for instance_id in state.members if instance_id in benches]
+        for member in members:
+            if state in member.running:
+                line = in_order(bundle.order, member.running, member.draft.now_s)
+                member.running.remove(state)
+                self._plan_running(bundle, benches, member, line[: line.index(state)])
+        num_tokens, seconds = 0, 0.0
+        if len(members) == len(state.members) and not any(m.held or m.urgent or m.group for m in members):
+            shared = self._books.queue.has_line or any(len(member.instance.prefills) > 1 for member in members)
+            for member in members:
+                member.draft.shared = shared
+            num_tokens, seconds = bundle.packing.group_chunk(
+                [member.instance.view for member in members],
+                [member.draft for member in members],
+                state.request,
+                state.num_planned_tokens,
+            )
+        if num_tokens <= 0:
+            for member in members:
+                member.held = True
+            return
+        chunk = _chunk(state, num_tokens)
+        group = GroupChunk(
+            request_id=chunk.request_id, members=state.members, leader_plan_id=members[0].instance.next_plan_id
         )
+        for member in members:
+            member.draft.add(chunk, state.request, seconds)
+            member.group = group
+        self._planned(bundle, [member.instance for member in members], state)
+
+    def _planned(self, bundle: Bundle, instances: Collection[Instance], state: RequestState) -> None:
+        state.num_chunks_in_flight += len(instances)
         if state.is_planned:
-            instance.prefills.remove(state)
+            for instance in instances:
+                instance.prefills.remove(state)
         else:
             state.rank_by(bundle.order)
 
@@ -166,15 +242,31 @@ class Packer:
         if not draft.chunks:
             return False
         urgent = bench.urgent or all(
-            may_interrupt(bundle, self._books, instance, self._books.requests[chunk.request_id], draft.now_s)
+            self._openings.may_interrupt(instance, self._books.requests[chunk.request_id], draft.now_s)
             for chunk in draft.chunks
         )
         plan = StepPlan(
             plan_id=instance.next_plan_id,
             chunks=tuple(draft.chunks),
-            with_decodes=not urgent and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
+            with_decodes=not urgent
+            and bundle.mixes(draft)
+            and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
             urgent=urgent,
+            group=bench.group,
         )
         instance.begin_plan(plan)
         self._books.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
         return True
+
+
+def _chunk(state: RequestState, num_tokens: int) -> ChunkPlan:
+    """The next ``num_tokens`` of its prompt, planned herewith."""
+    start = state.num_planned_tokens
+    state.num_planned_tokens = start + num_tokens
+    return ChunkPlan(
+        request_id=state.request.request_id,
+        epoch=state.request.epoch,
+        start=start,
+        num_tokens=num_tokens,
+        is_last=state.is_planned,
+    )

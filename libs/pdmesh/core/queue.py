@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 from pdmesh.core.state import RequestKey, RequestState
@@ -26,6 +26,7 @@ class WaitingQueue:
         # dict, finds its first entry at once after many deletions at the front.)
         self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
         self.num_tokens = 0
+        self._prompt_tokens: list[int] = []  # of all that wait, sorted
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -38,14 +39,19 @@ class WaitingQueue:
         """Whether anyone waits in line."""
         return bool(self._lanes)
 
-    def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
-        """The first in line now."""
-        heads = [lane[0] for lane in self._lanes.values()]
+    def head(self, order: PrefillOrder, now_s: float, waiting_lanes: Collection[float] = ()) -> RequestState | None:
+        """The first in line now, but for ``waiting_lanes``."""
+        heads = [states[0] for lane, states in self._lanes.items() if lane not in waiting_lanes]
         if len(heads) < 2:
             return heads[0] if heads else None
         keys = order.keys([state.rank for state in heads], now_s)
         first = min(keys)
         return min((state for state, key in zip(heads, keys, strict=True) if key == first), key=_arrival)
+
+    @property
+    def least_prompt_tokens(self) -> int:
+        """Nobody who waits has a shorter prompt. There must be someone."""
+        return self._prompt_tokens[0]
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -62,10 +68,12 @@ class WaitingQueue:
         self._join_line(state)
         self._deadlines[state.key] = deadline_s, state
         self.num_tokens += state.request.num_prompt_tokens
+        insort(self._prompt_tokens, state.request.num_prompt_tokens)
 
     def remove(self, state: RequestState) -> None:
         del self._deadlines[state.key]
         self.num_tokens -= state.request.num_prompt_tokens
+        del self._prompt_tokens[bisect_left(self._prompt_tokens, state.request.num_prompt_tokens)]
         if self._parked.pop(state.key, None) is None:
             self._leave_line(state)
 
@@ -104,7 +112,9 @@ class WaitingQueue:
         assert num_in_line + len(self._parked) == len(self._deadlines), (
             f"{num_in_line} in line and {len(self._parked)} parked are not {len(self._deadlines)} waiting"
         )
-        num_tokens = sum(state.request.num_prompt_tokens for _, state in self._deadlines.values())
+        prompt_tokens = sorted(state.request.num_prompt_tokens for _, state in self._deadlines.values())
+        num_tokens = sum(prompt_tokens)
+        assert prompt_tokens == self._prompt_tokens, "the lengths are not those of the prompts that wait"
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, books say {self.num_tokens}"
         for lane in self._lanes.values():
             places = [_place(state) for state in lane]

@@ -86,11 +86,15 @@ class Reunion:
     def instance_joined(self, profile: InstanceProfile, residents: tuple[Resident, ...], now_s: float) -> None:
         books, instance_id = self._books, profile.instance_id
         old = books.instances.pop(instance_id, None)
+        books.num_joined += 1
         instance = books.instances[instance_id] = Instance(
             profile,
+            changed=books.changed,
+            number=books.num_joined,
             next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
             draining=old is not None and old.draining,
         )
+        books.regroup()
         self._unclaimed.drop_owner(instance_id)
         books.broker.open(instance_id, profile.num_transfer_backends)
         for resident in residents:
@@ -112,6 +116,8 @@ class Reunion:
         if instance is None:
             self._books.ignore("instance_lost")
             return
+        self._books.changed[instance_id] = None
+        self._books.regroup()
         self._books.broker.close(instance_id)
         self._unclaimed.drop_owner(instance_id)
         self._restart_without(instance_id, instance.holds, f"instance {instance_id} was lost")

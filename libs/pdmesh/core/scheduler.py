@@ -186,7 +186,7 @@ class SchedulerCore:
                 books.ignore("RequestArrived")  # sent again after a reconnect
                 return
             books.end(known, Outcome.SUPERSEDED)
-        state = books.open(request, self._bundle.order.rank(request, 0))
+        state = books.open(request, self._bundle.order.rank(request, 0, None))
         instance_id = self._reunion.claim(state.key)
         if instance_id is not None:
             books.adopt(state, instance_id)
@@ -222,7 +222,7 @@ class SchedulerCore:
 
     def _is_too_long(self, request: Request) -> bool:
         instances = self._books.instances.values()
-        return have_pair(instances) and not could_place(request, instances)
+        return have_pair(instances) and not could_place(request, instances, self._books.groups, self._bundle)
 
     def _cancelled(self, key: RequestKey) -> None:
         was_orphan = self._reunion.forget(key[0])
@@ -326,7 +326,7 @@ class SchedulerCore:
         if state is not None and state.needs(event.instance_id):
             # A sender whose prompt is all planned frees when the acknowledgement reaches it, perhaps before we hear of
             # the landing. Any other release that nobody asked for leaves a request without its KV.
-            was_sent = state.decode_id != event.instance_id and state.is_planned
+            was_sent = state.decode_id != event.instance_id and state.is_planned and not state.members
             if not was_sent:
                 self._books.restart(state, f"instance {event.instance_id} dropped its KV")
         self._books.grant(self._books.broker.release(event.instance_id, key))

@@ -6,6 +6,7 @@ at KvReleased, so they never promise blocks that a worker has not yet freed.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -40,8 +41,10 @@ class RequestState:
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
     capability: int = 0
+    placed_s: float | None = None
     num_planned_tokens: int = 0
-    num_chunks_in_flight: int = 0
+    num_chunks_in_flight: int = 0  # a group's chunk counts at every member
+    members: tuple[InstanceId, ...] = ()  # of the group that holds its KV, the leader first; empty: no group
 
     @property
     def key(self) -> RequestKey:
@@ -58,11 +61,15 @@ class RequestState:
 
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""
-        self.rank = order.rank(self.request, self.num_planned_tokens)
+        self.rank = order.rank(self.request, self.num_planned_tokens, self.placed_s)
 
     def needs(self, instance_id: InstanceId) -> bool:
         """Whether it cannot go on without this instance."""
-        return self.decode_id == instance_id or (self.prefill_id == instance_id and self.phase is Phase.PREFILLING)
+        return (
+            self.decode_id == instance_id
+            or instance_id in self.members
+            or (self.prefill_id == instance_id and self.phase is Phase.PREFILLING)
+        )
 
 
 class HoldKind(Enum):
@@ -78,14 +85,26 @@ class HoldKind(Enum):
 class Hold:
     kind: HoldKind
     num_blocks: int
+    long_tokens: int = 0  # of the prompt, if it is long
+    slo_tpot_s: float | None = None
     freeing: bool = False  # FreeKv was sent
 
 
 class Instance:
     """One instance's books."""
 
-    def __init__(self, profile: InstanceProfile, *, next_plan_id: int = 0, draining: bool = False) -> None:
+    def __init__(
+        self,
+        profile: InstanceProfile,
+        *,
+        changed: dict[InstanceId, None],
+        number: int = 0,
+        next_plan_id: int = 0,
+        draining: bool = False,
+    ) -> None:
+        """``changed`` takes note of every change; ``number`` counts the instances as they join."""
         self.profile = profile
+        self.number = number
         self.instance_id = profile.instance_id
         self.role = profile.role
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
@@ -100,34 +119,56 @@ class Instance:
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
         self._num_of_kind = dict.fromkeys(HoldKind, 0)
+        self._num_long_decoding = 0
+        self._long_prefill_tokens: Counter[int] = Counter()  # long prompts in prefill, by their length
         self.num_decoding = 0
         self.num_seats_taken = 0  # by those that decode here, or will
         self._num_promised_blocks = 0
+        self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
         self._num_resident_blocks = 0
         self._view: InstanceView | None = None
+        self._changed = changed
+        self._change()
+
+    def _change(self) -> None:
+        self._view = None
+        self._changed[self.instance_id] = None
 
     # --- holds ---
 
-    def take(self, key: RequestKey, num_blocks: int, kind: HoldKind) -> None:
-        self.holds[key] = Hold(kind, num_blocks)
-        self._count(kind, num_blocks, 1)
+    def take(
+        self,
+        key: RequestKey,
+        num_blocks: int,
+        kind: HoldKind,
+        *,
+        long_tokens: int = 0,
+        slo_tpot_s: float | None = None,
+    ) -> None:
+        hold = self.holds[key] = Hold(kind, num_blocks, long_tokens, slo_tpot_s)
+        self._count(hold, 1)
 
     def settle(self, key: RequestKey) -> None:
         """The KV is whole and in place: what was promised, or computed to stay, is a resident."""
         hold = self.holds.get(key)
         if hold is not None and hold.kind in (HoldKind.PROMISED, HoldKind.LOCAL):
-            self._count(hold.kind, hold.num_blocks, -1)
+            self._count(hold, -1)
             hold.kind = HoldKind.RESIDENT
-            self._count(hold.kind, hold.num_blocks, 1)
+            self._count(hold, 1)
 
     def give_back(self, key: RequestKey) -> Hold | None:
         hold = self.holds.pop(key, None)
         if hold is not None:
-            self._count(hold.kind, hold.num_blocks, -1)
+            self._count(hold, -1)
         return hold
 
-    def _count(self, kind: HoldKind, num_blocks: int, sign: int) -> None:
+    def _count(self, hold: Hold, sign: int) -> None:
+        kind, num_blocks = hold.kind, hold.num_blocks
         self._num_of_kind[kind] += sign
+        if hold.long_tokens and kind is HoldKind.RESIDENT:
+            self._num_long_decoding += sign
+        elif hold.long_tokens and kind is not HoldKind.PROMISED:
+            self._long_prefill_tokens[hold.long_tokens] += sign
         self.num_taken_blocks += sign * num_blocks
         self.num_decoding = self._num_of_kind[HoldKind.RESIDENT]
         self.num_seats_taken = (
@@ -137,7 +178,8 @@ class Instance:
             self._num_promised_blocks += sign * num_blocks
         elif kind is HoldKind.RESIDENT:
             self._num_resident_blocks += sign * num_blocks
-        self._view = None
+            self._num_with_tpot[hold.slo_tpot_s] += sign
+        self._change()
 
     # --- plans ---
 
@@ -151,6 +193,7 @@ class Instance:
         self.plans[plan.plan_id] = plan
         if plan.urgent:
             self.urgent_plan_id = plan.plan_id
+        self._change()
 
     def end_plan(self, plan_id: int) -> StepPlan | None:
         """The plan, if it was in flight."""
@@ -166,7 +209,7 @@ class Instance:
     def queue_tokens(self, num_tokens: int) -> None:
         """Count prompt tokens placed here (or, negative, computed or dropped)."""
         self.num_queued_tokens += num_tokens
-        self._view = None
+        self._change()
 
     def add_prefill(self, state: RequestState) -> None:
         self.prefills.append(state)
@@ -174,6 +217,7 @@ class Instance:
 
     def drop_prefill(self, state: RequestState) -> None:
         """The request ended: what was not planned of it never will be."""
+        self._change()
         if state in self.prefills:
             self.prefills.remove(state)
             self.queue_tokens(state.num_planned_tokens - state.request.num_prompt_tokens)
@@ -210,6 +254,28 @@ class Instance:
             and self.num_decode_blocks(request) <= self.profile.num_blocks
         )
 
+    def num_share_blocks(self, request: Request, size: int) -> int:
+        """Of a request whose KV is spread over a group of ``size``."""
+        return -(-self.num_decode_blocks(request) // size)
+
+    def could_share(self, request: Request, size: int) -> bool:
+        """Whether its share of the request, as one of ``size``, fits this instance when it is empty."""
+        return (
+            self.role is Role.MIXED
+            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len * size
+            and self.num_share_blocks(request, size) <= self.profile.num_blocks
+        )
+
+    def can_share(self, request: Request, size: int) -> bool:
+        """Whether its share of the request, as one of ``size``, fits now, with a seat to decode."""
+        return (
+            self.takes_new
+            and self.num_seats_taken < self.profile.max_num_seqs
+            and self.num_share_blocks(request, size) <= self.num_free_blocks
+            and self.could_share(request, size)
+            and (request.request_id, request.epoch) not in self.holds
+        )
+
     def can_prefill(self, request: Request) -> bool:
         """Whether the prompt fits now."""
         return (
@@ -234,19 +300,19 @@ class Instance:
 
     def set_draining(self, draining: bool) -> None:
         self.draining = draining
-        self._view = None
+        self._change()
 
     def set_reachable(self, reachable: bool) -> None:
         self.reachable = reachable
-        self._view = None
+        self._change()
 
     def set_quarantined(self, num_blocks: int) -> None:
         self.num_quarantined_blocks = num_blocks
-        self._view = None
+        self._change()
 
     def set_role(self, role: Role) -> None:
         self.role = role
-        self._view = None
+        self._change()
 
     @property
     def view(self) -> InstanceView:
@@ -265,6 +331,11 @@ class Instance:
                 num_queued_tokens=self.num_queued_tokens,
                 draining=not self.takes_new,
                 num_resident_tokens=self._num_resident_blocks * self.profile.kv_layout.block_size,
+                num_long_prefilling=self._long_prefill_tokens.total(),
+                num_long_decoding=self._num_long_decoding,
+                shortest_long_prefill_tokens=min(+self._long_prefill_tokens, default=None),
+                slo_tpots_s=frozenset(slo_s for slo_s, number in self._num_with_tpot.items() if number),
+                grouped=bool(self.profile.group_id),
             )
         return self._view
 
@@ -288,4 +359,5 @@ class Instance:
         assert queued == self.num_queued_tokens, f"{name}: {queued} tokens queued, books say {self.num_queued_tokens}"
         for state in self.prefills:
             assert not state.is_planned, f"{name}: {state.key} is planned and still in line"
-            assert state.prefill_id == name, f"{name}: {state.key} is in line here, placed on {state.prefill_id}"
+            placed = state.members or (state.prefill_id,)
+            assert name in placed, f"{name}: {state.key} is in line here, placed on {placed}"

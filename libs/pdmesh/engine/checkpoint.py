@@ -11,35 +11,11 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn import functional
 
 from pdmesh.engine.files import read_json_object
+from pdmesh.engine.linear import Linear, PlainLinear, fastest_linear
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.errors import ConfigError
-
-#: Rows that packed weights are tuned for; any number may follow.
-_PACKED_FOR_ROWS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """A linear layer: ``weight`` (out, in), perhaps in oneDNN's own order, and perhaps ``bias`` (out,)."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        if self.weight.is_mkldnn:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-            return product
-        return functional.linear(rows, self.weight, self.bias)
-
-    def packed(self) -> Projection:
-        """Itself, with the weight in the order that bf16 products on CPU read it in, where torch offers that."""
-        reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-        if self.weight.dtype != torch.bfloat16 or not self.weight.is_cpu or reorder is None:
-            return self
-        return Projection(reorder(self.weight, _PACKED_FOR_ROWS), self.bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +23,13 @@ class LayerWeights:
     """One transformer layer; q, k and v are fused in this order, and so are gate and up."""
 
     input_norm: Tensor
-    qkv: Projection
+    qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Projection
+    output: Linear
     post_attention_norm: Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +168,7 @@ class _Reader:
             ),
         )
 
-    def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool) -> Projection:
+    def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool) -> Linear:
         """Projections of one input side by side, as one."""
         weight = torch.empty(sum(outputs.values()), num_inputs, dtype=self.dtype, device=self.device)
         bias = torch.empty(weight.shape[0], dtype=self.dtype, device=self.device) if has_bias else None
@@ -202,8 +178,7 @@ class _Reader:
             if bias is not None:
                 bias[row : row + num_outputs] = self.tensors.read(f"{name}.bias", (num_outputs,))
             row += num_outputs
-        projection = Projection(weight, bias)
-        return projection.packed() if self.packed else projection
+        return fastest_linear(weight, bias) if self.packed else PlainLinear(weight, bias)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         # copy: the file's mapping is closed after loading

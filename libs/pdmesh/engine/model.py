@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
-from pdmesh.engine.checkpoint import LayerWeights, ModelWeights, Projection
+from pdmesh.engine.checkpoint import LayerWeights, ModelWeights
 from pdmesh.engine.kernels import Kernels, Rotation
+from pdmesh.engine.linear import Linear, PlainLinear
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.rope import RotaryEmbedding
 
@@ -73,7 +74,7 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`."""
         _, normed = self._kernels.add_norm(hidden, None, self._weights.norm)
-        return self._linear(normed, Projection(self._weights.lm_head, None)).float()
+        return self._linear(normed, PlainLinear(self._weights.lm_head, None)).float()
 
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """Queries, keys and values: (num_tokens, heads, head_dim)."""
@@ -86,8 +87,8 @@ class Transformer:
             qkv = torch.cat((query, key, qkv[:, num_rotated:]), dim=1)
         return qkv
 
-    def _linear(self, rows: Tensor, projection: Projection) -> Tensor:
-        if not self._deterministic:
-            return projection(rows)
+    def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
+        if not self._deterministic or linear.row_by_row:
+            return linear(rows)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % _DETERMINISTIC_ROWS))
-        return torch.cat([projection(tile) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]
+        return torch.cat([linear(tile) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]

@@ -28,6 +28,8 @@ _SIGNATURES = {
     "pdmesh_attention": [_POINTER, _INT, *[_POINTER] * 4, _INT, _POINTER, *[_INT] * 4, _FLOAT, _INT],
     "pdmesh_add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
     "pdmesh_rotate_and_store": [*[_POINTER] * 5, *[_INT] * 6],
+    "pdmesh_pack_linear": [_POINTER, _POINTER, _INT, _INT],
+    "pdmesh_linear": [*[_POINTER] * 4, *[_INT] * 4],
     "pdmesh_gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
 }
 
@@ -45,6 +47,11 @@ def load_kernels(path: Path = LIBRARY_PATH) -> ctypes.CDLL | None:
         function = getattr(library, name)
         function.argtypes, function.restype = argument_types, None
     return library
+
+
+def tiles_multiply(library: ctypes.CDLL) -> bool:
+    """Whether matrix products run on AMX tiles here."""
+    return bool(library.pdmesh_uses_amx())
 
 
 def suits(layout: KvLayout, device: torch.device) -> bool:

@@ -6,7 +6,7 @@ possible. A policy reads no clock and no global state: what it needs comes as an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,11 @@ class InstanceView:
     num_queued_tokens: int  # of placed prompts, not yet computed
     draining: bool
     num_resident_tokens: int = 0  # room that its decoding requests have for their context
+    num_long_prefilling: int = 0
+    num_long_decoding: int = 0
+    shortest_long_prefill_tokens: int | None = None
+    slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
+    grouped: bool = False  # it computes long prompts together with others
 
 
 @dataclass(slots=True)
@@ -47,10 +52,15 @@ class Draft:
     shapes: list[ChunkShape] = field(default_factory=list[ChunkShape])
     num_tokens: int = 0
     longest_prompt_tokens: int = 0
+    group_s: float = 0.0  # predicted, of a chunk that a group computes
 
-    def add(self, chunk: ChunkPlan, request: Request) -> None:
+    def add(self, chunk: ChunkPlan, request: Request, group_s: float | None = None) -> None:
+        """``group_s`` is the time of a chunk that a group computes: it is no shape of this instance's."""
         self.chunks.append(chunk)
-        self.shapes.append(ChunkShape(chunk.num_tokens, chunk.start))
+        if group_s is None:
+            self.shapes.append(ChunkShape(chunk.num_tokens, chunk.start))
+        else:
+            self.group_s = group_s
         self.num_tokens += chunk.num_tokens
         self.longest_prompt_tokens = max(self.longest_prompt_tokens, request.num_prompt_tokens)
 
@@ -70,7 +80,9 @@ class Rank(NamedTuple):
 class PrefillOrder(Protocol):
     """Who is served first."""
 
-    def rank(self, request: Request, num_done_tokens: int) -> Rank: ...
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        """``placed_s`` is when an instance took it; None while it waits."""
+        ...
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         """A key for each of ``ranks``, compared with each other now: smaller is earlier.
@@ -87,12 +99,29 @@ class Packing(Protocol):
         """How many tokens of ``request``, from ``start``, to add to ``draft``; 0 leaves it out of this step."""
         ...
 
+    def group_chunk(
+        self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
+    ) -> tuple[int, float]:
+        """The same for a request that a group computes, whose ``members`` have ``drafts``; and the predicted seconds.
+
+        The chunk is added to every one of the drafts.
+        """
+        ...
+
 
 class PrefillPlacement(Protocol):
     """Where a prompt is computed."""
 
     def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        """One of ``candidates`` (never empty), or None to let the request wait."""
+        """One of ``candidates`` (never empty), or None to let it wait; others may go past it meanwhile."""
+        ...
+
+
+class GroupPlacement(Protocol):
+    """Which group of instances computes a long prompt, where instances form groups."""
+
+    def choose(self, request: Request, groups: Mapping[str, Sequence[InstanceView]]) -> str | None:
+        """One of ``groups`` (never empty; each has room for its share), or None to let the request wait."""
         ...
 
 
@@ -121,9 +150,19 @@ class PolicyConfig:
     prefill_step_s: float = 0.2
     max_chunk_tokens: int = 8192
     long_prompt_tokens: int = 8192  # a step has at most one prompt as long as this
+    # Where instances form groups: how long a group takes, and its largest chunk where steps are static.
+    group_latency: LinearLatencyModel | None = None
+    group_chunk_tokens: int = 65_536
     max_shared: float = 0.4  # the most of a step that a long prompt leaves to others
     # `pdmesh` serves the shortest first while everyone has this much relative slack.
     spare_slack: float = 0.25
+    min_share: float = 0.125  # of an instance's time, that it leaves to a long prompt without a target of its own
+    # Bundles whose long chunks give way between layers make them long enough to lose no more than this to a step's
+    # constant time. A group's do not give way so, and a short prompt may wait for one.
+    max_step_overhead: float = 0.05
+    max_group_step_overhead: float = 0.2
+    give_way: float = 2.0  # `pdmesh` interrupts a long prompt for one that is so many times shorter
+    colocate_tokens: int = 8192  # prompt tokens queued on an instance, up to which it takes more (PecSched §5.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,5 +173,15 @@ class Bundle:
     order: PrefillOrder
     packing: Packing
     prefill_placement: PrefillPlacement
+    group_placement: GroupPlacement
     decode_placement: DecodePlacement
+    long_prompt_tokens: int  # a prompt as long as this is long
+    colocates: bool = True  # steps of short prompts have a token for every resident too
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
+
+    def mixes(self, draft: Draft) -> bool:
+        """Whether the residents decode in this step too."""
+        return self.colocates or draft.longest_prompt_tokens >= self.long_prompt_tokens
+
+    def is_long(self, request: Request) -> bool:
+        return request.num_prompt_tokens >= self.long_prompt_tokens

@@ -3,97 +3,182 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from pdmesh.errors import ConfigError
-from pdmesh.policy.base import Bundle, Packing, PolicyConfig, PrefillOrder
+from pdmesh.policy.base import Bundle, GroupPlacement, Packing, PolicyConfig, PrefillOrder, PrefillPlacement
 from pdmesh.policy.interruption import ShortInterruptsLong
-from pdmesh.policy.latency import StepShape
+from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.order import (
     ByPriority,
     EarliestDeadline,
     Fcfs,
+    FcfsOfEachKind,
     GuardedShortestFirst,
     LeastRelativeSlack,
     LeastSlack,
     ShortestFirst,
+    ShortFirst,
 )
-from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer, StaticChunks
-from pdmesh.policy.placement import Freeness, LeastQueuedTokens
+from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, AdaptiveChunks, ChunkSizer, StaticChunks
+from pdmesh.policy.placement import (
+    Apart,
+    Freeness,
+    IdleGroup,
+    LeastQueuedGroup,
+    LeastQueuedTokens,
+    Reservation,
+    ShortAroundLong,
+)
 from pdmesh.policy.prediction import Prediction, RemainingTime
 
-_NOTHING = StepShape((), 0, 0)
+_ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
+
+
+def _prediction(
+    config: PolicyConfig, chunk: Callable[[int, int], int], group_chunk: Callable[[int, int], int]
+) -> Prediction:
+    group = None if config.group_latency is None else RemainingTime(config.group_latency, group_chunk)
+    return Prediction(
+        remaining=RemainingTime(config.latency, chunk),
+        group_remaining=group,
+        long_prompt_tokens=config.long_prompt_tokens,
+        slo_ttft_s=config.slo_ttft_s,
+        slo_ttft_stretch=config.slo_ttft_stretch,
+    )
 
 
 def _static(config: PolicyConfig) -> tuple[Packing, Prediction]:
-    packing = StaticChunks(config.chunk_tokens)
-    return packing, _predicted(config, packing.chunk_alone)
+    packing = StaticChunks(config.chunk_tokens, config.group_chunk_tokens)
+    return packing, _prediction(config, packing.chunk_alone, packing.group_chunk_alone)
 
 
-def _adaptive(config: PolicyConfig) -> tuple[Packing, Prediction]:
+def _adaptive(config: PolicyConfig, *, efficient: bool, exclusive: bool = False) -> tuple[Packing, Prediction]:
+    """``efficient``: steps with chunks alone are long enough for their constant time to be a small part of them."""
     sizer = ChunkSizer(config.latency, config.max_chunk_tokens)
+    group_sizer = ChunkSizer(config.group_latency or config.latency, config.group_chunk_tokens)
+    prefill_step_s = group_step_s = config.prefill_step_s
+    if efficient:
+        prefill_step_s = max(prefill_step_s, config.latency.a_s / config.max_step_overhead)
+    group_step_s = max(prefill_step_s, group_sizer.model.step_s(_ONE_TOKEN) / config.max_group_step_overhead)
 
-    def chunk_alone(start: int, num_left: int) -> int:
-        from_budget = sizer.largest(_NOTHING, start, num_left, config.prefill_step_s)
-        return from_budget or min(num_left, CHUNK_UNIT_TOKENS)
+    def alone(sizer: ChunkSizer, budget_s: float) -> Callable[[int, int], int]:
+        return lambda start, num_left: (
+            sizer.largest(NOTHING, start, num_left, budget_s) or min(num_left, CHUNK_UNIT_TOKENS)
+        )
 
-    prediction = _predicted(config, chunk_alone)
+    prediction = _prediction(config, alone(sizer, prefill_step_s), alone(group_sizer, group_step_s))
     packing = AdaptiveChunks(
         sizer=sizer,
+        group_sizer=group_sizer,
         prediction=prediction,
-        prefill_step_s=config.prefill_step_s,
-        mixed_step_s=config.slo_tpot_s,
-        long_prompt_tokens=config.long_prompt_tokens,
+        prefill_step_s=prefill_step_s,
+        group_step_s=group_step_s,
+        slo_tpot_s=config.slo_tpot_s,
         max_shared=config.max_shared,
+        exclusive=exclusive,
     )
     return packing, prediction
 
 
-def _predicted(config: PolicyConfig, chunk_alone: Callable[[int, int], int]) -> Prediction:
-    return Prediction(RemainingTime(config.latency, chunk_alone), config.slo_ttft_s, config.slo_ttft_stretch)
-
-
-def _bundle(name: str, packing: Packing, order: PrefillOrder) -> Bundle:
-    return Bundle(
-        name=name,
-        order=order,
-        packing=packing,
-        prefill_placement=LeastQueuedTokens(),
-        decode_placement=Freeness(),
-    )
-
-
-def _studied(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> Callable[[PolicyConfig], Bundle]:
-    """An order alone: everything else as in ``fcfs``."""
+def _studied(
+    name: str,
+    make_order: Callable[[Prediction], PrefillOrder],
+    *,
+    prefill_placement: PrefillPlacement | None = None,
+    group_placement: GroupPlacement | None = None,
+) -> Callable[[PolicyConfig], Bundle]:
+    """An order or a placement alone: everything else as in ``fcfs``."""
 
     def build(config: PolicyConfig) -> Bundle:
         packing, prediction = _static(config)
-        return _bundle(name, packing, make_order(prediction))
+        return Bundle(
+            name=name,
+            order=make_order(prediction),
+            packing=packing,
+            prefill_placement=prefill_placement or LeastQueuedTokens(),
+            group_placement=group_placement or LeastQueuedGroup(),
+            decode_placement=Freeness(),
+            long_prompt_tokens=config.long_prompt_tokens,
+        )
 
     return build
 
 
 def _medha(config: PolicyConfig) -> Bundle:
-    packing, prediction = _adaptive(config)
-    return _bundle("medha", packing, LeastRelativeSlack(prediction))
+    packing, prediction = _adaptive(config, efficient=False)
+    return Bundle(
+        name="medha",
+        order=LeastRelativeSlack(prediction),
+        packing=packing,
+        prefill_placement=LeastQueuedTokens(),
+        group_placement=LeastQueuedGroup(),
+        decode_placement=Freeness(),
+        long_prompt_tokens=config.long_prompt_tokens,
+    )
+
+
+def _pecsched(
+    name: str, *, preempts: bool = True, disaggregates: bool = True, colocates: bool = True
+) -> Callable[[PolicyConfig], Bundle]:
+    """PecSched, or an ablation of it (§6.4)."""
+
+    def build(config: PolicyConfig) -> Bundle:
+        packing, _ = _adaptive(config, efficient=True, exclusive=True)
+        long_tokens = config.long_prompt_tokens
+        return Bundle(
+            name=name,
+            order=ShortFirst(long_tokens, preempts),
+            packing=packing,
+            prefill_placement=ShortAroundLong(long_tokens, config.colocate_tokens, preempts),
+            group_placement=LeastQueuedGroup(),
+            decode_placement=Apart(long_tokens) if disaggregates else Freeness(),
+            long_prompt_tokens=long_tokens,
+            colocates=colocates,
+            interruption=ShortInterruptsLong(config.latency, long_tokens) if preempts else None,
+        )
+
+    return build
 
 
 def _pdmesh(config: PolicyConfig) -> Bundle:
-    packing, prediction = _adaptive(config)
-    bundle = _bundle("pdmesh", packing, GuardedShortestFirst(prediction, config.spare_slack))
-    return replace(bundle, interruption=ShortInterruptsLong(config.latency, config.long_prompt_tokens))
+    packing, prediction = _adaptive(config, efficient=True, exclusive=True)
+    long_tokens = config.long_prompt_tokens
+    return Bundle(
+        name="pdmesh",
+        order=GuardedShortestFirst(prediction, config.spare_slack, config.min_share),
+        packing=packing,
+        prefill_placement=ShortAroundLong(long_tokens, config.colocate_tokens, give_way=config.give_way),
+        group_placement=LeastQueuedGroup(),
+        decode_placement=Apart(long_tokens),
+        long_prompt_tokens=long_tokens,
+        interruption=ShortInterruptsLong(config.latency, long_tokens),
+    )
 
 
 BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
     {
-        "fcfs": _studied("fcfs", lambda prediction: Fcfs()),
-        "priority": _studied("priority", lambda prediction: ByPriority()),
+        "fcfs": _studied("fcfs", lambda _: Fcfs()),
+        "priority": _studied("priority", lambda _: ByPriority()),
         "sjf": _studied("sjf", ShortestFirst),
         "edf": _studied("edf", EarliestDeadline),
         "lrs": _studied("lrs", LeastSlack),
         "lars": _studied("lars", LeastRelativeSlack),
+        "short-first": _studied(
+            "short-first",
+            lambda prediction: ShortFirst(prediction.long_prompt_tokens, preempts=False),
+            group_placement=IdleGroup(),
+        ),
+        "reservation": _studied(
+            "reservation",
+            lambda prediction: FcfsOfEachKind(prediction.long_prompt_tokens),
+            prefill_placement=Reservation(),
+        ),
         "medha": _medha,
+        "pecsched": _pecsched("pecsched"),
+        "pecsched-no-preemption": _pecsched("pecsched-no-preemption", preempts=False),
+        "pecsched-no-disaggregation": _pecsched("pecsched-no-disaggregation", disaggregates=False),
+        "pecsched-no-colocation": _pecsched("pecsched-no-colocation", colocates=False),
         "pdmesh": _pdmesh,
     }
 )

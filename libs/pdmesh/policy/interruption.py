@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +22,9 @@ class StepInFlight:
 class Interruption(Protocol):
     """Which of the requests that are more urgent than all that an instance has in flight are worth an interruption."""
 
-    def may(self, request: Request, in_flight: Sequence[StepInFlight]) -> bool: ...
+    def max_prompt_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
+        """No prompt longer than this may interrupt these steps; 0 if none may."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +38,16 @@ class ShortInterruptsLong:
     latency: LatencyModel
     long_prompt_tokens: int
 
-    def may(self, request: Request, in_flight: Sequence[StepInFlight]) -> bool:
-        if request.num_prompt_tokens >= self.long_prompt_tokens:
-            return False
+    def max_prompt_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
         if any(step.shape.num_decodes for step in in_flight):
-            return False
-        if not any(self._is_long(other) for step in in_flight for other in step.requests):
-            return False
-        alone = StepShape((ChunkShape(request.num_prompt_tokens, 0),), 0, 0)
+            return 0
+        longest = max((request.num_prompt_tokens for step in in_flight for request in step.requests), default=0)
+        if longest < self.long_prompt_tokens:
+            return 0
         wait_s = sum(self.latency.step_s(step.shape) for step in in_flight)
-        return wait_s > self.latency.step_s(alone)
+        if self._alone_s(self.long_prompt_tokens - 1) < wait_s:
+            return self.long_prompt_tokens - 1
+        return bisect_left(range(1, self.long_prompt_tokens), wait_s, key=self._alone_s)
 
-    def _is_long(self, request: Request) -> bool:
-        return request.num_prompt_tokens >= self.long_prompt_tokens
+    def _alone_s(self, num_tokens: int) -> float:
+        return self.latency.step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))

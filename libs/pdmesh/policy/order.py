@@ -26,15 +26,25 @@ class _ByPlace:
 class Fcfs(_ByPlace):
     """First come, first served: the core's own tie-break, by arrival and then by id, is the whole order."""
 
-    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
         return Rank()
+
+
+@dataclass(frozen=True)
+class FcfsOfEachKind(_ByPlace):
+    """First come, first served, where neither short nor long prompts wait behind the other kind."""
+
+    long_prompt_tokens: int
+
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        return Rank(lane=float(request.num_prompt_tokens >= self.long_prompt_tokens))
 
 
 @dataclass(frozen=True)
 class ByPriority(_ByPlace):
     """The request's own priority, lower first, as in vLLM."""
 
-    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
         return Rank(request.priority)
 
 
@@ -44,7 +54,7 @@ class ShortestFirst(_ByPlace):
 
     prediction: Prediction
 
-    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
         return Rank(_rounded(self.prediction.remaining_s(request, num_done_tokens)))
 
 
@@ -54,7 +64,7 @@ class EarliestDeadline(_ByPlace):
 
     prediction: Prediction
 
-    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
         return Rank(_rounded(self.prediction.due_s(request)))
 
 
@@ -64,7 +74,7 @@ class LeastSlack(_ByPlace):
 
     prediction: Prediction
 
-    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
         return Rank(_rounded(_latest_start_s(self.prediction, request, num_done_tokens)))
 
 
@@ -77,12 +87,30 @@ class LeastRelativeSlack:
 
     prediction: Prediction
 
-    def rank(self, request: Request, num_done_tokens: int) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
         latest_s = _rounded(_latest_start_s(self.prediction, request, num_done_tokens))
         return Rank(latest_s, _work_class_s(self.prediction.work_s(request)), latest_s)
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         return [(round((latest_s - now_s) / work_s, 9),) for _, work_s, latest_s in ranks]
+
+
+@dataclass(frozen=True)
+class ShortFirst(_ByPlace):
+    """Short prompts before long ones, each kind first come, first served. Long ones can starve.
+
+    This is PecSched's preemption (§5.1), and its baseline "priority". Without ``preempts`` a long prompt that has been
+    placed is not passed over any more (its ablation /PE).
+    """
+
+    long_prompt_tokens: int
+    preempts: bool = True
+
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        if request.num_prompt_tokens < self.long_prompt_tokens:
+            return Rank(1.0, 1.0)
+        place = 0.0 if placed_s is not None and not self.preempts else 2.0
+        return Rank(place, place)
 
 
 @dataclass(frozen=True)
@@ -97,18 +125,26 @@ class GuardedShortestFirst:
     urgent, and the order is that of LARS: relative slack falls without bound while a request waits, so none starves.
     Requests of equal work are one lane: it is as urgent as the most urgent of them, and inside it they come by
     deadline, so that equals do not take turns and all end late, as under strict LARS.
+
+    A long prompt with a target of its own gets what it needs to keep it. Any other is due so that it gets at least
+    ``min_share`` of an instance's time, from when the instance took it; so is one that was too late by then. What it
+    waited before was for other long ones: it is no debt of the short ones, who would else all be late together with it.
     """
 
     prediction: Prediction
     spare_slack: float
+    min_share: float
 
-    def rank(self, request: Request, num_done_tokens: int) -> Rank:
-        work_s = self.prediction.work_s(request)
-        return Rank(
-            _rounded(self.prediction.due_s(request)),
-            _work_class_s(work_s),
-            _latest_start_s(self.prediction, request, num_done_tokens),
-        )
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        prediction = self.prediction
+        work_s, due_s = prediction.work_s(request), prediction.due_s(request)
+        since_s = request.arrival_s if placed_s is None else placed_s
+        if prediction.is_long(request):
+            can_keep_own = prediction.has_target(request) and due_s - since_s >= (1 + self.spare_slack) * work_s
+            if not can_keep_own:
+                due_s = since_s + prediction.slo_ttft_s + work_s / self.min_share
+        latest_s = due_s - prediction.remaining_s(request, num_done_tokens)
+        return Rank(_rounded(due_s), _work_class_s(work_s), latest_s)
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         starts_s: dict[float, float] = {}  # of the most urgent in each lane

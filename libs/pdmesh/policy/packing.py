@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdmesh.model import Request, Role
+from pdmesh.model import Request
 from pdmesh.policy.base import Draft, InstanceView
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
@@ -12,19 +13,33 @@ from pdmesh.policy.prediction import Prediction
 #: Adaptive chunks are multiples of this, but for a prompt's last. A step with no chunk yet takes one in any case.
 CHUNK_UNIT_TOKENS = 32
 
+#: A step with nothing in it.
+NOTHING = StepShape((), 0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class StaticChunks:
     """Steps of at most ``chunk_tokens`` prompt tokens, filled in order; a prompt is cut where the step is full."""
 
     chunk_tokens: int
+    group_chunk_tokens: int  # of a prompt that a group computes; such a chunk has its step to itself
 
     def num_tokens(self, instance: InstanceView, draft: Draft, request: Request, start: int) -> int:
         return min(request.num_prompt_tokens - start, self.chunk_tokens - draft.num_tokens)
 
+    def group_chunk(
+        self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
+    ) -> tuple[int, float]:
+        if any(draft.chunks for draft in drafts):
+            return 0, 0.0
+        return min(request.num_prompt_tokens - start, self.group_chunk_tokens), 0.0
+
     def chunk_alone(self, start: int, num_left: int) -> int:
         """The chunk of a prompt that has steps to itself."""
         return min(num_left, self.chunk_tokens)
+
+    def group_chunk_alone(self, start: int, num_left: int) -> int:
+        return min(num_left, self.group_chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +73,64 @@ class AdaptiveChunks:
     Chunks shrink as the tokens before them grow. A step has at most one long prompt. A long prompt with slack leaves
     up to ``max_shared`` of the step to others, if there are any (*space sharing*). A step with no chunk yet takes one
     unit whatever the time, so that a prompt goes on beside any number of decodes.
+
+    Beside decodes the budget is the smallest TPOT target of them, ``slo_tpot_s`` for those without one.
     """
 
     sizer: ChunkSizer
+    group_sizer: ChunkSizer
     prediction: Prediction
     prefill_step_s: float
-    mixed_step_s: float
-    long_prompt_tokens: int
+    group_step_s: float
+    slo_tpot_s: float
     max_shared: float
+    exclusive: bool = False  # a long prompt's chunk has its step to itself
 
     def num_tokens(self, instance: InstanceView, draft: Draft, request: Request, start: int) -> int:
-        is_long = request.num_prompt_tokens >= self.long_prompt_tokens
-        if is_long and draft.longest_prompt_tokens >= self.long_prompt_tokens:
+        if self._excludes(draft, request):
             return 0
-        decodes = instance.role is not Role.PREFILL or instance.num_decoding > 0
-        budget_s = self.mixed_step_s if decodes else self.prefill_step_s
-        if is_long and draft.shared:
+        budget_s = self._budget_s(instance, draft, request, start, self.prefill_step_s) - draft.group_s
+        num_left = request.num_prompt_tokens - start
+        num_tokens = self.sizer.largest(_beside(instance, draft), start, num_left, budget_s)
+        return num_tokens if num_tokens or draft.chunks else min(num_left, CHUNK_UNIT_TOKENS)
+
+    def group_chunk(
+        self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
+    ) -> tuple[int, float]:
+        if any(self._excludes(draft, request) for draft in drafts):
+            return 0, 0.0
+        budget_s = min(
+            self._budget_s(view, draft, request, start, self.group_step_s)
+            - self.sizer.model.step_s(_beside(view, draft))
+            for view, draft in zip(members, drafts, strict=True)
+        )
+        num_left = request.num_prompt_tokens - start
+        num_tokens = self.group_sizer.largest(NOTHING, start, num_left, budget_s)
+        if not num_tokens and not any(draft.chunks for draft in drafts):
+            num_tokens = min(num_left, CHUNK_UNIT_TOKENS * len(members))
+        shape = StepShape((ChunkShape(num_tokens, start),), 0, 0)
+        return num_tokens, self.group_sizer.model.step_s(shape)
+
+    def _excludes(self, draft: Draft, request: Request) -> bool:
+        if not draft.chunks:
+            return False
+        is_long, has_long = self.prediction.is_long(request), self._has_long(draft)
+        return (has_long and (is_long or self.exclusive)) or (is_long and self.exclusive)
+
+    def _has_long(self, draft: Draft) -> bool:
+        return draft.longest_prompt_tokens >= self.prediction.long_prompt_tokens
+
+    def _budget_s(
+        self, instance: InstanceView, draft: Draft, request: Request, start: int, prefill_step_s: float
+    ) -> float:
+        budget_s = prefill_step_s
+        if instance.num_decoding:
+            budget_s = min(self.slo_tpot_s if slo_s is None else slo_s for slo_s in instance.slo_tpots_s)
+        if draft.shared and self.prediction.is_long(request):
             slack = self.prediction.relative_slack(request, start, draft.now_s)
             budget_s *= 1 - min(self.max_shared, max(0.0, slack))
-        beside = StepShape(tuple(draft.shapes), instance.num_decoding, instance.num_resident_tokens)
-        num_left = request.num_prompt_tokens - start
-        num_tokens = self.sizer.largest(beside, start, num_left, budget_s)
-        return num_tokens if num_tokens or draft.chunks else min(num_left, CHUNK_UNIT_TOKENS)
+        return budget_s
+
+
+def _beside(instance: InstanceView, draft: Draft) -> StepShape:
+    return StepShape(tuple(draft.shapes), instance.num_decoding, instance.num_resident_tokens)

@@ -61,19 +61,34 @@ class Prediction:
     remaining: RemainingTime
     slo_ttft_s: float
     slo_ttft_stretch: float
+    long_prompt_tokens: int
+    group_remaining: RemainingTime | None = None  # of long prompts, where groups of instances compute them
+
+    def is_long(self, request: Request) -> bool:
+        return request.num_prompt_tokens >= self.long_prompt_tokens
 
     def work_s(self, request: Request) -> float:
         """Of its whole prompt."""
-        return self.remaining.total_s(request.num_prompt_tokens)
+        return self._table(request).total_s(request.num_prompt_tokens)
 
     def remaining_s(self, request: Request, num_done_tokens: int) -> float:
-        return self.remaining.remaining_s(request.num_prompt_tokens, num_done_tokens)
+        return self._table(request).remaining_s(request.num_prompt_tokens, num_done_tokens)
+
+    def _table(self, request: Request) -> RemainingTime:
+        if self.group_remaining is not None and self.is_long(request):
+            return self.group_remaining
+        return self.remaining
 
     def due_s(self, request: Request) -> float:
         """When its first token is due."""
-        if request.slo_ttft_s is not None and 0 < request.slo_ttft_s < inf:
+        if request.slo_ttft_s is not None and self.has_target(request):
             return request.arrival_s + request.slo_ttft_s
         return request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)
+
+    @staticmethod
+    def has_target(request: Request) -> bool:
+        """Whether it has one of its own."""
+        return request.slo_ttft_s is not None and 0 < request.slo_ttft_s < inf
 
     def relative_slack(self, request: Request, num_done_tokens: int, now_s: float) -> float:
         """(time to the deadline - work left) / all its work."""

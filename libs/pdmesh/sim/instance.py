@@ -4,6 +4,9 @@ It runs the next plan if there is one, else a decode step over its residents. Co
 appointment. When a plan or a resident comes in between, it is cut short to the end of the step that is then running, so
 the result is the same as step by step.
 
+An urgent plan runs when a planned step that is running comes to the end of its layer; all layers take equally long.
+What is left of the interrupted step is computed after it.
+
 KV moves layer by layer. A chunk's KV may move from the moment its step begins, except the last layer's, which may when
 the step has ended; so a transfer never lands before its prompt is computed.
 """
@@ -15,8 +18,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from heapq import heappop, heappush
+from math import ceil
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -40,7 +43,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.state import RequestKey
-from pdmesh.model import ChunkDone, ChunkPlan, FinishReason, InstanceId, InstanceProfile, StepPlan
+from pdmesh.model import ChunkDone, ChunkPlan, FinishReason, GroupChunk, InstanceId, InstanceProfile, StepPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.links import Links
@@ -61,6 +64,20 @@ class _Prefill:
     num_unsent_bytes: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A planned step that is running, or was interrupted."""
+
+    plan: StepPlan
+    num_decodes: int
+    started_s: float
+    duration_s: float
+    end_s: float
+    end: Appointment | None = None  # of a group's step: not its own
+    interruption: Appointment | None = None
+    nested_s: float = 0.0  # of the urgent steps that ran inside it
+
+
 class SimInstance:
     """``report`` takes events for the scheduler; ``want_turn`` asks to `begin` after all else of this instant."""
 
@@ -68,6 +85,7 @@ class SimInstance:
         self,
         profile: InstanceProfile,
         model: LatencyModel,
+        group_model: LatencyModel,
         *,
         agenda: Agenda,
         links: Links,
@@ -75,6 +93,7 @@ class SimInstance:
         report: Callable[[Event], None],
         land: Callable[[InstanceId, RequestKey, float], None],
         want_turn: Callable[[InstanceId], None],
+        meet: Callable[[GroupChunk], None],
         max_decode_steps: int,
     ) -> None:
         self.profile = profile
@@ -84,12 +103,14 @@ class SimInstance:
         self._token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
         self._last_layer_share = 1 / layout.num_layers
         self._model = model
+        self._group_model = group_model
         self._agenda = agenda
         self._links = links
         self._runs = runs
         self._report = report
         self._land = land
         self._want_turn = want_turn
+        self._meet = meet
         self._max_decode_steps = max_decode_steps
         self._plans: deque[StepPlan] = deque()
         self._blocks: dict[RequestKey, int] = {}
@@ -104,6 +125,8 @@ class SimInstance:
         self._joined_at: dict[RequestKey, int] = {}
         self._num_turns = 0
         self._busy = False
+        self._step: _Step | None = None
+        self._interrupted: _Step | None = None
         self._decode_run: list[float] = []  # when each step of the running decode run ends
         self._run_started_s = 0.0
         self._end_of_run: Appointment | None = None
@@ -114,16 +137,23 @@ class SimInstance:
         match command:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
+                self._hold(key, command.num_blocks)
+                if command.members and command.members[0] != self.instance_id:
+                    return  # the leader has the books of it
                 run = self._runs[key]
                 run.prefill_id, run.placed_s = self.instance_id, self._agenda.now_s
-                self._hold(key, command.num_blocks)
+                run.num_shards = max(1, len(command.members))
                 self._prefills[key] = _Prefill(run, command.decode_instance_id)
             case PlaceDecode():
                 key = (command.request_id, command.epoch)
                 self._hold(key, command.num_blocks)
                 self._report(DecodeReserved(self.instance_id, *key))
             case RunStep():
-                self._plans.append(command.plan)
+                if command.plan.urgent:
+                    self._plans.appendleft(command.plan)
+                    self._plan_interruption()
+                else:
+                    self._plans.append(command.plan)
                 self._stir()
             case GrantTransfer():
                 self._grant((command.request_id, command.epoch))
@@ -168,7 +198,10 @@ class SimInstance:
             return
         self._seat()
         if self._plans:
-            self._begin_step(self._plans.popleft())
+            if (group := self._plans[0].group) is not None:
+                self._meet(group)
+            else:
+                self._begin_step(self._plans.popleft())
         elif self._residents:
             self._begin_decodes()
 
@@ -178,24 +211,80 @@ class SimInstance:
         for run in self._joining:
             key = (run.request.request_id, run.request.epoch)
             self._joined_at[key] = num_steps
-            self._num_context_tokens += run.request.num_prompt_tokens + 1
+            self._num_context_tokens += _num_context_tokens(run) + 1
             heappush(self._residents, (num_steps + run.num_output_tokens - 1, self._num_joined, run))
             self._num_joined += 1
         self._joining.clear()
 
     def _begin_step(self, plan: StepPlan) -> None:
+        step = self._start(plan)
+        step.end = self._agenda.at(step.end_s, self._end_step)
+
+    def is_at(self, group: GroupChunk) -> bool:
+        """Whether the instance is idle, and the group's chunk next."""
+        return not self._busy and bool(self._plans) and self._plans[0].group == group
+
+    def start_group_step(self) -> float:
+        """All members are there. When this one is done; the caller ends the step, when all are."""
+        return self._start(self._plans.popleft()).end_s
+
+    def end_group_step(self) -> None:
+        self._end_step()
+
+    def _start(self, plan: StepPlan) -> _Step:
         self._busy = True
-        self._num_turns += 1
-        shapes = tuple([self._begin_chunk(chunk) for chunk in plan.chunks])
+        if self._interrupted is None:
+            self._num_turns += 1
+        shapes: list[ChunkShape] = []
+        shared_s = 0.0
+        for chunk in plan.chunks:
+            shape = self._begin_chunk(chunk)
+            if plan.group is not None and chunk.request_id == plan.group.request_id:
+                shared_s = self._group_model.step_s(StepShape((shape,), 0, 0))
+            else:
+                shapes.append(shape)
         num_decodes = len(self._residents) if plan.with_decodes else 0
         num_context_tokens = self._num_context_tokens if num_decodes else 0
-        started_s = self._agenda.now_s
-        end_s = started_s + self._model.step_s(StepShape(shapes, num_decodes, num_context_tokens))
-        self._agenda.at(end_s, partial(self._end_step, plan, num_decodes, started_s))
+        own_s = self._model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
+        now_s, duration_s = self._agenda.now_s, shared_s + own_s
+        step = self._step = _Step(plan, num_decodes, now_s, duration_s, now_s + duration_s)
+        return step
+
+    def _plan_interruption(self) -> None:
+        """At the end of the layer that is being computed, if it is not the last one."""
+        step, now_s = self._step, self._agenda.now_s
+        if step is None or step.plan.urgent or step.plan.group is not None:
+            return
+        num_layers = self.profile.kv_layout.num_layers
+        layer_s = step.duration_s / num_layers
+        num_done = ceil((now_s - step.started_s - step.nested_s) / layer_s - 1e-9)
+        if num_done < num_layers:
+            at_s = max(now_s, step.started_s + step.nested_s + num_done * layer_s)
+            step.interruption = self._agenda.at(at_s, self._interrupt)
+
+    def _interrupt(self) -> None:
+        """Run the urgent plan now; what is left of the running step comes after it."""
+        step = self._interrupted = self._step
+        assert step is not None
+        assert step.end is not None
+        step.end.cancel()
+        for chunk in step.plan.chunks:
+            self._prefills[chunk.request_id, chunk.epoch].run.num_preemptions += 1
+        self._begin_step(self._plans.popleft())
+
+    def _resume(self, step: _Step, nested_s: float) -> None:
+        self._busy = True
+        self._step, self._interrupted = step, None
+        step.nested_s += nested_s
+        step.end_s += nested_s
+        step.end = self._agenda.at(max(step.end_s, self._agenda.now_s), self._end_step)
 
     def _begin_chunk(self, chunk: ChunkPlan) -> ChunkShape:
         key = (chunk.request_id, chunk.epoch)
-        prefill = self._prefills[key]
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            assert key in self._blocks, f"{key}: a chunk of a request that is not here"
+            return ChunkShape(chunk.num_tokens, chunk.start)  # a group's, led by another
         assert chunk.start == prefill.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
         if prefill.last_turn is None:
             prefill.run.started_s = self._agenda.now_s
@@ -207,26 +296,35 @@ class SimInstance:
         self._move(key, prefill, chunk.num_tokens * self._token_bytes * (1 - self._last_layer_share))
         return ChunkShape(chunk.num_tokens, chunk.start)
 
-    def _end_step(self, plan: StepPlan, num_decodes: int, started_s: float) -> None:
-        now_s = self._agenda.now_s
+    def _end_step(self) -> None:
+        step, now_s = self._step, self._agenda.now_s
+        assert step is not None
+        plan, num_decodes = step.plan, step.num_decodes
         self._busy = False
-        self.steps.append(StepSpan(started_s, now_s, plan.chunks, num_decodes))
+        self._step = None
+        duration_s = now_s - step.started_s - step.nested_s
+        self.steps.append(StepSpan(step.started_s, now_s, plan.chunks, num_decodes, nested_s=step.nested_s))
         done = tuple(
             [
                 ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
                 for c in plan.chunks
             ]
         )
-        self._report(StepDone(self.instance_id, plan.plan_id, now_s - started_s, done, num_decodes))
+        self._report(StepDone(self.instance_id, plan.plan_id, duration_s, done, num_decodes))
         for chunk in plan.chunks:
             self._end_chunk(chunk)
         if num_decodes:
             self._decoded([now_s], num_decodes)
-        self._want_turn(self.instance_id)
+        if self._interrupted is not None:
+            self._resume(self._interrupted, now_s - step.started_s)
+        else:
+            self._want_turn(self.instance_id)
 
     def _end_chunk(self, chunk: ChunkPlan) -> None:
         key = (chunk.request_id, chunk.epoch)
-        prefill = self._prefills[key]
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            return  # a group's, led by another
         prefill.num_computed_tokens += chunk.num_tokens
         if chunk.is_last:
             prefill.computed_s = self._agenda.now_s
@@ -280,7 +378,7 @@ class SimInstance:
         self._num_context_tokens += num_decodes * len(ends_s)
         while self._residents and self._residents[0][0] <= len(self._decode_ends_s):
             _, _, run = heappop(self._residents)
-            self._num_context_tokens -= run.request.num_prompt_tokens + run.num_output_tokens
+            self._num_context_tokens -= _num_context_tokens(run) + run.num_output_tokens
             joined_at = self._joined_at.pop((run.request.request_id, run.request.epoch))
             run.token_times_s = array("d", [run.token_times_s[0], *self._decode_ends_s[joined_at:]])
             self._finish(run)
@@ -346,3 +444,8 @@ class SimInstance:
 
     def _num_kv_bytes(self, run: RequestRun) -> int:
         return round(run.request.num_prompt_tokens * self._token_bytes)
+
+
+def _num_context_tokens(run: RequestRun) -> int:
+    """Of its prompt, that a decode step of its instance reads: the other members of a group read theirs meanwhile."""
+    return -(-run.request.num_prompt_tokens // run.num_shards)

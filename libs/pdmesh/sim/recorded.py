@@ -88,11 +88,9 @@ class _Tracks:
     profile: InstanceProfile
     plans: dict[int, tuple[float, StepPlan]] = field(default_factory=dict[int, tuple[float, StepPlan]])  # in flight
     spans: list[StepSpan] = field(default_factory=list[StepSpan])
-
-    @property
-    def idle_s(self) -> float:
-        """When its last planned step had ended."""
-        return self.spans[-1].end_s if self.spans else 0.0
+    urgent: list[StepSpan] = field(default_factory=list[StepSpan])  # inside or before a step that has not ended
+    idle_s: float = 0.0  # when its last regular step had ended
+    num_turns: int = 0  # urgent steps have the turn of the one they interrupted
 
 
 class _Recorder:
@@ -156,7 +154,7 @@ class _Recorder:
                     run.placed_s = now_s if run.placed_s is None else run.placed_s
             case GrantTransfer():
                 tracked = self._requests.get(command.request_id)
-                if tracked is not None and tracked.run.granted_s is None:
+                if tracked is not None and tracked.run.granted_s is None:  # granted again after a pause
                     tracked.run.granted_s = now_s
             case ForgetRequest():
                 if tracked := self._requests.get(command.request_id):
@@ -173,23 +171,52 @@ class _Recorder:
         done = {(chunk.request_id, chunk.epoch) for chunk in event.chunks if chunk.num_tokens}
         chunks = tuple(chunk for chunk in plan.chunks if (chunk.request_id, chunk.epoch) in done)
         step = RecordedStep(event.instance_id, planned_s, now_s, event.duration_s, chunks, event.num_decodes)
-        start_s = max(tracks.idle_s, now_s - max(0.0, event.duration_s))
-        tracks.spans.append(StepSpan(start_s, now_s, chunks, event.num_decodes))
+        start_s, nested_s = now_s - max(0.0, event.duration_s), 0.0
+        nested: list[StepSpan] = []
+        if not plan.urgent:
+            while tracks.urgent and tracks.urgent[-1].end_s > start_s + 1e-9:
+                nested.append(tracks.urgent.pop())
+                nested_s += nested[-1].duration_s
+                start_s -= nested[-1].duration_s
+            start_s = max(tracks.idle_s, start_s)
+        span = StepSpan(start_s, now_s, chunks, event.num_decodes, nested_s=nested_s)
+        tracks.spans.append(span)
         self._steps.append(step)
         for chunk in chunks:
             if tracked := self._requests.get(chunk.request_id):
-                self._chunk_done(tracked, chunk, start_s, now_s, turn=len(tracks.spans))
+                if tracked.run.started_s is None:
+                    tracked.run.started_s = start_s
+                if chunk.is_last and tracked.first_token_s is None:
+                    tracked.first_token_s = now_s
+        if plan.urgent:
+            tracks.urgent.append(span)
+        else:
+            tracks.idle_s = now_s
+            self._count_urgent_turns(tracks)
+            self._count_turn(tracks, span, *nested)
+            for tracked in self._of(span):
+                tracked.run.num_preemptions += len(nested)
 
-    def _chunk_done(self, tracked: _Tracked, chunk: ChunkPlan, start_s: float, now_s: float, *, turn: int) -> None:
-        run = tracked.run
-        if run.started_s is None:
-            run.started_s = start_s
-        run.num_preemptions += tracked.last_turn is not None and turn - tracked.last_turn > 1
-        tracked.last_turn = turn
-        if chunk.is_last and tracked.first_token_s is None:
-            tracked.first_token_s = now_s
+    def _count_urgent_turns(self, tracks: _Tracks) -> None:
+        """Those that found nothing to interrupt."""
+        for span in tracks.urgent:
+            self._count_turn(tracks, span)
+        tracks.urgent.clear()
+
+    def _count_turn(self, tracks: _Tracks, *spans: StepSpan) -> None:
+        """A running prompt that was not in the turn before was preempted."""
+        tracks.num_turns += 1
+        for tracked in (tracked for span in spans for tracked in self._of(span)):
+            tracked.run.num_preemptions += tracked.last_turn is not None and tracks.num_turns - tracked.last_turn > 1
+            tracked.last_turn = tracks.num_turns
+
+    def _of(self, span: StepSpan) -> list[_Tracked]:
+        found = (self._requests.get(chunk.request_id) for chunk in span.chunks)
+        return [tracked for tracked in found if tracked is not None]
 
     def run(self) -> RecordedRun:
+        for tracks in self._instances.values():
+            self._count_urgent_turns(tracks)
         left_out = Counter[str]()
         runs: list[RequestRun] = []
         for tracked in self._requests.values():

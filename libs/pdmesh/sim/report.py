@@ -63,7 +63,7 @@ def report(result: SimResult, *, long_tokens: int, slo: Slo) -> SimReport:
     start_s = min((run.request.arrival_s for run in runs), default=0.0)
     makespan_s = _end_s(runs, start_s) - start_s
     num_tokens = sum(len(run.token_times_s) for run in runs)
-    busy_s = sum(step.end_s - step.start_s for instance in result.instances for step in instance.steps)
+    busy_s = sum(step.duration_s for instance in result.instances for step in instance.steps)
     instances_s = makespan_s * len(result.instances)
     return SimReport(
         short=_group([run for run in runs if run.request.num_prompt_tokens < long_tokens], start_s, slo),

@@ -12,13 +12,21 @@ from pdmesh.model import ChunkPlan, InstanceId, Request, Role
 
 @dataclass(slots=True)
 class StepSpan:
-    """One planned step, or consecutive decode steps over the same number of residents."""
+    """One planned step, or consecutive decode steps over the same number of residents.
+
+    An urgent step lies inside the span of the one that it interrupted.
+    """
 
     start_s: float
     end_s: float
     chunks: tuple[ChunkPlan, ...]
     num_decodes: int
     num_steps: int = 1
+    nested_s: float = 0.0  # of urgent steps inside
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s - self.nested_s
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +35,7 @@ class RequestRun:
 
     request: Request
     num_output_tokens: int
+    num_shards: int = 1  # instances that computed it together, and hold its KV
     outcome: Outcome | None = None
     placed_s: float | None = None
     started_s: float | None = None

@@ -7,7 +7,7 @@ the requests that decoded at the same time.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -38,8 +38,35 @@ class _Stay:
 
 def fitted_model(run: RecordedRun) -> LinearLatencyModel:
     """The latency model of the run's instances, time between two steps included. Raises ValueError without a step."""
-    model = fit(measured_steps(run))
+    samples = measured_steps(run)
+    model = _in_sum(fit(samples), samples)
     return replace(model, a_s=model.a_s + step_overhead_s(run))
+
+
+def _in_sum(model: LinearLatencyModel, samples: Sequence[Sample]) -> LinearLatencyModel:
+    """Scaled so that all steps together take as long as they did: the least relative error of noisy times lies below
+    them, and in a queue the sum is what counts. Decode steps first, then the chunks beside them.
+    """
+    alone = [(shape, seconds) for shape, seconds in samples if not shape.chunks]
+    decode_factor = _over(sum(seconds for _, seconds in alone), sum(model.step_s(shape) for shape, _ in alone))
+    model = replace(
+        model,
+        decode_a_s=model.decode_a_s * decode_factor,
+        decode_s=model.decode_s * decode_factor,
+        decode_context_s=model.decode_context_s * decode_factor,
+    )
+    chunked = [(shape, seconds) for shape, seconds in samples if shape.chunks]
+    decodes_only = replace(model, a_s=0.0, b_s=0.0, c_s=0.0, d_s=0.0)
+    beside_s = sum(decodes_only.step_s(shape) for shape, _ in chunked)
+    chunks_s = sum(model.step_s(shape) for shape, _ in chunked) - beside_s
+    factor = _over(sum(seconds for _, seconds in chunked) - beside_s, chunks_s)
+    return replace(
+        model, a_s=model.a_s * factor, b_s=model.b_s * factor, c_s=model.c_s * factor, d_s=model.d_s * factor
+    )
+
+
+def _over(measured_s: float, predicted_s: float) -> float:
+    return measured_s / predicted_s if measured_s > 0 and predicted_s > 0 else 1.0
 
 
 def measured_steps(run: RecordedRun) -> list[Sample]:
@@ -98,7 +125,7 @@ def _shape(step: RecordedStep, stays: Sequence[_Stay]) -> StepShape:
 def _mean_decode_steps(stays: Sequence[_Stay], steps: Sequence[RecordedStep]) -> Iterator[Sample]:
     ends_s = [step.done_s for step in steps]
     for stay in stays:
-        planned = steps[bisect_right(ends_s, stay.from_s) : bisect_left(ends_s, stay.until_s)]
+        planned = steps[bisect_right(ends_s, stay.from_s) : bisect_right(ends_s, stay.until_s)]
         num_steps = stay.num_output_tokens - 1.0 - sum(step.num_decodes > 0 for step in planned)
         if stay.landed and any(other.from_s < stay.from_s < other.until_s for other in stays):
             num_steps += 0.5  # it waited for the step that was running, on average half of one

@@ -25,7 +25,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, Tick
 from pdmesh.core.state import RequestKey
-from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId
+from pdmesh.model import Epoch, GatewayId, GroupChunk, InstanceId, InstanceProfile, Request, RequestId
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.instance import SimInstance
@@ -63,7 +63,10 @@ class Simulator:
         instances: Sequence[tuple[InstanceProfile, LatencyModel]],
         arrivals: Iterable[Arrival],
         config: SimConfig | None = None,
+        *,
+        group_model: LatencyModel | None = None,
     ) -> None:
+        """``group_model`` is the time of a chunk that a group of instances computes, where they form groups."""
         self._config = config = config or SimConfig()
         self._core = core
         self._agenda = Agenda()
@@ -73,12 +76,14 @@ class Simulator:
             profile.instance_id: SimInstance(
                 profile,
                 model,
+                group_model or model,
                 agenda=self._agenda,
                 links=self._links,
                 runs=self._runs,
                 report=self._report,
                 land=self._land,
                 want_turn=self._want_turn,
+                meet=self._meet,
                 max_decode_steps=config.max_decode_steps,
             )
             for profile, model in instances
@@ -197,6 +202,18 @@ class Simulator:
 
     def _want_turn(self, instance_id: InstanceId) -> None:
         self._turns[instance_id] = None
+
+    def _meet(self, group: GroupChunk) -> None:
+        """A member came to a chunk of its group: the step begins when all have, and takes as long as the slowest."""
+        members = [self._instances[instance_id] for instance_id in group.members]
+        if all(member.is_at(group) for member in members):
+            end_s = max([member.start_group_step() for member in members])
+            self._agenda.at(end_s, partial(self._end_group_step, members))
+
+    @staticmethod
+    def _end_group_step(members: Sequence[SimInstance]) -> None:
+        for member in members:
+            member.end_group_step()
 
     # --- KV ---
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pdmesh.core.commands import AdmitPrefill
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested, Event, GatewayJoined, InstanceJoined, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
@@ -23,6 +24,7 @@ class PrefillRun:
 
     first_token_s: dict[RequestId, float]
     steps: list[tuple[RequestId, ...]]
+    placed_s: dict[RequestId, float] = field(default_factory=dict[RequestId, float])
 
 
 def run_prefills(
@@ -49,6 +51,8 @@ def run_prefills(
 
     def feed(event: Event) -> None:
         for command in core.handle(event, now_s):
+            if isinstance(command, AdmitPrefill):
+                run.placed_s[command.request_id] = now_s
             mesh.send(command)
         while instance.commands:
             instance.take_command()

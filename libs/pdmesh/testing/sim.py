@@ -37,11 +37,14 @@ def simulate(
     bundle: str = "fcfs",
     model: LatencyModel = BINARY_MODEL,
     chunk_tokens: int = 16,
+    policy: PolicyConfig | None = None,
     num_kv_tokens: int = 4096,
     max_num_seqs: int = 8,
     num_transfer_backends: int = 4,
     seed: int = 0,
     config: SimConfig | None = None,
+    group_size: int = 0,
+    group_model: LatencyModel | None = None,
 ) -> SimResult:
     """Serve ``arrivals`` on a tiny mesh."""
     mesh = MeshShape(
@@ -51,7 +54,8 @@ def simulate(
         kv_layout=TINY_LAYOUT,
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
+        group_size=group_size,
         num_transfer_backends=num_transfer_backends,
     )
-    core = study_core(bundle, PolicyConfig(chunk_tokens=chunk_tokens), seed)
-    return Simulator(core, mesh.instances(model), arrivals, config).run()
+    core = study_core(bundle, policy or PolicyConfig(chunk_tokens=chunk_tokens), seed)
+    return Simulator(core, mesh.instances(model), arrivals, config, group_model=group_model).run()

@@ -96,6 +96,7 @@ class Instance:
         self._metrics = metrics
         self._sequences = Sequences(pool, mover, on_released=self._released)
         self._plans: deque[StepPlan] = deque()
+        self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
         self._has_work = anyio.Event()
         self._admits = True
 
@@ -124,7 +125,12 @@ class Instance:
                 assert_never(message)
 
     def _queue(self, plan: StepPlan) -> None:
-        if len(self._plans) < MAX_QUEUED_PLANS:
+        if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS:
+            batch = self._batch(plan)
+            if batch is not None:
+                self._urgent.append(batch)
+                self._has_work.set()
+        elif len(self._plans) < MAX_QUEUED_PLANS:
             self._plans.append(plan)
             self._has_work.set()
         else:
@@ -245,22 +251,38 @@ class Instance:
     # --- steps -----------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """The next plan, or a decode step over the residents, or None: there is nothing to do."""
+        """An urgent plan, the next plan, a decode step over the residents, or None: there is nothing to do."""
+        urgent = self.take_urgent()
+        if urgent is not None:
+            return urgent
         while self._plans:
-            plan = self._plans.popleft()
-            chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
-            decodes = tuple(self._sequences.decoding) if plan.with_decodes else ()
-            batch = self._started(Batch(plan=plan, chunks=chunks, decodes=decodes))
-            if chunks or decodes:
+            batch = self._batch(self._plans.popleft())
+            if batch is not None:
                 return batch
-            self._report_step(batch, 0.0)
         if self._sequences.num_decoding:
             return self._started(Batch(plan=None, chunks=(), decodes=tuple(self._sequences.decoding)))
         return None
 
+    def take_urgent(self) -> Batch | None:
+        """The next urgent batch, to be executed at once. Any thread; cheap."""
+        try:
+            return self._urgent.popleft()
+        except IndexError:
+            return None
+
+    def _batch(self, plan: StepPlan) -> Batch | None:
+        """What is there to do of a plan; if that is nothing, it is done."""
+        chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
+        decodes = tuple([hold for hold in self._sequences.decoding if not hold.in_step]) if plan.with_decodes else ()
+        batch = self._started(Batch(plan=plan, chunks=chunks, decodes=decodes))
+        if chunks or decodes:
+            return batch
+        self._report_step(batch, 0.0)
+        return None
+
     async def wait_for_work(self) -> None:
         """Return when `next_batch` is worth another call."""
-        if not self._plans and not self._sequences.num_decoding:
+        if not self._plans and not self._urgent and not self._sequences.num_decoding:
             self._has_work = anyio.Event()
             await self._has_work.wait()
 
@@ -444,6 +466,9 @@ class Instance:
         A scheduler that we register with knows nothing of them; gateways start them again.
         """
         self._plans.clear()
+        while (batch := self.take_urgent()) is not None:
+            for chunk in batch.chunks:
+                self._sequences.step_ended(chunk.hold)
         for hold in self._sequences:
             if hold.stage is not Stage.DECODING:
                 self._sequences.release(hold)

@@ -1,40 +1,101 @@
-"""The step loop: the next plan if there is one, else a decode step over the residents, else wait."""
+"""The step loop: the next plan if there is one, else a decode step over the residents, else wait.
+
+An urgent plan that comes while a step with chunks is running is executed inside it, between two of its layers, and
+handed out at once. Steps of decodes alone are short, and are not interrupted.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
+import anyio
 import structlog
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pdmesh.engine.base import Engine, SliceResult
 from pdmesh.worker.batch import Batch
-from pdmesh.worker.instance import Instance
+from pdmesh.worker.instance import MAX_QUEUED_PLANS, Instance
 from pdmesh.worker.threads import EngineThread
 
 log = structlog.get_logger()
 
 
+class _Executed(NamedTuple):
+    batch: Batch
+    results: list[SliceResult]
+    duration_s: float  # without the urgent batches inside
+
+
+class _Executor:
+    """What runs on the engine's thread. ``on_inside`` is told there of each batch that ran inside another."""
+
+    def __init__(self, instance: Instance, engine: Engine, on_inside: Callable[[_Executed], object]) -> None:
+        self.broken: list[Batch] = []  # batches that ended with the engine's failure
+        self._instance = instance
+        self._engine = engine
+        self._on_inside = on_inside
+        self._block_size = engine.kv.layout.block_size
+
+    def execute(self, batch: Batch, *, inside: bool = False) -> _Executed:
+        send = batch.on_layer(self._block_size)
+        nested_s = 0.0
+
+        def layer_done(layer: int) -> None:
+            nonlocal nested_s
+            if send is not None:
+                send(layer)
+            urgent = self._instance.take_urgent()
+            if urgent is not None:
+                began_s = time.perf_counter()
+                self._on_inside(self.execute(urgent, inside=True))
+                nested_s += time.perf_counter() - began_s
+
+        started_s = time.perf_counter()
+        on_layer = layer_done if batch.chunks and not inside else send
+        try:
+            results = self._engine.execute(batch.slices, on_layer=on_layer)
+        except Exception:
+            self.broken.append(batch)
+            raise
+        return _Executed(batch, results, time.perf_counter() - started_s - nested_s)
+
+
 async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) -> Exception:
-    """Execute batches until cancelled. If the engine breaks, end the batch's requests and return its error.
+    """Execute batches until cancelled. If the engine breaks, end the requests of its batches and return its error.
 
     While a step runs on the engine's thread, the event loop serves the links.
     """
-    block_size = engine.kv.layout.block_size
+    # anyio has no call from a thread that does not wait for its result.
+    call_soon = asyncio.get_running_loop().call_soon_threadsafe
+    done_inside, inside = anyio.create_memory_object_stream[_Executed](MAX_QUEUED_PLANS)
+    executor = _Executor(instance, engine, lambda executed: call_soon(partial(done_inside.send_nowait, executed)))
+    async with done_inside, inside, anyio.create_task_group() as tasks:
+        tasks.start_soon(_hand_out, instance, inside)
+        failure = await _run_batches(instance, executor, thread)
+        tasks.cancel_scope.cancel()
+    return failure
 
-    def execute(batch: Batch) -> tuple[list[SliceResult], float]:
-        started_s = time.perf_counter()
-        results = engine.execute(batch.slices, on_layer=batch.on_layer(block_size))
-        return results, time.perf_counter() - started_s
 
+async def _run_batches(instance: Instance, executor: _Executor, thread: EngineThread) -> Exception:
     while True:
         batch = instance.next_batch()
         if batch is None:
             await instance.wait_for_work()
             continue
         try:
-            results, duration_s = await thread.run(lambda batch=batch: execute(batch))  # type: ignore[misc]
+            executed = await thread.run(partial(executor.execute, batch))
         except Exception as error:
             log.exception("the engine failed")
-            instance.fail_batch(batch, error)
+            for broken in executor.broken:
+                instance.fail_batch(broken, error)
             return error
-        instance.finish_batch(batch, results, duration_s)
+        instance.finish_batch(*executed)
+
+
+async def _hand_out(instance: Instance, inside: MemoryObjectReceiveStream[_Executed]) -> None:
+    async for executed in inside:
+        instance.finish_batch(*executed)

@@ -55,15 +55,16 @@ def number(
         raise invalid(name, f"`{name}` must be at most {high:g}, got {_show(value)}.")
 
 
-def target_s(name: str, value: float | str | None) -> float | None:
+def target_s(name: str, given: float | str | None) -> float | None:
     """A target in milliseconds, from a field or a header, as seconds. Raises RequestRejected that names it."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise invalid(name, f"`{name}` must be a number of milliseconds, got {value[:40]!r}.") from None
-    number(name, value, above=0, high=MAX_TARGET_MS)
-    return None if value is None else value / 1e3
+    if given is None:
+        return None
+    try:
+        target_ms = float(given)
+    except ValueError:
+        raise invalid(name, f"`{name}` must be a number of milliseconds, got {str(given)[:40]!r}.") from None
+    number(name, target_ms, above=0, high=MAX_TARGET_MS)
+    return target_ms / 1e3
 
 
 def invalid(name: str, message: str) -> RequestRejected:

@@ -31,17 +31,29 @@ struct Cache {
     float scale;
 };
 
-// Query rows first_row ... of one key-value head of one sequence's chunk; row r is token r / group, head r % group.
+// Query rows first_row ... of one sequence's chunk, for num_heads_here key-value heads from `head` on; of one of them, row r
+// is token r / group, head r % group.
 struct Task {
     const int64_t* table;
     int start;  // position of the chunk's first token
     int first_row, num_rows;
-    int head;
+    int head, num_heads_here;
     const bf16* query;  // of the chunk's first token and the head's first query head
     int64_t query_stride;
     bf16* output;
     float* lse;  // or null
     int64_t num_heads;
+
+    // The same rows for one of its heads.
+    Task of(const Cache& cache, int number) const {
+        Task one = *this;
+        one.head += number;
+        one.num_heads_here = 1;
+        one.query += number * cache.group * cache.head_dim;
+        one.output += number * cache.group * cache.head_dim;
+        if (lse != nullptr) one.lse += number * cache.group;
+        return one;
+    }
 
     // Keys that its last row sees.
     int end(const Cache& cache) const { return start + (first_row + num_rows - 1) / cache.group + 1; }
@@ -60,7 +72,7 @@ inline const bf16* page(const Cache& cache, const Task& task, int half, int firs
 inline void prefetch(const Cache& cache, const Task& task, int half, int first, int end) {
     for (int key = first; key < first + kStep && key < end; key += kTile) {
         const bf16* from = page(cache, task, half, key, end);
-        for (int i = 0; i < kTile * cache.head_dim; i += 32) _mm_prefetch(from + i, _MM_HINT_T0);
+        for (int i = 0; i < kTile * cache.head_dim; i += 32) _mm_prefetch(from + i, _MM_HINT_T1);
     }
 }
 
@@ -394,47 +406,63 @@ void end_narrow(const Columns<1>& columns, const Cache& cache, const Task& task)
     columns.write_lse(cache, task, 0);
 }
 
-void attend_narrow(const Cache& cache, const Task& task) {
-    const int dims = cache.head_dim, end = task.end(cache);
-    const int stride = dims * static_cast<int>(sizeof(bf16));
-    const auto memory = buffer<float>(Columns<1>::size(dims));
-    const auto values = buffer<bf16>(static_cast<size_t>(kKeyBlock) * dims);
-    const auto scores = buffer<float>(kKeyBlock * kTile);
+// All heads of a page are read one after the other, as they lie: memory is fastest in order.
+void attend_narrow(const Cache& cache, const Task& all) {
+    const int dims = cache.head_dim, end = all.end(cache), num_heads = all.num_heads_here;
+    const int stride = dims * static_cast<int>(sizeof(bf16)), size = Columns<1>::size(dims);
+    const auto memory = buffer<float>(static_cast<size_t>(num_heads) * size);
+    const auto scores = buffer<float>(static_cast<size_t>(num_heads) * kKeyBlock * kTile);
     const auto weights = buffer<bf16>(kKeyBlock * kTile);
-    Columns<1> columns(memory.get(), dims);
-    columns.begin(cache, task, 0);
-    for (int first = 0; first < kPrefetch; first += kStep) prefetch(cache, task, 0, first, end);
+    const auto values = buffer<bf16>(static_cast<size_t>(kKeyBlock) * dims);
+    const auto tasks = std::make_unique<Task[]>(num_heads);
+    const auto columns = [&](int head) { return Columns<1>(memory.get() + head * size, dims); };
+    const auto scores_of = [&](int head, int product) {
+        return scores.get() + (head * kSteps + product) * kStep * kTile;
+    };
+    const auto fetch = [&](int first) {
+        for (int half = 0; half < 2; ++half)
+            for (int head = 0; head < num_heads; ++head) prefetch(cache, tasks[head], half, first, end);
+    };
+    for (int head = 0; head < num_heads; ++head) {
+        tasks[head] = all.of(cache, head);
+        columns(head).begin(cache, tasks[head], 0);
+    }
+    for (int first = 0; first < kPrefetch; first += kStep) fetch(first);
     for (int first_key = 0; first_key < end; first_key += kKeyBlock) {
-        const int num_products = columns.num_products(first_key);
+        const int num_products = columns(0).num_products(first_key);
         for (int product = 0; product < num_products; ++product) {
             const int first = first_key + product * kStep;
-            prefetch(cache, task, 0, first + kPrefetch, std::min(end, first_key + kKeyBlock));
-            prefetch(cache, task, 1, first, end);
-            const Left keys = {{page(cache, task, 0, first, end), page(cache, task, 0, first + kTile, end)}, stride, kStep};
-            columns.score(cache, keys, scores.get() + product * kStep * kTile);
-            columns.rank(first, scores.get() + product * kStep * kTile);
+            fetch(first + kPrefetch);
+            for (int head = 0; head < num_heads; ++head) {
+                const Task& task = tasks[head];
+                const Left keys = {
+                    {page(cache, task, 0, first, end), page(cache, task, 0, first + kTile, end)}, stride, kStep};
+                columns(head).score(cache, keys, scores_of(head, product));
+                columns(head).rank(first, scores_of(head, product));
+            }
         }
-        columns.settle(cache);
-        __m512 sums[1] = {_mm512_setzero_ps()};
-        for (int product = 0; product < num_products; ++product) {
-            if (product < kPrefetch / kStep) prefetch(cache, task, 0, first_key + kKeyBlock + product * kStep, end);
-            columns.weigh(
-                cache, scores.get() + product * kStep * kTile, 0, kStep, weights.get() + product * kTileValues, sums);
-            turn(weights.get() + product * kTileValues);
-            interleave_values(cache, task, first_key + product * kStep, end, values.get() + product * kStep * dims);
+        for (int head = 0; head < num_heads; ++head) {
+            Columns<1> rows = columns(head);
+            rows.settle(cache);
+            __m512 sums[1] = {_mm512_setzero_ps()};
+            for (int product = 0; product < num_products; ++product) {
+                const int first = first_key + product * kStep;
+                rows.weigh(cache, scores_of(head, product), 0, kStep, weights.get() + product * kTileValues, sums);
+                turn(weights.get() + product * kTileValues);
+                interleave_values(cache, tasks[head], first, end, values.get() + product * kStep * dims);
+            }
+            rows.add(sums);
+            const auto gather = [&](auto multiply, int dim) {
+                multiply(
+                    weights.get(), values.get() + dim * kStep, kStep * dims, rows.output + dim, dims, num_products,
+                    all.num_rows);
+            };
+            int dim = 0;
+            for (; dim + 4 * kTile <= dims; dim += 4 * kTile) gather(multiply_flat<4>, dim);
+            if (dim < dims) gather(multiply_flat<2>, dim);
         }
-        columns.add(sums);
-        int dim = 0;
-        for (; dim + 4 * kTile <= dims; dim += 4 * kTile)
-            multiply_flat<4>(
-                weights.get(), values.get() + dim * kStep, kStep * dims, columns.output + dim, dims, num_products,
-                task.num_rows);
-        if (dim < dims)
-            multiply_flat<2>(
-                weights.get(), values.get() + dim * kStep, kStep * dims, columns.output + dim, dims, num_products,
-                task.num_rows);
     }
-    end_narrow(columns, cache, task);
+    for (int head = 0; head < num_heads; ++head) end_narrow(columns(head), cache, tasks[head]);
 }
 
 }  // namespace
@@ -451,26 +479,42 @@ extern "C" void pdmesh_attention(
         scale};
     // Whole tokens, so that a task's rows begin at a token's first head.
     const int64_t task_rows = std::max<int64_t>(1, kTaskRows / group) * group;
+    // Decodes take all heads together, unless there are fewer of them than threads.
+    const auto heads_each = [&](int64_t num_rows) {
+        return num_rows <= kTile && num_spans >= num_threads ? num_kv_heads : 1;
+    };
     int64_t num_tasks = 0;
-    for (int64_t i = 0; i < num_spans; ++i)
-        num_tasks += (spans[4 * i + 1] * group + task_rows - 1) / task_rows * num_kv_heads;
+    for (int64_t i = 0; i < num_spans; ++i) {
+        const int64_t num_rows = spans[4 * i + 1] * group;
+        num_tasks += (num_rows + task_rows - 1) / task_rows * (num_kv_heads / heads_each(num_rows));
+    }
     const auto tasks = std::make_unique<Task[]>(num_tasks);
     Task* next = tasks.get();
     for (int64_t i = 0; i < num_spans; ++i) {
         const int64_t row = spans[4 * i], num_rows = spans[4 * i + 1] * group;
+        const Task all = {
+            tables + spans[4 * i + 3],
+            static_cast<int>(spans[4 * i + 2]),
+            0,
+            static_cast<int>(num_rows),
+            0,
+            static_cast<int>(num_kv_heads),
+            query + row * query_stride,
+            query_stride,
+            output + row * num_heads * head_dim,
+            lse == nullptr ? nullptr : lse + row * num_heads,
+            num_heads};
+        if (heads_each(num_rows) == num_kv_heads) {
+            *next++ = all;
+            continue;
+        }
         for (int64_t first = 0; first < num_rows; first += task_rows)
-            for (int64_t head = 0; head < num_kv_heads; ++head)
-                *next++ = {
-                    tables + spans[4 * i + 3],
-                    static_cast<int>(spans[4 * i + 2]),
-                    static_cast<int>(first),
-                    static_cast<int>(std::min(task_rows, num_rows - first)),
-                    static_cast<int>(head),
-                    query + row * query_stride + head * group * head_dim,
-                    query_stride,
-                    output + (row * num_heads + head * group) * head_dim,
-                    lse == nullptr ? nullptr : lse + row * num_heads + head * group,
-                    num_heads};
+            for (int64_t head = 0; head < num_kv_heads; ++head) {
+                *next = all.of(cache, static_cast<int>(head));
+                next->first_row = static_cast<int>(first);
+                next->num_rows = static_cast<int>(std::min(task_rows, num_rows - first));
+                ++next;
+            }
     }
     const int threads = static_cast<int>(std::min(num_threads, num_tasks));
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("attention.cpp", "rows.cpp")
+SOURCES = ("attention.cpp", "linear.cpp", "rows.cpp")
 FOLDER = "libs/pdmesh/engine/csrc"
 LIBRARY = "libs/pdmesh/engine/_kernels.so"
 #: The library asks the processor before it uses what these allow.

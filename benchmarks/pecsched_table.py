@@ -1,0 +1,177 @@
+"""PecSched's evaluation (§6) in the simulator: short and long requests under its baselines, itself, its ablations and
+ours, on 32 A100s with its four models.
+
+    python benchmarks/pecsched_table.py --trace azure_2023_conv.csv
+
+The trace is the Azure 2023 conversation trace; its prompts above the 95th percentile get 100K to 500K tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import heading
+from simulated import Study, change, layout, num_kv_tokens, number, run, table
+
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.latency import A100, LLAMA_3_70B, ModelShape, analytic_model, sequence_parallel, tensor_parallel
+from pdmesh.sim.mesh import MeshShape
+from pdmesh.sim.report import SimReport
+from pdmesh.sim.workload import Arrival, with_long_inputs, with_rate_scaled
+from pdmesh.traces import read_trace
+
+NUM_GPUS = 32
+LONG_RANGE = (100_000, 500_000)
+
+#: Of a layer and a member of a ring, without which it is only of a node's (see `sequence_parallel`).
+HOP_S = 0.6e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One of the paper's, with its tensor-parallel degree (Table 5) and its replicas for short decodes (§6.2)."""
+
+    name: str
+    shape: ModelShape
+    degree: int
+    num_decode: int
+    num_reserved: int  # replicas kept for long prompts by `reservation`
+
+
+MODELS = (
+    Model(
+        name="Mistral-v0.3 7B",
+        shape=ModelShape(num_parameters=7.1e9, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128),
+        degree=1,
+        num_decode=4,
+        num_reserved=24,
+    ),
+    Model(
+        name="Phi-3 14B",
+        shape=ModelShape(num_parameters=13.8e9, num_layers=40, num_heads=40, num_kv_heads=10, head_dim=128),
+        degree=1,
+        num_decode=4,
+        num_reserved=24,
+    ),
+    Model(
+        name="Yi 34B",
+        shape=ModelShape(num_parameters=33.9e9, num_layers=60, num_heads=56, num_kv_heads=8, head_dim=128),
+        degree=4,
+        num_decode=1,
+        num_reserved=5,
+    ),
+    Model(name="Llama-3.1 70B", shape=LLAMA_3_70B, degree=4, num_decode=1, num_reserved=5),
+)
+
+ROWS = (
+    ("fifo", "fcfs"),
+    ("reservation", "reservation"),
+    ("priority", "short-first"),
+    ("pecsched", "pecsched"),
+    ("/PE: no preemption", "pecsched-no-preemption"),
+    ("/Dis: no disaggregation", "pecsched-no-disaggregation"),
+    ("/CoL: no colocation", "pecsched-no-colocation"),
+    ("/FSP: no fast SP", "pecsched"),
+    ("pdmesh", "pdmesh"),
+)
+
+
+def study(model: Model, name: str, bundle: str) -> Study:
+    device = tensor_parallel(A100, model.degree)
+    latency = analytic_model(model.shape, device)
+    num_replicas = NUM_GPUS // model.degree
+    num_decode = model.num_decode if bundle in DISAGGREGATED else 0
+    # A long prompt takes the replicas of a node without tensor parallelism, else all of them.
+    num_mixed = num_replicas - num_decode
+    group_size = num_mixed // (4 if model.degree == 1 else 1)
+    if bundle == "reservation":
+        group_size = 8 if model.degree == 1 else model.num_reserved
+    num_nodes = max(1, group_size * model.degree // 8)
+    # Fast SP has a ring between nodes only; without it every replica is a member of the ring.
+    ring = group_size if name.startswith("/FSP") else num_nodes
+    policy = PolicyConfig(
+        latency=latency,
+        group_latency=sequence_parallel(latency, group_size, HOP_S * model.shape.num_layers * ring / group_size),
+        long_prompt_tokens=LONG_RANGE[0],
+        chunk_tokens=2048,
+        prefill_step_s=1.0,
+        max_group_step_overhead=0.1,
+    )
+    mesh = MeshShape(
+        num_prefill=0,
+        num_decode=num_decode,
+        num_mixed=num_mixed,
+        kv_layout=layout(model.shape),
+        num_kv_tokens=num_kv_tokens(model.shape, model.degree),
+        group_size=group_size,
+        num_groups=model.num_reserved // group_size if bundle == "reservation" else None,
+    )
+    return Study(name=name, bundle=bundle, mesh=mesh, policy=policy)
+
+
+DISAGGREGATED = {"pecsched", "pecsched-no-preemption", "pecsched-no-colocation", "pdmesh"}
+
+
+def workload(path: Path, limit: int | None, rate_scale: float, seed: int) -> list[Arrival]:
+    arrivals = with_long_inputs(read_trace(path, limit=limit), 95, LONG_RANGE, random.Random(seed))
+    return with_rate_scaled(arrivals, rate_scale)
+
+
+def row(name: str, figures: SimReport, base: SimReport, last_arrival_s: float) -> list[str]:
+    short, long = figures.short, figures.long
+    return [
+        name,
+        number(short.queueing_s.p50),
+        number(short.queueing_s.p99),
+        change(short.queueing_s.p99, base.short.queueing_s.p99),
+        number(short.requests_per_s),
+        change(short.requests_per_s, base.short.requests_per_s),
+        number(long.mean_jct_s),
+        change(long.mean_jct_s, base.long.mean_jct_s),
+        f"{long.num_preemptions:,}",
+        number(figures.makespan_s),
+    ]
+
+
+HEADS = (
+    "",
+    "short queueing p50, s",
+    "p99, s",
+    "p99 to fifo",
+    "short requests/s",
+    "to fifo",
+    "long JCT mean, s",
+    "to fifo",
+    "preemptions",
+    "makespan, s",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--rate-scale", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", choices=[model.name for model in MODELS])
+    parser.add_argument("--row", action="append")
+    options = parser.parse_args()
+    arrivals = workload(options.trace, options.limit, options.rate_scale, options.seed)
+    print(heading("PecSched's table, simulated"))
+    for model in MODELS:
+        if options.model in (None, model.name):
+            runs = {
+                name: run(study(model, name, bundle), arrivals, seed=options.seed)
+                for name, bundle in ROWS
+                if not options.row or name in options.row
+            }
+            base = next(iter(runs.values()))
+            print(f"\n### {model.name}\n")
+            print(table(HEADS, [row(name, figures, base, arrivals[-1].arrival_s) for name, figures in runs.items()]))
+
+
+if __name__ == "__main__":
+    main()

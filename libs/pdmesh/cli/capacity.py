@@ -1,0 +1,95 @@
+"""`pdmesh plan`: the smallest prefill and decode pools that serve a workload within its targets, by simulation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pdmesh import __version__
+from pdmesh.cli.options import Output
+from pdmesh.cli.progress import advance, progress_bar
+from pdmesh.cli.simulate import figures_table
+from pdmesh.cli.study import StudyOptions, make_study
+from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.metrics import Slo
+from pdmesh.sim.capacity import PoolSizes, smallest_pools, unattainable
+from pdmesh.sim.mesh import study_core
+from pdmesh.sim.report import SimReport, report
+from pdmesh.sim.simulator import Simulator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(StudyOptions):
+    """The command's options, as given."""
+
+    bundle: str
+    attainment: float  # share of the requests that must meet their targets
+    max_instances: int  # in each pool
+
+
+def run_plan(options: PlanOptions, output: Output) -> None:
+    """Search and print. Raises ConfigError for options that make no sense and for targets that nothing could meet,
+    PdmeshError if the largest pools allowed do not.
+    """
+    if not 0 < options.attainment <= 1:
+        raise ConfigError(f"--attainment is {options.attainment}: wanted a share, more than 0 and at most 1")
+    study = make_study(options, (options.bundle,))
+    slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
+    if slo == Slo() and all(arrival.slo_ttft_s is arrival.slo_tpot_s is None for arrival in study.arrivals):
+        raise ConfigError("there is no target to meet: give --slo-ttft, --slo-tpot or both")
+    model = study.policy.latency
+    reason = unattainable(study.arrivals, model, slo, options.attainment, options.kv_tokens)
+    if reason is not None:
+        raise ConfigError(reason)
+    reports: dict[PoolSizes, SimReport] = {}
+
+    with progress_bar(output) as progress:
+
+        def attainment(sizes: PoolSizes) -> float:
+            task = progress.add_task(str(sizes), total=len(study.arrivals))
+            mesh = study.mesh(prefill=sizes.num_prefill, decode=sizes.num_decode)
+            core = study_core(options.bundle, study.policy, options.seed)
+            result = Simulator(core, mesh.instances(model), study.arrivals, study.config).run(advance(progress, task))
+            reports[sizes] = figures = report(result, long_tokens=study.long_tokens, slo=slo)
+            progress.remove_task(task)
+            return figures.all.slo_attainment or 0.0
+
+        found = smallest_pools(attainment, options.attainment, options.max_instances)
+
+    if output is Output.JSON:
+        record = {
+            "pdmesh": __version__,
+            "options": msgspec.to_builtins(options),
+            "policy": msgspec.to_builtins(study.policy),
+            "pools": None if found.sizes is None else found.sizes._asdict(),
+            "tried": [{**sizes._asdict(), "slo_attainment": share} for sizes, share in found.attainments.items()],
+            "figures": None if found.sizes is None else msgspec.to_builtins(reports[found.sizes]),
+        }
+        typer.echo(json.dumps(record, indent=2))
+    if found.sizes is None:
+        best = max(found.attainments.values())
+        raise PdmeshError(
+            f"{PoolSizes(options.max_instances, options.max_instances)} instances serve {best:.2%} of the requests "
+            f"within their targets, not {options.attainment:.2%}"
+        )
+    if output is Output.TABLE:
+        console = Console()
+        console.print(_tried(found.attainments, found.sizes))
+        console.print()
+        console.print(figures_table({str(found.sizes): reports[found.sizes]}))
+
+
+def _tried(attainments: dict[PoolSizes, float], answer: PoolSizes) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("prefill", "decode", "within targets"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for sizes, share in attainments.items():
+        mark = "the smallest" if sizes == answer else ""
+        table.add_row(str(sizes.num_prefill), str(sizes.num_decode), f"{share:.2%}", mark)
+    return table

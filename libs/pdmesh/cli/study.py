@@ -1,0 +1,129 @@
+"""What `simulate` and `plan` have in common: a workload, and the instances that it is simulated on."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pdmesh.errors import ConfigError
+from pdmesh.model import KvLayout
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import BUNDLES
+from pdmesh.profiles import load_profile
+from pdmesh.sim.mesh import MeshShape
+from pdmesh.sim.simulator import SimConfig
+from pdmesh.sim.workload import Arrival, Synthetic, synthetic, with_long_inputs, with_rate_scaled
+from pdmesh.traces import read_trace
+
+SYNTHETIC = "synthetic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyOptions:
+    """A command's options, as given."""
+
+    trace: str
+    limit: int | None
+    rate_scale: float
+    rate: float
+    long_share: float
+    long_percentile: float | None
+    long_range: str
+    profile: str
+    chunk_tokens: int | None
+    kv_tokens: int
+    transfer_backends: int
+    port_gbytes_per_s: float
+    control_delay_ms: float
+    slo_ttft_s: float | None
+    slo_tpot_s: float | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What the options mean."""
+
+    arrivals: Sequence[Arrival]
+    long_tokens: int  # where long prompts begin
+    policy: PolicyConfig
+    config: SimConfig
+    instances: MeshShape  # without a number of them
+
+    def mesh(self, *, prefill: int = 0, decode: int = 0, mixed: int = 0) -> MeshShape:
+        return replace(self.instances, num_prefill=prefill, num_decode=decode, num_mixed=mixed)
+
+
+def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
+    """Raises ConfigError for options that make no sense, TraceError for a trace."""
+    for name in bundles:
+        if name not in BUNDLES:
+            raise ConfigError(f"no policy bundle is called {name!r}: use one of {', '.join(sorted(BUNDLES))}")
+    for option, value in (("--slo-ttft", options.slo_ttft_s), ("--slo-tpot", options.slo_tpot_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option} is {value}: wanted seconds, more than 0")
+    for option, value in (
+        ("--rate", options.rate),
+        ("--rate-scale", options.rate_scale),
+        ("--port-gbytes-per-s", options.port_gbytes_per_s),
+    ):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{option} is {value}: wanted a number, more than 0")
+    long_range = _long_range(options.long_range)
+    profile = load_profile(options.profile)
+    policy = PolicyConfig(latency=profile.latency)
+    if options.chunk_tokens is not None:
+        policy = replace(policy, chunk_tokens=options.chunk_tokens)
+    return Study(
+        arrivals=_workload(options, long_range),
+        long_tokens=long_range[0],
+        policy=policy,
+        config=SimConfig(
+            port_bytes_per_s=options.port_gbytes_per_s * 1e9, control_delay_s=options.control_delay_ms / 1e3
+        ),
+        instances=MeshShape(
+            num_prefill=0,
+            num_decode=0,
+            num_mixed=0,
+            kv_layout=KvLayout(
+                num_layers=profile.subject.num_layers,
+                num_kv_heads=profile.subject.num_kv_heads,
+                head_dim=profile.subject.head_dim,
+                block_size=16,
+                dtype=profile.subject.dtype or "bfloat16",
+            ),
+            num_kv_tokens=options.kv_tokens,
+            num_transfer_backends=options.transfer_backends,
+        ),
+    )
+
+
+def _long_range(text: str) -> tuple[int, int]:
+    low, comma, high = text.partition(",")
+    try:
+        long_range = int(low), int(high)
+    except ValueError:
+        raise ConfigError(f"--long-range {text!r}: wanted LOW,HIGH, such as 100000,500000") from None
+    if not comma or not 1 <= long_range[0] <= long_range[1]:
+        raise ConfigError(f"--long-range {text!r}: wanted 1 <= LOW <= HIGH")
+    return long_range
+
+
+def _workload(options: StudyOptions, long_range: tuple[int, int]) -> list[Arrival]:
+    rng = random.Random(options.seed)
+    if options.trace == SYNTHETIC:
+        shape = Synthetic(
+            num_requests=options.limit or Synthetic().num_requests,
+            requests_per_s=options.rate,
+            long_share=options.long_share,
+            long_range=long_range,
+        )
+        arrivals = synthetic(shape, rng)
+    else:
+        arrivals = read_trace(Path(options.trace), limit=options.limit)
+    if options.long_percentile is not None:
+        arrivals = with_long_inputs(arrivals, options.long_percentile, long_range, rng)
+    return with_rate_scaled(arrivals, options.rate_scale)

@@ -1,0 +1,117 @@
+// Linear layers by AMX: weights in the order that tiles are loaded in, read once a step.
+//
+// A row of the result is summed in the same order however many rows there are, so that results do not depend on what
+// else is in the batch, bit for bit.
+
+#include <omp.h>
+
+#include <algorithm>
+
+#include "tiles.h"
+
+namespace {
+
+using namespace pdmesh;
+
+constexpr int kPanel = 2 * kTile;         // outputs that one product computes
+constexpr int kBlockValues = 1 << 19;     // of packed rows: they stay in the second-level cache
+constexpr int kLine = 64 / sizeof(bf16);  // values of a cache line
+
+// Rows first ... first + 15 as left operand: a tile for each 32 inputs; zeros beyond num_rows.
+void pack_rows(const bf16* rows, int64_t first, int64_t num_rows, int64_t num_inputs, bf16* tiles) {
+    for (int64_t row = first; row < first + kTile; ++row, tiles += kStep)
+        for (int64_t k = 0; k < num_inputs; k += kStep)
+            _mm512_store_si512(
+                tiles + k / kStep * kTileValues,
+                row < num_rows ? _mm512_loadu_si512(rows + row * num_inputs + k) : _mm512_setzero_si512());
+}
+
+struct Output {
+    const bf16* bias;  // or null
+    bf16* rows;
+    int64_t num_rows, size;
+};
+
+// Rounds a product (num_rows x 32) and writes it at (row, column).
+void write(const float* product, int num_rows, const Output& output, int64_t row, int64_t column) {
+    const bool has_bias = output.bias != nullptr;
+    const __m512 low_bias = has_bias ? widen(output.bias + column) : _mm512_setzero_ps();
+    const __m512 high_bias = has_bias ? widen(output.bias + column + kTile) : _mm512_setzero_ps();
+    for (int i = 0; i < num_rows; ++i, product += kPanel) {
+        const __m512 low = _mm512_add_ps(_mm512_load_ps(product), low_bias);
+        const __m512 high = _mm512_add_ps(_mm512_load_ps(product + kTile), high_bias);
+        _mm512_storeu_si512(
+            output.rows + (row + i) * output.size + column, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// weight (num_outputs x num_inputs) as right operand: for each 32 outputs and 32 inputs, two tiles. Both numbers are
+// multiples of 32.
+void pdmesh_pack_linear(const uint16_t* weight, uint16_t* packed, int64_t num_outputs, int64_t num_inputs) {
+    for (int64_t panel = 0; panel < num_outputs; panel += kPanel)
+        for (int64_t k = 0; k < num_inputs; k += kStep)
+            for (int64_t n = panel; n < panel + kPanel; n += kTile, packed += kTileValues) {
+                __m512i rows[kTile];
+                for (int row = 0; row < kTile; ++row)
+                    rows[row] = _mm512_loadu_si512(weight + (n + row) * num_inputs + k);
+                transpose(rows);
+                for (int row = 0; row < kTile; ++row) _mm512_store_si512(packed + row * kStep, rows[row]);
+            }
+}
+
+// output (num_rows x num_outputs) = rows (num_rows x num_inputs) * packed + bias (unless null).
+void pdmesh_linear(
+    const uint16_t* rows, const uint16_t* packed, const uint16_t* bias, uint16_t* result, int64_t num_rows,
+    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
+    const Output output = {bias, result, num_rows, num_outputs};
+    const int steps = static_cast<int>(num_inputs / kStep);
+    const int64_t panel_values = kPanel * num_inputs, tile_row = kTile * num_inputs;
+    const int64_t block_rows = std::max<int64_t>(kBlockValues / num_inputs / kPanel, 1) * kPanel;
+    const int64_t padded = (std::min(num_rows, block_rows) + kTile - 1) / kTile * kTile;
+    const auto tiles = buffer<bf16>(static_cast<size_t>(padded * num_inputs));
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        configure_tiles();
+        alignas(64) float product[kPanel * kPanel];
+        for (int64_t block = 0; block < num_rows; block += block_rows) {
+            const int64_t end = std::min(block + block_rows, num_rows);
+#pragma omp for
+            for (int64_t row = block; row < end; row += kTile)
+                pack_rows(rows, row, num_rows, num_inputs, tiles.get() + (row - block) * num_inputs);
+#pragma omp for
+            for (int64_t column = 0; column < num_outputs; column += kPanel) {
+                const bf16* panel = packed + column * num_inputs;
+                const int64_t num_lines = std::max<int64_t>(kPanel * kPanel / kLine * kPanel / (end - block), 1);
+                for (int64_t row = block; row < end; row += kPanel) {
+                    const bf16* left = tiles.get() + (row - block) * num_inputs;
+                    if (end - row > kTile) {
+                        // The next panel is on its way from memory while this one is multiplied, and these rows' next
+                        // tiles from the second-level cache.
+                        const bf16* ahead = panel + panel_values + (row - block) / kPanel * num_lines * kLine;
+                        const auto fetch = [&](int step) {
+                            for (int64_t line = 0; line < num_lines; ++line)
+                                _mm_prefetch(ahead + step * kPanel * kStep + line * kLine, _MM_HINT_T1);
+                            const bf16* next = left + (step + 2) * kTileValues;
+                            for (int line = 0; line < kTileValues; line += kLine) {
+                                _mm_prefetch(next + line, _MM_HINT_T0);
+                                _mm_prefetch(next + tile_row + line, _MM_HINT_T0);
+                            }
+                        };
+                        multiply<2>({{left, left + tile_row}, 64, kTileValues}, panel, product, steps, false, fetch);
+                    } else {
+                        std::fill_n(product, kTile * kPanel, 0.0f);
+                        multiply_flat<2>(left, panel, 2 * kTileValues, product, kPanel, steps, kTile);
+                    }
+                    write(product, static_cast<int>(std::min<int64_t>(end - row, kPanel)), output, row, column);
+                }
+            }
+        }
+        release_tiles();
+    }
+}
+
+}  // extern "C"
