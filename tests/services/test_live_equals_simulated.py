@@ -257,14 +257,12 @@ class Worker:
         self.instance = SimInstance(
             profile,
             MODEL,
-            MODEL,
             agenda=mesh.agenda,
             links=mesh.links,
             runs=mesh.runs,
             report=lambda event: self._link.post(as_message(event)),
             land=mesh.land,
             want_turn=mesh.want_turn,
-            meet=lambda group: pytest.fail(f"the service forms no groups: {group}"),
             max_decode_steps=SIM_CONFIG.max_decode_steps,
         )
 
