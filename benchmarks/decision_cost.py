@@ -1,36 +1,57 @@
-"""CPU time of a scheduling decision: 32 prefill and 32 decode instances, 1,000 requests always waiting.
+"""What a scheduling decision costs: at 64 instances, and what it adds to requests' completion times up to 8,192.
 
-Usage: python benchmarks/decision_cost.py [BUNDLE ...]
+Usage: python benchmarks/decision_cost.py [--bundle NAME ...] [--scale N ...]
 
-Prompts are log-normal around 1,000 tokens, 3 % of them 30,000 to 120,000. Steps take what the A100 profile says.
+The first table is of CPU time of `SchedulerCore.handle` with 32 prefill and 32 decode instances, 1,000 requests always
+waiting. A *decision* is a call that gives a command; the ends of steps are the dearest of them.
+
+The second is of a simulated mesh at every ``--scale``, half of its instances for prefill, one request a second for each
+instance. A request's scheduling time is the whole time of every call that names it in its event or in a command, also
+where others share it. The 99th percentile of its ratio to the completion time is the figure of PecSched's Table 7 and
+Fig. 15 (at most 5.2 % at 8,192 GPUs). *Busy* is all time of the core over the simulated time: above 100 % one core
+could not keep up, and the mesh would need more than one scheduler.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import random
-import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
+from typing import Any
 
+from report import heading
+from simulated import layout, table
+
+from pdmesh.core.commands import Command, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived
+from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, StepDone
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.garbage import collect_rarely
 from pdmesh.metrics import percentile
 from pdmesh.model import Epoch, GatewayId, Request, RequestId, Role
-from pdmesh.policy.bundles import BUNDLES, make_bundle
-from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.latency import LLAMA_3_8B, ChunkShape, StepShape
+from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.simulator import Simulator
+from pdmesh.sim.workload import Synthetic, synthetic
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
 
 NUM_EVENTS = 30_000
 NUM_WAITING = 1000
 DECODE_S = 3.0
+SIMULATED_S = 1.0
 GATEWAY = GatewayId("g")
 
 
 class Bench:
+    """Prompts are log-normal around 1,000 tokens, 3 % of them 30,000 to 120,000; steps take what the profile says."""
+
     def __init__(self, bundle: str) -> None:
         self.config = CoreConfig(max_queue_s=1e6)
         self.core = SchedulerCore(self.config, make_bundle(bundle, self.config.policy), random.Random(0))
@@ -51,17 +72,24 @@ class Bench:
         self.num_requests = 0
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.sequence = count()
-        self.costs_us: list[float] = []
+        self.costs_us: dict[str, list[float]] = {}
         self.feed(GatewayJoined(GATEWAY, ()))
         for instance in self.mesh.instances.values():
             self.feed(InstanceJoined(instance.profile, ()))
         self.refill()
-        self.costs_us.clear()
+        collect_rarely()
+        self.costs_us = {"events": [], "decisions": [], "ends of steps": []}
 
     def feed(self, event: Event) -> None:
         began_ns = time.process_time_ns()
         commands = self.core.handle(event, self.now_s)
-        self.costs_us.append((time.process_time_ns() - began_ns) / 1e3)
+        cost_us = (time.process_time_ns() - began_ns) / 1e3
+        if self.costs_us:
+            self.costs_us["events"].append(cost_us)
+            if commands:
+                self.costs_us["decisions"].append(cost_us)
+            if isinstance(event, StepDone):
+                self.costs_us["ends of steps"].append(cost_us)
         for command in commands:
             self.mesh.send(command)
 
@@ -84,7 +112,7 @@ class Bench:
         heapq.heappush(self.agenda, (time_s, next(self.sequence), action))
 
     def run(self) -> None:
-        while len(self.costs_us) < NUM_EVENTS:
+        while len(self.costs_us["events"]) < NUM_EVENTS:
             self.refill()
             for instance in self.mesh.instances.values():
                 self.work(instance)
@@ -107,14 +135,99 @@ class Bench:
             self.at(self.now_s + step_s, instance.end_step)
 
 
+class TimedCore:
+    """A core that takes down what each request cost."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        self._core = core
+        self.total_s = 0.0
+        self.request_s: defaultdict[str, float] = defaultdict(float)
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        began_ns = time.process_time_ns()
+        commands = self._core.handle(event, now_s)
+        cost_s = (time.process_time_ns() - began_ns) / 1e9
+        self.total_s += cost_s
+        for request_id in {name for each in (event, *commands) for name in _named(each)}:
+            self.request_s[request_id] += cost_s
+        return commands
+
+    def check_integrity(self) -> None:
+        self._core.check_integrity()
+
+
+def _named(each: Any) -> Iterator[str]:
+    """The requests that an event or a command is about."""
+    match each:
+        case RequestArrived():
+            yield each.request.request_id
+        case StepDone():
+            yield from (chunk.request_id for chunk in each.chunks)
+        case RunStep():
+            yield from (chunk.request_id for chunk in each.plan.chunks)
+        case _:
+            if (request_id := getattr(each, "request_id", None)) is not None:
+                yield request_id
+
+
+def decisions(bundle: str) -> list[list[str]]:
+    bench = Bench(bundle)
+    bench.run()
+    rows: list[list[str]] = []
+    for name, costs_us in bench.costs_us.items():
+        figures = [sum(costs_us) / len(costs_us), *(percentile(costs_us, p) or 0.0 for p in (50, 99)), max(costs_us)]
+        rows.append([bundle, name, f"{len(costs_us):,}", *(f"{figure:.0f}" for figure in figures)])
+    return rows
+
+
+def at_scale(bundle: str, num_instances: int) -> list[str]:
+    policy = PolicyConfig()
+    mesh = MeshShape(
+        num_prefill=num_instances // 2,
+        num_decode=num_instances // 2,
+        num_mixed=0,
+        kv_layout=layout(LLAMA_3_8B),
+        num_kv_tokens=1 << 19,
+    )
+    arrivals = synthetic(
+        Synthetic(
+            num_requests=round(num_instances * SIMULATED_S),
+            requests_per_s=num_instances,
+            long_share=0.01,
+            long_range=(30_000, 120_000),
+        ),
+        random.Random(0),
+    )
+    core = TimedCore(study_core(bundle, policy, seed=0))
+    result = Simulator(core, mesh.instances(policy.latency), arrivals).run()
+    jcts_s = {run.request.request_id: run.jct_s for run in result.requests if run.jct_s is not None}
+    ratios = [core.request_s[request_id] / jct_s for request_id, jct_s in jcts_s.items()]
+    span_s = max(run.token_times_s[-1] for run in result.requests if run.token_times_s)
+    mean_s = core.total_s / result.num_events
+    return [
+        bundle,
+        f"{num_instances:,}",
+        f"{len(jcts_s):,}",
+        f"{mean_s * 1e6:.0f}",
+        f"{core.total_s / sum(jcts_s.values()):.3%}",
+        f"{percentile(ratios, 99) or 0.0:.3%}",
+        f"{core.total_s / span_s:.0%}",
+    ]
+
+
 def main() -> None:
-    for bundle in sys.argv[1:] or sorted(BUNDLES):
-        bench = Bench(bundle)
-        bench.run()
-        costs_us = bench.costs_us
-        p50, p99 = percentile(costs_us, 50), percentile(costs_us, 99)
-        mean = sum(costs_us) / len(costs_us)
-        print(f"{bundle:10} {len(costs_us)} events: mean {mean:.0f} us, p50 {p50:.0f} us, p99 {p99:.0f} us")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", action="append", help="default: fcfs, lars, pecsched and pdmesh")
+    parser.add_argument("--scale", action="append", type=int, help="instances; default: 64, 512 and 8,192; 0 for none")
+    options = parser.parse_args()
+    bundles = options.bundle or ["fcfs", "lars", "pecsched", "pdmesh"]
+    scales = [scale for scale in options.scale or [64, 512, 8192] if scale]
+    print(heading("Cost of a scheduling decision"))
+    head = ["bundle", "of", "number", "mean, us", "p50", "p99", "max"]
+    print(table(head, [row for bundle in bundles for row in decisions(bundle)]))
+    if scales:
+        head = ["bundle", "instances", "requests", "event, us", "time / JCT, all", "p99", "busy"]
+        print(table(head, [at_scale(bundle, scale) for bundle in bundles for scale in scales]))
 
 
 if __name__ == "__main__":

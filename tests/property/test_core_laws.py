@@ -522,14 +522,15 @@ class MeshMachine(RuleBasedStateMachine):
 
 
 class EveryInstance(Openings):
-    """Looks at every instance each time."""
+    """Looks at every instance each time, and leaves none out that might be of use."""
 
     def update(self, bundle: Bundle) -> None:
         self._bundle = None
         super().update(bundle)
 
     def instances(self) -> list[Instance]:
-        return list(self._books.instances.values())
+        idle = self.idle()
+        return [instance for name, instance in self._books.instances.items() if name not in idle]
 
 
 def make_diligent(core: SchedulerCore) -> None:

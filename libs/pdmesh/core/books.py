@@ -23,6 +23,8 @@ class Books:
         self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
         self.num_joined = 0
         self.groups: dict[str, list[Instance]] = {}  # of those that compute long prompts together
+        self.decoders: dict[InstanceId, Instance] = {}
+        self.kinds: list[Instance] = []  # one of each: what fits none of them fits no instance, even if it were empty
         self.queue = WaitingQueue()
         self.broker = TransferBroker(self._is_preempted)
         self.commands: list[Command] = []
@@ -37,8 +39,10 @@ class Books:
         self.ignored[what] += 1
 
     def regroup(self) -> None:
-        """An instance came or went."""
+        """An instance came or went, or has another role."""
         self.groups.clear()
+        self.decoders = {name: instance for name, instance in self.instances.items() if instance.role.can_decode}
+        self.kinds = list({instance.kind: instance for instance in self.instances.values()}.values())
         for instance in self.instances.values():
             if instance.profile.group_id:
                 self.groups.setdefault(instance.profile.group_id, []).append(instance)

@@ -126,10 +126,11 @@ class TransferBroker:
         return keys
 
     def _take_back(self, receiver: _Receiver) -> list[RequestKey]:
-        num_wanted = self._num_wanted(receiver)
+        idle = self._idle(receiver)
+        num_wanted = self._num_wanted(receiver) if idle else 0
         if num_wanted <= 0:
             return []
-        keys = sorted(self._idle(receiver), key=receiver.ranks.__getitem__, reverse=True)[:num_wanted]
+        keys = sorted(idle, key=receiver.ranks.__getitem__, reverse=True)[:num_wanted]
         receiver.returning.update(keys)
         return keys
 

@@ -89,16 +89,18 @@ class Openings:
         return instance.num_regular_plans < self._plans_in_flight
 
     def instances(self) -> list[Instance]:
-        """Those with openings that someone could use, in the order in which they joined."""
+        """Those with prompts to compute, or steps that someone may interrupt, in the order in which they joined."""
         queue = self._books.queue
         found = dict(self._computing)
-        if queue.has_line:
-            found |= self._idle
         for instance_id, entry in self._interruptible.items():
             instance = entry.instance
             if instance.prefills or (queue.has_line and queue.least_prompt_tokens <= entry.max_tokens):
                 found[instance_id] = instance
         return sorted(found.values(), key=_BY_NUMBER)
+
+    def idle(self) -> dict[InstanceId, Instance]:
+        """Those with nothing to compute, if someone waits to be placed."""
+        return dict(self._idle) if self._books.queue.has_line else {}
 
     def may_interrupt(self, instance: Instance, state: RequestState, now_s: float) -> bool:
         """Whether a request may run before all that the instance has in flight, of which it is not."""

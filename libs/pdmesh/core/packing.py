@@ -49,20 +49,18 @@ class Packer:
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
         self._openings.update(bundle)
-        instances = self._openings.instances()
-        while instances:
+        instances, idle = self._openings.instances(), self._openings.idle()
+        while instances or idle:
             benches = {
                 instance.instance_id: bench
                 for instance in instances
                 if (bench := self._bench(instance, now_s)) is not None
             }
-            if not benches:
-                return
-            self._place_waiting(bundle, benches, now_s)
+            self._place_waiting(bundle, benches, idle, now_s)
             for bench in benches.values():
                 self._plan_running(bundle, benches, bench, in_order(bundle.order, bench.running, now_s))
             # Those that got nothing now get nothing in the next round either: room only shrinks.
-            instances = [bench.instance for bench in benches.values() if self._run_step(bundle, bench)]
+            instances, idle = [bench.instance for bench in benches.values() if self._run_step(bundle, bench)], {}
             self._openings.update(bundle)
 
     def _bench(self, instance: Instance, now_s: float) -> _Bench | None:
@@ -75,9 +73,13 @@ class Packer:
         urgent = [state for state in instance.prefills if self._openings.may_interrupt(instance, state, now_s)]
         return _Bench(instance, Draft(now_s), urgent, urgent=True) if urgent or could_place else None
 
-    def _place_waiting(self, bundle: Bundle, benches: dict[InstanceId, _Bench], now_s: float) -> None:
+    def _place_waiting(
+        self, bundle: Bundle, benches: dict[InstanceId, _Bench], idle: dict[InstanceId, Instance], now_s: float
+    ) -> None:
         """Place strictly in order: while there is no room for the head, nobody is placed. Running prompts before it go
         first. If the policy lets the head wait though there is room, its lane waits, and the others go past it.
+
+        An ``idle`` instance has its bench from when it gets something.
         """
         books = self._books
         waiting_lanes: set[float] = set()
@@ -90,11 +92,14 @@ class Packer:
                     waiting_lanes |= self._waits_with(bundle, head)
                     continue
                 self._place(bundle, head, placement, now_s)
+                for member in placement.members:
+                    if idle.pop(member.instance_id, None) is not None:
+                        benches[member.instance_id] = _Bench(member, Draft(now_s), [])
                 for bench in benches.values():
                     if bench.instance in placement.members:
                         bench.running.append(head)
                 continue
-            offers: list[Instance] = []
+            offers = [instance for instance in idle.values() if instance.takes_new]
             for bench in benches.values():
                 if bench.running:
                     line = in_order(bundle.order, [*bench.running, head], now_s)
@@ -108,13 +113,15 @@ class Packer:
                     return
                 waiting_lanes |= self._waits_with(bundle, head)  # for another long one: short ones need not
                 continue
-            placement = place(head.request, offers, books.instances, bundle)
+            placement = place(head.request, offers, books.decoders, books.instances.values(), bundle)
             if placement is Wait.FOR_TURN:
                 waiting_lanes |= self._waits_with(bundle, head)
             elif placement is not Wait.FOR_ROOM:
                 self._place(bundle, head, placement, now_s)
+                if idle.pop(placement.prefill.instance_id, None) is not None:
+                    benches[placement.prefill.instance_id] = _Bench(placement.prefill, Draft(now_s), [])
                 self._plan_chunk(bundle, benches[placement.prefill.instance_id], head)
-            elif could_place(head.request, books.instances.values(), books.groups, bundle):
+            elif could_place(head.request, books.kinds, books.groups, bundle):
                 return
             else:
                 books.queue.park(head)

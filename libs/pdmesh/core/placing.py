@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from itertools import chain
@@ -32,25 +31,41 @@ class Placement(NamedTuple):
 
 
 def place(
-    request: Request, offers: Sequence[Instance], instances: Mapping[InstanceId, Instance], bundle: Bundle
+    request: Request,
+    offers: Sequence[Instance],
+    decoders: Mapping[InstanceId, Instance],
+    instances: Collection[Instance],
+    bundle: Bundle,
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``."""
-    decodes = {instance.instance_id: instance for instance in instances.values() if instance.can_decode(request)}
+    # Those where prompt and output fit now, with a seat to decode. There may be many: no call for each.
+    num_tokens, num_prompt_tokens = request.max_total_tokens, request.num_prompt_tokens
+    key = (request.request_id, request.epoch)
+    decodes = {
+        name: instance
+        for name, instance in decoders.items()
+        if num_tokens <= instance.decode_room * instance.block_size
+        and num_tokens < instance.profile.max_model_len
+        and key not in instance.holds
+    }
     if not decodes:
-        return _room_or_turn(request, instances.values(), bundle)
+        return _room_or_turn(request, instances, bundle)
     # On a mixed instance with room for all of it the request can stay; from any other its KV must have somewhere to go.
-    num_in_group = Counter(instance.kv_group for instance in decodes.values())
+    kv_groups = {instance.kv_group for instance in decodes.values()}
     candidates = [
         instance.view
         for instance in offers
-        if instance.can_prefill(request) and (instance.instance_id in decodes or num_in_group[instance.kv_group])
+        if num_prompt_tokens <= instance.prefill_room * instance.block_size
+        and num_tokens < instance.profile.max_model_len
+        and instance.kv_group in kv_groups
+        and key not in instance.holds
     ]
     if not candidates:
-        return _room_or_turn(request, instances.values(), bundle)
+        return _room_or_turn(request, instances, bundle)
     prefill_id = bundle.prefill_placement.choose(request, candidates)
     if prefill_id is None:
         return Wait.FOR_TURN
-    prefill = instances[prefill_id]
+    prefill = next(instance for instance in offers if instance.instance_id == prefill_id)
     targets = [instance.view for instance in decodes.values() if instance.kv_group == prefill.kv_group]
     decode_id = bundle.decode_placement.choose(request, prefill.view, targets)
     return Wait.FOR_TURN if decode_id is None else Placement(prefill, decodes[decode_id])

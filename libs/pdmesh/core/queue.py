@@ -11,6 +11,10 @@ from pdmesh.core.state import RequestKey, RequestState
 from pdmesh.model import RequestId
 from pdmesh.policy.base import PrefillOrder
 
+_Head = tuple[tuple[float, ...], tuple[float, RequestId], RequestState]
+
+_KEY = itemgetter(0, 1)
+
 
 class WaitingQueue:
     """The line, and those *parked* beside it because no instance that is there now could ever take them.
@@ -21,6 +25,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
+        # The first of each lane with its key and its arrival; lanes where that is to be looked up; what keys are for.
+        self._heads: dict[float, _Head] = {}
+        self._changed_lanes: dict[float, None] = {}
+        self._compared_for: tuple[PrefillOrder, float] | None = None
         self._parked: dict[RequestKey, RequestState] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
@@ -41,12 +49,19 @@ class WaitingQueue:
 
     def head(self, order: PrefillOrder, now_s: float, waiting_lanes: Collection[float] = ()) -> RequestState | None:
         """The first in line now, but for ``waiting_lanes``."""
-        heads = [states[0] for lane, states in self._lanes.items() if lane not in waiting_lanes]
-        if len(heads) < 2:
-            return heads[0] if heads else None
-        keys = order.keys([state.rank for state in heads], now_s)
-        first = min(keys)
-        return min((state for state, key in zip(heads, keys, strict=True) if key == first), key=_arrival)
+        if self._compared_for != (order, now_s):
+            self._compared_for = order, now_s
+            self._changed_lanes.update(dict.fromkeys(self._lanes))
+        if self._changed_lanes:
+            states = [self._lanes[lane][0] for lane in self._changed_lanes]
+            keys = order.keys([state.rank for state in states], now_s)
+            for lane, key, state in zip(self._changed_lanes, keys, states, strict=True):
+                self._heads[lane] = key, _arrival(state), state
+            self._changed_lanes.clear()
+        heads = self._heads
+        if waiting_lanes:
+            heads = {lane: head for lane, head in heads.items() if lane not in waiting_lanes}
+        return min(heads.values(), key=_KEY)[2] if heads else None
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -97,6 +112,8 @@ class WaitingQueue:
         """Another order: all get their rank in it."""
         in_line = [state for lane in self._lanes.values() for state in lane]
         self._lanes.clear()
+        self._heads.clear()
+        self._changed_lanes.clear()
         for _, state in self._deadlines.values():
             state.rank_by(order)
         for state in in_line:
@@ -104,14 +121,19 @@ class WaitingQueue:
 
     def _join_line(self, state: RequestState) -> None:
         insort(self._lanes.setdefault(state.rank.lane, []), state, key=_place)
+        self._changed_lanes[state.rank.lane] = None
 
     def _leave_line(self, state: RequestState) -> None:
         lane = self._lanes[state.rank.lane]
         index = bisect_left(lane, _place(state), key=_place)
         assert lane[index] is state, f"{state.key} is not in line where its rank says"
         del lane[index]
-        if not lane:
+        if lane:
+            self._changed_lanes[state.rank.lane] = None
+        else:
             del self._lanes[state.rank.lane]
+            self._heads.pop(state.rank.lane, None)
+            self._changed_lanes.pop(state.rank.lane, None)
 
     def check_integrity(self) -> None:
         num_in_line = sum(len(lane) for lane in self._lanes.values())

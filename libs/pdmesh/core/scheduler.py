@@ -221,8 +221,8 @@ class SchedulerCore:
         )
 
     def _is_too_long(self, request: Request) -> bool:
-        instances = self._books.instances.values()
-        return have_pair(instances) and not could_place(request, instances, self._books.groups, self._bundle)
+        kinds = self._books.kinds
+        return have_pair(kinds) and not could_place(request, kinds, self._books.groups, self._bundle)
 
     def _cancelled(self, key: RequestKey) -> None:
         was_orphan = self._reunion.forget(key[0])
@@ -336,6 +336,7 @@ class SchedulerCore:
     def _role_change_requested(self, event: RoleChangeRequested) -> None:
         if instance := self._instance(event.instance_id, event):
             instance.set_role(event.role)
+            self._books.regroup()
             self._books.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
             self._books.queue.unpark()
 

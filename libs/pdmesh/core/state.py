@@ -107,6 +107,7 @@ class Instance:
         self.number = number
         self.instance_id = profile.instance_id
         self.role = profile.role
+        self.block_size = profile.kv_layout.block_size
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         self.draining = draining
         self.reachable = True
@@ -127,11 +128,13 @@ class Instance:
         self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
         self._num_resident_blocks = 0
         self._view: InstanceView | None = None
+        self._decode_room: int | None = None
+        self._prefill_room: int | None = None
         self._changed = changed
         self._change()
 
     def _change(self) -> None:
-        self._view = None
+        self._view = self._decode_room = self._prefill_room = None
         self._changed[self.instance_id] = None
 
     # --- holds ---
@@ -229,6 +232,28 @@ class Instance:
         return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
 
     @property
+    def decode_room(self) -> int:
+        """Free blocks for one more request that decodes here; 0 if it takes none. Counted only after a change."""
+        if self._decode_room is None:
+            takes = self.role.can_decode and self.takes_new and self.num_seats_taken < self.profile.max_num_seqs
+            self._decode_room = max(0, self.num_free_blocks) if takes else 0
+        return self._decode_room
+
+    @property
+    def prefill_room(self) -> int:
+        """Free blocks for one more prompt; 0 if it takes none. Counted only after a change."""
+        if self._prefill_room is None:
+            takes = self.role.can_prefill and self.takes_new
+            self._prefill_room = max(0, self.num_free_blocks) if takes else 0
+        return self._prefill_room
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides what it could take if it were empty."""
+        profile = self.profile
+        return self.role, self.kv_group, profile.num_blocks, profile.max_model_len
+
+    @property
     def takes_new(self) -> bool:
         return self.reachable and not self.draining
 
@@ -273,26 +298,6 @@ class Instance:
             and self.num_seats_taken < self.profile.max_num_seqs
             and self.num_share_blocks(request, size) <= self.num_free_blocks
             and self.could_share(request, size)
-            and (request.request_id, request.epoch) not in self.holds
-        )
-
-    def can_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits now."""
-        return (
-            self.takes_new
-            and self.num_prefill_blocks(request) <= self.num_free_blocks
-            and self.could_prefill(request)
-            and (request.request_id, request.epoch) not in self.holds
-        )
-
-    def can_decode(self, request: Request) -> bool:
-        """Whether prompt and output fit now, with a seat to decode."""
-        return (
-            self.role.can_decode
-            and self.takes_new
-            and self.num_seats_taken < self.profile.max_num_seqs
-            and self.num_decode_blocks(request) <= self.num_free_blocks
-            and self.could_decode(request)
             and (request.request_id, request.epoch) not in self.holds
         )
 

@@ -87,7 +87,8 @@ class PrefillOrder(Protocol):
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         """A key for each of ``ranks``, compared with each other now: smaller is earlier.
 
-        Equal keys are served by arrival, then by id. In a lane the keys never contradict the places.
+        Equal keys are served by arrival, then by id. In a lane the keys never contradict the places; and a key depends
+        on the ranks of its own lane alone, so that they can be kept while those of another lane change.
         """
         ...
 

@@ -151,11 +151,11 @@ class GuardedShortestFirst:
         for _, work_s, latest_s in ranks:
             if latest_s < starts_s.get(work_s, inf):
                 starts_s[work_s] = latest_s
-        slacks = {work_s: round((latest_s - now_s) / work_s, 9) for work_s, latest_s in starts_s.items()}
+        spare = self.spare_slack - 5e-10  # as if all were rounded
+        slacks = {work_s: (latest_s - now_s) / work_s for work_s, latest_s in starts_s.items()}
+        urgent = {work_s: round(slack, 9) for work_s, slack in slacks.items() if slack < spare}
         return [
-            (0.0, slack, work_s, due_s)
-            if (slack := slacks[work_s]) < self.spare_slack
-            else (1.0, _scale(work_s), due_s)
+            (0.0, urgent[work_s], work_s, due_s) if work_s in urgent else (1.0, _scale(work_s), due_s)
             for due_s, work_s, _ in ranks
         ]
 
