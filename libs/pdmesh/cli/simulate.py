@@ -17,7 +17,7 @@ from pdmesh.cli.options import Output
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.cli.study import StudyOptions, make_study
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.garbage import collect_rarely
+from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.perfetto import chrome_trace
@@ -46,8 +46,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     study = make_study(options, options.bundles)
     mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
     results: dict[str, SimResult] = {}
-    collect_rarely()
-    with progress_bar(output) as progress:
+    with rare_collections(), progress_bar(output) as progress:
         for bundle in options.bundles:
             task = progress.add_task(bundle, total=len(study.arrivals))
             core = study_core(bundle, study.policy, options.seed)
