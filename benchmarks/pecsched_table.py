@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,15 +67,16 @@ MODELS = (
     Model(name="Llama-3.1 70B", shape=LLAMA_3_70B, degree=4, num_decode=1, num_reserved=5),
 )
 
+#: The paper's ablations are without preemption, disaggregation of short decodes, colocation, fast sequence parallelism.
 ROWS = (
     ("fifo", "fcfs"),
     ("reservation", "reservation"),
     ("priority", "short-first"),
     ("pecsched", "pecsched"),
-    ("/PE: no preemption", "pecsched-no-preemption"),
-    ("/Dis: no disaggregation", "pecsched-no-disaggregation"),
-    ("/CoL: no colocation", "pecsched-no-colocation"),
-    ("/FSP: no fast SP", "pecsched"),
+    ("/PE", "pecsched-no-preemption"),
+    ("/Dis", "pecsched-no-disaggregation"),
+    ("/CoL", "pecsched-no-colocation"),
+    ("/FSP", "pecsched"),
     ("pdmesh", "pdmesh"),
 )
 
@@ -91,14 +93,13 @@ def study(model: Model, name: str, bundle: str) -> Study:
         group_size = 8 if model.degree == 1 else model.num_reserved
     num_nodes = max(1, group_size * model.degree // 8)
     # Fast SP has a ring between nodes only; without it every replica is a member of the ring.
-    ring = group_size if name.startswith("/FSP") else num_nodes
+    ring = group_size if name == "/FSP" else num_nodes
     policy = PolicyConfig(
         latency=latency,
         group_latency=sequence_parallel(latency, group_size, HOP_S * model.shape.num_layers * ring / group_size),
         long_prompt_tokens=LONG_RANGE[0],
         chunk_tokens=2048,
         prefill_step_s=1.0,
-        max_group_step_overhead=0.1,
     )
     mesh = MeshShape(
         num_prefill=0,
@@ -120,7 +121,51 @@ def workload(path: Path, limit: int | None, rate_scale: float, seed: int) -> lis
     return with_rate_scaled(arrivals, rate_scale)
 
 
-def row(name: str, figures: SimReport, base: SimReport, last_arrival_s: float) -> list[str]:
+def short_p99_s(figures: SimReport) -> float | None:
+    return figures.short.queueing_s.p99
+
+
+def short_throughput(figures: SimReport) -> float | None:
+    return figures.short.requests_per_s
+
+
+def long_jct_s(figures: SimReport) -> float | None:
+    return figures.long.mean_jct_s
+
+
+#: What the paper says of a row against another (§3.2, §6.3, §6.4), over its models.
+CLAIMS: tuple[tuple[str, str, str, Callable[[SimReport], float | None], str], ...] = (
+    ("pecsched", "fifo", "short queueing p99", short_p99_s, "-58 to -87 %"),
+    ("pecsched", "fifo", "short throughput", short_throughput, "+42 to +318 %"),
+    ("pecsched", "fifo", "long JCT", long_jct_s, "+4 to +7 %"),
+    ("reservation", "fifo", "short queueing p99", short_p99_s, "+20 to +94 %"),
+    ("reservation", "fifo", "short throughput", short_throughput, "-51 to -56 %"),
+    ("pecsched", "reservation", "long JCT", long_jct_s, "+6 to +13 %"),
+    ("priority", "pecsched", "short queueing p99", short_p99_s, "similar"),
+    ("priority", "pecsched", "long JCT", long_jct_s, "unbounded"),
+    ("/PE", "pecsched", "short queueing p99", short_p99_s, "+75 to +376 %"),
+    ("/PE", "pecsched", "short throughput", short_throughput, "-21 to -48 %"),
+    ("/PE", "pecsched", "long JCT", long_jct_s, "-14 to -18 %"),
+    ("/Dis", "pecsched", "long JCT", long_jct_s, "+21 to +29 %"),
+    ("/CoL", "pecsched", "long JCT", long_jct_s, "+23 to +26 %"),
+    ("/FSP", "pecsched", "long JCT", long_jct_s, "+39 to +55 %"),
+    ("pdmesh", "pecsched", "short queueing p99", short_p99_s, ""),
+    ("pdmesh", "pecsched", "short throughput", short_throughput, ""),
+    ("pdmesh", "pecsched", "long JCT", long_jct_s, ""),
+)
+
+
+def comparison(runs: Mapping[str, Mapping[str, SimReport]]) -> str:
+    """Ours beside theirs; ``runs`` by model and row."""
+    rows = [
+        [f"{name} to {base}: {what}", theirs, *(change(figure(run[name]), figure(run[base])) for run in runs.values())]
+        for name, base, what, figure, theirs in CLAIMS
+        if all(name in run and base in run for run in runs.values())
+    ]
+    return table(("", "paper", *runs), rows)
+
+
+def row(name: str, figures: SimReport, base: SimReport) -> list[str]:
     short, long = figures.short, figures.long
     return [
         name,
@@ -161,6 +206,7 @@ def main() -> None:
     options = parser.parse_args()
     arrivals = workload(options.trace, options.limit, options.rate_scale, options.seed)
     print(heading("PecSched's table, simulated"))
+    all_runs: dict[str, dict[str, SimReport]] = {}
     for model in MODELS:
         if options.model in (None, model.name):
             runs = {
@@ -168,9 +214,11 @@ def main() -> None:
                 for name, bundle in ROWS
                 if not options.row or name in options.row
             }
+            all_runs[model.name] = runs
             base = next(iter(runs.values()))
             print(f"\n### {model.name}\n")
-            print(table(HEADS, [row(name, figures, base, arrivals[-1].arrival_s) for name, figures in runs.items()]))
+            print(table(HEADS, [row(name, figures, base) for name, figures in runs.items()]))
+    print(f"\n### Ours beside theirs\n\n{comparison(all_runs)}")
 
 
 if __name__ == "__main__":

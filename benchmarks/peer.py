@@ -2,8 +2,8 @@
 
     python benchmarks/peer.py --vllm VENV [--systems vllm mixed 1p1d] [--rounds 3]
 
-VENV is a virtual environment that has vLLM (PDMESH_BENCH_VLLM names it too); without one there is neither peer nor client
-and nothing is measured. Every system starts, answers a load of each kind to warm up, is measured, and stops
+VENV is a virtual environment that has vLLM (PEER_VENV names it too); without one there is neither peer nor
+client and nothing is measured. Every system starts, answers a load of each kind to warm up, is measured, and stops
 before the next one starts. Figures are medians over rounds; prompts are the same for all systems and new in each
 round, so that no prefix cache helps.
 """
@@ -192,9 +192,7 @@ def row(name: str, load: Load, figures: Figures, against: Figures | None) -> str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--vllm", type=Path, default=os.environ.get("PDMESH_BENCH_VLLM"), help="environment that has vLLM"
-    )
+    parser.add_argument("--vllm", type=Path, default=os.environ.get("PEER_VENV"), help="environment that has vLLM")
     parser.add_argument("--systems", nargs="+", choices=["vllm", "mixed", "1p1d"], default=["vllm", "mixed", "1p1d"])
     parser.add_argument("--loads", nargs="+", choices=["burst", "4k", "16k"], default=["burst", "4k", "16k"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -205,7 +203,7 @@ def main() -> None:
     print(heading("peer: pdmesh and vLLM, Llama 82M bf16, the client is vllm bench serve"))
     program = None if options.vllm is None else Path(options.vllm, "bin", "vllm")
     if program is None or not program.exists():
-        print("no vLLM here: nothing was measured (give its environment with --vllm or PDMESH_BENCH_VLLM)")
+        print("no vLLM here: nothing was measured (give its environment with --vllm or PEER_VENV)")
         return
     loads = [{"burst": BURST, "4k": MEDIUM, "16k": LONG}[name] for name in options.loads]
     with tempfile.TemporaryDirectory() as folder:

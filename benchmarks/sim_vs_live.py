@@ -14,6 +14,8 @@ import argparse
 import json
 import os
 import random
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -211,10 +213,11 @@ def main() -> None:
     parser.add_argument("--mesh", choices=sorted(MESHES), default="1P+1D")
     parser.add_argument("--bundle", default="fcfs")
     parser.add_argument("--requests", type=int, default=60, help="short ones in each run")
-    parser.add_argument("--rate", type=float, default=1.5, help="requests a second")
-    parser.add_argument("--longs", type=int, nargs="*", default=[4096, 6144], help="prompt tokens of the long ones")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
+    parser.add_argument("--longs", type=int, nargs="*", default=[4096, 8192], help="prompt tokens of the long ones")
     parser.add_argument("--keep", type=Path, help="keep the event logs in this folder")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a mesh that runs is stopped
     print(heading(f"Simulated against live, Llama 82M bf16, {arguments.mesh}, {arguments.bundle}"))
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(Path(name) / "model", shape=LLAMA_82M, dtype="bfloat16")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pdmesh.metrics import Slo
 from pdmesh.model import KvLayout
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.latency import LatencyModel, ModelShape
+from pdmesh.policy.latency import ModelShape
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.report import SimReport, report
 from pdmesh.sim.simulator import Simulator
@@ -25,7 +25,6 @@ class Study:
     bundle: str
     mesh: MeshShape
     policy: PolicyConfig
-    group_model: LatencyModel | None = None
 
 
 def run(study: Study, arrivals: Sequence[Arrival], *, seed: int = 0) -> SimReport:
@@ -33,7 +32,7 @@ def run(study: Study, arrivals: Sequence[Arrival], *, seed: int = 0) -> SimRepor
     started_s = time.perf_counter()
     core = study_core(study.bundle, study.policy, seed)
     instances = study.mesh.instances(study.policy.latency)
-    result = Simulator(core, instances, arrivals, group_model=study.group_model or study.policy.group_latency).run()
+    result = Simulator(core, instances, arrivals, group_model=study.policy.group_latency).run()
     figures = report(result, long_tokens=study.policy.long_prompt_tokens, slo=Slo())
     print(f"  {study.name}: {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
     return figures

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +16,7 @@ from pdmesh.engine.attention import Span, TorchAttention
 from pdmesh.engine.kernels import Rotation, TorchKernels
 from pdmesh.engine.linear import TileLinear
 from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels
-from pdmesh.engine.runner import TorchEngine
-from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.stepping import Generation, generate, new_sequence, separate_tables, step
+from pdmesh.model import KvLayout, num_blocks_for
 
 TOLERANCE = 2e-2
 
@@ -109,6 +105,11 @@ def test_linear_equals_the_reference_and_each_row_is_itself(
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE * num_inputs**0.5, rtol=TOLERANCE)
     first = num_rows // 2
     assert torch.equal(linear(rows[first:]), output[first:])
+    token_ids = torch.randint(num_outputs, (7,), generator=generator)
+    assert torch.equal(linear.embed(token_ids), weight[token_ids])
+    for foreign in (-1, num_outputs):
+        with pytest.raises(IndexError, match="vocabulary"):
+            linear.embed(torch.tensor([0, foreign]))
 
 
 @settings(deadline=None, max_examples=40)
@@ -144,52 +145,3 @@ def test_kernels_equal_the_reference(
     # the reference rounds each product, the kernel only their sum
     torch.testing.assert_close(query, expected_query, atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(caches[1], caches[0], atol=4e-2, rtol=2e-2)
-
-
-@pytest.fixture(scope="module")
-def engine(library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
-    """Wide enough for oneDNN to sum differently by the number of rows."""
-    directory: Path = write_checkpoint(
-        tmp_path_factory.mktemp("model"),
-        dtype="bfloat16",
-        architecture="qwen3",
-        hidden_size=768,
-        intermediate_size=1024,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=64,
-    )
-    return TorchEngine(directory, num_blocks=96, num_threads=1, device="cpu", deterministic=True)
-
-
-MAX_TOKENS = 4
-PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=3)
-
-
-@settings(deadline=None, max_examples=12)
-@given(
-    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
-    schedule=st.randoms(use_true_random=False),
-)
-def test_deterministic_results_are_bit_identical(
-    engine: TorchEngine, lengths: list[int], schedule: random.Random
-) -> None:
-    tables = separate_tables(engine, [length + MAX_TOKENS for length in lengths])
-    expected = [logprobs_of(generate(engine, prompt_of(length), MAX_TOKENS, params=PARAMS)) for length in lengths]
-    generations = [
-        Generation(new_sequence(prompt_of(length), table, PARAMS), MAX_TOKENS)
-        for length, table in zip(lengths, tables, strict=True)
-    ]
-    while running := [generation for generation in generations if not generation.done]:
-        chosen = schedule.sample(running, schedule.randint(1, len(running)))
-        step(engine, [(generation, schedule.choice([1, 15, 16, 17, 64, 1000])) for generation in chosen])
-    assert [logprobs_of(generation) for generation in generations] == expected
-
-
-def logprobs_of(generation: Generation) -> list[object]:
-    return [(result.token_id, result.logprobs) for result in generation.results if result.token_id is not None]
-
-
-def prompt_of(num_tokens: int) -> list[int]:
-    rng = random.Random(num_tokens)
-    return [rng.randrange(320) for _ in range(num_tokens)]

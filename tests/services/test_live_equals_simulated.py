@@ -16,6 +16,7 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -153,15 +154,32 @@ class Wire:
         self._frames: deque[bytes] = deque()
         self._arrived = anyio.Event()
 
-    async def write(self, frame: bytes) -> None:
+    def put(self, frame: bytes) -> None:
         self._frames.append(frame)
         self._arrived.set()
+
+    async def write(self, frame: bytes) -> None:
+        self.put(frame)
 
     async def read(self) -> bytes:
         while not self._frames:
             self._arrived = anyio.Event()
             await self._arrived.wait()
         return self._frames.popleft()
+
+
+class OrderedLink(FrameLink[WorkerDown, WorkerUp]):
+    """The scheduler's end of a worker's stream. What it tells several workers at one instant arrives in that order,
+    as in the simulator; in frames of a stream each, which worker answers first is anybody's guess.
+    """
+
+    def __init__(self, mesh: ModelledMesh, up: Wire, down: Wire) -> None:
+        super().__init__(write=down.write, read=up.read, receive_type=WorkerUp)
+        self._on_way = mesh.on_way
+        self._down = down
+
+    def post(self, message: WorkerDown) -> None:
+        self._on_way.append(partial(self._down.put, msgspec.msgpack.encode([message])))
 
 
 class CountingCore(RememberingCore):
@@ -190,9 +208,13 @@ class ModelledMesh:
         self.expected: dict[RequestKey, tuple[InstanceId, int]] = {}  # where its KV goes, under which capability
         self.links = Fabric(self, self._drained)
         self.turns: dict[InstanceId, None] = {}
+        self.on_way = deque[Callable[[], None]]()  # messages to workers
 
     def settle(self) -> bool:
-        """Let one instance begin, if one may: all that is due now has been decided."""
+        """Deliver one message. If all that is due now has been told and decided, let one instance begin, if one may."""
+        if self.on_way:
+            self.on_way.popleft()()
+            return True
         if not self.turns:
             return False
         instance_id = next(iter(self.turns))
@@ -219,7 +241,7 @@ class Fabric(Links):
         super().__init__(mesh.agenda, SIM_CONFIG.port_bytes_per_s, on_drained)
         self._expected = mesh.expected
 
-    def send(self, key: RequestKey, sender: InstanceId, _receiver: InstanceId, num_bytes: float) -> None:
+    def send(self, key: RequestKey, sender: InstanceId, receiver: InstanceId, num_bytes: float) -> None:
         super().send(key, sender, self._expected[key][0], num_bytes)
 
 
@@ -229,7 +251,7 @@ class Worker:
     def __init__(self, profile: InstanceProfile, mesh: ModelledMesh) -> None:
         self._mesh = mesh
         up, down = Wire(), Wire()
-        self.server = FrameLink[WorkerDown, WorkerUp](write=down.write, read=up.read, receive_type=WorkerUp)
+        self.server = OrderedLink(mesh, up, down)
         self._link = FrameLink[WorkerUp, WorkerDown](write=up.write, read=down.read, receive_type=WorkerDown)
         self.profile = profile
         self.instance = SimInstance(
@@ -449,11 +471,11 @@ def serve(
         gateway_streams = GatewayStreams(
             driver, gateways, gateway_leases, settings, security, stopping, lambda: agenda.now_s
         )
+        gateway = Gateway(arrivals, mesh)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(driver.run)
             tasks.start_soon(worker_leases.run, worker_streams.expired)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
-            gateway = Gateway(arrivals, mesh)
             tasks.start_soon(gateway_streams.serve, gateway.server, "gateway")
             await tasks.start(gateway.run)
             for profile in profiles:
@@ -501,8 +523,8 @@ def test_the_service_decides_as_the_simulator_does(mesh: Pools, bundle: str, see
 def test_all_that_matters_happens_in_the_cases_above() -> None:
     """Requests are refused, prompts preempted, transfers paused and gone on with."""
     kinds = set[type]()
-    for bundle in ("fcfs", "pdmesh"):
-        decisions, _ = simulate(a_workload(0), profiles_of({"prefill": 2, "decode": 2}), bundle)
+    for bundle in ("fcfs", "sjf", "lars", "pdmesh"):
+        decisions, _ = simulate(a_workload(0), profiles_of({"prefill": 1, "decode": 1}), bundle)
         kinds |= {type(command) for decision in decisions for command in decision.commands}
     assert kinds >= {PlaceDecode, GrantTransfer, PauseTransfer, FreeKv, Reject, WakeAt}
 

@@ -71,6 +71,8 @@ def test_a_picture(tmp_path: Path) -> None:
     ("arguments", "code", "says"),
     [
         (["--bundle", "lifo"], 2, "no policy bundle is called 'lifo': use one of"),
+        (["--mixed", "2", "--group-size", "3"], 2, "--group-size 3: there are 2 mixed instances"),
+        (["--mixed", "2", "--group-size", "2", "--bundle", "reservation"], 2, "leaves short prompts no instance"),
         (["--profile", "abacus"], 2, "no latency profile and no file is called 'abacus': use one of"),
         (["--slo-ttft", "-1"], 2, "--slo-ttft is -1.0: wanted seconds, more than 0"),
         (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: wanted seconds, more than 0"),

@@ -75,6 +75,21 @@ def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:
     assert PACKING.num_tokens(crowded, drafted(SHORT, 10), SHORT, 0) == 0
 
 
+def test_a_group_fills_what_its_busiest_member_leaves_and_ignores_a_target_that_no_chunk_keeps() -> None:
+    def chunk(views: list[InstanceView], drafts: list[Draft]) -> int:
+        return PACKING.group_chunk(views, drafts, LONG, 0)[0]
+
+    num_tokens, seconds = PACKING.group_chunk([PREFILL, PREFILL], [Draft(), Draft()], LONG, 0)
+    assert num_tokens == 2560
+    assert seconds == pytest.approx(0.64)
+    assert chunk([PREFILL, PREFILL], [Draft(), drafted(SHORT, 320)]) == 1280
+    assert chunk([PREFILL, PREFILL], [Draft(), drafted(LONG, 32)]) == 0
+    busy = replace(MIXED, num_decoding=16, slo_tpots_s=DEFAULT)  # 0.16 of 0.32 s
+    assert chunk([PREFILL, busy], [Draft(), Draft()]) == 640
+    crowded = replace(MIXED, num_decoding=100, slo_tpots_s=DEFAULT)
+    assert chunk([PREFILL, crowded], [Draft(), Draft()]) == 2560
+
+
 def test_a_step_has_at_most_one_long_prompt() -> None:
     assert PACKING.num_tokens(PREFILL, drafted(LONG, 32), LONG, 0) == 0
     assert PACKING.num_tokens(PREFILL, drafted(LONG, 32), SHORT, 0) == 608

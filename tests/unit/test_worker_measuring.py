@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.runner import TorchEngine
@@ -16,7 +12,6 @@ from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine
 from pdmesh.worker.measuring import fits, measure_at_start, step_s
-from pdmesh.worker.threads import EngineThread
 
 MIXED = StepShape((ChunkShape(32, 100), ChunkShape(7, 0)), 3, 60)
 
@@ -71,11 +66,3 @@ def test_a_slow_engine_is_asked_for_less() -> None:
     assert measure_at_start(engine, limit_s=0.0) == ()
     assert num_steps == 1
     assert len(measure_at_start(engine)) == 6
-
-
-@pytest.mark.anyio
-async def test_an_engines_thread_yields_where_it_is_told_to() -> None:
-    async with EngineThread(niceness=3) as nice, EngineThread() as plain:
-        own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert await nice.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) == own + 3
-        assert await plain.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) == own

@@ -219,6 +219,8 @@ def simulate(
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill instances. [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="Decode instances. [default: 1]")] = None,
     mixed: Annotated[int, typer.Option(min=0, help="Instances that do both.")] = 0,
+    group_size: Annotated[int, typer.Option(min=1, help="Mixed instances that compute a long prompt together.")] = 1,
+    groups: Annotated[int | None, typer.Option(min=1, help="So many groups of them. [default: all that fit]")] = None,
     profile: Annotated[str, typer.Option(help="What an instance is; an unknown name lists them.")] = "a100-llama3-8b",
     bundle: Annotated[
         list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
@@ -252,6 +254,8 @@ def simulate(
         prefill=default if prefill is None else prefill,
         decode=default if decode is None else decode,
         mixed=mixed,
+        group_size=group_size,
+        groups=groups,
         profile=profile,
         bundles=tuple(dict.fromkeys(bundle or ("fcfs", "pdmesh"))),
         chunk_tokens=chunk_tokens,

@@ -19,7 +19,9 @@ from pdmesh.cli.study import StudyOptions, make_study
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
-from pdmesh.sim.mesh import study_core
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.latency import group_model
+from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.report import GroupReport, Percentiles, SimReport, report
 from pdmesh.sim.result import SimResult
@@ -33,6 +35,8 @@ class SimulateOptions(StudyOptions):
     prefill: int
     decode: int
     mixed: int
+    group_size: int
+    groups: int | None
     bundles: Sequence[str]
     plot: Path | None
     perfetto: Path | None
@@ -45,12 +49,16 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     write_plot = None if options.plot is None else _plotter()
     study = make_study(options, options.bundles)
     mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
+    policy = study.policy
+    if options.group_size > 1:
+        policy, mesh = _grouped(options, policy, mesh, study.long_tokens)
     results: dict[str, SimResult] = {}
     with rare_collections(), progress_bar(output) as progress:
         for bundle in options.bundles:
             task = progress.add_task(bundle, total=len(study.arrivals))
-            core = study_core(bundle, study.policy, options.seed)
-            simulator = Simulator(core, mesh.instances(study.policy.latency), study.arrivals, study.config)
+            core = study_core(bundle, policy, options.seed)
+            instances = mesh.instances(policy.latency)
+            simulator = Simulator(core, instances, study.arrivals, study.config, group_model=policy.group_latency)
             results[bundle] = simulator.run(advance(progress, task))
 
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
@@ -63,13 +71,30 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         record = {
             "pdmesh": __version__,
             "options": msgspec.to_builtins(replace(options, plot=None, perfetto=None)),
-            "policy": msgspec.to_builtins(study.policy),
+            "policy": msgspec.to_builtins(policy),
             "mesh": msgspec.to_builtins(mesh),
             "bundles": {name: msgspec.to_builtins(figures) for name, figures in reports.items()},
         }
         typer.echo(json.dumps(record, indent=2))
     else:
         Console().print(figures_table(reports))
+
+
+def _grouped(
+    options: SimulateOptions, policy: PolicyConfig, mesh: MeshShape, long_tokens: int
+) -> tuple[PolicyConfig, MeshShape]:
+    """With groups of mixed instances for the prompts that the options call long."""
+    size = options.group_size
+    if size > options.mixed:
+        raise ConfigError(f"--group-size {size}: there are {options.mixed} mixed instances to group")
+    num_grouped = size * (options.groups or options.mixed // size)
+    if "reservation" in options.bundles and num_grouped >= options.mixed + options.prefill:
+        raise ConfigError("reservation leaves short prompts no instance: take more, or fewer --groups")
+    group_latency = group_model(policy.latency, size)
+    return (
+        replace(policy, group_latency=group_latency, long_prompt_tokens=long_tokens),
+        replace(mesh, group_size=size, num_groups=options.groups),
+    )
 
 
 # --- what is shown ---

@@ -89,7 +89,7 @@ class Packer:
                 if placement is Wait.FOR_ROOM:
                     return
                 if placement is Wait.FOR_TURN:
-                    waiting_lanes.add(head.rank.lane)
+                    waiting_lanes |= self._waits_with(bundle, head)
                     continue
                 self._place(bundle, head, placement, now_s)
                 for member in placement.members:
@@ -111,11 +111,11 @@ class Packer:
                     bench.draft.longest_prompt_tokens >= bundle.long_prompt_tokens for bench in benches.values()
                 ):
                     return
-                waiting_lanes.add(head.rank.lane)  # a long prompt waits for another: short ones need not
+                waiting_lanes |= self._waits_with(bundle, head)  # for another long one: short ones need not
                 continue
             placement = place(head.request, offers, books.decoders, books.instances.values(), bundle)
             if placement is Wait.FOR_TURN:
-                waiting_lanes.add(head.rank.lane)
+                waiting_lanes |= self._waits_with(bundle, head)
             elif placement is not Wait.FOR_ROOM:
                 self._place(bundle, head, placement, now_s)
                 if idle.pop(placement.prefill.instance_id, None) is not None:
@@ -125,6 +125,13 @@ class Packer:
                 return
             else:
                 books.queue.park(head)
+
+    def _waits_with(self, bundle: Bundle, head: RequestState) -> set[float]:
+        """The lanes that wait if the head waits for its turn: its own; with a long one those of all as long."""
+        lanes = {head.rank.lane}
+        if bundle.is_long(head.request):
+            lanes |= self._books.queue.lanes_from(head.request.num_prompt_tokens)
+        return lanes
 
     def _plan_running(
         self, bundle: Bundle, benches: dict[InstanceId, _Bench], bench: _Bench, line: list[RequestState]

@@ -68,6 +68,12 @@ class WaitingQueue:
         """Nobody who waits has a shorter prompt. There must be someone."""
         return self._prompt_tokens[0]
 
+    def lanes_from(self, num_prompt_tokens: int) -> set[float]:
+        """The lanes whose first request has at least so many prompt tokens."""
+        return {
+            lane for lane, states in self._lanes.items() if states[0].request.num_prompt_tokens >= num_prompt_tokens
+        }
+
     @property
     def next_deadline_s(self) -> float | None:
         return next(iter(self._deadlines.values()))[0] if self._deadlines else None

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.engine.files import read_json_object
-from pdmesh.engine.linear import Linear, PlainLinear, fastest_linear
+from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, fastest_linear, fastest_vocabulary
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.errors import ConfigError
 
@@ -36,10 +36,10 @@ class LayerWeights:
 class ModelWeights:
     """All weights, in the dtype and on the device of the computation. A tied ``lm_head`` is the embedding itself."""
 
-    embedding: Tensor
+    embedding: Vocabulary
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    lm_head: Tensor
+    lm_head: Vocabulary
 
 
 def load_weights(
@@ -140,12 +140,13 @@ class _Reader:
     def model(self) -> ModelWeights:
         config = self.config
         vocabulary = (config.vocab_size, config.hidden_size)
-        embedding = self._tensor("model.embed_tokens.weight", vocabulary)
+        tied = config.tie_word_embeddings
+        embedding = self._vocabulary("model.embed_tokens.weight", vocabulary, multiplies=tied)
         return ModelWeights(
             embedding=embedding,
             layers=tuple(self._layer(f"model.layers.{layer}") for layer in range(config.num_layers)),
             norm=self._tensor("model.norm.weight", (config.hidden_size,)),
-            lm_head=embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", vocabulary),
+            lm_head=embedding if tied else self._vocabulary("lm_head.weight", vocabulary, multiplies=True),
         )
 
     def _layer(self, prefix: str) -> LayerWeights:
@@ -179,6 +180,10 @@ class _Reader:
                 bias[row : row + num_outputs] = self.tensors.read(f"{name}.bias", (num_outputs,))
             row += num_outputs
         return fastest_linear(weight, bias) if self.packed else PlainLinear(weight, bias)
+
+    def _vocabulary(self, name: str, shape: tuple[int, ...], *, multiplies: bool) -> Vocabulary:
+        weight = self._tensor(name, shape)
+        return fastest_vocabulary(weight) if self.packed and multiplies else PlainLinear(weight, None)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         # copy: the file's mapping is closed after loading

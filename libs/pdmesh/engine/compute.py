@@ -18,6 +18,7 @@ from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.engine.model import Transformer
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels, suits
+from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.kv.store import KvStore
 from pdmesh.model import KvLayout
 
@@ -66,7 +67,9 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
 
         return cuda_compute(loaded, device, native=native)
     config, layout = loaded.config, loaded.layout
-    attention: AttentionBackend = TorchAttention(layout, loaded.scale, device)
+    attention: AttentionBackend = (
+        TiledAttention(layout, loaded.scale) if loaded.deterministic else TorchAttention(layout, loaded.scale, device)
+    )
     kernels: Kernels = TorchKernels(config.rms_norm_eps)
     name = "torch"
     aligned = config.hidden_size % 16 == 0 and config.intermediate_size % 16 == 0

@@ -27,6 +27,14 @@ class Linear(Protocol):
         ...
 
 
+class Vocabulary(Linear, Protocol):
+    """A layer with an output for each token; where embeddings are tied, the embedding too."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the weight, (num_tokens, inputs). Raises IndexError for an id that is none."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
     """For any device and dtype. ``weight`` (outputs, inputs), and perhaps ``bias`` (outputs,)."""
@@ -37,6 +45,9 @@ class PlainLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return functional.linear(rows, self.weight, self.bias)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return functional.embedding(token_ids, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +91,41 @@ class TileLinear:
         )
         return output
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        num_outputs, num_inputs = self.weight.shape
+        lowest, highest = token_ids.aminmax()
+        if lowest < 0 or highest >= num_outputs:
+            raise IndexError(f"token ids {int(lowest)} … {int(highest)} in a vocabulary of {num_outputs}")
+        output = self.weight.new_empty(len(token_ids), num_inputs)
+        self.library.pdmesh_unpack_rows(
+            self.weight.data_ptr(), token_ids.data_ptr(), output.data_ptr(), len(token_ids), num_inputs
+        )
+        return output
+
 
 def fastest_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """A layer that computes with ``weight`` as fast as this machine can; it need not keep the tensor it is given."""
-    if weight.dtype != torch.bfloat16 or not weight.is_cpu:
-        return PlainLinear(weight, bias)
-    num_outputs, num_inputs = weight.shape
-    library = load_kernels()
-    if library is not None and tiles_multiply(library) and num_outputs % 32 == num_inputs % 32 == 0:
-        packed = torch.empty_like(weight)
-        library.pdmesh_pack_linear(weight.data_ptr(), packed.data_ptr(), num_outputs, num_inputs)
-        return TileLinear(library, packed, bias)
+    if (tiled := _tile_linear(weight, bias)) is not None:
+        return tiled
     reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-    return PlainLinear(weight, bias) if reorder is None else OneDnnLinear(reorder(weight, _PACKED_FOR_ROWS), bias)
+    if weight.dtype != torch.bfloat16 or not weight.is_cpu or reorder is None:
+        return PlainLinear(weight, bias)
+    return OneDnnLinear(reorder(weight, _PACKED_FOR_ROWS), bias)
+
+
+def fastest_vocabulary(weight: Tensor) -> Vocabulary:
+    """`fastest_linear` for a vocabulary: oneDNN's order does not give rows back."""
+    return _tile_linear(weight, None) or PlainLinear(weight, None)
+
+
+def _tile_linear(weight: Tensor, bias: Tensor | None) -> TileLinear | None:
+    """None where the machine or the shape does not suit."""
+    num_outputs, num_inputs = weight.shape
+    if weight.dtype != torch.bfloat16 or not weight.is_cpu or num_outputs % 32 or num_inputs % 32:
+        return None
+    library = load_kernels()
+    if library is None or not tiles_multiply(library):
+        return None
+    packed = torch.empty_like(weight)
+    library.pdmesh_pack_linear(weight.data_ptr(), packed.data_ptr(), num_outputs, num_inputs)
+    return TileLinear(library, packed, bias)

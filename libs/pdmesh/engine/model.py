@@ -17,7 +17,7 @@ from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
 from pdmesh.engine.checkpoint import LayerWeights, ModelWeights
 from pdmesh.engine.kernels import Kernels, Rotation
-from pdmesh.engine.linear import Linear, PlainLinear
+from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.rope import RotaryEmbedding
 
@@ -45,7 +45,7 @@ class Transformer:
         self._config = config
         self._weights = weights
         self._kernels = kernels
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, weights.embedding.device)
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, weights.norm.device)
         self._deterministic = deterministic
 
     def forward(
@@ -53,7 +53,7 @@ class Transformer:
     ) -> Tensor:
         """Hidden states (num_tokens, hidden_size) before the last norm; writes the tokens' keys and values."""
         kernels = self._kernels
-        hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
+        hidden = self._weights.embedding.embed(inputs.token_ids)
         cos, sin = self._rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens, hidden.dtype)
         rotation = Rotation(cos=cos, sin=sin, slots=inputs.slots)
         delta: Tensor | None = None
@@ -74,7 +74,7 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`."""
         _, normed = self._kernels.add_norm(hidden, None, self._weights.norm)
-        return self._linear(normed, PlainLinear(self._weights.lm_head, None)).float()
+        return self._linear(normed, self._weights.lm_head).float()
 
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """Queries, keys and values: (num_tokens, heads, head_dim)."""

@@ -29,6 +29,7 @@ _SIGNATURES = {
     "pdmesh_add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
     "pdmesh_rotate_and_store": [*[_POINTER] * 5, *[_INT] * 6],
     "pdmesh_pack_linear": [_POINTER, _POINTER, _INT, _INT],
+    "pdmesh_unpack_rows": [*[_POINTER] * 3, _INT, _INT],
     "pdmesh_linear": [*[_POINTER] * 4, *[_INT] * 4],
     "pdmesh_gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
 }

@@ -32,8 +32,7 @@ class TorchEngine:
     ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``native`` allows what is
     faster than plain torch: compiled kernels, reordered weights, on CUDA FlashInfer and graphs; without it, this is the
     reference. ``has_random_weights`` draws them on the device: of the checkpoint, only ``config.json`` is read.
-    ``deterministic`` makes results bit-identical whatever the batch composition and chunk boundaries where the compiled
-    kernels run (bf16); elsewhere only the linear layers.
+    ``deterministic`` makes results on CPU bit-identical whatever the batch composition and chunk boundaries.
     """
 
     def __init__(

@@ -161,7 +161,7 @@ class PolicyConfig:
     # Bundles whose long chunks give way between layers make them long enough to lose no more than this to a step's
     # constant time. A group's do not give way so, and a short prompt may wait for one.
     max_step_overhead: float = 0.05
-    max_group_step_overhead: float = 0.2
+    max_group_step_overhead: float = 0.1
     give_way: float = 2.0  # `pdmesh` interrupts a long prompt for one that is so many times shorter
     colocate_tokens: int = 8192  # prompt tokens queued on an instance, up to which it takes more (PecSched §5.2)
 

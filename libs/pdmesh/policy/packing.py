@@ -107,7 +107,10 @@ class AdaptiveChunks:
         num_left = request.num_prompt_tokens - start
         num_tokens = self.group_sizer.largest(NOTHING, start, num_left, budget_s)
         if not num_tokens and not any(draft.chunks for draft in drafts):
-            num_tokens = min(num_left, CHUNK_UNIT_TOKENS * len(members))
+            # The constant time of a group alone may be more than its decodes' target: then no chunk can keep it, and
+            # very small ones would lose both the target and the throughput.
+            num_tokens = self.group_sizer.largest(NOTHING, start, num_left, self.group_step_s)
+            num_tokens = num_tokens or min(num_left, CHUNK_UNIT_TOKENS * len(members))
         shape = StepShape((ChunkShape(num_tokens, start),), 0, 0)
         return num_tokens, self.group_sizer.model.step_s(shape)
 

@@ -78,6 +78,10 @@ class _Step:
     nested_s: float = 0.0  # of the urgent steps that ran inside it
 
 
+def _alone(group: GroupChunk) -> None:
+    raise AssertionError(f"a chunk for {group.members} on an instance that is in no group")
+
+
 class SimInstance:
     """``report`` takes events for the scheduler; ``want_turn`` asks to `begin` after all else of this instant."""
 
@@ -85,7 +89,6 @@ class SimInstance:
         self,
         profile: InstanceProfile,
         model: LatencyModel,
-        group_model: LatencyModel,
         *,
         agenda: Agenda,
         links: Links,
@@ -93,8 +96,9 @@ class SimInstance:
         report: Callable[[Event], None],
         land: Callable[[InstanceId, RequestKey, float], None],
         want_turn: Callable[[InstanceId], None],
-        meet: Callable[[GroupChunk], None],
         max_decode_steps: int,
+        group_model: LatencyModel | None = None,
+        meet: Callable[[GroupChunk], None] = _alone,
     ) -> None:
         self.profile = profile
         self.instance_id = profile.instance_id
@@ -103,7 +107,7 @@ class SimInstance:
         self._token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
         self._last_layer_share = 1 / layout.num_layers
         self._model = model
-        self._group_model = group_model
+        self._group_model = group_model or model
         self._agenda = agenda
         self._links = links
         self._runs = runs

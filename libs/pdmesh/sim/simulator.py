@@ -76,13 +76,13 @@ class Simulator:
             profile.instance_id: SimInstance(
                 profile,
                 model,
-                group_model or model,
                 agenda=self._agenda,
                 links=self._links,
                 runs=self._runs,
                 report=self._report,
                 land=self._land,
                 want_turn=self._want_turn,
+                group_model=group_model,
                 meet=self._meet,
                 max_decode_steps=config.max_decode_steps,
             )

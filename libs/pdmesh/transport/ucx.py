@@ -29,7 +29,7 @@ from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
 from pdmesh.transport.ucx_api import PREFIX, open_ucx
 from pdmesh.transport.ucx_links import UcxLinks
-from pdmesh.transport.ucx_ring import POSTED_BETWEEN_HOSTS, POSTED_WITHIN_HOST, UcxPiece, UcxRing
+from pdmesh.transport.ucx_ring import MAX_POSTED, UcxPiece, UcxRing
 
 #: Calls of UCX's progress before other tasks get their turn.
 PROGRESS_ROUNDS = 8
@@ -54,11 +54,10 @@ class UcxTransport:
         receive_buffers = allocate_buffers(config.num_receive_buffers, config.max_payload_bytes, PREFIX.size)
         self._memory = [buffer.memory for buffer in (*send_buffers, *receive_buffers)]
         self._pool = SendPool(send_buffers)
-        within_host = self._api.shares_memory and config.ucx_net_devices == "lo"
         self._ring = UcxRing(
             self._api,
             receive_buffers,
-            POSTED_WITHIN_HOST if within_host else POSTED_BETWEEN_HOSTS,
+            MAX_POSTED,
             wake=self._wake,
             call_later=asyncio.get_running_loop().call_later,
         )

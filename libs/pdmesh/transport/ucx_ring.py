@@ -14,12 +14,10 @@ from pdmesh.transport.ucx_api import PREFIX, PREFIX_MAGIC, UcxApi
 
 log = structlog.get_logger()
 
-#: Receives posted at once where all peers are on this host. The buffer used last is posted next, and is still in the
-#: cache: 1 MiB pieces move at 57 to 68 % of ucx_perftest's rate, with four posted at 43 % (2-core VM).
-POSTED_WITHIN_HOST = 1
-
-#: Between hosts one receive at a time would wait for a round trip with every piece.
-POSTED_BETWEEN_HOSTS = 4
+#: Receives posted at once. Those used last are posted next, so that a few that are in the cache serve most pieces. One
+#: would be faster inside a host (1 MiB pieces at 57 to 68 % of ucx_perftest's rate against 43 % with 4, 2-core VM), but
+#: a sender that is killed would more often stall the ring for `STALL_S`.
+MAX_POSTED = 4
 
 #: A sender that is killed while its piece is read can hold the receive it matched for good. When messages wait and
 #: nothing has arrived for so long, the receives posted until then no longer count, and others are posted beside them.

@@ -34,9 +34,6 @@ from pdmesh.worker.token_links import open_token_links
 
 log = structlog.get_logger()
 
-#: Of a prefill engine's threads: where cores are shared, what keeps tokens flowing goes first (decodes, event loops).
-PREFILL_NICENESS = 5
-
 #: How long requests may go on after the first signal to stop.
 DRAIN_LIMIT_S = 30.0
 
@@ -46,7 +43,7 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: give its host:port (PDMESH_SCHEDULER_ADDRESS)")
     num_threads = fair_num_threads(config.worker.num_threads)
-    async with EngineThread(niceness=PREFILL_NICENESS if role is Role.PREFILL else 0) as thread:
+    async with EngineThread() as thread:
         engine = await thread.run(partial(build_engine, config, num_threads))
         log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, num_blocks=engine.kv.num_blocks)
         facts = engine_facts(config)

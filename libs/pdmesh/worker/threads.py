@@ -28,9 +28,7 @@ class EngineThread:
     them, and a hand-over to it costs less than one to a pool's (0.11 instead of 0.16 ms, two cores, 2026-11).
     """
 
-    def __init__(self, name: str = "engine", *, niceness: int = 0) -> None:
-        """``niceness`` is of this thread and of those that its calls start, for the operating system."""
-        self._niceness = niceness
+    def __init__(self, name: str = "engine") -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -67,7 +65,5 @@ class EngineThread:
         return result  # type: ignore[no-any-return]  # T, through an untyped list
 
     def _run(self) -> None:
-        if self._niceness:
-            os.nice(self._niceness)  # on Linux, of this thread alone
         while (job := self._jobs.get()) is not None:
             job()

@@ -63,6 +63,19 @@ void pdmesh_pack_linear(const uint16_t* weight, uint16_t* packed, int64_t num_ou
             }
 }
 
+// output (num_rows x num_inputs): rows `ids` of the weight that was packed.
+void pdmesh_unpack_rows(
+    const uint16_t* packed, const int64_t* ids, uint16_t* output, int64_t num_rows, int64_t num_inputs) {
+    const __m512i pairs = _mm512_mullo_epi32(
+        _mm512_set1_epi32(kTile), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+    for (int64_t i = 0; i < num_rows; ++i) {
+        const int64_t id = ids[i], tile = id % kPanel / kTile;
+        const bf16* from = packed + (id - id % kPanel) * num_inputs + tile * kTileValues + id % kTile * 2;
+        for (int64_t k = 0; k < num_inputs; k += kStep, from += 2 * kTileValues)
+            _mm512_storeu_si512(output + i * num_inputs + k, _mm512_i32gather_epi32(pairs, from, 4));
+    }
+}
+
 // output (num_rows x num_outputs) = rows (num_rows x num_inputs) * packed + bias (unless null).
 void pdmesh_linear(
     const uint16_t* rows, const uint16_t* packed, const uint16_t* bias, uint16_t* result, int64_t num_rows,

@@ -28,7 +28,8 @@ void pdmesh_use_amx(int use) { has_amx = use; }
 
 int pdmesh_uses_amx() { return has_amx; }
 
-// hidden += delta (unless null); output = weight * round(hidden / rms(hidden)). Rows of `size` values, a multiple of 16.
+// hidden += delta (unless null); output = weight * round(hidden / rms(hidden)). Rows of `size` values, a multiple of
+// 16.
 void pdmesh_add_norm(
     bf16* hidden, const bf16* delta, const bf16* weight, bf16* output, int64_t num_rows, int64_t size, float epsilon,
     int64_t num_threads) {

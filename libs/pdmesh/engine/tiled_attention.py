@@ -1,0 +1,85 @@
+"""Attention in plain torch whose results depend on a token's own context alone, to the last bit.
+
+Libraries choose how to sum by the shapes they are given, and so does torch's vectorized arithmetic. Here every
+operation has one shape, (64 query rows) x (256 keys) of one key-value head: rows are padded, keys are masked, and tiles
+of keys begin at multiples of 256 and are summed in order. Masked keys add exact zeros. It is what deterministic mode
+uses on CPU where no compiled kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdmesh.engine.attention import AttentionOutput, AttentionPlan, Span
+from pdmesh.model import KvLayout, num_blocks_for
+
+_TILE_ROWS = 64
+_TILE_KEYS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TiledAttention:
+    """An `AttentionBackend` on CPU."""
+
+    layout: KvLayout
+    scale: float
+
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+        block_size = self.layout.block_size
+        tables = [torch.tensor(span.block_table[: num_blocks_for(span.end, block_size)]) for span in spans]
+        return _TiledPlan(self.layout.num_kv_heads, self.scale, tuple(zip(spans, tables, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _TiledPlan:
+    num_kv_heads: int
+    scale: float
+    spans: tuple[tuple[Span, Tensor], ...]
+
+    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+        num_heads, head_dim = query.shape[1:]
+        group = num_heads // self.num_kv_heads
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        for span, table in self.spans:
+            rows = slice(span.row, span.row + span.num_tokens)
+            positions = torch.arange(span.start, span.end).repeat_interleave(group)
+            for head in range(self.num_kv_heads):
+                heads = slice(head * group, (head + 1) * group)
+                pages = cache[table, :, head].transpose(0, 1).reshape(2, -1, head_dim)[:, : span.end]
+                keys, values = functional.pad(pages, (0, 0, 0, -span.end % _TILE_KEYS))
+                own = query[rows, heads].reshape(-1, head_dim) * self.scale
+                parts = [
+                    _attend_rows(tile, tile_positions, keys, values)
+                    for tile, tile_positions in zip(
+                        torch.split(own, _TILE_ROWS), torch.split(positions, _TILE_ROWS), strict=True
+                    )
+                ]
+                output[rows, heads] = torch.cat([part for part, _ in parts]).view(-1, group, head_dim)
+                lse[rows, heads] = torch.cat([part for _, part in parts]).view(-1, group)
+        return AttentionOutput(output, lse if with_lse else None)
+
+
+def _attend_rows(rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Results and log-sum-exp of up to 64 scaled query rows."""
+    num_rows = len(rows)
+    visible = int(positions[-1]) + 1
+    rows = functional.pad(rows, (0, 0, 0, _TILE_ROWS - num_rows))
+    positions = functional.pad(positions, (0, _TILE_ROWS - num_rows))[:, None]
+    result = torch.zeros_like(rows)
+    maximum = rows.new_full((_TILE_ROWS, 1), -torch.inf)
+    total = rows.new_zeros(_TILE_ROWS, 1)
+    for first in range(0, visible, _TILE_KEYS):
+        scores = rows @ keys[first : first + _TILE_KEYS].t()
+        scores.masked_fill_(torch.arange(first, first + _TILE_KEYS) > positions, -torch.inf)
+        higher = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
+        keep, weights = torch.exp(maximum - higher), torch.exp(scores - higher)
+        total = total * keep + weights.sum(dim=-1, keepdim=True)
+        result = result * keep + weights @ values[first : first + _TILE_KEYS]
+        maximum = higher
+    return (result / total)[:num_rows], (maximum + total.log())[:num_rows, 0]

@@ -1,0 +1,111 @@
+"""Deterministic mode: the bits of a request's results do not depend on what else is computed, nor in what pieces."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdmesh.engine.attention import Span, TorchAttention
+from pdmesh.engine.native import load_kernels
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.engine.tiled_attention import TiledAttention
+from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.stepping import Generation, generate, new_sequence, separate_tables, step
+
+COMPUTES = ["float32", "bfloat16, plain torch", "bfloat16, AVX-512", "bfloat16, AMX"]
+
+
+@pytest.fixture(scope="module", params=COMPUTES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
+    """Wide enough for libraries to sum differently by the number of rows."""
+    dtype, _, how = request.param.partition(", ")
+    library = load_kernels()
+    if how in ("AVX-512", "AMX"):
+        if library is None:
+            pytest.skip("built without a compiler, or a processor without AVX-512 BF16")
+        if library.pdmesh_prepare() < 2 and how == "AMX":
+            pytest.skip("a processor without AMX")
+        library.pdmesh_use_amx(how == "AMX")
+    directory = write_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        dtype=dtype,
+        architecture="qwen3",
+        hidden_size=768,
+        intermediate_size=1024,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+    )
+    yield TorchEngine(
+        directory, num_blocks=96, num_threads=1, device="cpu", deterministic=True, native=how != "plain torch"
+    )
+    if library is not None:
+        library.pdmesh_prepare()
+
+
+MAX_TOKENS = 4
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=3)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    schedule=st.randoms(use_true_random=False),
+)
+def test_deterministic_results_are_bit_identical(
+    engine: TorchEngine, lengths: list[int], schedule: random.Random
+) -> None:
+    tables = separate_tables(engine, [length + MAX_TOKENS for length in lengths])
+    expected = [logprobs_of(generate(engine, prompt_of(length), MAX_TOKENS, params=PARAMS)) for length in lengths]
+    generations = [
+        Generation(new_sequence(prompt_of(length), table, PARAMS), MAX_TOKENS)
+        for length, table in zip(lengths, tables, strict=True)
+    ]
+    while running := [generation for generation in generations if not generation.done]:
+        chosen = schedule.sample(running, schedule.randint(1, len(running)))
+        step(engine, [(generation, schedule.choice([1, 15, 16, 17, 64, 1000])) for generation in chosen])
+    assert [logprobs_of(generation) for generation in generations] == expected
+
+
+def logprobs_of(generation: Generation) -> list[object]:
+    return [(result.token_id, result.logprobs) for result in generation.results if result.token_id is not None]
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    rng = random.Random(num_tokens)
+    return [rng.randrange(320) for _ in range(num_tokens)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    parts=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 100)), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+)
+def test_tiled_attention_equals_the_reference(
+    num_kv_heads: int, group: int, parts: list[tuple[int, int]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layout = KvLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=32, block_size=16, dtype="float32")
+    num_blocks = [num_blocks_for(start + num_tokens, 16) for start, num_tokens in parts]
+    block_ids = random.Random(seed).sample(range(sum(num_blocks)), sum(num_blocks))
+    spans: list[Span] = []
+    row = 0
+    for (start, num_tokens), used in zip(parts, num_blocks, strict=True):
+        spans.append(Span(row, num_tokens, start, [block_ids.pop() for _ in range(used)]))
+        row += num_tokens
+    cache = torch.randn((sum(num_blocks), 2, num_kv_heads, 16, 32), generator=generator)
+    query = torch.randn((row, num_kv_heads * group, 32), generator=generator)
+    scale = 32**-0.5
+
+    actual = TiledAttention(layout, scale).plan(spans).attend(query, cache, with_lse=True)
+    expected = TorchAttention(layout, scale, torch.device("cpu")).plan(spans).attend(query, cache, with_lse=True)
+    torch.testing.assert_close(actual.output, expected.output, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.lse, expected.lse, atol=1e-5, rtol=1e-5)

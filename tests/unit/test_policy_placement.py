@@ -1,0 +1,100 @@
+"""Placements of prompts: pools, groups, and short ones around long ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.model import InstanceId, Role
+from pdmesh.policy.base import InstanceView
+from pdmesh.policy.order import ShortFirst
+from pdmesh.policy.placement import Apart, IdleGroup, LeastQueuedGroup, Reservation, ShortAroundLong
+from pdmesh.testing.core import a_request
+
+IDLE = InstanceView(
+    instance_id=InstanceId("idle"),
+    role=Role.MIXED,
+    num_blocks=64,
+    num_free_blocks=64,
+    num_virtual_blocks=0,
+    num_seats_taken=0,
+    max_num_seqs=8,
+    num_prefilling=0,
+    num_decoding=0,
+    num_queued_tokens=0,
+    draining=False,
+)
+SHORT, LONG = a_request("short", prompt=100), a_request("long", prompt=4000)
+QUEUED = replace(IDLE, instance_id=InstanceId("queued"), num_queued_tokens=200)
+FULL = replace(IDLE, instance_id=InstanceId("full"), num_queued_tokens=900)
+DECODING = replace(IDLE, instance_id=InstanceId("decoding"), num_long_decoding=1, num_decoding=1)
+COMPUTING = replace(IDLE, instance_id=InstanceId("computing"), num_long_prefilling=1, shortest_long_prefill_tokens=9000)
+PLACE = ShortAroundLong(long_prompt_tokens=1000, colocate_tokens=500)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "chosen"),
+    [
+        ([COMPUTING, DECODING, QUEUED, IDLE], "idle"),
+        ([COMPUTING, DECODING, QUEUED], "queued"),
+        ([COMPUTING, DECODING, FULL], "decoding"),
+        ([COMPUTING, replace(DECODING, num_queued_tokens=500)], "computing"),
+        ([COMPUTING, FULL], "computing"),
+        ([COMPUTING], "computing"),
+    ],
+)
+def test_a_short_prompt_goes_to_no_long_one_then_to_a_decode_then_to_a_prefill(
+    candidates: list[InstanceView], chosen: str
+) -> None:
+    assert PLACE.choose(SHORT, candidates) == chosen
+
+
+def test_without_preemption_a_short_prompt_waits() -> None:
+    patient = replace(PLACE, preempts=False)
+    assert patient.choose(SHORT, [COMPUTING]) is None
+    assert patient.choose(SHORT, [COMPUTING, FULL]) == "full"
+
+
+def test_a_long_prompt_waits_for_another_unless_that_gives_way() -> None:
+    assert PLACE.choose(LONG, [COMPUTING]) is None
+    assert PLACE.choose(LONG, [COMPUTING, DECODING]) == "decoding"
+    assert replace(PLACE, give_way=2.0).choose(LONG, [COMPUTING]) == "computing"
+    assert replace(PLACE, give_way=2.5).choose(LONG, [COMPUTING]) is None
+
+
+def test_a_reserved_pool_is_for_long_prompts() -> None:
+    grouped = replace(IDLE, grouped=True)
+    assert Reservation().choose(SHORT, [grouped]) is None
+    assert Reservation().choose(SHORT, [grouped, FULL]) == "full"
+
+
+def test_a_group_serves_one_long_prompt_at_a_time() -> None:
+    groups = {"a": [IDLE, QUEUED], "b": [IDLE, DECODING], "c": [COMPUTING, IDLE], "d": [IDLE, FULL]}
+    assert LeastQueuedGroup().choose(LONG, groups) == "a"
+    assert LeastQueuedGroup().choose(LONG, {"b": groups["b"], "c": groups["c"]}) is None
+
+
+def test_an_idle_group_has_no_work_at_all() -> None:
+    seated = replace(IDLE, num_seats_taken=1)
+    assert IdleGroup().choose(LONG, {"a": [IDLE, seated], "b": [IDLE, IDLE]}) == "b"
+    assert IdleGroup().choose(LONG, {"a": [IDLE, seated]}) is None
+
+
+def test_short_prompts_decode_apart_and_long_ones_where_they_are_computed() -> None:
+    apart = replace(IDLE, instance_id=InstanceId("apart"), role=Role.DECODE)
+    choose = Apart(long_prompt_tokens=1000).choose
+    assert choose(SHORT, IDLE, [IDLE, apart]) == "apart"
+    assert choose(LONG, IDLE, [IDLE, apart]) == "idle"
+    assert choose(SHORT, IDLE, [IDLE]) == "idle"
+    assert choose(LONG, IDLE, [apart]) == "apart"
+
+
+@pytest.mark.parametrize(("preempts", "line"), [(True, [SHORT, LONG]), (False, [LONG, SHORT])])
+def test_short_first_passes_a_placed_long_prompt_only_if_it_preempts(preempts: bool, line: list[object]) -> None:
+    order = ShortFirst(long_prompt_tokens=1000, preempts=preempts)
+    ranks = {request.request_id: order.rank(request, 0, placed_s=0.0) for request in (SHORT, LONG)}
+    keys = dict(zip(ranks, order.keys(list(ranks.values()), 1.0), strict=True))
+    assert sorted((SHORT, LONG), key=lambda request: keys[request.request_id]) == line
+    waiting = order.rank(LONG, 0, placed_s=None)
+    assert order.keys([ranks[SHORT.request_id]], 1.0)[0] < order.keys([waiting], 1.0)[0]
