@@ -31,7 +31,7 @@ from pdmesh.core.commands import Command, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, StepDone
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.garbage import collect_rarely
+from pdmesh.garbage import rare_collections
 from pdmesh.metrics import percentile
 from pdmesh.model import Epoch, GatewayId, Request, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
@@ -77,7 +77,6 @@ class Bench:
         for instance in self.mesh.instances.values():
             self.feed(InstanceJoined(instance.profile, ()))
         self.refill()
-        collect_rarely()
         self.costs_us = {"events": [], "decisions": [], "ends of steps": []}
 
     def feed(self, event: Event) -> None:
@@ -172,7 +171,8 @@ def _named(each: Any) -> Iterator[str]:
 
 def decisions(bundle: str) -> list[list[str]]:
     bench = Bench(bundle)
-    bench.run()
+    with rare_collections():
+        bench.run()
     rows: list[list[str]] = []
     for name, costs_us in bench.costs_us.items():
         figures = [sum(costs_us) / len(costs_us), *(percentile(costs_us, p) or 0.0 for p in (50, 99)), max(costs_us)]
@@ -199,7 +199,8 @@ def at_scale(bundle: str, num_instances: int) -> list[str]:
         random.Random(0),
     )
     core = TimedCore(study_core(bundle, policy, seed=0))
-    result = Simulator(core, mesh.instances(policy.latency), arrivals).run()
+    with rare_collections():
+        result = Simulator(core, mesh.instances(policy.latency), arrivals).run()
     jcts_s = {run.request.request_id: run.jct_s for run in result.requests if run.jct_s is not None}
     ratios = [core.request_s[request_id] / jct_s for request_id, jct_s in jcts_s.items()]
     span_s = max(run.token_times_s[-1] for run in result.requests if run.token_times_s)

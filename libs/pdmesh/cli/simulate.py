@@ -17,7 +17,7 @@ from pdmesh.cli.options import Output
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.cli.study import StudyOptions, make_study
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.garbage import collect_rarely
+from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import group_model
@@ -53,8 +53,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     if options.group_size > 1:
         policy, mesh = _grouped(options, policy, mesh, study.long_tokens)
     results: dict[str, SimResult] = {}
-    collect_rarely()
-    with progress_bar(output) as progress:
+    with rare_collections(), progress_bar(output) as progress:
         for bundle in options.bundles:
             task = progress.add_task(bundle, total=len(study.arrivals))
             core = study_core(bundle, policy, options.seed)

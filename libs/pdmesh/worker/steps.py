@@ -73,10 +73,12 @@ async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) ->
     call_soon = asyncio.get_running_loop().call_soon_threadsafe
     done_inside, inside = anyio.create_memory_object_stream[_Executed](MAX_QUEUED_PLANS)
     executor = _Executor(instance, engine, lambda executed: call_soon(partial(done_inside.send_nowait, executed)))
+    failure: Exception | None = None
     async with done_inside, inside, anyio.create_task_group() as tasks:
         tasks.start_soon(_hand_out, instance, inside)
         failure = await _run_batches(instance, executor, thread)
         tasks.cancel_scope.cancel()
+    assert failure is not None
     return failure
 
 

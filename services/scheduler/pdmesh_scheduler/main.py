@@ -16,7 +16,7 @@ from pdmesh.core.config import CoreConfig, LatencyLearning
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
-from pdmesh.garbage import collect_rarely
+from pdmesh.garbage import rare_collections
 from pdmesh.model import GatewayId, InstanceId
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
@@ -112,7 +112,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 SERVICE, methods, host=settings.host, port=settings.port, security=config.security
             )
             stopping_server.push_async_callback(_stop, server)
-            collect_rarely()
+            closing.enter_context(rare_collections())
             context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)
             await context.stopping.wait()
             await _stop(server)
