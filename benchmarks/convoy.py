@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import socket
 import subprocess
 import tempfile
 import time
@@ -135,8 +136,10 @@ async def drive(base_url: str, model: str, load: Sequence[Planned], seed: int) -
 
 
 @contextmanager
-def vllm_server(command: str, model: Path, folder: Path, port: int = 8123) -> Generator[str]:
+def vllm_server(command: str, model: Path, folder: Path) -> Generator[str]:
     """The peer's own server with its defaults, started and stopped."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     base_url = f"http://127.0.0.1:{port}"
     arguments = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "32768"]
     with (folder / "vllm.log").open("wb") as log:

@@ -1,9 +1,10 @@
 """The whole matrix of the exactness promise, through HTTP, against `transformers` in fp32.
 
-Architectures x topologies x chunk sizes; prompts of 1 to 4,000 tokens, alone and 32 at a time; log-probabilities to
-1e-4; and sampled tokens of one seed, which must be the same in every topology and chunk size of an architecture.
+Architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
+tokens, alone and 32 at a time; log-probabilities to 1e-4; and sampled tokens of one seed, which must be the same in
+every topology and chunk size of an architecture.
 
-    python benchmarks/exactness.py [--architectures llama,qwen2,qwen3] [--chunks 1,16,512,8192]
+    python benchmarks/exactness.py [--architectures llama,qwen2,qwen3] [--chunks 1,16,512,8192,adaptive]
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ async def check(mesh: RunningMesh, references: list[Reference]) -> tuple[list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", default=",".join(get_args(Family)))
-    parser.add_argument("--chunks", default="1,16,512,8192")
+    parser.add_argument("--chunks", default="1,16,512,8192,adaptive", help="sizes under fcfs; adaptive: under pdmesh")
     arguments = parser.parse_args()
     print(heading("Exactness through HTTP, fp32"))
     num_wrong = num_asked = 0
@@ -56,7 +57,9 @@ def main() -> None:
             for topology, (prefill, decode, mixed) in TOPOLOGIES.items():
                 for chunk in arguments.chunks.split(","):
                     began_s = time.monotonic()
-                    settings = {"SCHEDULER_CHUNK_TOKENS": chunk}
+                    settings = {"SCHEDULER_BUNDLE": "fcfs", "SCHEDULER_CHUNK_TOKENS": chunk}
+                    if chunk == "adaptive":  # prompts of 4,000 are long, so that the others interrupt them
+                        settings = {"SCHEDULER_BUNDLE": "pdmesh", "SCHEDULER_LONG_PROMPT_TOKENS": "2000"}
                     with running_mesh(
                         folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings
                     ) as mesh:
@@ -68,7 +71,7 @@ def main() -> None:
                     num_wrong += len(found)
                     verdict = "exact" if not found else f"{len(found)} differ"
                     took_s = time.monotonic() - began_s
-                    print(f"{architecture:6} {topology:8} chunks of {chunk:>5}: {verdict} ({took_s:.0f} s)")
+                    print(f"{architecture:6} {topology:8} chunks of {chunk:>8}: {verdict} ({took_s:.0f} s)")
                     for sentence in found[:3]:
                         print(f"       {sentence}")
     print(f"{num_asked} completions, {num_wrong} differ")

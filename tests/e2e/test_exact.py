@@ -17,19 +17,22 @@ PROMPT_LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 257, 700]
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture, one topology, one chunk size: pairs chosen so that each value meets different others."""
+    """One architecture, one topology, one policy: pairs chosen so that each value meets different others."""
 
     architecture: Family
     prefill: int
     decode: int
     mixed: int
-    chunk_tokens: int
+    bundle: str
+    chunk_tokens: int  # where steps are static
 
 
 CASES = [
-    Case("llama", 1, 1, 0, 512),
-    Case("qwen2", 2, 2, 0, 7),
-    Case("qwen3", 0, 0, 2, 64),
+    Case("llama", 1, 1, 0, "fcfs", 512),
+    Case("qwen2", 2, 2, 0, "fcfs", 7),
+    Case("qwen3", 0, 0, 2, "fcfs", 64),
+    # Long from 1,000 tokens on: the prompts of 4,000 are interrupted between layers, and preempted, by the others.
+    Case("llama", 1, 1, 0, "pdmesh", 0),
 ]
 
 
@@ -39,14 +42,14 @@ class Served:
     references: list[Reference]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.architecture}-{case.chunk_tokens}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.architecture}-{case.bundle}-{case.chunk_tokens}")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     case: Case = request.param
     folder = tmp_path_factory.mktemp(case.architecture)
     checkpoint = folder / "model"
     checkpoint.mkdir()
     write_checkpoint(checkpoint, architecture=case.architecture, shape=SHAPE, seed=1)
-    long = 4000 if case.chunk_tokens >= 64 else 1500
+    long = 1500 if 0 < case.chunk_tokens < 64 else 4000
     prompts = random_prompts([*PROMPT_LENGTHS, long], SHAPE.vocab_size, seed=7)
     references = [reference(checkpoint, prompt, 24) for prompt in prompts]
     with running_mesh(
@@ -55,7 +58,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prefill=case.prefill,
         decode=case.decode,
         mixed=case.mixed,
-        settings={"SCHEDULER_CHUNK_TOKENS": str(case.chunk_tokens)},
+        settings={
+            "SCHEDULER_BUNDLE": case.bundle,
+            "SCHEDULER_CHUNK_TOKENS": str(case.chunk_tokens or 512),
+            "SCHEDULER_LONG_PROMPT_TOKENS": "1000",
+        },
     ) as mesh:
         yield Served(mesh, references)
         mesh.wait_until_idle()

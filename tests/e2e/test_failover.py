@@ -32,8 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     checkpoint = write_checkpoint(folder / "model", seed=3)
     prompts = random_prompts([30 + 17 * i for i in range(NUM_STREAMS)], TINY.vocab_size, seed=2)
     references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
-    settings = {"SCHEDULER_CHUNK_TOKENS": "32"}
-    with running_mesh(folder, model=checkpoint, prefill=1, decode=2, settings=settings) as mesh:
+    with running_mesh(folder, model=checkpoint, prefill=1, decode=2) as mesh:
         yield Served(mesh, references)
 
 
