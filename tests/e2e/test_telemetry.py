@@ -41,7 +41,12 @@ class Observed:
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Generator[Observed]:
     folder = tmp_path_factory.mktemp("telemetry")
-    settings = {"SCHEDULER_BUNDLE": "fcfs", "SCHEDULER_CHUNK_TOKENS": "48", "TELEMETRY_LOG_LEVEL": "debug", "TELEMETRY_LOG_FORMAT": "json"}
+    settings = {
+        "SCHEDULER_BUNDLE": "fcfs",
+        "SCHEDULER_CHUNK_TOKENS": "48",
+        "TELEMETRY_LOG_LEVEL": "debug",
+        "TELEMETRY_LOG_FORMAT": "json",
+    }
     with collecting() as collector, pytest.MonkeyPatch.context() as environ:
         environ.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds; the services' exporters read it
         settings["TELEMETRY_OTLP_ENDPOINT"] = collector.endpoint
