@@ -3,6 +3,9 @@
 Rounding follows `pdmesh.engine.kernels.TorchKernels`, but for the rotation, of which only the sum is rounded.
 """
 
+# Triton comes with torch for CUDA only, and makes of these functions what a type checker does not see.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def pinned(self, memory: Sequence[memoryview]) -> Iterator[None]:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), contextlib.ExitStack() as registered:
             for part in memory:
                 address = torch.frombuffer(part, dtype=torch.uint8).data_ptr()
