@@ -15,17 +15,15 @@ import argparse
 import asyncio
 import json
 import random
-import socket
-import subprocess
 import tempfile
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from peer import running_vllm
 from report import heading
 
 from pdmesh.metrics import itl_s, percentile
@@ -135,38 +133,12 @@ async def drive(base_url: str, model: str, load: Sequence[Planned], seed: int) -
     return [task.result() for task in asked]
 
 
-@contextmanager
-def vllm_server(command: str, model: Path, folder: Path) -> Generator[str]:
-    """The peer's own server with its defaults, started and stopped."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    base_url = f"http://127.0.0.1:{port}"
-    arguments = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "32768"]
-    with (folder / "vllm.log").open("wb") as log:
-        server = subprocess.Popen([command, *arguments], stdout=log, stderr=log)
-    try:
-        deadline_s = time.monotonic() + 300
-        while True:
-            try:
-                if httpx.get(f"{base_url}/health").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            if server.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"vllm did not start:\n{(folder / 'vllm.log').read_text()[-2000:]}")
-            time.sleep(1)
-        yield base_url
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
 def run(kind: str, load: Sequence[Planned], seed: int, model: Path, folder: Path, vllm: str | None) -> list[Seen]:
     if kind == SHORT_ONLY:
         load = [planned for planned in load if not planned.is_long]
     if kind == VLLM:
         assert vllm is not None
-        with vllm_server(vllm, model, folder) as base_url:
+        with running_vllm(Path(vllm), model) as base_url:
             return asyncio.run(drive(base_url, str(model), load, seed))
     bundle = FCFS if kind == FCFS else DEFAULT
     settings = {"SCHEDULER_BUNDLE": bundle, "WORKER_KV_CACHE_BYTES": str(KV_CACHE_BYTES)}
