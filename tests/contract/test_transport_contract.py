@@ -108,7 +108,7 @@ async def test_senders_wait_while_the_consumer_holds_every_receive_buffer(maker:
         tasks.start_soon(send_one, 99)
         # Once another peer's piece has made its way to `a` and back, 99 had its chance.
         async with maker.open() as c:
-            await _ping(c, a, tasks)
+            await _ping(c, a)
         assert 99 not in ended
         b.check_integrity()
         held[0].release()
@@ -119,9 +119,10 @@ async def test_senders_wait_while_the_consumer_holds_every_receive_buffer(maker:
         b.check_integrity()
 
 
-async def _ping(c: KvTransport, a: KvTransport, tasks: anyio.abc.TaskGroup) -> None:
-    tasks.start_soon(send, c, a.address, b"ping")
-    assert await take(aiter(a.receive())) == (b"ping", b"")
+async def _ping(c: KvTransport, a: KvTransport) -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send, c, a.address, b"ping")
+        assert await take(aiter(a.receive())) == (b"ping", b"")
 
 
 async def test_lend_waits_for_a_free_buffer(maker: TransportMaker) -> None:
@@ -206,6 +207,49 @@ async def test_a_cancelled_send_gives_its_buffer_back(maker: TransportMaker) -> 
                 pass
         for piece in held:
             piece.release()
+
+
+async def test_to_forget_a_peer_ends_the_sends_to_it_and_no_others(maker: TransportMaker) -> None:
+    config = replace(SMALL_TRANSFER, num_send_buffers=2)
+    async with maker.open(config) as a, maker.open() as b, maker.open() as c:
+        full = {transport: await fill(transport, a) for transport in (b, c)}
+        errors: list[KvTransferError] = []
+
+        async def send_one_more(to: KvTransport) -> None:
+            try:
+                await send(a, to.address, b"one more")
+            except KvTransferError as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_one_more, b)
+            tasks.start_soon(send_one_more, c)
+            await anyio.wait_all_tasks_blocked()
+            await a.forget(b.address)
+            await until(lambda: len(errors) == 1)
+            a.check_integrity()
+            async with a.lend():  # the buffer is back
+                pass
+            full[c][0].release()
+            assert await take(aiter(c.receive())) == (b"one more", b"")
+        assert len(errors) == 1
+        for piece in full[b]:
+            piece.release()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send, a, b.address, b"again")
+            while (await take(aiter(b.receive())))[0] != b"again":
+                pass
+
+
+async def fill(transport: KvTransport, sender: KvTransport) -> list[ReceivedPiece]:
+    """Hold every receive buffer of a transport."""
+    pieces = aiter(transport.receive())
+    held = []
+    for _ in range(SMALL_TRANSFER.num_receive_buffers):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send, sender, transport.address, b"held")
+            held.append(await anext(pieces))
+    return held
 
 
 async def test_leaving_with_pieces_queued_and_sends_under_way_is_clean(maker: TransportMaker) -> None:

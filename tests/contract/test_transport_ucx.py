@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -19,11 +21,13 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError
 from pdmesh.testing.kv import SMALL_TRANSFER
+from pdmesh.transport import ucx_ring
 from pdmesh.transport.address import WorkerAddress, pack_address, unpack_address
 from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.reading import read_memory
 from pdmesh.transport.ucx import UcxTransport
-from pdmesh.transport.ucx_api import names_shared_memory
+from pdmesh.transport.ucx_api import PREFIX, names_shared_memory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ucx]
 
@@ -182,6 +186,76 @@ async def test_closing_does_not_wait_for_a_stopped_sender(tls: str | None) -> No
             held[0].release()
         peer.process.kill()
         peer.process.wait()
+
+
+@BOTH
+async def test_senders_killed_in_the_middle_of_their_pieces_cost_nothing(tls: str | None) -> None:
+    """`benchmarks/killed_senders.py` does it hundreds of times."""
+    config = replace(CONFIG, ucx_tls=tls, max_payload_bytes=1 << 20, no_progress_s=5.0)
+    async with UcxTransport(config) as transport:
+        pieces = aiter(transport.receive())
+        for _ in range(4):
+            async with open_peer(tls, config.max_payload_bytes) as peer:
+                peer.say("flood", transport.address.hex(), "64")
+                (await anext(pieces)).release()
+                peer.process.kill()
+                peer.process.wait()
+        held: list[ReceivedPiece] = []  # every buffer can be had
+        async with anyio.create_task_group() as tasks:
+            for _ in range(config.num_receive_buffers):
+                tasks.start_soon(send, transport, transport.address, b"alive", bytes(config.max_payload_bytes))
+            while len(held) < config.num_receive_buffers:
+                piece = await anext(pieces)
+                if bytes(piece.header).startswith(b"alive"):
+                    held.append(piece)
+                else:
+                    piece.release()
+        transport.check_integrity()
+
+
+async def test_a_receiver_that_may_not_read_a_sender_gets_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals: list[int] = []
+
+    def refuse(pid: int, address: int, num_bytes: int, out_address: int) -> None:
+        refusals.append(num_bytes)
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(ucx_ring, "read_memory", refuse)
+    async with UcxTransport(CONFIG) as a, UcxTransport(CONFIG) as b:
+        pieces = aiter(b.receive())
+        for number in range(3):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send, a, b.address, b"%d" % number, bytes(number * 1000))
+                assert await take(pieces) == (b"%d" % number, bytes(number * 1000))
+        assert len(refusals) == 1  # the sender has learnt
+        a.check_integrity()
+        b.check_integrity()
+
+
+@pytest.mark.parametrize("what", ["dead", "another piece", "garbage"])
+async def test_an_offer_that_leads_nowhere_is_dropped(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def misread(pid: int, address: int, num_bytes: int, out_address: int) -> None:
+        monkeypatch.undo()
+        if what == "dead":
+            raise ProcessLookupError(errno.ESRCH, "No such process")
+        if what == "garbage":
+            ctypes.memset(out_address, 0xFF, num_bytes)
+        else:
+            read_memory(pid, address, num_bytes, out_address)
+            ctypes.memset(out_address + PREFIX.size - 8, 0xFF, 8)
+
+    monkeypatch.setattr(ucx_ring, "read_memory", misread)
+    async with UcxTransport(CONFIG) as a, UcxTransport(CONFIG) as b:
+        async with anyio.create_task_group() as tasks:
+
+            async def send_both() -> None:
+                await send(a, b.address, b"lost", bytes(1000))  # is answered: a sender that lives does not wait
+                await send(a, b.address, b"good", bytes(1000))
+
+            tasks.start_soon(send_both)
+            assert await take(aiter(b.receive())) == (b"good", bytes(1000))
+        a.check_integrity()
+        b.check_integrity()
 
 
 async def test_a_piece_larger_than_the_buffers_is_dropped_and_counted() -> None:

@@ -170,8 +170,8 @@ UCX_INFO = "#      Transport: {}\n#         Device: memory\n"
     ("transports", "verdict", "advice"),
     [
         (["self", "tcp", "sysv", "posix", "cma"], Verdict.OK, ""),
-        (["self", "tcp", "sysv"], Verdict.WARNING, "no cross-memory attach"),
-        (["self", "tcp"], Verdict.WARNING, "KV will move over TCP"),
+        (["self", "tcp"], Verdict.OK, ""),
+        (["self", "sysv", "cma"], Verdict.FAILURE, "see `ucx_info -d`"),
         (["self"], Verdict.FAILURE, "see `ucx_info -d`"),
     ],
 )

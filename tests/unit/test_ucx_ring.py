@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from pdmesh.transport.buffers import allocate_buffers
-from pdmesh.transport.ucx_api import PREFIX, PREFIX_MAGIC, UcxApi
+from pdmesh.transport.ucx_api import PIECE_MAGIC, PREFIX, UcxApi
 from pdmesh.transport.ucx_ring import STALL_S, UcxRing
 
 
@@ -36,7 +36,7 @@ class FakeWorker:
 
     def complete(self, number: int) -> None:
         request = self.receives[number]
-        PREFIX.pack_into(request.memory, 0, PREFIX_MAGIC, 8, 0)
+        PREFIX.pack_into(request.memory, 0, PIECE_MAGIC, 8, 0)
         request.completed = True
 
 
@@ -52,6 +52,7 @@ class Ring:
             cast(UcxApi, api),
             allocate_buffers(num_buffers, 8, PREFIX.size),
             num_posted,
+            answer=lambda *_, **__: None,
             wake=self.wake,
             call_later=self.call_later,
         )

@@ -75,7 +75,10 @@ class KvTransport(Protocol):
         ...
 
     async def forget(self, address: bytes) -> None:
-        """Close the endpoint to a peer that is gone."""
+        """Close the endpoint to a peer that is gone: sends to it fail, and their buffers are back.
+
+        Harmless if the peer is there after all: the next send opens another.
+        """
         ...
 
     def check_integrity(self) -> None:

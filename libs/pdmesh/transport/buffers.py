@@ -17,14 +17,14 @@ class PieceBuffer:
 
     __slots__ = ("header", "memory", "payload")
 
-    def __init__(self, memory: memoryview, prefix_bytes: int = 0) -> None:
+    def __init__(self, memory: memoryview, payload_bytes: int, prefix_bytes: int) -> None:
         self.memory = memory
         self.header = memory[prefix_bytes : prefix_bytes + HEADER_BYTES]
-        self.payload = memory[prefix_bytes + HEADER_BYTES :]
+        self.payload = memory[prefix_bytes + HEADER_BYTES : prefix_bytes + HEADER_BYTES + payload_bytes]
 
 
 def allocate_buffers(num_buffers: int, payload_bytes: int, prefix_bytes: int = 0) -> list[PieceBuffer]:
-    """Buffers in one mapping, each beginning on a page. The pages are touched now, not during a transfer.
+    """Buffers of whole pages in one mapping. The pages are touched now, not during a transfer.
 
     Huge pages, where the system has them, take a sixth off the copy between processes (measured).
     """
@@ -37,7 +37,8 @@ def allocate_buffers(num_buffers: int, payload_bytes: int, prefix_bytes: int = 0
     for page in range(0, len(arena), mmap.PAGESIZE):
         arena[page] = 0
     view = memoryview(arena)
-    return [PieceBuffer(view[i * stride : i * stride + size], prefix_bytes) for i in range(num_buffers)]
+    memories = [view[start : start + stride] for start in range(0, num_buffers * stride, stride)]
+    return [PieceBuffer(memory, payload_bytes, prefix_bytes) for memory in memories]
 
 
 class SendPool:

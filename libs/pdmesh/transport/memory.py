@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class MemoryTransport:
         self._memory = [buffer.memory for buffer in (*send_buffers, *self._free)]
         self._num_free = anyio.Semaphore(len(self._free))
         self._num_held = 0  # by the queue and the consumer
+        self._sending: defaultdict[bytes, set[anyio.CancelScope]] = defaultdict(set)  # by destination
         self._arrived_in, self._arrived_out = anyio.create_memory_object_stream[MemoryPiece](len(self._free))
         self._address = self._fabric.join(self)
         return self
@@ -121,13 +123,17 @@ class MemoryTransport:
         peer = self._fabric.find(address)
         faults = self._fabric.faults
         limit_s = self._config.no_progress_s
-        try:
-            with anyio.fail_after(limit_s):
+        with anyio.move_on_after(limit_s) as scope:
+            self._sending[address].add(scope)
+            try:
                 if faults.gate is not None:
                     await faults.gate.wait()
                 await peer._num_free.acquire()
-        except TimeoutError:
-            raise KvTransferError(f"the peer took nothing for {limit_s:g} s") from None
+            finally:
+                self._sending[address].discard(scope)
+        if scope.cancelled_caught:
+            forgotten = anyio.current_time() < scope.deadline
+            raise KvTransferError("the peer is gone" if forgotten else f"the peer took nothing for {limit_s:g} s")
         header = bytes(buffer.header)
         if faults.drop(header):
             peer._num_free.release()
@@ -149,7 +155,9 @@ class MemoryTransport:
             yield piece
 
     async def forget(self, address: bytes) -> None:
-        await anyio.lowlevel.checkpoint()  # there are no endpoints
+        for scope in self._sending.pop(address, ()):
+            scope.cancel()
+        await anyio.lowlevel.checkpoint()
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()

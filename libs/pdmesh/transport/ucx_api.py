@@ -8,12 +8,47 @@ from typing import Any, NamedTuple
 
 from pdmesh.errors import ConfigError
 
-#: Before each message: magic, payload bytes, zero. UCX does not tell how long a received message is.
+#: Before each piece: magic, payload bytes, number. UCX does not tell how long a received message is.
 PREFIX = struct.Struct("<4sIQ")
-PREFIX_MAGIC = b"pdP1"
+PIECE_MAGIC = b"pdP1"
 
-#: Receives match any tag, so that a stranger's message cannot pile up unmatched.
+
+class Offer(NamedTuple):
+    """A message instead of a piece, inside a host: the piece lies there, prefix and header first, and may be read.
+
+    The return address follows it.
+    """
+
+    magic: bytes
+    return_bytes: int
+    number: int
+    num_bytes: int
+    pid: int
+    address: int
+
+
+OFFER = struct.Struct("<4sIQIIQ")
+OFFER_MAGIC = b"pdO1"
+
+
+class Answer(NamedTuple):
+    """What becomes of an offer: the sender may reuse the piece's buffer, or must send the piece itself."""
+
+    magic: bytes
+    taken: bool
+    number: int
+
+
+ANSWER = struct.Struct("<4s?3xQ")
+ANSWER_MAGIC = b"pdA1"
+
+#: Messages from so many bytes on wait in the sender's memory until the receiver takes them: pieces, not offers.
+RENDEZVOUS_BYTES = 4096
+
+#: Receives match any tag of their kind, so that a stranger's message cannot pile up unmatched.
 TAG = 0x70646D657368
+ANSWER_TAG = 1 << 63 | TAG
+_KIND = 1 << 63
 
 
 class UcxApi(NamedTuple):
@@ -24,8 +59,9 @@ class UcxApi(NamedTuple):
     context: Any
     worker: Any
     tag: Any
-    any_tag: Any
-    shares_memory: bool
+    answer_tag: Any
+    any_tag: Any  # of the same kind
+    reads_memory: bool
 
     def error_of(self, request: Any) -> str | None:
         """How a completed request failed, if it did."""
@@ -51,18 +87,19 @@ def open_ucx(tls: str | None, net_devices: str) -> UcxApi:
         from ucxx._lib.arr import Array  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError(f"transfer.transport is ucx, but ucxx cannot be loaded ({error})") from error
-    options = {"RNDV_THRESH": "0"}
+    options = {"RNDV_THRESH": str(RENDEZVOUS_BYTES)}
     if "UCX_NET_DEVICES" not in os.environ:
         options["NET_DEVICES"] = net_devices
-    if tls is not None:
-        options["TLS"] = tls
+    tls = tls or os.environ.get("UCX_TLS", "all")
+    # UCX's own way through shared memory does not survive the death of a peer: see `pdmesh.transport.reading`.
+    options["TLS"] = "^sm" if tls == "all" else tls
     try:
         context = ucx.UCXContext(options, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
         worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         worker.init_blocking_progress_mode()
     except ucx.UCXError as error:
         raise ConfigError(
-            f"UCX cannot start with transfer.ucx_tls = {tls or 'its own choice'} and devices "
+            f"UCX cannot start with transfer.ucx_tls = {tls} and devices "
             f"{os.environ.get('UCX_NET_DEVICES', net_devices)}: {error}"
         ) from error
     return UcxApi(
@@ -71,13 +108,14 @@ def open_ucx(tls: str | None, net_devices: str) -> UcxApi:
         context=context,
         worker=worker,
         tag=ucx.UCXXTag(TAG),
-        any_tag=ucx.UCXXTagMask(0),
-        shares_memory=names_shared_memory(str(context.config.get("TLS", "all"))),
+        answer_tag=ucx.UCXXTag(ANSWER_TAG),
+        any_tag=ucx.UCXXTagMask(_KIND),
+        reads_memory=names_shared_memory(tls),
     )
 
 
 def names_shared_memory(tls: str) -> bool:
-    """Whether a UCX_TLS setting leaves UCX a shared-memory transport."""
+    """Whether a UCX_TLS setting allows shared memory: then pieces are read where they lie."""
     names = tls.removeprefix("^").split(",")
     named = any(name.strip() in {"all", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma"} for name in names)
     return named != tls.startswith("^")

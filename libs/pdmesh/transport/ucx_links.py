@@ -1,38 +1,75 @@
 """The sending half of the UCX transport: endpoints to peers, and the sends under way on each.
 
-Between hosts endpoints have error handling: a peer that takes nothing is given up by closing its endpoint, which
-cancels what is in flight; the next send opens another. Inside a host they have none (it would forbid shared memory),
-nothing can be cancelled, and closing would break the peer's way back to us: the endpoint stays, and a peer that was
-given up and goes on may still *read* a send buffer that is in use again. That is harmless: it reads a whole message
-with its own header, capability and checksum, and drops it.
+Endpoints have error handling: a peer that dies breaks them, and one that takes nothing is given up by closing its
+endpoint, which cancels what is in flight; the next send opens another.
+
+Inside a host a piece is *offered*: a small message says where it lies, the receiver reads it there
+(`pdmesh.transport.reading`) and answers. A peer that was given up and goes on may still read a buffer that is in use
+again. That is harmless: it reads a whole message with its own number, header and checksum, and drops it. A receiver
+that may not read our memory says so; it gets this piece and all later ones as messages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import anyio
+import structlog
 
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import unpack_address
 from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer, SendPool
-from pdmesh.transport.ucx_api import PREFIX, PREFIX_MAGIC, UcxApi
+from pdmesh.transport.reading import address_of
+from pdmesh.transport.ucx_api import (
+    ANSWER,
+    ANSWER_MAGIC,
+    OFFER,
+    OFFER_MAGIC,
+    PIECE_MAGIC,
+    PREFIX,
+    RENDEZVOUS_BYTES,
+    Answer,
+    Offer,
+    UcxApi,
+)
+
+log = structlog.get_logger()
 
 MAX_ENDPOINTS = 1024
+
+#: Receives posted for answers; more wait in UCX, and are small.
+POSTED_ANSWERS = 16
 
 
 class _Send:
     """One piece on its way. ``error`` is set with ``done`` if it failed."""
 
-    __slots__ = ("abandoned", "buffer", "done", "error", "request", "started_s")
+    __slots__ = (
+        "abandoned",
+        "buffer",
+        "done",
+        "error",
+        "message",
+        "num_bytes",
+        "number",
+        "offered",
+        "request",
+        "started_s",
+    )
 
-    def __init__(self, request: Any, buffer: PieceBuffer) -> None:
-        self.request = request
+    def __init__(self, number: int, buffer: PieceBuffer, num_bytes: int) -> None:
+        self.number = number
         self.buffer = buffer
+        self.num_bytes = num_bytes
+        self.offered = False
+        self.message: Any = None
+        self.request: Any = None
         self.started_s = time.monotonic()
         self.done = anyio.Event()
         self.error: str | None = None
@@ -42,14 +79,15 @@ class _Send:
 class _Link:
     """An endpoint and the sends under way on it."""
 
-    __slots__ = ("address", "endpoint", "handles_errors", "last_progress_s", "sends")
+    __slots__ = ("address", "answers", "endpoint", "last_progress_s", "may_read", "sends")
 
-    def __init__(self, address: bytes, endpoint: Any, handles_errors: bool) -> None:
+    def __init__(self, address: bytes, endpoint: Any, *, may_read: bool) -> None:
         self.address = address
         self.endpoint = endpoint
-        self.handles_errors = handles_errors
+        self.may_read = may_read  # the peer our memory
         self.last_progress_s = time.monotonic()
         self.sends: list[_Send] = []
+        self.answers: list[tuple[Any, bytes]] = []  # requests and their messages
 
     def waiting_since_s(self) -> float:
         return max(self.last_progress_s, self.sends[0].started_s)
@@ -63,32 +101,31 @@ class UcxLinks:
         api: UcxApi,
         pool: SendPool,
         *,
-        host_id: bytes,
+        own_address: bytes,
         no_progress_s: float,
         wake: Callable[[], None],
     ) -> None:
         self._api = api
         self._pool = pool
-        self._host_id = host_id
+        self._own_address = own_address
+        self._host_id = unpack_address(own_address).host_id
         self._no_progress_s = no_progress_s
         self._wake = wake
         self._sending = anyio.Event()
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._offered: dict[int, tuple[_Link, _Send]] = {}
+        self._answer_buffers = [bytearray(ANSWER.size) for _ in range(POSTED_ANSWERS)]
+        self._answers = [self._post_answer(buffer) for buffer in self._answer_buffers]
         self._zombies: list[tuple[Any, Any]] = []  # endpoint, request: given up, but UCX has not let go of the request
 
     async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int) -> None:
         link = self._open(address)
-        PREFIX.pack_into(buffer.memory, 0, PREFIX_MAGIC, payload_bytes, 0)
-        message = self._api.array(buffer.memory[: PREFIX.size + HEADER_BYTES + payload_bytes])
-        try:
-            request = link.endpoint.tag_send(message, self._api.tag)
-        except self._api.ucx.UCXError as error:
-            self.close(address, str(error))
-            raise KvTransferError(f"the peer cannot be reached: {error}") from error
-        send = _Send(request, buffer)
+        send = _Send(next(self._numbers), buffer, PREFIX.size + HEADER_BYTES + payload_bytes)
+        PREFIX.pack_into(buffer.memory, 0, PIECE_MAGIC, payload_bytes, send.number)
+        self._begin(link, send)
         link.sends.append(send)
         self._sending.set()
-        self._wake()
         try:
             await send.done.wait()
         except anyio.get_cancelled_exc_class():
@@ -100,7 +137,7 @@ class UcxLinks:
             raise KvTransferError(f"the piece was not sent: {send.error}")
 
     async def watch(self) -> None:
-        """Give up the sends of a link when none of them has ended for ``no_progress_s``. Run beside `send`."""
+        """Give up a link when none of its sends has ended for ``no_progress_s``. Run beside `send`."""
         while True:
             busy = [link for link in self._links.values() if link.sends]
             if not busy:
@@ -112,41 +149,51 @@ class UcxLinks:
             if left_s > 0:
                 await anyio.sleep(left_s)
                 continue
-            reason = f"the peer took nothing for {self._no_progress_s:g} s"
-            if link.handles_errors:
-                self.close(link.address, reason)
-            else:
-                self._give_up_sends(link, reason)
+            self.close(link.address, f"the peer took nothing for {self._no_progress_s:g} s")
 
     def reap(self) -> bool:
-        """End the sends that UCX has completed. True if there were any."""
-        reaped = False
+        """End the sends that UCX has completed or the peer has answered. True if there were any."""
+        reaped = self._reap_answers()
         for link in list(self._links.values()):
-            ended = [send for send in link.sends if send.request.completed]
-            if not ended:
+            if not link.sends and not link.answers:
                 continue
-            reaped = True
-            link.last_progress_s = time.monotonic()
-            link.sends = [send for send in link.sends if send not in ended]
+            ended = [send for send in link.sends if send.request.completed]
             errors = [self._api.error_of(send.request) for send in ended]
             for send, error in zip(ended, errors, strict=True):
-                self._end(send, error)
+                if not send.offered or error is not None:
+                    self._end(link, send, error)
+                    reaped = True
+            if link.answers:
+                answered = [request for request, _ in link.answers if request.completed]
+                errors += [self._api.error_of(request) for request in answered]
+                link.answers = [answer for answer in link.answers if answer[0] not in answered]
             if broken := next(filter(None, errors), None):
                 self.close(link.address, broken)
         self._zombies = [zombie for zombie in self._zombies if not zombie[1].completed]
         return reaped
+
+    def answer(self, address: bytes, number: int, *, taken: bool) -> None:
+        """Tell a peer what became of its offer; if it cannot be told, it is gone."""
+        try:
+            link = self._open(address)
+            message = ANSWER.pack(ANSWER_MAGIC, taken, number)
+            link.answers.append((link.endpoint.tag_send(self._api.array(message), self._api.answer_tag), message))
+            self._wake()
+        except (KvTransferError, self._api.ucx.UCXError) as error:
+            self.close(address, str(error))
 
     def close(self, address: bytes, reason: str) -> None:
         """Close an endpoint, if there is one; its sends fail."""
         link = self._links.pop(address, None)
         if link is None:
             return
-        if link.handles_errors:
-            with contextlib.suppress(self._api.ucx.UCXError):
-                link.endpoint.close_blocking()  # cancels what is in flight
-        else:
-            link.endpoint.close()
-        self._give_up_sends(link, reason)
+        with contextlib.suppress(self._api.ucx.UCXError):
+            link.endpoint.close_blocking()  # cancels what is in flight
+        self._zombies += [(link.endpoint, request) for request, _ in link.answers if not request.completed]
+        for send in list(link.sends):
+            if not send.request.completed:
+                self._zombies.append((link.endpoint, send.request))
+            self._end(link, send, reason)
         self._wake()
 
     def close_all(self) -> None:
@@ -165,27 +212,72 @@ class UcxLinks:
             if idle is None:
                 raise KvTransferError(f"all {MAX_ENDPOINTS} endpoints are in use")
             self.close(idle.address, "unused")
-        handles_errors = peer.host_id != self._host_id or not self._api.shares_memory
         ucx = self._api.ucx
         try:
             endpoint = ucx.UCXEndpoint.create_from_worker_address(
-                self._api.worker,
-                ucx.UCXAddress.create_from_buffer(peer.worker),
-                endpoint_error_handling=handles_errors,
+                self._api.worker, ucx.UCXAddress.create_from_buffer(peer.worker), endpoint_error_handling=True
             )
         except ucx.UCXError as error:
             raise KvTransferError(f"the peer cannot be reached: {error}") from error
-        link = self._links[address] = _Link(address, endpoint, handles_errors)
+        may_read = self._api.reads_memory and peer.host_id == self._host_id
+        link = self._links[address] = _Link(address, endpoint, may_read=may_read)
         return link
 
-    def _give_up_sends(self, link: _Link, reason: str) -> None:
-        for send in link.sends:
-            if not send.request.completed:
-                self._zombies.append((link.endpoint, send.request))
-            self._end(send, reason)
-        link.sends.clear()
+    def _begin(self, link: _Link, send: _Send) -> None:
+        """Give a piece, or the offer of it, to UCX. Raises KvTransferError."""
+        send.offered = link.may_read
+        if send.offered:
+            offer = Offer(
+                magic=OFFER_MAGIC,
+                return_bytes=len(self._own_address),
+                number=send.number,
+                num_bytes=send.num_bytes,
+                pid=os.getpid(),
+                address=address_of(send.buffer.memory),
+            )
+            send.message = OFFER.pack(*offer) + self._own_address
+            self._offered[send.number] = (link, send)
+        else:
+            send.message = send.buffer.memory[: max(send.num_bytes, RENDEZVOUS_BYTES)]
+        try:
+            send.request = link.endpoint.tag_send(self._api.array(send.message), self._api.tag)
+        except self._api.ucx.UCXError as error:
+            self._offered.pop(send.number, None)
+            self.close(link.address, str(error))
+            raise KvTransferError(f"the peer cannot be reached: {error}") from error
+        self._wake()
 
-    def _end(self, send: _Send, error: str | None) -> None:
+    def _post_answer(self, buffer: bytearray) -> Any:
+        buffer[:] = bytes(ANSWER.size)  # a shorter message must not find the answer before
+        return self._api.worker.tag_recv(self._api.array(buffer), self._api.answer_tag, self._api.any_tag)
+
+    def _reap_answers(self) -> bool:
+        reaped = False
+        for index, buffer in enumerate(self._answer_buffers):
+            if not self._answers[index].completed:
+                continue
+            reaped = True
+            answer = Answer._make(ANSWER.unpack(buffer))
+            well = self._api.error_of(self._answers[index]) is None and answer.magic == ANSWER_MAGIC
+            self._answers[index] = self._post_answer(buffer)
+            offered = self._offered.pop(answer.number, None) if well else None
+            if offered is None:
+                continue  # given up before
+            link, send = offered
+            if answer.taken:
+                self._end(link, send, None)
+            else:
+                if link.may_read:
+                    log.warning("a peer may not read this process's memory: its KV goes through UCX")
+                link.may_read = False
+                with contextlib.suppress(KvTransferError):  # then the link is closed, and the send has failed
+                    self._begin(link, send)
+        return reaped
+
+    def _end(self, link: _Link, send: _Send, error: str | None) -> None:
+        link.sends.remove(send)
+        link.last_progress_s = time.monotonic()
+        self._offered.pop(send.number, None)
         send.error = error
         if send.abandoned:
             self._pool.unquarantine(send.buffer)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import structlog
 
-from pdmesh.transport.buffers import PieceBuffer
-from pdmesh.transport.ucx_api import PREFIX, PREFIX_MAGIC, UcxApi
+from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
+from pdmesh.transport.reading import FORBIDDEN, address_of, read_memory
+from pdmesh.transport.ucx_api import OFFER, OFFER_MAGIC, PIECE_MAGIC, PREFIX, Offer, UcxApi
 
 log = structlog.get_logger()
 
-#: Receives posted at once. Those used last are posted next, so that a few that are in the cache serve most pieces. One
-#: would be faster inside a host (1 MiB pieces at 57 to 68 % of ucx_perftest's rate against 43 % with 4, 2-core VM), but
-#: a sender that is killed would more often stall the ring for `STALL_S`.
+#: Receives posted at once.
 MAX_POSTED = 4
 
-#: A sender that is killed while its piece is read can hold the receive it matched for good. When messages wait and
+#: A sender on another host that stops in the middle of its piece holds the receive it matched. When messages wait and
 #: nothing has arrived for so long, the receives posted until then no longer count, and others are posted beside them.
 #: A piece takes far less; one that is only slow arrives all the same, later.
 STALL_S = 0.02
@@ -29,25 +28,44 @@ STALL_S = 0.02
 CallLater = Callable[[float, Callable[[], None]], object]
 
 
+class AnswerOffer(Protocol):
+    """Tells the peer at an address what became of the piece it offered under a number."""
+
+    def __call__(self, address: bytes, number: int, *, taken: bool) -> None: ...
+
+
 class UcxPiece:
     """A received piece; see `pdmesh.transport.base.ReceivedPiece`."""
 
-    __slots__ = ("_ring", "_slot", "header", "payload")
+    __slots__ = ("_ring", "_slot", "_was_read", "header", "payload")
 
-    def __init__(self, ring: UcxRing, slot: int, header: memoryview, payload: memoryview) -> None:
+    def __init__(self, ring: UcxRing, slot: int, buffer: PieceBuffer, payload_bytes: int, *, was_read: bool) -> None:
         self._ring = ring
         self._slot: int | None = slot
-        self.header = header
-        self.payload = payload
+        self._was_read = was_read
+        self.header = buffer.header
+        self.payload = buffer.payload[:payload_bytes]
 
     def release(self) -> None:
         if self._slot is not None:
             slot, self._slot = self._slot, None
-            self._ring.release(slot)
+            self._ring.release(slot, was_read=self._was_read)
+
+
+class _Offered(NamedTuple):
+    """An offer that has arrived, in a buffer that it holds."""
+
+    slot: int
+    offer: Offer
+    return_address: bytes
 
 
 class UcxRing:
-    """Receive buffers: free, posted, or held by the consumer (or queued for it)."""
+    """Receive buffers: free, posted, or held by the consumer (or queued for it).
+
+    A piece on offer is read when the consumer asks for it, into the buffer that was used last: so a consumer that is
+    done with each piece before it takes the next finds it in the processor's cache.
+    """
 
     def __init__(
         self,
@@ -55,19 +73,24 @@ class UcxRing:
         buffers: list[PieceBuffer],
         num_posted: int,
         *,
+        answer: AnswerOffer,
         wake: Callable[[], None],
         call_later: CallLater,
     ) -> None:
         self._api = api
         self._buffers = buffers
         self._max_posted = num_posted
+        self._answer = answer
         self._wake = wake
         self._call_later = call_later
+        self._addresses = [address_of(buffer.memory) for buffer in buffers]
         self._arrays = [api.array(buffer.memory) for buffer in buffers]
-        self._free = list(range(len(buffers)))
+        self._free = deque(
+            range(len(buffers))
+        )  # at the left end those that messages used last, at the right the others
         self._posted: dict[int, Any] = {}  # requests by slot, in the order of posting, which is that of arrival
         self._num_held = 0
-        self._arrived: deque[UcxPiece] = deque()  # at most as many as there are buffers
+        self._arrived: deque[UcxPiece | _Offered] = deque()  # at most as many as there are buffers
         self._arrival = anyio.Event()
         self._closed = False
         self._stalled: set[int] = set()  # posted slots that count no more
@@ -78,7 +101,7 @@ class UcxRing:
     def post(self) -> None:
         """Offer free buffers to UCX."""
         while self._free and len(self._posted) - len(self._stalled) < self._max_posted:
-            slot = self._free.pop()
+            slot = self._free.popleft()
             # A message shorter than the prefix must not find that of the message before.
             self._buffers[slot].memory[: PREFIX.size] = bytes(PREFIX.size)
             self._posted[slot] = self._api.worker.tag_recv(self._arrays[slot], self._api.tag, self._api.any_tag)
@@ -95,16 +118,22 @@ class UcxRing:
             self._call_later(STALL_S, self._look_for_stall)
         return bool(arrived)
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, *, was_read: bool) -> None:
         self._num_held -= 1
-        self._free.append(slot)
+        if was_read:
+            self._free.append(slot)
+        else:
+            self._free.appendleft(slot)
         if not self._closed:
             self._wake()
 
     async def receive(self) -> AsyncIterator[UcxPiece]:
         while not self._closed:
-            while self._arrived:
-                yield self._arrived.popleft()
+            while self._arrived and not self._closed:
+                arrived = self._arrived.popleft()
+                piece = self._read(arrived) if isinstance(arrived, _Offered) else arrived
+                if piece is not None:
+                    yield piece
             self._arrival = anyio.Event()
             await self._arrival.wait()
 
@@ -141,16 +170,59 @@ class UcxRing:
         )
 
     def _take(self, slot: int, request: Any) -> None:
-        buffer = self._buffers[slot]
+        """A message has arrived."""
+        self._num_held += 1
         error = self._api.error_of(request)  # larger than the buffer, or its sender broke off
-        if error is None:
-            magic, payload_bytes, _ = PREFIX.unpack_from(buffer.memory)
-            if magic == PREFIX_MAGIC and payload_bytes <= len(buffer.payload):
-                self._num_held += 1
-                self._arrived.append(UcxPiece(self, slot, buffer.header, buffer.payload[:payload_bytes]))
-                self._arrival.set()
-                return
-            error = "not a piece"
-        log.warning("dropped a message", reason=error)
+        memory = self._buffers[slot].memory
+        if error is not None:
+            self._drop(slot, error)
+        elif memory[:4] == OFFER_MAGIC:
+            offer = Offer._make(OFFER.unpack_from(memory))
+            return_address = bytes(memory[OFFER.size : OFFER.size + offer.return_bytes])
+            self._hand_on(_Offered(slot, offer, return_address))
+        else:
+            piece = self._piece(slot, None)
+            if piece is not None:
+                self._hand_on(piece)
+
+    def _hand_on(self, arrived: UcxPiece | _Offered) -> None:
+        self._arrived.append(arrived)
+        self._arrival.set()
+
+    def _read(self, offered: _Offered) -> UcxPiece | None:
+        """Fetch the piece on offer; nothing if that fails, which as a rule means that its sender has died."""
+        self._free.appendleft(offered.slot)
+        slot = self._free.pop()
+        self._wake()
+        offer, buffer = offered.offer, self._buffers[slot]
+        taken = True
+        piece = None
+        if PREFIX.size + HEADER_BYTES <= offer.num_bytes <= len(buffer.memory):
+            try:
+                read_memory(offer.pid, offer.address, offer.num_bytes, self._addresses[slot])
+                piece = self._piece(slot, offer.number)
+            except OSError as error:
+                log.warning("a sender's memory could not be read", reason=str(error))
+                taken = error.errno not in FORBIDDEN
+                self.release(slot, was_read=True)
+        else:
+            self._drop(slot, f"{offer.num_bytes} bytes are offered")
+        self._answer(offered.return_address, offer.number, taken=taken)
+        return piece
+
+    def _piece(self, slot: int, read_number: int | None) -> UcxPiece | None:
+        """The piece in a buffer, if there is one: a message, or what was read of one on offer under a number."""
+        buffer = self._buffers[slot]
+        magic, payload_bytes, number = PREFIX.unpack_from(buffer.memory)
+        if magic != PIECE_MAGIC or payload_bytes > len(buffer.payload):
+            self._drop(slot, "not a piece")
+        elif read_number not in {None, number}:
+            self._drop(slot, "the piece was taken back")
+        else:
+            return UcxPiece(self, slot, buffer, payload_bytes, was_read=read_number is not None)
+        return None
+
+    def _drop(self, slot: int, reason: str) -> None:
+        log.warning("dropped a message", reason=reason)
         self.num_malformed += 1
-        self._free.append(slot)
+        self.release(slot, was_read=False)
