@@ -63,6 +63,7 @@ from pdmesh.wire.messages import (
     LandedReport,
     MeshState,
     OfferReport,
+    PeerGone,
     Policies,
     RegisterGateway,
     RegisterWorker,
@@ -340,6 +341,20 @@ async def test_a_goodbye_loses_the_instance_at_once() -> None:
         m.post(Goodbye())
         assert (await g.expect(Restarted)).request_id == R
         assert await m.ended() == "OK"
+
+
+async def test_the_others_are_told_of_a_data_address_that_is_gone() -> None:
+    async with running() as mesh, mesh.worker(decode()) as d:
+        async with mesh.worker(prefill()) as p:
+            p.post(Goodbye())
+            assert await p.ended() == "OK"
+        assert (await d.expect(PeerGone)).data_address == prefill().data_address
+        async with mesh.worker(prefill()):
+            pass  # it is killed
+        async with mesh.worker(replace(prefill(), data_address=b"started again")) as p:
+            assert (await d.expect(PeerGone)).data_address == prefill().data_address
+            p.post(Goodbye())
+            assert (await d.expect(PeerGone)).data_address == b"started again"
 
 
 async def test_a_broken_stream_is_no_loss_while_the_lease_lasts() -> None:

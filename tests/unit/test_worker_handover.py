@@ -21,6 +21,7 @@ from pdmesh.wire.messages import (
     OfferReport,
     Pause,
     PausedReport,
+    PeerGone,
     ReleasedReport,
     SentReport,
     TransferFailedReport,
@@ -274,6 +275,19 @@ async def test_an_unreachable_receiver_fails_the_transfer() -> None:
         prefill.assert_all_free()
         free(decode, generation)
         decode.assert_all_free()
+
+
+async def test_a_receiver_that_is_gone_fails_the_transfer_at_once() -> None:
+    async with memory_pair(MemoryFabric(MemoryFaults(gate=anyio.Event()))) as (prefill, decode):
+        generation = make_generation("r", list(range(21)), GREEDY)
+        await hand_over(generation, prefill, decode, [8])
+        await prefill.until(lambda: len(prefill.tokens) == 1)
+        await anyio.wait_all_tasks_blocked()  # pieces are under way, and nobody takes them
+        prefill.instance.handle(PeerGone(data_address=decode.address))
+        await prefill.reported(TransferFailedReport, "r")
+        await prefill.reported(ReleasedReport, "r")
+        prefill.assert_all_free()
+        free(decode, generation)
 
 
 async def test_a_capability_that_does_not_fit_moves_nothing() -> None:

@@ -189,6 +189,10 @@ class KvMover:
         if receiver is not None and receiver.epoch <= epoch:
             del self._receivers[key]
 
+    def forget(self, address: bytes) -> None:
+        """The peer at this data address is gone: what is being sent there fails, and its endpoint is closed."""
+        self._tasks.start_soon(self._transport.forget, address)
+
     def counters(self) -> TransferCounters:
         return TransferCounters(
             num_pieces_sent=self._num_pieces_sent + sum(sender.num_pieces for sender, _ in self._senders.values()),

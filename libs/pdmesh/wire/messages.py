@@ -39,7 +39,7 @@ from pdmesh.model import (
 )
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -255,7 +255,13 @@ class ChangeRole(Message, frozen=True, kw_only=True):
     role: Role
 
 
-WorkerDown = WelcomeWorker | RunPlan | Admit | ExpectKv | Grant | Pause | Free | ChangeRole
+class PeerGone(Message, frozen=True, kw_only=True):
+    """An instance was lost, or has begun anew: nobody will answer at this data address any more."""
+
+    data_address: bytes
+
+
+WorkerDown = WelcomeWorker | RunPlan | Admit | ExpectKv | Grant | Pause | Free | ChangeRole | PeerGone
 
 
 # --- gateway <-> scheduler ---------------------------------------------------------------------------------------

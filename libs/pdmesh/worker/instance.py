@@ -34,6 +34,7 @@ from pdmesh.wire.messages import (
     OfferReport,
     Pause,
     PausedReport,
+    PeerGone,
     ReleasedReport,
     ReservedReport,
     RunPlan,
@@ -119,6 +120,8 @@ class Instance:
                 self._free(request_id, epoch)
             case ChangeRole(role=role):
                 self.role = role
+            case PeerGone(data_address=data_address):
+                self._mover.forget(data_address)
             case WelcomeWorker():
                 log.warning("a second welcome from the scheduler")
             case _:

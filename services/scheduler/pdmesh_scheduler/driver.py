@@ -58,6 +58,7 @@ from pdmesh.wire.messages import (
     InstanceStatus,
     MeshState,
     Pause,
+    PeerGone,
     Rejected,
     Restarted,
     RunPlan,
@@ -179,7 +180,10 @@ class Driver:
                 key = (generation.request_id, generation.epoch)
                 self._waiting.setdefault(key, _Waiting(event.request, generation))
             case InstanceJoined():
+                before = self._profiles.get(event.profile.instance_id)
                 self._profiles[event.profile.instance_id] = event.profile
+                if before is not None and before.data_address != event.profile.data_address:
+                    self._tell_gone(before)
                 self._loads.pop(event.profile.instance_id, None)
             case LoadReported():
                 self._loads[event.instance_id] = event
@@ -198,8 +202,10 @@ class Driver:
             case InstanceJoined() | InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
                 self._tell_readiness()
             case InstanceLost():
-                self._profiles.pop(event.instance_id, None)
+                lost = self._profiles.pop(event.instance_id, None)
                 self._loads.pop(event.instance_id, None)
+                if lost is not None:
+                    self._tell_gone(lost)
                 self._tell_readiness()
             case _:
                 pass
@@ -262,6 +268,12 @@ class Driver:
                 self._wake_changed.set()
             case _:
                 assert_never(command)
+
+    def _tell_gone(self, profile: InstanceProfile) -> None:
+        """Let the others give back what they keep for this instance's KV transport."""
+        for instance_id in self._profiles:
+            if instance_id != profile.instance_id:
+                self._workers.post(instance_id, PeerGone(data_address=profile.data_address))
 
     def _expect_kv(self, command: PlaceDecode) -> None:
         generation = self._waiting[command.request_id, command.epoch].generation
