@@ -72,6 +72,14 @@ class RunningMesh:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{state.num_waiting} wait, {state.num_running} run, blocks not free: {held}")
 
+    def wait_until_restarted(self, service: str, pid: int, limit_s: float = 60.0) -> None:
+        """Until the supervisor's record names another process than ``pid``, which was killed. Raises TimeoutError."""
+        deadline_s = time.monotonic() + limit_s
+        while self.pids().get(service, pid) == pid:  # it is not named while it waits and starts
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{service} was not started again within {limit_s:g} s")
+            self.status()
+
     def request_record(self, request_id: str) -> RequestRecord:
         return msgspec.json.decode(self.pdmesh("requests", "show", request_id, "-o", "json"), type=RequestRecord)
 
