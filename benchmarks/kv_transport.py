@@ -31,12 +31,12 @@ import anyio.to_thread
 from report import heading
 
 from pdmesh.config import TransferConfig
+from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.sender import PIECES_IN_FLIGHT
 from pdmesh.model import Epoch, KvLayout, RequestId
-from pdmesh.testing.kv import ByteStore
 from pdmesh.transport.ucx import UcxTransport
 
 EPOCH, CAPABILITY = Epoch(0), 1
@@ -102,7 +102,7 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
     num_blocks = 4 * config.max_payload_bytes // layout.block_bytes
     num_requests = max(2, num_pieces // (4 * NUM_LAYERS))
     pool = BlockPool(num_blocks)
-    store = ByteStore(layout, num_blocks)
+    store = TorchKvStore(layout, num_blocks)
     block_ids = pool.allocate(num_blocks)
     ended, slots = anyio.Semaphore(0), anyio.Semaphore(2)
 

@@ -18,7 +18,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key, unpack_header
-from pdmesh.kv.sender import INLINE_COPY_BYTES, KvSender
+from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
@@ -31,7 +31,7 @@ NUM_BLOCKS = 32
 #: Blocks of 128 KiB: copied on a thread.
 LARGE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=8, head_dim=64, block_size=32, dtype="float32")
 LARGE_TRANSFER = replace(SMALL_TRANSFER, max_payload_bytes=3 * LARGE_LAYOUT.block_bytes)
-assert LARGE_LAYOUT.block_bytes > INLINE_COPY_BYTES
+assert LARGE_LAYOUT.block_bytes > ByteStore(LARGE_LAYOUT, 1).inline_copy_bytes
 
 
 @dataclass

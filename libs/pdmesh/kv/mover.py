@@ -47,7 +47,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome, PausedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key, unpack_header
 from pdmesh.kv.receiver import KvReceiver
-from pdmesh.kv.sender import INLINE_COPY_BYTES, KvSender
+from pdmesh.kv.sender import KvSender
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.base import KvTransport, ReceivedPiece
@@ -325,7 +325,7 @@ class KvMover:
                 self._check_landed(receiver)
         elif reason := receiver.claim(header, len(piece.payload)):
             self._drop(piece, reason)
-        elif header.payload_bytes < INLINE_COPY_BYTES:
+        elif header.payload_bytes <= self._store.inline_copy_bytes:
             self._end_copy(receiver, header, piece, self._copy_in(receiver, header, piece))
         else:
             # As many of these at once as there are receive buffers.

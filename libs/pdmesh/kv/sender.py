@@ -20,9 +20,6 @@ from pdmesh.transport.base import KvTransport, SendBuffer
 #: Pieces of one transfer under way at once: one is copied and checked while others travel.
 PIECES_IN_FLIGHT = 4
 
-#: A copy smaller than this costs less than the hop to a thread and back (about 60 µs, measured).
-INLINE_COPY_BYTES = 64 * 1024
-
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
 
@@ -208,7 +205,7 @@ class KvSender:
     async def _send_blocks(self, blocks: _Blocks, buffer: SendBuffer) -> None:
         assert self.destination_address is not None
         payload_bytes = blocks.num_blocks * self._store.layout.block_bytes
-        if payload_bytes < INLINE_COPY_BYTES:
+        if payload_bytes <= self._store.inline_copy_bytes:
             self._fill(blocks, buffer, payload_bytes)
         else:
             await anyio.to_thread.run_sync(self._fill, blocks, buffer, payload_bytes, limiter=self._copies)

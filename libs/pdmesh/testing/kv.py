@@ -38,6 +38,10 @@ class ByteStore(HostKvStore):
     def num_blocks(self) -> int:
         return self._num_blocks
 
+    @property
+    def inline_copy_bytes(self) -> int:
+        return 64 * 1024  # small, so that tests see both ways
+
     def block(self, layer: int, block_id: int) -> memoryview:
         size = self._layout.block_bytes
         start = (layer * self._num_blocks + block_id) * size

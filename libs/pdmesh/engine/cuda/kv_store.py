@@ -43,6 +43,10 @@ class DeviceKvStore:
         return self._num_blocks
 
     @property
+    def inline_copy_bytes(self) -> int:
+        return 64 * 1024  # a copy waits for the device; the hop to a thread and back takes 60 µs
+
+    @property
     def scratch_block(self) -> int:
         return self._num_blocks
 
