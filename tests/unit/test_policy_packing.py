@@ -24,6 +24,7 @@ PACKING = AdaptiveChunks(
     group_step_s=0.64,
     slo_tpot_s=0.32,
     max_shared=0.4,
+    local_step_share=0.6,
 )
 PREFILL = InstanceView(
     instance_id=InstanceId("p"),

@@ -39,6 +39,7 @@ class Openings:
         self._bundle: Bundle | None = None
         self._computing: dict[InstanceId, Instance] = {}  # with room for a regular plan, and prompts for it
         self._idle: dict[InstanceId, Instance] = {}  # with room for one, and no prompt
+        self._spare: dict[InstanceId, Instance] = {}  # the same, of those that only decode
         self._interruptible: dict[InstanceId, _Interruptible] = {}
 
     def update(self, bundle: Bundle) -> None:
@@ -50,6 +51,7 @@ class Openings:
         for instance_id in books.changed:
             self._computing.pop(instance_id, None)
             self._idle.pop(instance_id, None)
+            self._spare.pop(instance_id, None)
             self._interruptible.pop(instance_id, None)
             instance = books.instances.get(instance_id)
             if instance is not None and instance.reachable:
@@ -62,6 +64,8 @@ class Openings:
                 self._computing[instance.instance_id] = instance
             elif instance.role.can_prefill:
                 self._idle[instance.instance_id] = instance
+            elif instance.decode_room:
+                self._spare[instance.instance_id] = instance
         interruptible = self._look_inside(instance, bundle)
         if interruptible is not None:
             self._interruptible[instance.instance_id] = interruptible
@@ -99,8 +103,12 @@ class Openings:
         return sorted(found.values(), key=_BY_NUMBER)
 
     def idle(self) -> dict[InstanceId, Instance]:
-        """Those with nothing to compute, if someone waits to be placed."""
-        return dict(self._idle) if self._books.queue.has_line else {}
+        """Those with nothing to compute, if someone waits; those that only decode, if someone may be short enough."""
+        queue = self._books.queue
+        if self._bundle is None or not queue.has_line:
+            return {}
+        is_short = queue.least_prompt_tokens <= self._bundle.local_prompt_tokens
+        return self._idle | self._spare if is_short else dict(self._idle)
 
     def may_interrupt(self, instance: Instance, state: RequestState, now_s: float) -> bool:
         """Whether a request may run before all that the instance has in flight, of which it is not."""

@@ -76,6 +76,7 @@ def _adaptive(config: PolicyConfig, *, efficient: bool, exclusive: bool = False)
         group_step_s=group_step_s,
         slo_tpot_s=config.slo_tpot_s,
         max_shared=config.max_shared,
+        local_step_share=config.local_step_share,
         exclusive=exclusive,
     )
     return packing, prediction
@@ -153,6 +154,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         decode_placement=Apart(long_tokens),
         long_prompt_tokens=long_tokens,
         interruption=ShortInterruptsLong(config.latency, long_tokens),
+        local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
     )
 
 

@@ -137,6 +137,7 @@ def core_config_of(settings: SchedulerConfig, profile: Profile | None) -> CoreCo
             slo_tpot_s=settings.slo_tpot_s,
             prefill_step_s=settings.prefill_step_s,
             long_prompt_tokens=settings.long_prompt_tokens,
+            local_prompt_tokens=settings.local_prompt_tokens,
         ),
     )
 
