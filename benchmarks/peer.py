@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import httpx
-from report import heading
+from report import heading, unavailable
 
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh.testing.mesh import running_mesh
@@ -203,8 +203,7 @@ def main() -> None:
     print(heading("peer: pdmesh and vLLM, Llama 82M bf16, the client is vllm bench serve"))
     program = None if options.vllm is None else Path(options.vllm, "bin", "vllm")
     if program is None or not program.exists():
-        print("no vLLM here: nothing was measured (give its environment with --vllm or PEER_VENV)")
-        return
+        unavailable("no vLLM is here; give its environment with --vllm or PEER_VENV")
     loads = [{"burst": BURST, "4k": MEDIUM, "16k": LONG}[name] for name in options.loads]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder, "model"), shape=LLAMA_82M, dtype="bfloat16", initializer_gain=1.0)

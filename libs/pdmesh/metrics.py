@@ -49,6 +49,14 @@ class Slo:
     tpot_s: float | None = None
     e2e_s: float | None = None
 
+    def with_own(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
+        """Of a request: what it asks itself goes before this."""
+        return Slo(
+            ttft_s=self.ttft_s if ttft_s is None else ttft_s,
+            tpot_s=self.tpot_s if tpot_s is None else tpot_s,
+            e2e_s=self.e2e_s,
+        )
+
 
 #: Asks nothing.
 NO_SLO = Slo()
