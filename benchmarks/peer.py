@@ -17,6 +17,7 @@ import shlex
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -165,13 +166,16 @@ def running_pdmesh(checkpoint: Path, *, prefill: int, decode: int, mixed: int) -
 def measure(
     client: Client, start: Callable[[], AbstractContextManager[str]], loads: Sequence[Load], rounds: int
 ) -> dict[Load, Figures]:
+    """Each load once to warm up and ``rounds`` times for the figures; progress goes to stderr."""
     with start() as base_url:
         for load in loads:
             client.measure(base_url, load, seed=0)
-        return {
-            load: median([client.measure(base_url, load, seed=1 + number) for number in range(rounds)])
-            for load in loads
-        }
+        results: dict[Load, Figures] = {}
+        for load in loads:
+            taken = [client.measure(base_url, load, seed=1 + number) for number in range(rounds)]
+            print(f"  {load}: {taken}", file=sys.stderr, flush=True)
+            results[load] = median(taken)
+        return results
 
 
 def row(name: str, load: Load, figures: Figures, against: Figures | None) -> str:
