@@ -17,7 +17,7 @@ from pdmesh.core.openings import Openings
 from pdmesh.core.placing import Placement, Wait, could_place, needs_group, place, place_in_group, place_locally
 from pdmesh.core.queue import in_order
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
-from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Request, Role, StepPlan
+from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, Draft
 
 
@@ -108,7 +108,7 @@ class Packer:
                     offers.append(bench.instance)
             if offers:
                 placement = place(head.request, offers, books.decoders, books.instances.values(), bundle)
-            elif (local := self._place_locally(bundle, idle, head.request, now_s)) is not None:
+            elif (local := place_locally(head.request, idle.values(), bundle)) is not None:
                 placement = local
             elif bundle.is_long(head.request) and any(
                 bench.draft.longest_prompt_tokens >= bundle.long_prompt_tokens for bench in benches.values()
@@ -127,17 +127,6 @@ class Packer:
                 return
             else:
                 books.queue.park(head)
-
-    def _place_locally(
-        self, bundle: Bundle, idle: dict[InstanceId, Instance], request: Request, now_s: float
-    ) -> Placement | None:
-        """While all that prefill are busy: where it decodes, if steps have room beside the decodes there."""
-        if request.num_prompt_tokens > bundle.local_prompt_tokens:
-            return None
-        placement = place_locally(request, [i for i in idle.values() if not i.role.can_prefill], bundle)
-        if placement is None or bundle.packing.num_tokens(placement.decode.view, Draft(now_s), request, 0) <= 0:
-            return None
-        return placement
 
     def _waits_with(self, bundle: Bundle, head: RequestState) -> set[float]:
         """The lanes that wait if the head waits for its turn: its own; with a long one those of all as long."""

@@ -71,13 +71,16 @@ def place(
     return Wait.FOR_TURN if decode_id is None else Placement(prefill, decodes[decode_id])
 
 
-def place_locally(request: Request, offers: Sequence[Instance], bundle: Bundle) -> Placement | None:
-    """A place on one of ``offers``, instances that only decode, for prompt and output alike: no KV moves."""
+def place_locally(request: Request, spare: Iterable[Instance], bundle: Bundle) -> Placement | None:
+    """Where an instance of ``spare`` that only decodes has room for it: it is computed there, and no KV moves."""
     num_tokens = request.max_total_tokens
+    if request.num_prompt_tokens > bundle.local_prompt_tokens:
+        return None
     candidates = {
         instance.instance_id: instance
-        for instance in offers
+        for instance in spare
         if num_tokens <= instance.decode_room * instance.block_size
+        and not instance.role.can_prefill
         and num_tokens < instance.profile.max_model_len
         and (request.request_id, request.epoch) not in instance.holds
     }

@@ -100,6 +100,10 @@ class Packing(Protocol):
         """How many tokens of ``request``, from ``start``, to add to ``draft``; 0 leaves it out of this step."""
         ...
 
+    def takes_local(self, instance: InstanceView) -> bool:
+        """Whether steps of ``instance``, which only decodes, have room for some of a prompt."""
+        ...
+
     def group_chunk(
         self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
     ) -> tuple[int, float]:

@@ -27,6 +27,9 @@ class StaticChunks:
     def num_tokens(self, instance: InstanceView, draft: Draft, request: Request, start: int) -> int:
         return min(request.num_prompt_tokens - start, self.chunk_tokens - draft.num_tokens)
 
+    def takes_local(self, instance: InstanceView) -> bool:
+        return False
+
     def group_chunk(
         self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
     ) -> tuple[int, float]:
@@ -75,7 +78,7 @@ class AdaptiveChunks:
     unit whatever the time, so that a prompt goes on beside any number of decodes.
 
     Beside decodes the budget is the smallest TPOT target of them, ``slo_tpot_s`` for those without one. On an instance
-    that only decodes it is ``local_step_share`` of that, at any time, and no prompt begins beyond it.
+    that only decodes it is ``local_step_share`` of that, at any time.
     """
 
     sizer: ChunkSizer
@@ -94,9 +97,11 @@ class AdaptiveChunks:
         budget_s = self._budget_s(instance, draft, request, start, self.prefill_step_s) - draft.group_s
         num_left = request.num_prompt_tokens - start
         num_tokens = self.sizer.largest(_beside(instance, draft), start, num_left, budget_s)
-        if num_tokens or draft.chunks or (instance.role is Role.DECODE and start == 0):
-            return num_tokens
-        return min(num_left, CHUNK_UNIT_TOKENS)
+        return num_tokens if num_tokens or draft.chunks else min(num_left, CHUNK_UNIT_TOKENS)
+
+    def takes_local(self, instance: InstanceView) -> bool:
+        budget_s = self.local_step_share * self._tpot_s(instance)
+        return self.sizer.largest(_beside(instance, Draft()), 0, CHUNK_UNIT_TOKENS, budget_s) > 0
 
     def group_chunk(
         self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
