@@ -31,9 +31,12 @@ def e2e_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
 
 def tpot_s(token_times_s: Sequence[float]) -> float | None:
     """Time per output token, seconds: (E2E - TTFT) / (n - 1). Undefined for fewer than two tokens."""
-    if len(token_times_s) < 2:
-        return None
-    return (token_times_s[-1] - token_times_s[0]) / (len(token_times_s) - 1)
+    return tpot_between_s(token_times_s[0], token_times_s[-1], len(token_times_s)) if token_times_s else None
+
+
+def tpot_between_s(first_s: float, last_s: float, num_tokens: int) -> float | None:
+    """`tpot_s`, where only the times of the first and the last token are known."""
+    return (last_s - first_s) / (num_tokens - 1) if num_tokens > 1 else None
 
 
 def itl_s(token_times_s: Sequence[float]) -> list[float]:
