@@ -1,6 +1,6 @@
 # make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
 # make test   everything CI runs
-# make results  run the benchmarks (ARGS="engine peer" for some) and write docs/results.md
+# make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results.md
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
 #

@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
-from report import heading
+from report import heading, unavailable
 
 from pdmesh.config import TransferConfig
 from pdmesh.engine.base import EngineSequence, SequenceSlice
@@ -211,8 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     print(heading("engine on a GPU: Llama-3-8B's shape, random weights, bf16"))
     if not torch.cuda.is_available():
-        print("not measured: torch finds no CUDA device here")
-        return
+        unavailable("torch finds no CUDA device here")
     shape = LLAMA_3_8B
     work = Work(shape)
     ceilings = measure_ceilings(shape, options.rounds)

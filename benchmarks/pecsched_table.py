@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from report import heading
+from report import heading, unavailable
 from simulated import Study, change, layout, num_kv_tokens, number, run, table
 
 from pdmesh.policy.base import PolicyConfig
@@ -31,40 +31,38 @@ LONG_RANGE = (100_000, 500_000)
 HOP_S = 0.6e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """One of the paper's, with its tensor-parallel degree (Table 5) and its replicas for short decodes (§6.2)."""
+class Replicas(NamedTuple):
+    """How the paper lays models out on the GPUs."""
 
+    degree: int  # of tensor parallelism (Table 5)
+    num_decode: int  # for short decodes (§6.2)
+    num_reserved: int  # kept for long prompts by `reservation`
+
+
+SMALL, LARGE = Replicas(degree=1, num_decode=4, num_reserved=24), Replicas(degree=4, num_decode=1, num_reserved=5)
+
+
+class Model(NamedTuple):
     name: str
     shape: ModelShape
-    degree: int
-    num_decode: int
-    num_reserved: int  # replicas kept for long prompts by `reservation`
+    replicas: Replicas
 
 
 MODELS = (
     Model(
-        name="Mistral-v0.3 7B",
-        shape=ModelShape(num_parameters=7.1e9, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128),
-        degree=1,
-        num_decode=4,
-        num_reserved=24,
+        "Mistral-v0.3 7B",
+        ModelShape(num_parameters=7.1e9, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128),
+        SMALL,
     ),
     Model(
-        name="Phi-3 14B",
-        shape=ModelShape(num_parameters=13.8e9, num_layers=40, num_heads=40, num_kv_heads=10, head_dim=128),
-        degree=1,
-        num_decode=4,
-        num_reserved=24,
+        "Phi-3 14B",
+        ModelShape(num_parameters=13.8e9, num_layers=40, num_heads=40, num_kv_heads=10, head_dim=128),
+        SMALL,
     ),
     Model(
-        name="Yi 34B",
-        shape=ModelShape(num_parameters=33.9e9, num_layers=60, num_heads=56, num_kv_heads=8, head_dim=128),
-        degree=4,
-        num_decode=1,
-        num_reserved=5,
+        "Yi 34B", ModelShape(num_parameters=33.9e9, num_layers=60, num_heads=56, num_kv_heads=8, head_dim=128), LARGE
     ),
-    Model(name="Llama-3.1 70B", shape=LLAMA_3_70B, degree=4, num_decode=1, num_reserved=5),
+    Model("Llama-3.1 70B", LLAMA_3_70B, LARGE),
 )
 
 #: The paper's ablations are without preemption, disaggregation of short decodes, colocation, fast sequence parallelism.
@@ -82,16 +80,17 @@ ROWS = (
 
 
 def study(model: Model, name: str, bundle: str) -> Study:
-    device = tensor_parallel(A100, model.degree)
+    replicas = model.replicas
+    device = tensor_parallel(A100, replicas.degree)
     latency = analytic_model(model.shape, device)
-    num_replicas = NUM_GPUS // model.degree
-    num_decode = model.num_decode if bundle in DISAGGREGATED else 0
+    num_replicas = NUM_GPUS // replicas.degree
+    num_decode = replicas.num_decode if bundle in DISAGGREGATED else 0
     # A long prompt takes the replicas of a node without tensor parallelism, else all of them.
     num_mixed = num_replicas - num_decode
-    group_size = num_mixed // (4 if model.degree == 1 else 1)
+    group_size = num_mixed // (4 if replicas.degree == 1 else 1)
     if bundle == "reservation":
-        group_size = 8 if model.degree == 1 else model.num_reserved
-    num_nodes = max(1, group_size * model.degree // 8)
+        group_size = 8 if replicas.degree == 1 else replicas.num_reserved
+    num_nodes = max(1, group_size * replicas.degree // 8)
     # Fast SP has a ring between nodes only; without it every replica is a member of the ring.
     ring = group_size if name == "/FSP" else num_nodes
     policy = PolicyConfig(
@@ -106,9 +105,9 @@ def study(model: Model, name: str, bundle: str) -> Study:
         num_decode=num_decode,
         num_mixed=num_mixed,
         kv_layout=layout(model.shape),
-        num_kv_tokens=num_kv_tokens(model.shape, model.degree),
+        num_kv_tokens=num_kv_tokens(model.shape, replicas.degree),
         group_size=group_size,
-        num_groups=model.num_reserved // group_size if bundle == "reservation" else None,
+        num_groups=replicas.num_reserved // group_size if bundle == "reservation" else None,
     )
     return Study(name=name, bundle=bundle, mesh=mesh, policy=policy)
 
@@ -197,13 +196,15 @@ HEADS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, help="azure_2023_conv.csv, without which it cannot run")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--rate-scale", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=[model.name for model in MODELS])
     parser.add_argument("--row", action="append")
     options = parser.parse_args()
+    if options.trace is None:
+        unavailable("give the Azure 2023 conversation trace with --trace FILE")
     arrivals = workload(options.trace, options.limit, options.rate_scale, options.seed)
     print(heading("PecSched's table, simulated"))
     all_runs: dict[str, dict[str, SimReport]] = {}

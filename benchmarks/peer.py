@@ -17,6 +17,7 @@ import shlex
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -25,7 +26,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import httpx
-from report import heading
+from report import heading, unavailable
 
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh.testing.mesh import running_mesh
@@ -165,13 +166,16 @@ def running_pdmesh(checkpoint: Path, *, prefill: int, decode: int, mixed: int) -
 def measure(
     client: Client, start: Callable[[], AbstractContextManager[str]], loads: Sequence[Load], rounds: int
 ) -> dict[Load, Figures]:
+    """Each load once to warm up and ``rounds`` times for the figures; progress goes to stderr."""
     with start() as base_url:
         for load in loads:
             client.measure(base_url, load, seed=0)
-        return {
-            load: median([client.measure(base_url, load, seed=1 + number) for number in range(rounds)])
-            for load in loads
-        }
+        results: dict[Load, Figures] = {}
+        for load in loads:
+            taken = [client.measure(base_url, load, seed=1 + number) for number in range(rounds)]
+            print(f"  {load}: {taken}", file=sys.stderr, flush=True)
+            results[load] = median(taken)
+        return results
 
 
 def row(name: str, load: Load, figures: Figures, against: Figures | None) -> str:
@@ -203,8 +207,7 @@ def main() -> None:
     print(heading("peer: pdmesh and vLLM, Llama 82M bf16, the client is vllm bench serve"))
     program = None if options.vllm is None else Path(options.vllm, "bin", "vllm")
     if program is None or not program.exists():
-        print("no vLLM here: nothing was measured (give its environment with --vllm or PEER_VENV)")
-        return
+        unavailable("no vLLM is here; give its environment with --vllm or PEER_VENV")
     loads = [{"burst": BURST, "4k": MEDIUM, "16k": LONG}[name] for name in options.loads]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder, "model"), shape=LLAMA_82M, dtype="bfloat16", initializer_gain=1.0)

@@ -1,4 +1,4 @@
-"""What every benchmark prints first: on what, and of which commit, it was measured."""
+"""What every benchmark prints first: on what, and of which commit, it was measured; or why it was not."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
+
+#: Exit code of a benchmark that cannot run here: EX_UNAVAILABLE of sysexits.h.
+UNAVAILABLE = 69
 
 
 def heading(title: str) -> str:
     """Title, machine and commit, in two lines."""
     return f"{title}\n{cpu_model()}, {os.cpu_count()} cores, Python {platform.python_version()}; commit {commit()}"
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Say why nothing is measured, and exit."""
+    print(f"not measured: {reason}", file=sys.stderr)
+    sys.exit(UNAVAILABLE)
 
 
 def cpu_model() -> str:

@@ -1,8 +1,11 @@
-"""Runs benchmarks and writes what they print into docs/results.md: `python benchmarks/results.py [NAME ...]`.
+"""Runs benchmarks and writes what they print into docs/results.md.
 
-NAME is a file of this folder without its ending; without names, all of them. What a benchmark prints is embedded as it
-is, under its name and command; hardware and commit are in its own first lines. The section of a benchmark that fails,
-or is not run, stays what it was, and so does all text outside of sections.
+    python benchmarks/results.py [NAME ...] [-- OPTION ...]
+
+NAME is a file of this folder without its ending; without names, all of them. OPTIONs are the named benchmark's own.
+What it prints is embedded as it is, under its name and command; hardware and commit are in its own first lines. The
+section of a benchmark that fails, cannot run here, or is not run stays what it was, and so does all text outside of
+sections.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from report import UNAVAILABLE
+
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "docs" / "results.md"
-NOT_BENCHMARKS = {"report", "results"}
+NOT_BENCHMARKS = {"report", "results", "simulated"}
 
 
 def benchmarks() -> list[str]:
@@ -50,21 +55,29 @@ def with_section(page: str, name: str, body: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(benchmarks()))
-    names = parser.parse_args().names or benchmarks()
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    options = words[end + 1 :]
+    names = parser.parse_args(words[:end]).names
     if unknown := set(names) - set(benchmarks()):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}")
+    if options and len(names) != 1:
+        parser.error("options after -- are for one benchmark: name it")
     failed: list[str] = []
-    for name in names:
-        command = ["python", f"benchmarks/{name}.py"]
+    unavailable: list[str] = []
+    for name in names or benchmarks():
+        command = ["python", f"benchmarks/{name}.py", *options]
         try:
             output = output_of(command)
         except subprocess.CalledProcessError as error:
-            print(f"{name} exited with {error.returncode}; its section stays what it was", file=sys.stderr)
-            failed.append(name)
+            (unavailable if error.returncode == UNAVAILABLE else failed).append(name)
             continue
         body = f"## `{name}`\n\n```console\n$ {shlex.join(command)}\n{output.rstrip()}\n```"
         PAGE.write_text(with_section(PAGE.read_text(), name, body))
-    sys.exit(1 if failed else 0)
+    if unavailable:
+        print(f"Left out, for the reasons above: {', '.join(unavailable)}.", file=sys.stderr)
+        print("What they need can be given to one of them: results.py NAME -- OPTION ...", file=sys.stderr)
+    sys.exit(f"Failed: {', '.join(failed)}. Their sections stay what they were." if failed else 0)
 
 
 if __name__ == "__main__":

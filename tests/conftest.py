@@ -1,5 +1,8 @@
 """Fixtures every test may use, and what is skipped where a machine lacks it."""
 
+import asyncio
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -7,6 +10,29 @@ import pytest
 def anyio_backend() -> str:
     """grpc.aio runs on asyncio alone, so everything that meets it does."""
     return "asyncio"
+
+
+@pytest.fixture
+async def event_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let every task of an asynchronous test end before its loop is closed.
+
+    gRPC's queue of completions belongs to the process, and ``stop`` of a server does not wait for its calls: what
+    completes after the loop was closed would be raised in the next test, as "Event loop is closed".
+    """
+    if "anyio_backend" not in request.fixturenames:
+        yield
+        return
+    loop: asyncio.AbstractEventLoop = request.getfixturevalue("event_loop")
+    of_fixtures = asyncio.all_tasks(loop)
+    yield
+    while left := asyncio.all_tasks(loop) - of_fixtures:
+        _, pending = loop.run_until_complete(asyncio.wait(left, timeout=20))
+        assert not pending, f"outlives its test: {pending}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

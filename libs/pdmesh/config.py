@@ -72,6 +72,7 @@ class SchedulerConfig:
     slo_tpot_s: float = 0.05  # time budget of an adaptive step beside decodes
     prefill_step_s: float = 0.2  # time budget of an adaptive step without decodes: what an urgent request may wait
     long_prompt_tokens: int = 8192  # adaptive steps have at most one prompt as long as this
+    local_prompt_tokens: int = 1024  # prompts up to this may be computed where they decode; 0: never
     plans_in_flight: int = 2  # per instance, so that the device never waits for a round trip
     max_queue_entries: int = 4096  # requests waiting; more is a 429
     max_queue_bytes: int = 512 * 1024 * 1024  # prompts held for requests that wait
@@ -168,6 +169,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "scheduler.chunk_tokens": _COUNT,
     "scheduler.slo_ttft_stretch": (0.0, math.inf),
     "scheduler.long_prompt_tokens": _COUNT,
+    "scheduler.local_prompt_tokens": _ANY_COUNT,
     "scheduler.plans_in_flight": _COUNT,
     "scheduler.max_queue_entries": _COUNT,
     "scheduler.max_queue_bytes": _COUNT,

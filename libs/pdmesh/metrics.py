@@ -31,9 +31,12 @@ def e2e_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
 
 def tpot_s(token_times_s: Sequence[float]) -> float | None:
     """Time per output token, seconds: (E2E - TTFT) / (n - 1). Undefined for fewer than two tokens."""
-    if len(token_times_s) < 2:
-        return None
-    return (token_times_s[-1] - token_times_s[0]) / (len(token_times_s) - 1)
+    return tpot_between_s(token_times_s[0], token_times_s[-1], len(token_times_s)) if token_times_s else None
+
+
+def tpot_between_s(first_s: float, last_s: float, num_tokens: int) -> float | None:
+    """`tpot_s`, where only the times of the first and the last token are known."""
+    return (last_s - first_s) / (num_tokens - 1) if num_tokens > 1 else None
 
 
 def itl_s(token_times_s: Sequence[float]) -> list[float]:
@@ -48,6 +51,14 @@ class Slo:
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+
+    def with_own(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
+        """Of a request: what it asks itself goes before this."""
+        return Slo(
+            ttft_s=self.ttft_s if ttft_s is None else ttft_s,
+            tpot_s=self.tpot_s if tpot_s is None else tpot_s,
+            e2e_s=self.e2e_s,
+        )
 
 
 #: Asks nothing.

@@ -60,6 +60,7 @@ POLICY = PolicyConfig(
     prefill_step_s=8.0,
     slo_tpot_s=4.0,
     long_prompt_tokens=20,
+    local_step_share=2.0,  # 8 s: prompts of up to 8 tokens are computed where they decode, now and then
 )
 CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=POLICY)
 GATEWAYS = (GatewayId("g0"), GatewayId("g1"))

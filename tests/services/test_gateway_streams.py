@@ -22,6 +22,7 @@ from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mes
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import Generation, Restarted, TokenOut, unpack_token_ids
 from pdmesh_gateway import generate
+from pdmesh_gateway.http import server
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 from pdmesh_gateway.transcripts import MAX_RESTARTS
 
@@ -254,6 +255,26 @@ async def test_garbage_on_any_port_disturbs_nobody(model: Path) -> None:
             version = msgspec.msgpack.encode([{"type": "RegisterTokens", "instance_id": "x", "version": 99}])
             await expect_refusal(running, version)
             mesh.send_tokens(*first_tokens(generation, 6)[2:])
+        assert texts == [WHOLE]
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost:"])
+async def test_a_client_whose_request_does_not_come_is_hung_up_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """And no other, whose answer takes longer than that."""
+    monkeypatch.setattr(server, "HEAD_LIMIT_S", 0.5)
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            generation = (await mesh.next_submit(0)).generation
+            host, port = running.facts["http_address"].split(":")
+            async with await anyio.connect_tcp(host, int(port)) as stream:
+                await stream.send(sent)
+                with anyio.fail_after(20), pytest.raises(anyio.EndOfStream):
+                    await stream.receive()
+            mesh.send_tokens(*first_tokens(generation, 6))
         assert texts == [WHOLE]
 
 

@@ -7,7 +7,6 @@ simulator's instance.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,18 +51,16 @@ from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, SamplingParams
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
-from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.instance import SimInstance
 from pdmesh.sim.links import Links
-from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.recorded import Decision, recorded_run
 from pdmesh.sim.result import RequestRun
 from pdmesh.sim.simulator import GATEWAY, SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh.sim.workload import Arrival
 from pdmesh.telemetry.tracing import NoTracing
 from pdmesh.testing.decisions import RememberingCore
-from pdmesh.testing.sim import TINY_LAYOUT, Pools
+from pdmesh.testing.sim import UNEVEN_MODEL, Pools, a_workload, tiny_mesh
 from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
@@ -102,12 +99,8 @@ from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.workers import WorkerStreams
 
-MODEL = LinearLatencyModel(
-    a_s=0.013, b_s=0.0021, c_s=3.1e-6, d_s=1.7e-6, decode_a_s=0.011, decode_s=0.0017, decode_context_s=2.3e-6
-)
-CONFIG = CoreConfig(
-    policy=PolicyConfig(chunk_tokens=16, latency=MODEL, long_prompt_tokens=200, prefill_step_s=0.1), max_queue_s=2.0
-)
+POLICY = PolicyConfig(chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0)
+CONFIG = CoreConfig(policy=POLICY, max_queue_s=2.0)
 SIM_CONFIG = SimConfig(port_bytes_per_s=1e6)
 MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"mixed": 2}]
 SEED = 3
@@ -116,32 +109,14 @@ SEED = 3
 SOMEWHERE = InstanceId("somewhere")
 
 
-def a_workload(seed: int) -> list[Arrival]:
-    """More than the mesh can take: some wait in vain. One prompt in eight is long."""
-    shape = Synthetic(
-        num_requests=100,
-        requests_per_s=6.0,
-        median_prompt_tokens=40,
-        median_output_tokens=12,
-        max_prompt_tokens=90,
-        max_output_tokens=60,
-        long_share=0.125,
-        long_range=(200, 500),
-    )
-    return synthetic(shape, random.Random(seed))
+def an_overload(seed: int) -> list[Arrival]:
+    """More than the mesh can take: some wait in vain."""
+    return a_workload(seed, num_requests=100, requests_per_s=6.0)
 
 
 def profiles_of(mesh: Pools) -> list[InstanceProfile]:
-    shape = MeshShape(
-        num_prefill=mesh.get("prefill", 0),
-        num_decode=mesh.get("decode", 0),
-        num_mixed=mesh.get("mixed", 0),
-        kv_layout=TINY_LAYOUT,
-        num_kv_tokens=2048,
-        max_num_seqs=8,
-        num_transfer_backends=1,
-    )
-    return [replace(profile, data_address=profile.instance_id.encode()) for profile, _ in shape.instances(MODEL)]
+    shape = tiny_mesh(mesh, num_kv_tokens=2048, num_transfer_backends=1)
+    return [replace(profile, data_address=profile.instance_id.encode()) for profile, _ in shape.instances(UNEVEN_MODEL)]
 
 
 # --- the service's side ---
@@ -256,7 +231,7 @@ class Worker:
         self.profile = profile
         self.instance = SimInstance(
             profile,
-            MODEL,
+            UNEVEN_MODEL,
             agenda=mesh.agenda,
             links=mesh.links,
             runs=mesh.runs,
@@ -270,7 +245,7 @@ class Worker:
         self._link.post(RegisterWorker(profile=self.profile, residents=()))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._link.pump)
-            tasks.start_soon(self._beat, heartbeat_s)
+            self._beat_in(heartbeat_s)
             async for messages in self._link.frames():
                 for message in messages:
                     if isinstance(message, WelcomeWorker):
@@ -278,14 +253,15 @@ class Worker:
                     else:
                         self.instance.take(self._as_command(message))
 
-    async def _beat(self, heartbeat_s: float) -> None:
-        while True:
-            await anyio.sleep(heartbeat_s)
-            num_blocks = self.profile.num_blocks
-            heartbeat = Heartbeat(
-                num_free_blocks=num_blocks, num_held_blocks=0, num_quarantined_blocks=0, num_decoding=0
-            )
-            self._link.post(heartbeat)
+    def _beat(self, interval_s: float) -> None:
+        num_blocks = self.profile.num_blocks
+        self._link.post(
+            Heartbeat(num_free_blocks=num_blocks, num_held_blocks=0, num_quarantined_blocks=0, num_decoding=0)
+        )
+        self._beat_in(interval_s)
+
+    def _beat_in(self, interval_s: float) -> None:
+        self._mesh.agenda.at(self._mesh.agenda.now_s + interval_s, partial(self._beat, interval_s))
 
     def _as_command(self, message: WorkerDown) -> Command:
         instance_id, expected = self.profile.instance_id, self._mesh.expected
@@ -330,47 +306,22 @@ class Worker:
                 raise AssertionError(f"not for a worker here: {message}")
 
 
+#: What an instance reports by what: the same fields, but for its id.
+REPORTS: dict[type[Event], type[WorkerUp]] = {
+    StepDone: StepReport,
+    DecodeReserved: ReservedReport,
+    TransferOffered: OfferReport,
+    TransferPaused: PausedReport,
+    TransferLanded: LandedReport,
+    TransferSent: SentReport,
+    RequestFinished: FinishedReport,
+    KvReleased: ReleasedReport,
+}
+
+
 def as_message(event: Event) -> WorkerUp:
-    match event:
-        case StepDone():
-            return StepReport(
-                plan_id=event.plan_id,
-                duration_s=event.duration_s,
-                chunks=event.chunks,
-                num_decodes=event.num_decodes,
-            )
-        case DecodeReserved():
-            return ReservedReport(request_id=event.request_id, epoch=event.epoch)
-        case TransferOffered():
-            return OfferReport(request_id=event.request_id, epoch=event.epoch)
-        case TransferPaused():
-            return PausedReport(request_id=event.request_id, epoch=event.epoch)
-        case TransferLanded():
-            return LandedReport(
-                request_id=event.request_id,
-                epoch=event.epoch,
-                num_bytes=event.num_bytes,
-                duration_s=event.duration_s,
-            )
-        case TransferSent():
-            return SentReport(
-                request_id=event.request_id,
-                epoch=event.epoch,
-                num_bytes=event.num_bytes,
-                duration_s=event.duration_s,
-                exposed_s=event.exposed_s,
-            )
-        case RequestFinished():
-            return FinishedReport(
-                request_id=event.request_id,
-                epoch=event.epoch,
-                reason=event.reason,
-                num_output_tokens=event.num_output_tokens,
-            )
-        case KvReleased():
-            return ReleasedReport(request_id=event.request_id, epoch=event.epoch)
-        case _:
-            raise AssertionError(f"no instance reports {event}")
+    report = REPORTS[type(event)]
+    return report(**{name: getattr(event, name) for name in report.__struct_fields__})
 
 
 class Gateway:
@@ -447,6 +398,7 @@ def serve(
     """Serve a workload by the service on virtual time."""
     mesh = ModelledMesh()
     agenda = mesh.agenda
+    loop = VirtualTimeLoop(agenda, mesh.settle)
     settings, security = SchedulerConfig(lease_s=1e7, heartbeat_s=heartbeat_s), SecurityConfig()
 
     async def main() -> Served:
@@ -484,20 +436,19 @@ def serve(
                 await tasks.start(worker.run, heartbeat_s)
             gateway.open()
             await core.all_ended.wait()
-            await anyio.sleep(1e-6)  # what else happens at this instant
+            await loop.end_of_instant()
             tasks.cancel_scope.cancel()
         core.check_integrity()
         return Served(core.decisions, list(mesh.runs.values()), records, gateway.heard)
 
-    factory = partial(VirtualTimeLoop, agenda, mesh.settle)
-    return anyio.run(main, backend="asyncio", backend_options={"loop_factory": factory})
+    return anyio.run(main, backend="asyncio", backend_options={"loop_factory": lambda: loop})
 
 
 def simulate(
     arrivals: Sequence[Arrival], profiles: Sequence[InstanceProfile], bundle: str
 ) -> tuple[list[Decision], Sequence[RequestRun]]:
     core = RememberingCore(CONFIG, bundle, SEED)
-    result = Simulator(core, [(profile, MODEL) for profile in profiles], arrivals, SIM_CONFIG).run()
+    result = Simulator(core, [(profile, UNEVEN_MODEL) for profile in profiles], arrivals, SIM_CONFIG).run()
     return core.decisions, result.requests
 
 
@@ -510,7 +461,7 @@ def tokens_of(runs: Sequence[RequestRun]) -> list[list[float]]:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_service_decides_as_the_simulator_does(mesh: Pools, bundle: str, seed: int) -> None:
     """Event for event and command for command, at the same times; and so every token comes at the same time."""
-    arrivals, profiles = a_workload(seed), profiles_of(mesh)
+    arrivals, profiles = an_overload(seed), profiles_of(mesh)
     decisions, runs = simulate(arrivals, profiles, bundle)
     served = serve(arrivals, profiles, bundle)
     for live, simulated in zip(served.decisions, decisions, strict=False):
@@ -524,13 +475,13 @@ def test_all_that_matters_happens_in_the_cases_above() -> None:
     """Requests are refused, prompts preempted, transfers paused and gone on with."""
     kinds = set[type]()
     for bundle in ("fcfs", "sjf", "lars", "pdmesh"):
-        decisions, _ = simulate(a_workload(0), profiles_of({"prefill": 1, "decode": 1}), bundle)
+        decisions, _ = simulate(an_overload(0), profiles_of({"prefill": 1, "decode": 1}), bundle)
         kinds |= {type(command) for decision in decisions for command in decision.commands}
     assert kinds >= {PlaceDecode, GrantTransfer, PauseTransfer, FreeKv, Reject, WakeAt}
 
 
 def test_heartbeats_decide_nothing() -> None:
-    arrivals, profiles = a_workload(0), profiles_of({"prefill": 2, "decode": 2})
+    arrivals, profiles = an_overload(0), profiles_of({"prefill": 2, "decode": 2})
     decisions, _ = simulate(arrivals, profiles, "pdmesh")
     served = serve(arrivals, profiles, "pdmesh", heartbeat_s=0.25)
     beats = [decision for decision in served.decisions if isinstance(decision.event, LoadReported)]
@@ -541,7 +492,7 @@ def test_heartbeats_decide_nothing() -> None:
 
 @pytest.mark.parametrize("bundle", ["fcfs", "pdmesh"])
 def test_records_and_gateways_are_told_what_was_simulated(bundle: str) -> None:
-    arrivals, profiles = a_workload(0), profiles_of({"prefill": 1, "decode": 1})
+    arrivals, profiles = an_overload(0), profiles_of({"prefill": 1, "decode": 1})
     _, runs = simulate(arrivals, profiles, bundle)
     served = serve(arrivals, profiles, bundle)
     for run in runs:
@@ -555,7 +506,7 @@ def test_records_and_gateways_are_told_what_was_simulated(bundle: str) -> None:
 
 @pytest.mark.parametrize("bundle", sorted(BUNDLES))
 def test_the_log_of_a_live_run_replays_to_the_same_commands_and_tells_of_the_run(tmp_path: Path, bundle: str) -> None:
-    arrivals, profiles = a_workload(1), profiles_of({"prefill": 1, "decode": 1})
+    arrivals, profiles = an_overload(1), profiles_of({"prefill": 1, "decode": 1})
     path = tmp_path / "events.log"
     header = Header(seed=SEED, bundle=bundle, config=CONFIG, started_at=0.0, started_s=0.0)
     with EventLogWriter(path, header) as log:

@@ -22,51 +22,26 @@ from pdmesh.core.events import (
 )
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.latency import ChunkShape, LatencyModel, LinearLatencyModel, StepShape
-from pdmesh.sim.mesh import MeshShape
+from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.recorded import Decision, RecordedRun, recorded_run
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.samples import fitted_model, step_overhead_s
 from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh.sim.workload import Arrival
 from pdmesh.testing.core import CoreBench, a_request, of
 from pdmesh.testing.decisions import RememberingCore
 from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.sim import TINY_LAYOUT, Pools
+from pdmesh.testing.sim import UNEVEN_MODEL, Pools, a_workload, tiny_mesh
 
-MODEL = LinearLatencyModel(
-    a_s=0.013, b_s=0.0021, c_s=3.1e-6, d_s=1.7e-6, decode_a_s=0.011, decode_s=0.0017, decode_context_s=2.3e-6
-)
-POLICY = PolicyConfig(chunk_tokens=16, latency=MODEL, long_prompt_tokens=200, prefill_step_s=0.1)
+POLICY = PolicyConfig(chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0)
 MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"mixed": 2}, {"prefill": 2, "decode": 2, "mixed": 1}]
 PORT = SimConfig(port_bytes_per_s=1e6)
 
 
-def a_workload(seed: int, rate: float = 4.0) -> list[Arrival]:
-    shape = Synthetic(
-        num_requests=80,
-        requests_per_s=rate,
-        median_prompt_tokens=40,
-        median_output_tokens=12,
-        max_prompt_tokens=90,
-        max_output_tokens=60,
-        long_share=0.125,
-        long_range=(200, 500),
-    )
-    arrivals = synthetic(shape, random.Random(seed))
+def arrivals_from_0(seed: int, requests_per_s: float = 4.0) -> list[Arrival]:
+    arrivals = a_workload(seed, num_requests=80, requests_per_s=requests_per_s)
     start_s = arrivals[0].arrival_s
     return [replace(arrival, arrival_s=arrival.arrival_s - start_s) for arrival in arrivals]
-
-
-def shape_of(mesh: Pools) -> MeshShape:
-    return MeshShape(
-        num_prefill=mesh.get("prefill", 0),
-        num_decode=mesh.get("decode", 0),
-        num_mixed=mesh.get("mixed", 0),
-        kv_layout=TINY_LAYOUT,
-        num_kv_tokens=4096,
-        max_num_seqs=8,
-    )
 
 
 def simulated(
@@ -74,18 +49,18 @@ def simulated(
     mesh: Pools,
     bundle: str,
     *,
-    model: LatencyModel = MODEL,
+    model: LatencyModel = UNEVEN_MODEL,
     config: SimConfig = PORT,
 ) -> tuple[SimResult, RecordedRun]:
     core = RememberingCore(CoreConfig(policy=POLICY), bundle, seed=3)
-    result = Simulator(core, shape_of(mesh).instances(model), arrivals, config).run()
+    result = Simulator(core, tiny_mesh(mesh).instances(model), arrivals, config).run()
     return result, recorded_run(core.decisions)
 
 
 @pytest.mark.parametrize("bundle", ["fcfs", "sjf", "pdmesh"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_record_of_a_simulated_run_tells_of_it(mesh: Pools, bundle: str) -> None:
-    arrivals = [replace(arrival, max_tokens=arrival.num_output_tokens + 9) for arrival in a_workload(1)]
+    arrivals = [replace(arrival, max_tokens=arrival.num_output_tokens + 9) for arrival in arrivals_from_0(1)]
     result, recorded = simulated(arrivals, mesh, bundle)
     assert recorded.arrivals == arrivals
     assert recorded.left_out == {}
@@ -112,21 +87,21 @@ def test_the_record_of_a_simulated_run_tells_of_it(mesh: Pools, bundle: str) -> 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_what_a_record_tells_can_be_simulated_and_is_the_same_run(mesh: Pools) -> None:
-    result, recorded = simulated(a_workload(2), mesh, "pdmesh")
+    result, recorded = simulated(arrivals_from_0(2), mesh, "pdmesh")
     core = RememberingCore(CoreConfig(policy=POLICY), "pdmesh", seed=3)
-    again = Simulator(core, [(profile, MODEL) for profile in recorded.profiles], recorded.arrivals, PORT).run()
+    again = Simulator(core, [(profile, UNEVEN_MODEL) for profile in recorded.profiles], recorded.arrivals, PORT).run()
     assert [list(run.token_times_s) for run in again.requests] == [list(run.token_times_s) for run in result.requests]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_model_fitted_to_a_record_is_the_one_it_was_made_with(mesh: Pools) -> None:
     """It predicts planned steps within 1 %, and decode steps, which are known by their means only, within 5 %."""
-    _, recorded = simulated(a_workload(3, rate=2.0), mesh, "fcfs")
-    model = fitted_model(recorded)
+    _, recorded = simulated(arrivals_from_0(3, requests_per_s=2.0), mesh, "fcfs")
+    fitted = fitted_model(recorded)
     shapes = [StepShape((ChunkShape(tokens, history),), 0, 0) for tokens in (4, 16) for history in (0, 100, 400)]
-    assert [model.step_s(shape) for shape in shapes] == pytest.approx([MODEL.step_s(s) for s in shapes], rel=0.01)
+    assert [fitted.step_s(s) for s in shapes] == pytest.approx([UNEVEN_MODEL.step_s(s) for s in shapes], rel=0.01)
     shapes = [StepShape((), number, number * context) for number in (1, 3) for context in (40, 400)]
-    assert [model.step_s(shape) for shape in shapes] == pytest.approx([MODEL.step_s(s) for s in shapes], rel=0.05)
+    assert [fitted.step_s(s) for s in shapes] == pytest.approx([UNEVEN_MODEL.step_s(s) for s in shapes], rel=0.05)
 
 
 class Noisy:
@@ -136,12 +111,12 @@ class Noisy:
         self._rng = random.Random(0)
 
     def step_s(self, shape: StepShape) -> float:
-        return MODEL.step_s(shape) * 2 ** self._rng.uniform(-1, 1)
+        return UNEVEN_MODEL.step_s(shape) * 2 ** self._rng.uniform(-1, 1)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_model_fitted_to_noisy_steps_is_right_in_sum(mesh: Pools) -> None:
-    result, recorded = simulated(a_workload(5, rate=1.0), mesh, "fcfs", model=Noisy())
+    result, recorded = simulated(arrivals_from_0(5, requests_per_s=1.0), mesh, "fcfs", model=Noisy())
     model = fitted_model(recorded)
     shapes = [
         (StepShape(tuple(ChunkShape(c.num_tokens, c.start) for c in step.chunks), step.num_decodes, 0), step)
@@ -157,10 +132,10 @@ def test_time_between_steps_is_measured() -> None:
     """A control delay is idle time between the steps of an instance with one plan in flight."""
     config = replace(PORT, control_delay_s=0.004)
     core = RememberingCore(CoreConfig(policy=POLICY, plans_in_flight=1), "fcfs", seed=3)
-    Simulator(core, shape_of({"prefill": 1, "decode": 1}).instances(MODEL), a_workload(4), config).run()
+    Simulator(core, tiny_mesh({"prefill": 1, "decode": 1}).instances(UNEVEN_MODEL), arrivals_from_0(4), config).run()
     recorded = recorded_run(core.decisions)
     assert step_overhead_s(recorded) == pytest.approx(0.008)
-    assert fitted_model(recorded).a_s == pytest.approx(MODEL.a_s + 0.008)
+    assert fitted_model(recorded).a_s == pytest.approx(UNEVEN_MODEL.a_s + 0.008)
 
 
 # --- what does not go its way ---

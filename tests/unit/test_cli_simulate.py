@@ -77,7 +77,7 @@ def test_a_picture(tmp_path: Path) -> None:
         (["--slo-ttft", "-1"], 2, "--slo-ttft is -1.0: wanted seconds, more than 0"),
         (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: wanted seconds, more than 0"),
         (["--rate", "nan"], 2, "--rate is nan: wanted a number, more than 0"),
-        (["--prefill", "0"], 2, "a mesh needs prefill and decode instances, or mixed ones"),
+        (["--prefill", "0"], 2, "no instance could prefill: --prefill or --mixed must be at least 1"),
         (["--long-range", "many"], 2, "--long-range 'many': wanted LOW,HIGH"),
         (["--long-range", "9,1"], 2, "--long-range '9,1': wanted 1 <= LOW <= HIGH"),
         (["--trace", "missing.csv"], 2, "cannot read the trace missing.csv"),

@@ -25,7 +25,7 @@ from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.model import InstanceId, Role
 from pdmesh.wire import messages
-from pdmesh.wire.endpoint import start_server
+from pdmesh.wire.endpoint import serving
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,11 +63,9 @@ async def ask(answer: bytes) -> messages.AdminResponse:
         return answer
 
     methods: Any = {"Admin": grpc.unary_unary_rpc_method_handler(serve)}
-    server, port = await start_server("pdmesh.v1.Scheduler", methods, host=LOOPBACK, port=0, security=SecurityConfig())
-    try:
-        return await ask_scheduler(f"{LOOPBACK}:{port}", SecurityConfig(), messages.GetStatus(token="t"))
-    finally:
-        await server.stop(None)
+    security = SecurityConfig()
+    async with serving("pdmesh.v1.Scheduler", methods, host=LOOPBACK, port=0, security=security) as port:
+        return await ask_scheduler(f"{LOOPBACK}:{port}", security, messages.GetStatus(token="t"))
 
 
 @pytest.mark.anyio

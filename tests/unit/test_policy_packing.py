@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from pdmesh.model import ChunkPlan, Epoch, InstanceId, Request, RequestId, Role
+from pdmesh.model import ChunkPlan, Epoch, Request, RequestId, Role
 from pdmesh.policy.base import Draft, InstanceView
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer
 from pdmesh.policy.prediction import Prediction, RemainingTime
-from pdmesh.testing.core import a_request
+from pdmesh.testing.core import a_request, a_view
 
 #: A millisecond for each token, whatever comes before it.
 MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_s=0.01, decode_context_s=1e-6)
@@ -24,21 +24,9 @@ PACKING = AdaptiveChunks(
     group_step_s=0.64,
     slo_tpot_s=0.32,
     max_shared=0.4,
+    local_step_share=0.6,
 )
-PREFILL = InstanceView(
-    instance_id=InstanceId("p"),
-    role=Role.PREFILL,
-    num_blocks=64,
-    num_free_blocks=64,
-    num_virtual_blocks=0,
-    num_seats_taken=0,
-    max_num_seqs=8,
-    num_prefilling=0,
-    num_decoding=0,
-    num_queued_tokens=0,
-    draining=False,
-)
-MIXED = replace(PREFILL, role=Role.MIXED)
+PREFILL, MIXED = a_view("p", Role.PREFILL), a_view("p")
 DEFAULT: frozenset[float | None] = frozenset([None])
 SHORT, LONG = a_request("short", prompt=1000), a_request("long", prompt=8000)
 

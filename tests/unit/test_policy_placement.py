@@ -6,30 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.model import InstanceId, Role
+from pdmesh.model import Role
 from pdmesh.policy.base import InstanceView
 from pdmesh.policy.order import ShortFirst
 from pdmesh.policy.placement import Apart, IdleGroup, LeastQueuedGroup, Reservation, ShortAroundLong
-from pdmesh.testing.core import a_request
+from pdmesh.testing.core import a_request, a_view
 
-IDLE = InstanceView(
-    instance_id=InstanceId("idle"),
-    role=Role.MIXED,
-    num_blocks=64,
-    num_free_blocks=64,
-    num_virtual_blocks=0,
-    num_seats_taken=0,
-    max_num_seqs=8,
-    num_prefilling=0,
-    num_decoding=0,
-    num_queued_tokens=0,
-    draining=False,
-)
 SHORT, LONG = a_request("short", prompt=100), a_request("long", prompt=4000)
-QUEUED = replace(IDLE, instance_id=InstanceId("queued"), num_queued_tokens=200)
-FULL = replace(IDLE, instance_id=InstanceId("full"), num_queued_tokens=900)
-DECODING = replace(IDLE, instance_id=InstanceId("decoding"), num_long_decoding=1, num_decoding=1)
-COMPUTING = replace(IDLE, instance_id=InstanceId("computing"), num_long_prefilling=1, shortest_long_prefill_tokens=9000)
+IDLE = a_view("idle")
+QUEUED = a_view("queued", num_queued_tokens=200)
+FULL = a_view("full", num_queued_tokens=900)
+DECODING = a_view("decoding", num_long_decoding=1, num_decoding=1)
+COMPUTING = a_view("computing", num_long_prefilling=1, shortest_long_prefill_tokens=9000)
 PLACE = ShortAroundLong(long_prompt_tokens=1000, colocate_tokens=500)
 
 
@@ -82,7 +70,7 @@ def test_an_idle_group_has_no_work_at_all() -> None:
 
 
 def test_short_prompts_decode_apart_and_long_ones_where_they_are_computed() -> None:
-    apart = replace(IDLE, instance_id=InstanceId("apart"), role=Role.DECODE)
+    apart = a_view("apart", Role.DECODE)
     choose = Apart(long_prompt_tokens=1000).choose
     assert choose(SHORT, IDLE, [IDLE, apart]) == "apart"
     assert choose(LONG, IDLE, [IDLE, apart]) == "idle"

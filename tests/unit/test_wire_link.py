@@ -13,7 +13,7 @@ import pytest
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull, ProtocolError
 from pdmesh.model import Epoch, RequestId
-from pdmesh.wire.endpoint import check_bind, check_token, open_channel, start_server
+from pdmesh.wire.endpoint import check_bind, check_token, open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
     Free,
@@ -43,13 +43,9 @@ async def echo_server() -> AsyncGenerator[str]:
                         link.post(Free(request_id=message.request_id, epoch=message.epoch))
             link.close()
 
-    server, port = await start_server(
-        SERVICE, {"Echo": serve_link(serve, WorkerUp)}, host="127.0.0.1", port=0, security=SecurityConfig()
-    )
-    try:
+    methods = {"Echo": serve_link(serve, WorkerUp)}
+    async with serving(SERVICE, methods, host="127.0.0.1", port=0, security=SecurityConfig()) as port:
         yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(grace=None)
 
 
 async def echo(address: str, names: list[str]) -> list[str]:

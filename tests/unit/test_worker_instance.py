@@ -31,7 +31,7 @@ from pdmesh.wire.messages import (
     TransferFailedReport,
 )
 from pdmesh.worker import steps
-from pdmesh.worker.instance import MAX_QUEUED_PLANS
+from pdmesh.worker.plans import MAX_QUEUED_PLANS
 
 pytestmark = pytest.mark.anyio
 
@@ -205,8 +205,21 @@ async def test_a_free_during_a_step_waits_for_its_end(num_layers_before: int) ->
         running.assert_all_free()
 
 
-def an_urgent_plan(chunk: ChunkPlan, plan_id: int = 1000) -> RunPlan:
-    return RunPlan(plan=StepPlan(plan_id=plan_id, chunks=(chunk,), with_decodes=False, urgent=True))
+SLOW, URGENT = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
+
+
+def run_urgent(running: RunningInstance, plan_id: int = 1000) -> None:
+    plan = StepPlan(plan_id=plan_id, chunks=tuple(chunk_plans(URGENT, [5])), with_decodes=False, urgent=True)
+    running.instance.handle(RunPlan(plan=plan))
+
+
+async def begin_slow(running: RunningInstance, gate: StepGate, *, chunk_tokens: int = 9) -> None:
+    """Until the slow request's first step is in its first layer, with the urgent one admitted."""
+    for generation in (SLOW, URGENT):
+        running.admit(generation, kv_moves=False)
+    for chunk in chunk_plans(SLOW, [chunk_tokens]):
+        running.run([chunk])
+    await to_thread.run_sync(gate.arrived)
 
 
 @pytest.mark.parametrize("num_layers_before", [1, 2, 3])
@@ -215,17 +228,11 @@ async def test_an_urgent_plan_runs_inside_the_running_step(num_layers_before: in
     gate = StepGate()
     engine = FakeEngine(gate=gate)
     async with mixed(engine) as running:
-        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
-        for generation in (slow, urgent):
-            running.admit(generation, kv_moves=False)
-        for chunk in chunk_plans(slow, [4]):
-            running.run([chunk])
-        for _ in range(num_layers_before - 1):
-            await to_thread.run_sync(gate.arrived)
+        await begin_slow(running, gate, chunk_tokens=4)
+        for _ in range(num_layers_before - 1):  # to a layer of the first or the second step of the slow one
             gate.let_through()
-        await to_thread.run_sync(gate.arrived)  # in a layer of the first or the second step of the slow one
-        (chunk,) = chunk_plans(urgent, [5])
-        running.instance.handle(an_urgent_plan(chunk))
+            await to_thread.run_sync(gate.arrived)
+        run_urgent(running)
         free(running, make_generation("nobody", [1], GREEDY))  # the event loop goes on
         is_first_layer = num_layers_before % 2 == 1
         if is_first_layer:
@@ -254,12 +261,8 @@ async def test_the_time_of_an_urgent_step_is_not_the_interrupted_ones(monkeypatc
     monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     gate = StepGate()
     async with mixed(FakeEngine(gate=gate)) as running:
-        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
-        for generation in (slow, urgent):
-            running.admit(generation, kv_moves=False)
-        running.run(chunk_plans(slow, [9]))
-        await to_thread.run_sync(gate.arrived)
-        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0]))
+        await begin_slow(running, gate)
+        run_urgent(running)
         gate.open()
         for request_id in ("slow", "urgent"):
             await running.reported(ReleasedReport, request_id)
@@ -271,19 +274,17 @@ async def test_the_time_of_an_urgent_step_is_not_the_interrupted_ones(monkeypatc
 async def test_an_urgent_plan_of_a_freed_request_is_answered_and_leaves_nothing() -> None:
     gate = StepGate()
     async with mixed(FakeEngine(gate=gate)) as running:
-        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
-        running.admit(slow, kv_moves=False)
-        running.run(chunk_plans(slow, [9]))
-        await to_thread.run_sync(gate.arrived)
-        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0], plan_id=7))
+        await begin_slow(running, gate)
+        free(running, URGENT)
+        run_urgent(running, plan_id=7)
         (step,) = [report for report in running.reports if isinstance(report, StepReport)]
         assert (step.plan_id, [done.num_tokens for done in step.chunks]) == (7, [0])
-        running.admit(urgent, kv_moves=False)
-        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0], plan_id=8))
-        free(running, urgent)  # it waits for its turn at the engine: the blocks are in use
-        assert running.reports_of(ReleasedReport, "urgent") == []
+        running.admit(URGENT, kv_moves=False)
+        run_urgent(running, plan_id=8)
+        free(running, URGENT)  # it waits for its turn at the engine: the blocks are in use
+        assert len(running.reports_of(ReleasedReport, "urgent")) == 1
         gate.open()
-        await running.reported(ReleasedReport, "urgent")
+        await running.reported(ReleasedReport, "urgent", count=2)
         await running.reported(ReleasedReport, "slow")
         assert running.tokens_of("urgent") == []
         assert output_of(running, "slow") == reference_output([1] * 9, GREEDY)
@@ -294,12 +295,8 @@ async def test_a_failure_inside_a_step_ends_both_requests() -> None:
     gate = StepGate()
     engine = FakeEngine(gate=gate, fails=lambda batch: batch[0].sequence.request_id == "urgent")
     async with mixed(engine) as running:
-        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
-        for generation in (slow, urgent):
-            running.admit(generation, kv_moves=False)
-        running.run(chunk_plans(slow, [9]))
-        await to_thread.run_sync(gate.arrived)
-        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0]))
+        await begin_slow(running, gate)
+        run_urgent(running)
         gate.open()
         await running.until(lambda: running.failure is not None)
         for request_id in ("slow", "urgent"):
@@ -309,12 +306,8 @@ async def test_a_failure_inside_a_step_ends_both_requests() -> None:
 async def test_a_scheduler_that_is_met_again_knows_nothing_of_urgent_plans() -> None:
     gate = StepGate()
     async with mixed(FakeEngine(gate=gate)) as running:
-        slow, urgent = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent", [2] * 5, GREEDY)
-        for generation in (slow, urgent):
-            running.admit(generation, kv_moves=False)
-        running.run(chunk_plans(slow, [9]))
-        await to_thread.run_sync(gate.arrived)
-        running.instance.handle(an_urgent_plan(chunk_plans(urgent, [5])[0]))
+        await begin_slow(running, gate)
+        run_urgent(running)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(running.instance.drop_all_but_decoding)
             await running.reported(ReleasedReport, "urgent")
@@ -352,33 +345,15 @@ def nothing_left(generation: Generation, running: RunningInstance) -> None:
 
 
 def absurd_context(generation: Generation, running: RunningInstance) -> None:
-    running.instance.handle(
-        ExpectKv(
-            generation=replace(generation, token_ids=b""),
-            num_context_tokens=1 << 40,
-            num_blocks=4,
-            capability=1,
-            source_address=b"?",
-        )
-    )
+    expect(replace(generation, token_ids=b""), running, num_context_tokens=1 << 40)
 
 
 def negative_context(generation: Generation, running: RunningInstance) -> None:
-    running.instance.handle(
-        ExpectKv(
-            generation=replace(generation, token_ids=b""),
-            num_context_tokens=-1,
-            num_blocks=4,
-            capability=1,
-            source_address=b"?",
-        )
-    )
+    expect(replace(generation, token_ids=b""), running, num_context_tokens=-1)
 
 
 def context_of_another_length(generation: Generation, running: RunningInstance) -> None:
-    running.instance.handle(
-        ExpectKv(generation=generation, num_context_tokens=3, num_blocks=9, capability=1, source_address=b"?")
-    )
+    expect(generation, running, num_context_tokens=3)
 
 
 def second_chunk_first(generation: Generation, running: RunningInstance) -> None:
@@ -388,28 +363,34 @@ def second_chunk_first(generation: Generation, running: RunningInstance) -> None
 
 def chunk_beyond_the_prompt(generation: Generation, running: RunningInstance) -> None:
     running.admit(generation, kv_moves=False)
-    running.run(
-        [ChunkPlan(request_id=generation.request_id, epoch=generation.epoch, start=0, num_tokens=99, is_last=True)]
-    )
+    running.run([first_chunk(generation, num_tokens=99, is_last=True)])
 
 
 def empty_chunk(generation: Generation, running: RunningInstance) -> None:
     running.admit(generation, kv_moves=False)
-    running.run(
-        [ChunkPlan(request_id=generation.request_id, epoch=generation.epoch, start=0, num_tokens=0, is_last=False)]
-    )
+    running.run([first_chunk(generation, num_tokens=0, is_last=False)])
 
 
 def last_chunk_not_called_so(generation: Generation, running: RunningInstance) -> None:
     running.admit(generation, kv_moves=False)
-    running.run(
-        [ChunkPlan(request_id=generation.request_id, epoch=generation.epoch, start=0, num_tokens=12, is_last=False)]
-    )
+    running.run([first_chunk(generation, num_tokens=12, is_last=False)])
 
 
 def admitted_while_stopping(generation: Generation, running: RunningInstance) -> None:
     running.instance.stop_admitting()
     running.admit(generation, kv_moves=False)
+
+
+def expect(generation: Generation, running: RunningInstance, *, num_context_tokens: int) -> None:
+    running.instance.handle(
+        ExpectKv(
+            generation=generation,
+            num_context_tokens=num_context_tokens,
+            num_blocks=9,
+            capability=1,
+            source_address=b"?",
+        )
+    )
 
 
 def first_chunk(generation: Generation, *, num_tokens: int, is_last: bool) -> ChunkPlan:

@@ -1,4 +1,4 @@
-"""All commands of ``pdmesh``. Each imports what it needs when it runs, so that ``--help`` stays fast."""
+"""The ``pdmesh`` command. Each of its commands imports what it needs when it runs, so that ``--help`` stays fast."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ import importlib
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from pdmesh import __version__
-from pdmesh.cli.options import ConfigFile, Model, Name, Output, OutputFormat, Scheduler, Settings, build_config
+from pdmesh.cli.options import (
+    ConfigFile,
+    Decode,
+    Device,
+    Dial,
+    Dtype,
+    Mixed,
+    Model,
+    Name,
+    Output,
+    OutputFormat,
+    Prefill,
+    Scheduler,
+    Settings,
+    build_config,
+)
 from pdmesh.cli.state import DEFAULT_NAME, mesh_state
+from pdmesh.cli.study_commands import app as study_app
 from pdmesh.config import MeshConfig
 
 app = typer.Typer(
@@ -28,6 +43,7 @@ requests_app = typer.Typer(help="Look at single requests.", no_args_is_help=True
 policy_app = typer.Typer(help="Look at the scheduling policy, and switch it while serving.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
 
+app.add_typer(study_app)
 app.add_typer(requests_app, name="requests")
 app.add_typer(policy_app, name="policy")
 app.add_typer(config_app, name="config")
@@ -38,14 +54,14 @@ def up(
     model: Model = None,
     host: Annotated[str | None, typer.Option(help="Where the gateway listens. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one. [default: 8000]")] = None,
-    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill instances. [default: 1]")] = None,
-    decode: Annotated[int | None, typer.Option(min=0, help="Decode instances. [default: 1]")] = None,
-    mixed: Annotated[int, typer.Option(min=0, help="Instances that do both.")] = 0,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    mixed: Mixed = 0,
     name: Name = DEFAULT_NAME,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the mesh can serve.")] = False,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context length; the checkpoint's if not given.")] = None,
     kv_cache_bytes: Annotated[int | None, typer.Option(help="KV cache of one instance.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one step.")] = None,
@@ -204,180 +220,9 @@ def doctor(
 
 
 @app.command()
-def simulate(
-    trace: Annotated[str, typer.Option(metavar="FILE|synthetic", help="What is asked of the mesh.")] = "synthetic",
-    limit: Annotated[int | None, typer.Option(min=1, help="Take so many requests. [default: all; drawn: 1000]")] = None,
-    rate_scale: Annotated[float, typer.Option(help="So many times as many requests a second.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Requests a second, where they are drawn.")] = 5.5,
-    long_share: Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts, where they are drawn.")] = 0.0,
-    long_percentile: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Make prompts above this percentile long.")
-    ] = None,
-    long_range: Annotated[
-        str, typer.Option(metavar="LOW,HIGH", help="Tokens of a long prompt; LOW is where long begins in the figures.")
-    ] = "100000,500000",
-    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill instances. [default: 1]")] = None,
-    decode: Annotated[int | None, typer.Option(min=0, help="Decode instances. [default: 1]")] = None,
-    mixed: Annotated[int, typer.Option(min=0, help="Instances that do both.")] = 0,
-    group_size: Annotated[int, typer.Option(min=1, help="Mixed instances that compute a long prompt together.")] = 1,
-    groups: Annotated[int | None, typer.Option(min=1, help="So many groups of them. [default: all that fit]")] = None,
-    profile: Annotated[str, typer.Option(help="What an instance is; an unknown name lists them.")] = "a100-llama3-8b",
-    bundle: Annotated[
-        list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
-    ] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one static step.")] = None,
-    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that one instance's KV cache holds.")] = 1 << 20,
-    transfer_backends: Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")] = 4,
-    port_gbytes_per_s: Annotated[float, typer.Option(help="Each instance's network, in and out.")] = 25.0,
-    control_delay_ms: Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")] = 0.0,
-    slo_ttft: Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for goodput.")] = None,
-    slo_tpot: Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for goodput.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw pictures (extra `plot`).")] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write the instances' timelines for ui.perfetto.dev.")
-    ] = None,
-    output: OutputFormat = Output.TABLE,
-) -> None:
-    """Run a workload through a simulated mesh, once for each bundle, and compare."""
-    from pdmesh.cli.simulate import SimulateOptions, run_simulate
-
-    default = 0 if mixed and prefill is None and decode is None else 1
-    options = SimulateOptions(
-        trace=trace,
-        limit=limit,
-        rate_scale=rate_scale,
-        rate=rate,
-        long_share=long_share,
-        long_percentile=long_percentile,
-        long_range=long_range,
-        prefill=default if prefill is None else prefill,
-        decode=default if decode is None else decode,
-        mixed=mixed,
-        group_size=group_size,
-        groups=groups,
-        profile=profile,
-        bundles=tuple(dict.fromkeys(bundle or ("fcfs", "pdmesh"))),
-        chunk_tokens=chunk_tokens,
-        kv_tokens=kv_tokens,
-        transfer_backends=transfer_backends,
-        port_gbytes_per_s=port_gbytes_per_s,
-        control_delay_ms=control_delay_ms,
-        slo_ttft_s=slo_ttft,
-        slo_tpot_s=slo_tpot,
-        seed=seed,
-        plot=plot,
-        perfetto=perfetto,
-    )
-    run_simulate(options, output)
-
-
-@app.command()
-def profile(
-    model: Model = None,
-    file: Annotated[Path | None, typer.Option(help="Where to write it. [default: MODEL.profile.json]")] = None,
-    prefill: Annotated[int | None, typer.Option(min=0, help="Of the mesh it is for. [default: 1]")] = None,
-    decode: Annotated[int | None, typer.Option(min=0, help="Of the mesh it is for. [default: 1]")] = None,
-    mixed: Annotated[int, typer.Option(min=0, help="Of the mesh it is for.")] = 0,
-    seconds: Annotated[float, typer.Option(min=1, help="How long to measure.")] = 30.0,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
-    """Measure how fast an instance runs a model on this machine, for the scheduler to plan by."""
-    from pdmesh.cli.plan import make_pools
-    from pdmesh.cli.profile import ProfileOptions, run_profile
-    from pdmesh.cli.up import resolved
-
-    tree = resolved(build_config(config, settings, model=model, worker__dtype=dtype, worker__device=device))
-    run_profile(tree, ProfileOptions(file=file, pools=make_pools(prefill, decode, mixed), limit_s=seconds))
-
-
-@app.command()
-def plan(
-    slo_ttft: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Target for the time to first token.")
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Target for the time per output token.")
-    ] = None,
-    attainment: Annotated[float, typer.Option(help="Share of requests that must meet both.")] = 0.99,
-    trace: Annotated[str, typer.Option(metavar="FILE|synthetic", help="What is asked of the mesh.")] = "synthetic",
-    limit: Annotated[int | None, typer.Option(min=1, help="Take so many requests. [default: all; drawn: 1000]")] = None,
-    rate_scale: Annotated[float, typer.Option(help="So many times as many requests a second.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Requests a second, where they are drawn.")] = 5.5,
-    long_share: Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts, where they are drawn.")] = 0.0,
-    long_percentile: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Make prompts above this percentile long.")
-    ] = None,
-    long_range: Annotated[str, typer.Option(metavar="LOW,HIGH", help="Tokens of a long prompt.")] = "100000,500000",
-    profile: Annotated[str, typer.Option(help="What an instance is; an unknown name lists them.")] = "a100-llama3-8b",
-    bundle: Annotated[str, typer.Option(help="Policy bundle.")] = "pdmesh",
-    max_instances: Annotated[int, typer.Option(min=1, help="Of each role.")] = 64,
-    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one static step.")] = None,
-    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that one instance's KV cache holds.")] = 1 << 20,
-    transfer_backends: Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")] = 4,
-    port_gbytes_per_s: Annotated[float, typer.Option(help="Each instance's network, in and out.")] = 25.0,
-    control_delay_ms: Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
-    output: OutputFormat = Output.TABLE,
-) -> None:
-    """Find the smallest prefill and decode pools that serve a workload within its targets, by simulation."""
-    from pdmesh.cli.capacity import PlanOptions, run_plan
-
-    options = PlanOptions(
-        trace=trace,
-        limit=limit,
-        rate_scale=rate_scale,
-        rate=rate,
-        long_share=long_share,
-        long_percentile=long_percentile,
-        long_range=long_range,
-        profile=profile,
-        bundle=bundle,
-        attainment=attainment,
-        max_instances=max_instances,
-        chunk_tokens=chunk_tokens,
-        kv_tokens=kv_tokens,
-        transfer_backends=transfer_backends,
-        port_gbytes_per_s=port_gbytes_per_s,
-        control_delay_ms=control_delay_ms,
-        slo_ttft_s=slo_ttft,
-        slo_tpot_s=slo_tpot,
-        seed=seed,
-    )
-    run_plan(options, output)
-
-
-@app.command()
-def replay(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
-    bundle: Annotated[
-        str | None, typer.Option(help="Ask what this bundle would have done: its first other decision, and figures.")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="What an instance is in the figures. [default: fitted to the log]")
-    ] = None,
-    long_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Where long begins in the figures. [default: the recorded policy's]")
-    ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write the recorded timeline for ui.perfetto.dev.")
-    ] = None,
-    output: OutputFormat = Output.TABLE,
-) -> None:
-    """Decide again on a recorded run and check that every command is the same."""
-    from pdmesh.cli.replay import ReplayOptions, run_replay
-
-    options = ReplayOptions(log=log, bundle=bundle, profile=profile, long_tokens=long_tokens, perfetto=perfetto)
-    raise typer.Exit(run_replay(options, output))
-
-
-@app.command()
 def gateway(
     model: Model = None,
-    scheduler: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The scheduler to dial.")] = None,
+    scheduler: Dial = None,
     host: Annotated[str | None, typer.Option(help="Where to listen. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port. [default: 8000]")] = None,
     config: ConfigFile = None,
@@ -404,7 +249,7 @@ def scheduler(
 @app.command()
 def prefill(
     model: Model = None,
-    scheduler: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The scheduler to dial.")] = None,
+    scheduler: Dial = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
@@ -415,7 +260,7 @@ def prefill(
 @app.command()
 def decode(
     model: Model = None,
-    scheduler: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The scheduler to dial.")] = None,
+    scheduler: Dial = None,
     role: Annotated[str | None, typer.Option(help="decode or mixed. [default: decode]")] = None,
     config: ConfigFile = None,
     settings: Settings = None,

@@ -16,6 +16,7 @@ from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.cli.simulate import figures_table
 from pdmesh.cli.study import StudyOptions, make_study
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.sim.capacity import PoolSizes, smallest_pools, unattainable
 from pdmesh.sim.mesh import study_core
@@ -48,7 +49,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
         raise ConfigError(reason)
     reports: dict[PoolSizes, SimReport] = {}
 
-    with progress_bar(output) as progress:
+    with rare_collections(), progress_bar(output) as progress:
 
         def attainment(sizes: PoolSizes) -> float:
             task = progress.add_task(str(sizes), total=len(study.arrivals))

@@ -98,10 +98,10 @@ def check_torch() -> Iterator[Check]:
 
 def check_ucx(environ: Mapping[str, str]) -> Iterator[Check]:
     try:
-        version = importlib.metadata.version("ucxx-cu12")
+        version = importlib.metadata.version("ucxx-cu13")
         subprocess.run([sys.executable, "-c", "import ucxx"], check=True, capture_output=True, timeout=_TOOL_TIMEOUT_S)
     except importlib.metadata.PackageNotFoundError:
-        yield Check("ucx", Verdict.FAILURE, "ucxx is not installed", "pip install ucxx-cu12")
+        yield Check("ucx", Verdict.FAILURE, "ucxx is not installed", "pip install ucxx-cu13")
         return
     except (subprocess.SubprocessError, OSError) as error:
         yield Check("ucx", Verdict.FAILURE, f"ucxx cannot be imported: {error}", "run `python -c 'import ucxx'` to see")

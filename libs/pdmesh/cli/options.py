@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pdmesh.config import MeshConfig, load_config
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, PdmeshError
 
 
 class Output(StrEnum):
@@ -33,6 +33,23 @@ Scheduler = Annotated[
 ]
 Name = Annotated[str, typer.Option("--name", help="Which mesh of this machine.")]
 OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="For people or for scripts.")]
+
+# The pools of a mesh, real or simulated; `make_pools` has the defaults.
+Prefill = Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill instances. [default: 1]")]
+Decode = Annotated[int | None, typer.Option("--decode", min=0, help="Decode instances. [default: 1]")]
+Mixed = Annotated[int, typer.Option("--mixed", min=0, help="Instances that do both.")]
+
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
+Dial = Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler to dial.")]
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Raises PdmeshError if it cannot be written."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise PdmeshError(f"cannot write {path}: {error.strerror}") from error
 
 
 def build_config(file: Path | None, settings: list[str] | None, **flags: object) -> MeshConfig:

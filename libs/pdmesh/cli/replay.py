@@ -12,12 +12,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pdmesh.cli.options import Output
+from pdmesh.cli.options import Output, write_file
 from pdmesh.cli.simulate import figures_table
 from pdmesh.cli.what_if import WhatIf, what_if
 from pdmesh.core.commands import Command
 from pdmesh.core.events import BundleChangeRequested, Tick
-from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.errors import ConfigError
 from pdmesh.eventlog import Entry, EventLogReader, commands_digest, core_of
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.recorded import Decision, recorded_run
@@ -103,7 +103,8 @@ def run_replay(options: ReplayOptions, output: Output) -> int:
         long_tokens = options.long_tokens or header.config.policy.long_prompt_tokens
         study = what_if(header, run, options.bundle, profile=options.profile, long_tokens=long_tokens, output=output)
     if options.perfetto is not None:
-        _write(options.perfetto, json.dumps(chrome_trace({"recorded": run.result} if study is None else study.results)))
+        results = {"recorded": run.result} if study is None else study.results
+        write_file(options.perfetto, json.dumps(chrome_trace(results)).encode())
     if output is Output.JSON:
         typer.echo(json.dumps(_as_json(found, study), indent=2))
     else:
@@ -173,10 +174,3 @@ def _where(difference: Difference) -> str:
 
 def _named(value: object) -> dict[str, Any]:
     return {"type": type(value).__name__, **msgspec.to_builtins(value)}
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content)
-    except OSError as error:
-        raise PdmeshError(f"cannot write {path}: {error.strerror}") from error

@@ -7,6 +7,7 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
+from pdmesh.metrics import tpot_between_s
 from pdmesh.wire.messages import RequestList, RequestRecord
 
 
@@ -62,9 +63,10 @@ def summary(record: RequestRecord) -> str:
         parts.append(f"first token after {_ms(record.first_token_s)} ms")
     if record.last_token_s is not None:
         parts.append(f"last after {_ms(record.last_token_s)} ms")
-        if record.first_token_s is not None and record.num_output_tokens is not None and record.num_output_tokens > 1:
-            gap_s = (record.last_token_s - record.first_token_s) / (record.num_output_tokens - 1)
-            parts.append(f"{_ms(gap_s)} ms a token")
+        if record.first_token_s is not None and record.num_output_tokens is not None:
+            tpot_s = tpot_between_s(record.first_token_s, record.last_token_s, record.num_output_tokens)
+            if tpot_s is not None:
+                parts.append(f"{_ms(tpot_s)} ms a token")
     if record.slo_met is not None:
         parts.append(f"targets {'met' if record.slo_met else 'missed'}")
     return ", ".join(parts)

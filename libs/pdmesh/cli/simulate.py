@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdmesh import __version__
-from pdmesh.cli.options import Output
+from pdmesh.cli.options import Output, write_file
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.cli.study import StudyOptions, make_study
 from pdmesh.errors import ConfigError, PdmeshError
@@ -44,8 +44,6 @@ class SimulateOptions(StudyOptions):
 
 def run_simulate(options: SimulateOptions, output: Output) -> None:
     """Simulate and print. Raises ConfigError for options that make no sense, TraceError for a trace."""
-    if not options.mixed and not (options.prefill and options.decode):
-        raise ConfigError("a mesh needs prefill and decode instances, or mixed ones")
     write_plot = None if options.plot is None else _plotter()
     study = make_study(options, options.bundles)
     mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
@@ -64,9 +62,9 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
     reports = {name: report(result, long_tokens=study.long_tokens, slo=slo) for name, result in results.items()}
     if options.perfetto is not None:
-        _write(options.perfetto, json.dumps(chrome_trace(results)).encode())
+        write_file(options.perfetto, json.dumps(chrome_trace(results)).encode())
     if write_plot is not None and options.plot is not None:
-        _write(options.plot, write_plot(results, study.long_tokens))
+        write_file(options.plot, write_plot(results, study.long_tokens))
     if output is Output.JSON:
         record = {
             "pdmesh": __version__,
@@ -143,19 +141,9 @@ def _one(value: float | None, scale: float = 1.0) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-# --- files ---
-
-
 def _plotter() -> Callable[[Mapping[str, SimResult], int], bytes]:
     try:
         from pdmesh.cli.plots import draw
     except ImportError as error:
         raise PdmeshError("--plot needs matplotlib: pip install 'pdmesh[plot]'") from error
     return draw
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise PdmeshError(f"cannot write {path}: {error.strerror}") from error

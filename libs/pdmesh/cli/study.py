@@ -11,7 +11,7 @@ from pathlib import Path
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.bundles import BUNDLES
+from pdmesh.policy.bundles import make_bundle
 from pdmesh.profiles import load_profile
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.simulator import SimConfig
@@ -60,8 +60,7 @@ class Study:
 def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
     """Raises ConfigError for options that make no sense, TraceError for a trace."""
     for name in bundles:
-        if name not in BUNDLES:
-            raise ConfigError(f"no policy bundle is called {name!r}: use one of {', '.join(sorted(BUNDLES))}")
+        make_bundle(name, PolicyConfig())
     for option, value in (("--slo-ttft", options.slo_ttft_s), ("--slo-tpot", options.slo_tpot_s)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option} is {value}: wanted seconds, more than 0")

@@ -9,6 +9,7 @@ from pdmesh.cli.options import Output
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import Header, core_of
+from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.profiles import load_profile
@@ -38,7 +39,7 @@ def what_if(
     latency = _fitted(run) if profile is None else load_profile(profile).latency
     instances = [(instance, latency) for instance in run.profiles]
     results = {"recorded": run.result}
-    with progress_bar(output) as progress:
+    with rare_collections(), progress_bar(output) as progress:
         for name in dict.fromkeys((header.bundle, bundle)):
             task = progress.add_task(name, total=len(run.arrivals))
             simulator = Simulator(core_of(header, name), instances, run.arrivals)

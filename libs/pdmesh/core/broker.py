@@ -109,6 +109,10 @@ class TransferBroker:
         del receiver.granted[key]
         return self._grant(receiver_id, receiver)
 
+    def granted(self, receiver_id: InstanceId) -> tuple[RequestKey, ...]:
+        receiver = self._receivers.get(receiver_id)
+        return () if receiver is None else tuple(receiver.granted)
+
     # --- preempted requests ---
 
     def preempted(self, receiver_id: InstanceId) -> None:
@@ -150,6 +154,23 @@ class TransferBroker:
         del receiver.granted[key]
         return self._grant(receiver_id, receiver)
 
+    def check_integrity(self) -> None:
+        for receiver_id, receiver in self._receivers.items():
+            num_granted, num_waiting = len(receiver.granted), len(list(receiver.waiting))
+            assert num_granted <= receiver.num_backends, (
+                f"{receiver_id}: {num_granted} transfers on {receiver.num_backends} backends"
+            )
+            assert num_granted == receiver.num_backends or not num_waiting, (
+                f"{receiver_id}: a backend is free while {num_waiting} transfers wait"
+            )
+            assert receiver.returning <= receiver.granted.keys(), f"{receiver_id}: a backend comes back from nobody"
+            assert receiver.offered == sorted(receiver.offered), f"{receiver_id}: offers are out of order"
+            assert all(receiver.ranks[key] == rank for rank, key in receiver.offered), f"{receiver_id}: wrong ranks"
+            num_wanted, num_idle = self._num_wanted(receiver), len(self._idle(receiver))
+            assert num_wanted <= 0 or not num_idle, (
+                f"{receiver_id}: {num_wanted} transfers wait while {num_idle} preempted requests have a backend"
+            )
+
     # --- inside ---
 
     def _grant(self, receiver_id: InstanceId, receiver: _Receiver) -> list[RequestKey]:
@@ -172,24 +193,3 @@ class TransferBroker:
                 return key
             first = first or key
         return first
-
-    def granted(self, receiver_id: InstanceId) -> tuple[RequestKey, ...]:
-        receiver = self._receivers.get(receiver_id)
-        return () if receiver is None else tuple(receiver.granted)
-
-    def check_integrity(self) -> None:
-        for receiver_id, receiver in self._receivers.items():
-            num_granted, num_waiting = len(receiver.granted), len(list(receiver.waiting))
-            assert num_granted <= receiver.num_backends, (
-                f"{receiver_id}: {num_granted} transfers on {receiver.num_backends} backends"
-            )
-            assert num_granted == receiver.num_backends or not num_waiting, (
-                f"{receiver_id}: a backend is free while {num_waiting} transfers wait"
-            )
-            assert receiver.returning <= receiver.granted.keys(), f"{receiver_id}: a backend comes back from nobody"
-            assert receiver.offered == sorted(receiver.offered), f"{receiver_id}: offers are out of order"
-            assert all(receiver.ranks[key] == rank for rank, key in receiver.offered), f"{receiver_id}: wrong ranks"
-            num_wanted, num_idle = self._num_wanted(receiver), len(self._idle(receiver))
-            assert num_wanted <= 0 or not num_idle, (
-                f"{receiver_id}: {num_wanted} transfers wait while {num_idle} preempted requests have a backend"
-            )

@@ -39,6 +39,8 @@ class Openings:
         self._bundle: Bundle | None = None
         self._computing: dict[InstanceId, Instance] = {}  # with room for a regular plan, and prompts for it
         self._idle: dict[InstanceId, Instance] = {}  # with room for one, and no prompt
+        self._spare: dict[InstanceId, Instance] = {}  # those that only decode, and have room in their steps
+        self._perhaps_spare: dict[InstanceId, Instance] = {}  # the same, not looked at yet: nobody has waited since
         self._interruptible: dict[InstanceId, _Interruptible] = {}
 
     def update(self, bundle: Bundle) -> None:
@@ -50,6 +52,8 @@ class Openings:
         for instance_id in books.changed:
             self._computing.pop(instance_id, None)
             self._idle.pop(instance_id, None)
+            self._spare.pop(instance_id, None)
+            self._perhaps_spare.pop(instance_id, None)
             self._interruptible.pop(instance_id, None)
             instance = books.instances.get(instance_id)
             if instance is not None and instance.reachable:
@@ -62,6 +66,8 @@ class Openings:
                 self._computing[instance.instance_id] = instance
             elif instance.role.can_prefill:
                 self._idle[instance.instance_id] = instance
+            elif bundle.local_prompt_tokens and instance.decode_room:
+                self._perhaps_spare[instance.instance_id] = instance
         interruptible = self._look_inside(instance, bundle)
         if interruptible is not None:
             self._interruptible[instance.instance_id] = interruptible
@@ -99,8 +105,17 @@ class Openings:
         return sorted(found.values(), key=_BY_NUMBER)
 
     def idle(self) -> dict[InstanceId, Instance]:
-        """Those with nothing to compute, if someone waits to be placed."""
-        return dict(self._idle) if self._books.queue.has_line else {}
+        """Those with nothing to compute, if someone waits; those that only decode, if someone may be short enough."""
+        queue, bundle = self._books.queue, self._bundle
+        if bundle is None or not queue.has_line:
+            return {}
+        if queue.least_prompt_tokens > bundle.local_prompt_tokens:
+            return dict(self._idle)
+        for instance_id, instance in self._perhaps_spare.items():
+            if bundle.packing.takes_local(instance.view):
+                self._spare[instance_id] = instance
+        self._perhaps_spare.clear()
+        return self._idle | self._spare
 
     def may_interrupt(self, instance: Instance, state: RequestState, now_s: float) -> bool:
         """Whether a request may run before all that the instance has in flight, of which it is not."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.openings import Openings
-from pdmesh.core.placing import Placement, Wait, could_place, needs_group, place, place_in_group
+from pdmesh.core.placing import Placement, Wait, could_place, needs_group, place, place_in_group, place_locally
 from pdmesh.core.queue import in_order
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
 from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
@@ -99,21 +99,23 @@ class Packer:
                     if bench.instance in placement.members:
                         bench.running.append(head)
                 continue
-            offers = [instance for instance in idle.values() if instance.takes_new]
+            offers = [instance for instance in idle.values() if instance.takes_new and instance.role.can_prefill]
             for bench in benches.values():
                 if bench.running:
                     line = in_order(bundle.order, [*bench.running, head], now_s)
                     self._plan_running(bundle, benches, bench, line[: line.index(head)])
                 if bench.instance.takes_new and bench.instance.role.can_prefill and self._fits(bundle, bench, head):
                     offers.append(bench.instance)
-            if not offers:
-                if not bundle.is_long(head.request) or not any(
-                    bench.draft.longest_prompt_tokens >= bundle.long_prompt_tokens for bench in benches.values()
-                ):
-                    return
-                waiting_lanes |= self._waits_with(bundle, head)  # for another long one: short ones need not
-                continue
-            placement = place(head.request, offers, books.decoders, books.instances.values(), bundle)
+            if offers:
+                placement = place(head.request, offers, books.decoders, books.instances.values(), bundle)
+            elif (local := place_locally(head.request, idle.values(), bundle)) is not None:
+                placement = local
+            elif bundle.is_long(head.request) and any(
+                bench.draft.longest_prompt_tokens >= bundle.long_prompt_tokens for bench in benches.values()
+            ):
+                placement = Wait.FOR_TURN  # of another long one: short ones need not
+            else:
+                return
             if placement is Wait.FOR_TURN:
                 waiting_lanes |= self._waits_with(bundle, head)
             elif placement is not Wait.FOR_ROOM:

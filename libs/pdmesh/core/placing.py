@@ -71,6 +71,25 @@ def place(
     return Wait.FOR_TURN if decode_id is None else Placement(prefill, decodes[decode_id])
 
 
+def place_locally(request: Request, spare: Iterable[Instance], bundle: Bundle) -> Placement | None:
+    """Where an instance of ``spare`` that only decodes has room for it: it is computed there, and no KV moves."""
+    num_tokens = request.max_total_tokens
+    if request.num_prompt_tokens > bundle.local_prompt_tokens:
+        return None
+    candidates = {
+        instance.instance_id: instance
+        for instance in spare
+        if num_tokens <= instance.decode_room * instance.block_size
+        and not instance.role.can_prefill
+        and num_tokens < instance.profile.max_model_len
+        and (request.request_id, request.epoch) not in instance.holds
+    }
+    if not candidates:
+        return None
+    chosen = bundle.prefill_placement.choose(request, [instance.view for instance in candidates.values()])
+    return None if chosen is None else Placement(candidates[chosen], candidates[chosen])
+
+
 def needs_group(request: Request, groups: Groups, bundle: Bundle) -> bool:
     """Whether a group of instances computes it: it is long, and one that could is there."""
     return bundle.is_long(request) and any(_could_share(request, group) for group in groups.values())

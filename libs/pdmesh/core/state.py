@@ -258,10 +258,10 @@ class Instance:
         return self.reachable and not self.draining
 
     def num_prefill_blocks(self, request: Request) -> int:
-        return num_blocks_for(request.num_prompt_tokens, self.profile.kv_layout.block_size)
+        return num_blocks_for(request.num_prompt_tokens, self.block_size)
 
     def num_decode_blocks(self, request: Request) -> int:
-        return num_blocks_for(request.max_total_tokens, self.profile.kv_layout.block_size)
+        return num_blocks_for(request.max_total_tokens, self.block_size)
 
     def could_prefill(self, request: Request) -> bool:
         """Whether the prompt fits this instance when it is empty."""
@@ -335,7 +335,7 @@ class Instance:
                 num_decoding=self.num_decoding,
                 num_queued_tokens=self.num_queued_tokens,
                 draining=not self.takes_new,
-                num_resident_tokens=self._num_resident_blocks * self.profile.kv_layout.block_size,
+                num_resident_tokens=self._num_resident_blocks * self.block_size,
                 num_long_prefilling=self._long_prefill_tokens.total(),
                 num_long_decoding=self._num_long_decoding,
                 shortest_long_prefill_tokens=min(+self._long_prefill_tokens, default=None),

@@ -100,6 +100,10 @@ class Packing(Protocol):
         """How many tokens of ``request``, from ``start``, to add to ``draft``; 0 leaves it out of this step."""
         ...
 
+    def takes_local(self, instance: InstanceView) -> bool:
+        """Whether steps of ``instance``, which only decodes, have room for some of a prompt."""
+        ...
+
     def group_chunk(
         self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
     ) -> tuple[int, float]:
@@ -164,6 +168,10 @@ class PolicyConfig:
     max_group_step_overhead: float = 0.1
     give_way: float = 2.0  # `pdmesh` interrupts a long prompt for one that is so many times shorter
     colocate_tokens: int = 8192  # prompt tokens queued on an instance, up to which it takes more (PecSched §5.2)
+    # `pdmesh` computes prompts up to so long where they decode while every prefill instance is busy, in steps of at
+    # most this share of the TPOT target: those of an instance that only decodes stay the smoother ones.
+    local_prompt_tokens: int = 1024
+    local_step_share: float = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +187,7 @@ class Bundle:
     long_prompt_tokens: int  # a prompt as long as this is long
     colocates: bool = True  # steps of short prompts have a token for every resident too
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
+    local_prompt_tokens: int = 0  # prompts up to so long may be computed on an instance that only decodes
 
     def mixes(self, draft: Draft) -> bool:
         """Whether the residents decode in this step too."""

@@ -57,7 +57,7 @@ def _adaptive(config: PolicyConfig, *, efficient: bool, exclusive: bool = False)
     """``efficient``: steps with chunks alone are long enough for their constant time to be a small part of them."""
     sizer = ChunkSizer(config.latency, config.max_chunk_tokens)
     group_sizer = ChunkSizer(config.group_latency or config.latency, config.group_chunk_tokens)
-    prefill_step_s = group_step_s = config.prefill_step_s
+    prefill_step_s = config.prefill_step_s
     if efficient:
         prefill_step_s = max(prefill_step_s, config.latency.a_s / config.max_step_overhead)
     group_step_s = max(prefill_step_s, group_sizer.model.step_s(_ONE_TOKEN) / config.max_group_step_overhead)
@@ -76,6 +76,7 @@ def _adaptive(config: PolicyConfig, *, efficient: bool, exclusive: bool = False)
         group_step_s=group_step_s,
         slo_tpot_s=config.slo_tpot_s,
         max_shared=config.max_shared,
+        local_step_share=config.local_step_share,
         exclusive=exclusive,
     )
     return packing, prediction
@@ -153,6 +154,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         decode_placement=Apart(long_tokens),
         long_prompt_tokens=long_tokens,
         interruption=ShortInterruptsLong(config.latency, long_tokens),
+        local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdmesh.model import Request
+from pdmesh.model import Request, Role
 from pdmesh.policy.base import Draft, InstanceView
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
@@ -26,6 +26,9 @@ class StaticChunks:
 
     def num_tokens(self, instance: InstanceView, draft: Draft, request: Request, start: int) -> int:
         return min(request.num_prompt_tokens - start, self.chunk_tokens - draft.num_tokens)
+
+    def takes_local(self, instance: InstanceView) -> bool:
+        return False
 
     def group_chunk(
         self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
@@ -74,7 +77,8 @@ class AdaptiveChunks:
     up to ``max_shared`` of the step to others, if there are any (*space sharing*). A step with no chunk yet takes one
     unit whatever the time, so that a prompt goes on beside any number of decodes.
 
-    Beside decodes the budget is the smallest TPOT target of them, ``slo_tpot_s`` for those without one.
+    Beside decodes the budget is the smallest TPOT target of them, ``slo_tpot_s`` for those without one. On an instance
+    that only decodes it is ``local_step_share`` of that, at any time.
     """
 
     sizer: ChunkSizer
@@ -84,6 +88,7 @@ class AdaptiveChunks:
     group_step_s: float
     slo_tpot_s: float
     max_shared: float
+    local_step_share: float
     exclusive: bool = False  # a long prompt's chunk has its step to itself
 
     def num_tokens(self, instance: InstanceView, draft: Draft, request: Request, start: int) -> int:
@@ -93,6 +98,10 @@ class AdaptiveChunks:
         num_left = request.num_prompt_tokens - start
         num_tokens = self.sizer.largest(_beside(instance, draft), start, num_left, budget_s)
         return num_tokens if num_tokens or draft.chunks else min(num_left, CHUNK_UNIT_TOKENS)
+
+    def takes_local(self, instance: InstanceView) -> bool:
+        budget_s = self.local_step_share * self._tpot_s(instance)
+        return self.sizer.largest(_beside(instance, Draft()), 0, CHUNK_UNIT_TOKENS, budget_s) > 0
 
     def group_chunk(
         self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
@@ -127,12 +136,18 @@ class AdaptiveChunks:
         self, instance: InstanceView, draft: Draft, request: Request, start: int, prefill_step_s: float
     ) -> float:
         budget_s = prefill_step_s
-        if instance.num_decoding:
-            budget_s = min(self.slo_tpot_s if slo_s is None else slo_s for slo_s in instance.slo_tpots_s)
+        if instance.role is Role.DECODE:
+            budget_s = self.local_step_share * self._tpot_s(instance)
+        elif instance.num_decoding:
+            budget_s = self._tpot_s(instance)
         if draft.shared and self.prediction.is_long(request):
             slack = self.prediction.relative_slack(request, start, draft.now_s)
             budget_s *= 1 - min(self.max_shared, max(0.0, slack))
         return budget_s
+
+    def _tpot_s(self, instance: InstanceView) -> float:
+        targets_s = (self.slo_tpot_s if slo_s is None else slo_s for slo_s in instance.slo_tpots_s)
+        return min(targets_s, default=self.slo_tpot_s)
 
 
 def _beside(instance: InstanceView, draft: Draft) -> StepShape:

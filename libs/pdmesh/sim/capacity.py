@@ -94,23 +94,22 @@ def unattainable(
 
 def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, num_kv_tokens: int) -> str | None:
     """Why a request misses its targets even alone on the mesh."""
-    ttft_s = slo.ttft_s if arrival.slo_ttft_s is None else arrival.slo_ttft_s
-    tpot_s = slo.tpot_s if arrival.slo_tpot_s is None else arrival.slo_tpot_s
+    own = slo.with_own(arrival.slo_ttft_s, arrival.slo_tpot_s)
     num_tokens, num_output_tokens = arrival.num_prompt_tokens, arrival.num_output_tokens
     num_total_tokens = num_tokens + (arrival.max_tokens or num_output_tokens)
     if num_total_tokens > num_kv_tokens:
         return f"{num_total_tokens:,} tokens of prompt and output fit no instance of {num_kv_tokens:,}"
     prefill_s = _least_prefill_s(model, num_tokens)
-    if ttft_s is not None and prefill_s > ttft_s:
+    if own.ttft_s is not None and prefill_s > own.ttft_s:
         return (
             f"the prefill of a prompt of {num_tokens:,} tokens takes {prefill_s:.3g} s by itself, "
-            f"its TTFT target is {ttft_s:g} s"
+            f"its TTFT target is {own.ttft_s:g} s"
         )
     decode_s = model.step_s(StepShape((), 1, num_tokens + 1))
-    if tpot_s is not None and num_output_tokens > 1 and decode_s > tpot_s:
+    if own.tpot_s is not None and num_output_tokens > 1 and decode_s > own.tpot_s:
         return (
             f"a decode step beside nobody, with {num_tokens:,} tokens of context, takes {decode_s:.3g} s, "
-            f"its TPOT target is {tpot_s:g} s"
+            f"its TPOT target is {own.tpot_s:g} s"
         )
     return None
 

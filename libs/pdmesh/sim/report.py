@@ -101,9 +101,5 @@ def _end_s(runs: Sequence[RequestRun], start_s: float) -> float:
 
 def _met(run: RequestRun, slo: Slo) -> bool:
     request = run.request
-    own = Slo(
-        ttft_s=slo.ttft_s if request.slo_ttft_s is None else request.slo_ttft_s,
-        tpot_s=slo.tpot_s if request.slo_tpot_s is None else request.slo_tpot_s,
-        e2e_s=slo.e2e_s,
-    )
+    own = slo.with_own(request.slo_ttft_s, request.slo_tpot_s)
     return run.outcome is Outcome.FINISHED and metrics.meets_slo(own, request.arrival_s, run.token_times_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from pdmesh.core.commands import Command, PlaceDecode
 from pdmesh.core.config import CoreConfig
@@ -17,8 +18,8 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import ChunkDone, Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, StepPlan
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.model import ChunkDone, Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, Role, StepPlan
+from pdmesh.policy.base import InstanceView, PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 
 CommandT = TypeVar("CommandT", bound=Command)
@@ -35,6 +36,24 @@ def a_request(request_id: str, prompt: int = 8, output: int = 4, *, epoch: int =
         max_tokens=output,
         arrival_s=arrival_s,
     )
+
+
+def a_view(instance_id: str = "a", role: Role = Role.MIXED, **fields: Any) -> InstanceView:
+    """An instance with nothing on it, but for ``fields``."""
+    empty = InstanceView(
+        instance_id=InstanceId(instance_id),
+        role=role,
+        num_blocks=64,
+        num_free_blocks=64,
+        num_virtual_blocks=0,
+        num_seats_taken=0,
+        max_num_seqs=8,
+        num_prefilling=0,
+        num_decoding=0,
+        num_queued_tokens=0,
+        draining=False,
+    )
+    return replace(empty, **fields)
 
 
 class CoreBench:

@@ -65,7 +65,13 @@ class _FakeWrapper:
         return self._run(*args, **kwargs)
 
     def _take_plan(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, shape: tuple[int, ...], options: dict[str, Any]
+        self,
+        query_lengths: list[int],
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        shape: tuple[int, ...],
+        options: dict[str, Any],
     ) -> None:
         for values in (indptr, indices, last_page_len):
             assert values.dtype == torch.int32
@@ -75,6 +81,7 @@ class _FakeWrapper:
         assert len(indices) == indptr[-1]
         assert ((last_page_len >= 1) & (last_page_len <= shape[3])).all()
         self._num_heads, self._num_kv_heads, self._head_dim, self._page_size = shape
+        self._query_lengths = query_lengths
         self._options = options
         if self._buffers is None:
             self._pages = _Pages(indptr.clone(), indices.clone(), last_page_len.clone())
@@ -101,7 +108,7 @@ class _FakeWrapper:
             assert lse.shape == q.shape[:2]
             assert lse.dtype == torch.float32
         first = 0
-        for number, length in enumerate(self._query_lengths()):
+        for number, length in enumerate(self._query_lengths):
             rows = slice(first, first + length)
             output, log_sums = self._attend(q[rows], paged_kv_cache, number)
             out[rows] = output.to(out.dtype)
@@ -110,9 +117,6 @@ class _FakeWrapper:
             first += length
         assert first == len(q)
         return (out, lse) if return_lse and lse is not None else out
-
-    def _query_lengths(self) -> list[int]:
-        raise NotImplementedError
 
     def _attend(self, query: Tensor, cache: Tensor, number: int) -> tuple[Tensor, Tensor]:
         assert self._pages is not None
@@ -137,11 +141,7 @@ class FakePrefillWrapper(_FakeWrapper):
         qo_indptr, indptr, indices, last_page_len, *shape = args
         assert qo_indptr.dtype == torch.int32
         assert qo_indptr.is_cpu
-        self._qo_indptr = qo_indptr.clone()
-        self._take_plan(indptr, indices, last_page_len, tuple(shape), kwargs)
-
-    def _query_lengths(self) -> list[int]:
-        return [int(length) for length in self._qo_indptr.diff()]
+        self._take_plan(qo_indptr.diff().tolist(), indptr, indices, last_page_len, tuple(shape), kwargs)
 
 
 class FakeDecodeWrapper(_FakeWrapper):
@@ -160,8 +160,4 @@ class FakeDecodeWrapper(_FakeWrapper):
     def plan(self, *args: Any, **kwargs: Any) -> None:
         self._calls.append(Call(self.name, "plan", args, kwargs))
         indptr, indices, last_page_len, *shape = args
-        self._take_plan(indptr, indices, last_page_len, tuple(shape), kwargs)
-
-    def _query_lengths(self) -> list[int]:
-        assert self._pages is not None
-        return [1] * len(self._pages.last_page_len)
+        self._take_plan([1] * len(last_page_len), indptr, indices, last_page_len, tuple(shape), kwargs)

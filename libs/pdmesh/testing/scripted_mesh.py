@@ -16,7 +16,7 @@ import anyio.abc
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role
-from pdmesh.wire.endpoint import open_channel, start_server
+from pdmesh.wire.endpoint import open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
     Cancel,
@@ -240,19 +240,12 @@ class ScriptedMesh:
 async def scripted_mesh(script: Script = echo_prompt, *, port: int = 0) -> AsyncGenerator[ScriptedMesh]:
     """A `ScriptedMesh` that listens within the block."""
     mesh = ScriptedMesh(script)
-    server, bound_port = await start_server(
-        "pdmesh.v1.Scheduler",
-        {"Gateway": serve_link(mesh._serve_gateway, GatewayUp)},
-        host="127.0.0.1",
-        port=port,
-        security=SecurityConfig(),
-    )
-    mesh.address = f"127.0.0.1:{bound_port}"
+    methods = {"Gateway": serve_link(mesh._serve_gateway, GatewayUp)}
     async with anyio.create_task_group() as tasks:
         mesh._tasks = tasks
-        try:
+        async with serving(
+            "pdmesh.v1.Scheduler", methods, host="127.0.0.1", port=port, security=SecurityConfig()
+        ) as bound_port:
+            mesh.address = f"127.0.0.1:{bound_port}"
             yield mesh
-        finally:
-            with anyio.CancelScope(shield=True):
-                await server.stop(grace=None)
-            tasks.cancel_scope.cancel()
+        tasks.cancel_scope.cancel()

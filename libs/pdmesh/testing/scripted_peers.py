@@ -10,7 +10,7 @@ import anyio
 import grpc.aio
 
 from pdmesh.config import LOOPBACK, SecurityConfig
-from pdmesh.wire.endpoint import start_server
+from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import (
     Goodbye,
@@ -150,11 +150,5 @@ async def serving_gateway(gateway: ScriptedGateway, *, port: int = 0) -> AsyncGe
 async def _serving(
     service: str, method: str, handler: grpc.RpcMethodHandler[object, object], port: int
 ) -> AsyncGenerator[str]:
-    server, bound_port = await start_server(
-        service, {method: handler}, host=LOOPBACK, port=port, security=SecurityConfig()
-    )
-    try:
+    async with serving(service, {method: handler}, host=LOOPBACK, port=port, security=SecurityConfig()) as bound_port:
         yield f"{LOOPBACK}:{bound_port}"
-    finally:
-        with anyio.CancelScope(shield=True):
-            await server.stop(grace=None)

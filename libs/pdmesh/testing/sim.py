@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -11,7 +12,7 @@ from pdmesh.policy.latency import LatencyModel, LinearLatencyModel
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
+from pdmesh.sim.workload import Arrival, Synthetic, synthetic
 
 #: 128 bytes of KV for a token, in two layers.
 TINY_LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
@@ -20,12 +21,53 @@ TINY_LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, d
 BINARY_MODEL = LinearLatencyModel(a_s=0.25, b_s=2**-6, c_s=0.0, d_s=0.0, decode_a_s=0.125, decode_s=2**-6)
 
 
+#: No two sums of its steps are equal by chance.
+UNEVEN_MODEL = LinearLatencyModel(
+    a_s=0.013, b_s=0.0021, c_s=3.1e-6, d_s=1.7e-6, decode_a_s=0.011, decode_s=0.0017, decode_context_s=2.3e-6
+)
+
+
 class Pools(TypedDict, total=False):
     """Instances of each role."""
 
     prefill: int
     decode: int
     mixed: int
+
+
+def a_workload(seed: int, *, num_requests: int, requests_per_s: float) -> list[Arrival]:
+    """One prompt in eight is long, from 200 tokens on."""
+    shape = Synthetic(
+        num_requests=num_requests,
+        requests_per_s=requests_per_s,
+        median_prompt_tokens=40,
+        median_output_tokens=12,
+        max_prompt_tokens=90,
+        max_output_tokens=60,
+        long_share=0.125,
+        long_range=(200, 500),
+    )
+    return synthetic(shape, random.Random(seed))
+
+
+def tiny_mesh(
+    pools: Pools,
+    *,
+    num_kv_tokens: int = 4096,
+    max_num_seqs: int = 8,
+    num_transfer_backends: int = 4,
+    group_size: int = 0,
+) -> MeshShape:
+    return MeshShape(
+        num_prefill=pools.get("prefill", 0),
+        num_decode=pools.get("decode", 0),
+        num_mixed=pools.get("mixed", 0),
+        kv_layout=TINY_LAYOUT,
+        num_kv_tokens=num_kv_tokens,
+        max_num_seqs=max_num_seqs,
+        group_size=group_size,
+        num_transfer_backends=num_transfer_backends,
+    )
 
 
 def simulate(
@@ -47,15 +89,12 @@ def simulate(
     group_model: LatencyModel | None = None,
 ) -> SimResult:
     """Serve ``arrivals`` on a tiny mesh."""
-    mesh = MeshShape(
-        num_prefill=prefill,
-        num_decode=decode,
-        num_mixed=mixed,
-        kv_layout=TINY_LAYOUT,
+    mesh = tiny_mesh(
+        {"prefill": prefill, "decode": decode, "mixed": mixed},
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
-        group_size=group_size,
         num_transfer_backends=num_transfer_backends,
+        group_size=group_size,
     )
     core = study_core(bundle, policy or PolicyConfig(chunk_tokens=chunk_tokens), seed)
     return Simulator(core, mesh.instances(model), arrivals, config, group_model=group_model).run()

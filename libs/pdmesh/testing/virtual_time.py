@@ -20,13 +20,25 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self, agenda: Agenda, settle: Callable[[], bool]) -> None:
         self._agenda = agenda
         self._settle = settle
+        self._instant_ends: list[asyncio.Future[None]] = []
         super().__init__(_NeverWaiting(self._idle))
 
     def time(self) -> float:
         return self._agenda.now_s
 
+    async def end_of_instant(self) -> None:
+        """Return when all has happened that happens now, before the clock moves."""
+        end = self.create_future()
+        self._instant_ends.append(end)
+        await end
+
     def _idle(self) -> None:
         if self._settle():
+            return
+        if self._instant_ends:
+            for end in self._instant_ends:
+                end.set_result(None)
+            self._instant_ends.clear()
             return
         timer_s = min((timer.when() for timer in self._scheduled if not timer.cancelled()), default=None)
         appointment_s = self._agenda.next_s

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import grpc
 import grpc.aio
 
@@ -46,21 +49,30 @@ def check_token(given: str, security: SecurityConfig) -> None:
         raise ProtocolError("wrong mesh token: set the same security.mesh_token on every service")
 
 
-async def start_server(
+@asynccontextmanager
+async def serving(
     service: str,
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]],
     *,
     host: str,
     port: int,
     security: SecurityConfig,
-) -> tuple[grpc.aio.Server, int]:
-    """Serve generic ``methods`` of ``service`` and return the server and the port it got. Raises ConfigError."""
+    grace_s: float | None = None,
+) -> AsyncGenerator[int]:
+    """Serve generic ``methods`` of ``service`` within the block; yields the port it got. Raises ConfigError.
+
+    At its end no new call is taken, and those that run are cancelled, after ``grace_s`` if that is given.
+    """
     check_bind(host, security, what=service, has_key=bool(security.mesh_token))
     server = grpc.aio.server(options=GRPC_OPTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
     bound_port = bind(server, host, port, security)
     await server.start()
-    return server, bound_port
+    try:
+        yield bound_port
+    finally:
+        with anyio.CancelScope(shield=True):
+            await server.stop(grace_s)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig) -> int:

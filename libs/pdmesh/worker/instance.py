@@ -1,4 +1,4 @@
-"""What an instance does between steps: it takes messages, makes the next batch, and hands out what a step gave.
+"""What an instance does between steps: it takes messages, and hands out what a step gave.
 
 No I/O: messages come in through `Instance.handle`, go out through the callables it was given, and only the step loop
 (`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. It executes and does not decide: whatever
@@ -8,11 +8,9 @@ it cannot take it *refuses* (`TransferFailedReport`), and the scheduler starts t
 from __future__ import annotations
 
 import array
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
-import anyio
 import structlog
 
 from pdmesh.engine.base import EngineSequence, SliceResult
@@ -20,7 +18,7 @@ from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
-from pdmesh.model import ChunkPlan, Epoch, FinishReason, InstanceId, RequestId, Resident, Role, StepPlan, num_blocks_for
+from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role, num_blocks_for
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import (
     Admit,
@@ -31,7 +29,6 @@ from pdmesh.wire.messages import (
     Grant,
     Heartbeat,
     LandedReport,
-    OfferReport,
     Pause,
     PausedReport,
     PeerGone,
@@ -48,14 +45,12 @@ from pdmesh.wire.messages import (
 )
 from pdmesh.worker.batch import Batch, Chunk
 from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import error_out, finished_report, prompt_logprobs, step_report, token_out
 from pdmesh.worker.sequences import Hold, Sequences, Stage
 from pdmesh.worker.spans import DONE, ERROR, FAILED, FREED, HoldTrace
 
 log = structlog.get_logger()
-
-#: Plans waiting for the engine. A scheduler keeps a few in flight; what goes beyond this is answered as dropped.
-MAX_QUEUED_PLANS = 1024
 
 
 class TokenSink(Protocol):
@@ -96,9 +91,7 @@ class Instance:
         self._tokens = tokens
         self._metrics = metrics
         self._sequences = Sequences(pool, mover, on_released=self._released)
-        self._plans: deque[StepPlan] = deque()
-        self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
-        self._has_work = anyio.Event()
+        self.plans = Plans(self._sequences, report=report, fail=self._fail)
         self._admits = True
 
     # --- the scheduler's messages ----------------------------------------------------------------------------
@@ -107,7 +100,7 @@ class Instance:
         """Take one message. Nothing a peer can send makes it raise."""
         match message:
             case RunPlan(plan=plan):
-                self._queue(plan)
+                self.plans.queue(plan)
             case Admit():
                 self._admit(message)
             case ExpectKv():
@@ -126,19 +119,6 @@ class Instance:
                 log.warning("a second welcome from the scheduler")
             case _:
                 assert_never(message)
-
-    def _queue(self, plan: StepPlan) -> None:
-        if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS:
-            batch = self._batch(plan)
-            if batch is not None:
-                self._urgent.append(batch)
-                self._has_work.set()
-        elif len(self._plans) < MAX_QUEUED_PLANS:
-            self._plans.append(plan)
-            self._has_work.set()
-        else:
-            log.error("too many plans are waiting; dropping one", plan_id=plan.plan_id)
-            self._report_step(Batch(plan=plan, chunks=(), decodes=()), 0.0)
 
     def _admit(self, message: Admit) -> None:
         generation = message.generation
@@ -253,77 +233,12 @@ class Instance:
 
     # --- steps -----------------------------------------------------------------------------------------------
 
-    def next_batch(self) -> Batch | None:
-        """An urgent plan, the next plan, a decode step over the residents, or None: there is nothing to do."""
-        urgent = self.take_urgent()
-        if urgent is not None:
-            return urgent
-        while self._plans:
-            batch = self._batch(self._plans.popleft())
-            if batch is not None:
-                return batch
-        if self._sequences.num_decoding:
-            return self._started(Batch(plan=None, chunks=(), decodes=tuple(self._sequences.decoding)))
-        return None
-
-    def take_urgent(self) -> Batch | None:
-        """The next urgent batch, to be executed at once. Any thread; cheap."""
-        try:
-            return self._urgent.popleft()
-        except IndexError:
-            return None
-
-    def _batch(self, plan: StepPlan) -> Batch | None:
-        """What is there to do of a plan; if that is nothing, it is done."""
-        chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
-        decodes = tuple([hold for hold in self._sequences.decoding if not hold.in_step]) if plan.with_decodes else ()
-        batch = self._started(Batch(plan=plan, chunks=chunks, decodes=decodes))
-        if chunks or decodes:
-            return batch
-        self._report_step(batch, 0.0)
-        return None
-
-    async def wait_for_work(self) -> None:
-        """Return when `next_batch` is worth another call."""
-        if not self._plans and not self._urgent and not self._sequences.num_decoding:
-            self._has_work = anyio.Event()
-            await self._has_work.wait()
-
-    def _begin(self, part: ChunkPlan) -> Chunk | None:
-        hold = self._sequences.get(part.request_id, part.epoch)
-        if hold is None:  # freed meanwhile
-            return None
-        end = part.start + part.num_tokens
-        num_tokens = len(hold.sequence.token_ids)
-        if (
-            hold.stage is not Stage.PREFILLING
-            or hold.in_step
-            or part.start != hold.num_computed_tokens
-            or not part.start < end <= num_tokens
-            or part.is_last != (end == num_tokens)
-        ):
-            self._fail(
-                hold, f"chunk {part.start}…{end} does not follow {hold.num_computed_tokens} of {num_tokens} tokens"
-            )
-            return None
-        if hold.sender is not None and hold.num_chunks == 0:
-            self._report(OfferReport(request_id=hold.request_id, epoch=hold.epoch))
-        if hold.trace is not None and hold.num_chunks == 0:
-            hold.trace.prefill_began()
-        hold.num_chunks += 1
-        hold.in_step = True
-        return Chunk(hold, part, hold.num_chunks - 1)
-
-    def _started(self, batch: Batch) -> Batch:
-        for hold in batch.decodes:
-            hold.in_step = True
-        return batch
-
     def finish_batch(self, batch: Batch, results: list[SliceResult], duration_s: float) -> None:
         """Hand out what the batch gave."""
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
         self._metrics.step_s.labels(kind).observe(duration_s)
-        self._report_step(batch, duration_s)
+        if batch.plan is not None:
+            self._report(step_report(batch.plan, batch.chunks, num_decodes=len(batch.decodes), duration_s=duration_s))
         for chunk, result in zip(batch.chunks, results, strict=False):
             if self._sequences.step_ended(chunk.hold):
                 self._finish_chunk(chunk, result, duration_s)
@@ -379,11 +294,6 @@ class Instance:
         self._end_trace(hold, ERROR if reason is FinishReason.ERROR else DONE)
         self._sequences.release(hold)
 
-    def _report_step(self, batch: Batch, duration_s: float) -> None:
-        report = step_report(batch, duration_s)
-        if report is not None:
-            self._report(report)
-
     # --- transfers -------------------------------------------------------------------------------------------
 
     def on_outcome(self, outcome: TransferOutcome) -> None:
@@ -433,7 +343,7 @@ class Instance:
                 duration_s=outcome.duration_s,
             )
         )
-        self._has_work.set()
+        self.plans.wake()
 
     def _fail(self, hold: Hold, reason: str) -> None:
         log.warning("request given up", request_id=hold.request_id, epoch=hold.epoch, reason=reason)
@@ -468,10 +378,7 @@ class Instance:
 
         A scheduler that we register with knows nothing of them; gateways start them again.
         """
-        self._plans.clear()
-        while (batch := self.take_urgent()) is not None:
-            for chunk in batch.chunks:
-                self._sequences.step_ended(chunk.hold)
+        self.plans.clear()
         for hold in self._sequences:
             if hold.stage is not Stage.DECODING:
                 self._sequences.release(hold)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pdmesh.engine.base import Logprobs, SliceResult
-from pdmesh.model import ChunkDone, FinishReason
+from pdmesh.model import ChunkDone, FinishReason, StepPlan
 from pdmesh.wire.messages import FinishedReport, PromptLogprobs, StepReport, TokenLogprobs, TokenOut
-from pdmesh.worker.batch import Batch, Chunk
+from pdmesh.worker.batch import Chunk
 from pdmesh.worker.sequences import Hold
 
 
-def step_report(batch: Batch, duration_s: float) -> StepReport | None:
-    """None for a step that nobody planned. A chunk that was dropped, before or while it ran, counts no tokens."""
-    if batch.plan is None:
-        return None
-    computed = {(chunk.plan.request_id, chunk.plan.epoch) for chunk in batch.chunks if not chunk.hold.doomed}
+def step_report(
+    plan: StepPlan, chunks: Iterable[Chunk] = (), *, num_decodes: int = 0, duration_s: float = 0.0
+) -> StepReport:
+    """What was done of a plan. A chunk that was dropped, before or while it ran, counts no tokens."""
+    computed = {(chunk.plan.request_id, chunk.plan.epoch) for chunk in chunks if not chunk.hold.doomed}
     return StepReport(
-        plan_id=batch.plan.plan_id,
+        plan_id=plan.plan_id,
         duration_s=duration_s,
         chunks=tuple(
             ChunkDone(
@@ -24,9 +26,9 @@ def step_report(batch: Batch, duration_s: float) -> StepReport | None:
                 num_tokens=part.num_tokens if (part.request_id, part.epoch) in computed else 0,
                 is_last=part.is_last,
             )
-            for part in batch.plan.chunks
+            for part in plan.chunks
         ),
-        num_decodes=len(batch.decodes),
+        num_decodes=num_decodes,
     )
 
 

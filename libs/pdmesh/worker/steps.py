@@ -18,7 +18,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pdmesh.engine.base import Engine, SliceResult
 from pdmesh.worker.batch import Batch
-from pdmesh.worker.instance import MAX_QUEUED_PLANS, Instance
+from pdmesh.worker.instance import Instance
+from pdmesh.worker.plans import MAX_QUEUED_PLANS, Plans
 from pdmesh.worker.threads import EngineThread
 
 log = structlog.get_logger()
@@ -33,9 +34,9 @@ class _Executed(NamedTuple):
 class _Executor:
     """What runs on the engine's thread. ``on_inside`` is told there of each batch that ran inside another."""
 
-    def __init__(self, instance: Instance, engine: Engine, on_inside: Callable[[_Executed], object]) -> None:
+    def __init__(self, plans: Plans, engine: Engine, on_inside: Callable[[_Executed], object]) -> None:
         self.broken: list[Batch] = []  # batches that ended with the engine's failure
-        self._instance = instance
+        self._plans = plans
         self._engine = engine
         self._on_inside = on_inside
         self._block_size = engine.kv.layout.block_size
@@ -48,7 +49,7 @@ class _Executor:
             nonlocal nested_s
             if send is not None:
                 send(layer)
-            urgent = self._instance.take_urgent()
+            urgent = self._plans.take_urgent()
             if urgent is not None:
                 began_s = time.perf_counter()
                 self._on_inside(self.execute(urgent, inside=True))
@@ -72,7 +73,7 @@ async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) ->
     # anyio has no call from a thread that does not wait for its result.
     call_soon = asyncio.get_running_loop().call_soon_threadsafe
     done_inside, inside = anyio.create_memory_object_stream[_Executed](MAX_QUEUED_PLANS)
-    executor = _Executor(instance, engine, lambda executed: call_soon(partial(done_inside.send_nowait, executed)))
+    executor = _Executor(instance.plans, engine, lambda executed: call_soon(partial(done_inside.send_nowait, executed)))
     failure: Exception | None = None
     async with done_inside, inside, anyio.create_task_group() as tasks:
         tasks.start_soon(_hand_out, instance, inside)
@@ -84,9 +85,9 @@ async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) ->
 
 async def _run_batches(instance: Instance, executor: _Executor, thread: EngineThread) -> Exception:
     while True:
-        batch = instance.next_batch()
+        batch = instance.plans.next_batch()
         if batch is None:
-            await instance.wait_for_work()
+            await instance.plans.wait_for_work()
             continue
         try:
             executed = await thread.run(partial(executor.execute, batch))

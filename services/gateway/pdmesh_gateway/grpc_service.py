@@ -48,7 +48,7 @@ _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 @asynccontextmanager
 async def serve_grpc(serving: Serving, security: SecurityConfig) -> AsyncGenerator[int]:
-    """Serve within the block; yields the port. When it is left, streams have a moment to end."""
+    """Serve within the block; yields the port. When it is left, streams are cancelled."""
     limits = [("grpc.max_receive_message_length", serving.config.max_body_bytes)]
     options = [option for option in GRPC_OPTIONS if option[0] != limits[0][0]] + limits
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=serving.config.max_concurrent_requests)

@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from pdmesh.metrics import NO_SLO, Slo, keeps_slo
+from pdmesh.metrics import NO_SLO, Slo, keeps_slo, tpot_between_s
 from pdmesh.telemetry.exposition import Aliases
 from pdmesh.wire.messages import MeshState
 from pdmesh_gateway.transcripts import Transcripts
@@ -106,7 +106,7 @@ class GatewayMetrics:
         self, num_prompt_tokens: int, num_tokens: int, reason: str, *, ttft_s: float, e2e_s: float, slo: Slo
     ) -> None:
         """A generation ended well; ``slo`` is what its client asked for."""
-        tpot_s = (e2e_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
+        tpot_s = tpot_between_s(ttft_s, e2e_s, num_tokens)
         if slo != NO_SLO:
             met = keeps_slo(slo, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
             self._targets.labels(self._model, str(met).lower()).inc()

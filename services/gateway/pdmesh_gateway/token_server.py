@@ -11,7 +11,7 @@ import structlog
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId
-from pdmesh.wire.endpoint import check_token, start_server
+from pdmesh.wire.endpoint import check_token, serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import (
     PROTOCOL_VERSION,
@@ -44,18 +44,9 @@ async def serve_tokens(
             await _receive_tokens(link, peer, transcripts, security)
             link.close()
 
-    server, port = await start_server(
-        SERVICE,
-        {"Tokens": serve_link(serve, TokensUp)},
-        host=config.token_host,
-        port=config.token_port,
-        security=security,
-    )
-    try:
+    methods = {"Tokens": serve_link(serve, TokensUp)}
+    async with serving(SERVICE, methods, host=config.token_host, port=config.token_port, security=security) as port:
         yield port
-    finally:
-        with anyio.CancelScope(shield=True):
-            await server.stop(grace=None)
 
 
 async def _receive_tokens(

@@ -11,8 +11,9 @@ import msgspec
 
 from pdmesh.config import SecurityConfig
 from pdmesh.core.events import BundleChangeRequested
-from pdmesh.errors import ProtocolError
-from pdmesh.policy.bundles import BUNDLES
+from pdmesh.errors import ConfigError, ProtocolError
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.wire.endpoint import check_token
 from pdmesh.wire.messages import (
     AdminError,
@@ -66,9 +67,10 @@ class Admin:
                 return AdminError(message=f"no request {question.request_id!r} is remembered")
             case GetPolicies():
                 return Policies(bundle=self.driver.state().bundle, bundles=tuple(sorted(BUNDLES)))
-            case SetPolicy(bundle=name) if name in BUNDLES:
+            case SetPolicy(bundle=name):
+                try:
+                    make_bundle(name, PolicyConfig())
+                except ConfigError as error:
+                    return AdminError(message=str(error))
                 self.driver.post(BundleChangeRequested(name))
                 return Policies(bundle=name, bundles=tuple(sorted(BUNDLES)))
-            case SetPolicy(bundle=name):
-                known = ", ".join(sorted(BUNDLES))
-                return AdminError(message=f"no policy bundle is called {name!r}: use one of {known}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 
 import anyio
-import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig, SchedulerConfig
@@ -24,7 +23,7 @@ from pdmesh.policy.profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
-from pdmesh.wire.endpoint import start_server
+from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
 from pdmesh_scheduler.admin import Admin
@@ -102,20 +101,23 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             "Gateway": serve_link(gateway_streams.serve, GatewayUp),
             "Admin": Admin(driver, records, config.security).handler(),
         }
-        async with AsyncExitStack() as stopping_server, anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as tasks:
             if event_log is not None:
                 tasks.start_soon(event_log.run)
             tasks.start_soon(driver.run)
             tasks.start_soon(worker_leases.run, worker_streams.expired)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
-            server, port = await start_server(
-                SERVICE, methods, host=settings.host, port=settings.port, security=config.security
-            )
-            stopping_server.push_async_callback(_stop, server)
-            closing.enter_context(rare_collections())
-            context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)
-            await context.stopping.wait()
-            await _stop(server)
+            async with serving(
+                SERVICE,
+                methods,
+                host=settings.host,
+                port=settings.port,
+                security=config.security,
+                grace_s=STOP_GRACE_S,
+            ) as port:
+                closing.enter_context(rare_collections())
+                context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)
+                await context.stopping.wait()
             tasks.cancel_scope.cancel()
 
 
@@ -137,11 +139,6 @@ def core_config_of(settings: SchedulerConfig, profile: Profile | None) -> CoreCo
             slo_tpot_s=settings.slo_tpot_s,
             prefill_step_s=settings.prefill_step_s,
             long_prompt_tokens=settings.long_prompt_tokens,
+            local_prompt_tokens=settings.local_prompt_tokens,
         ),
     )
-
-
-async def _stop(server: grpc.aio.Server) -> None:
-    """Take no new streams and end the others. Harmless when done already."""
-    with anyio.CancelScope(shield=True):
-        await server.stop(STOP_GRACE_S)

@@ -31,7 +31,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
-from pdmesh.metrics import NO_SLO, Slo, keeps_slo
+from pdmesh.metrics import NO_SLO, Slo, keeps_slo, tpot_between_s
 from pdmesh.model import Epoch, InstanceId, Request, RequestId
 from pdmesh.wire.messages import Generation, RecordEntry, RequestRecord
 
@@ -60,8 +60,7 @@ class _Record:
         slo = Slo(ttft_s=self.request.slo_ttft_s, tpot_s=self.request.slo_tpot_s)
         if slo == NO_SLO or self.num_output_tokens is None or self.first_token_s is None or self.last_token_s is None:
             return None
-        several = self.num_output_tokens > 1
-        tpot_s = (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1) if several else None
+        tpot_s = tpot_between_s(self.first_token_s, self.last_token_s, self.num_output_tokens)
         return keeps_slo(slo, ttft_s=self.first_token_s, tpot_s=tpot_s, e2e_s=self.last_token_s)
 
     @property

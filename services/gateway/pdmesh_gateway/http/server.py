@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Generator
@@ -9,12 +10,16 @@ from collections.abc import Generator
 import anyio
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
 
 #: Longer than the idle time of usual load balancers (60 s), so that it is them who close.
 KEEP_ALIVE_S = 65
+
+#: For a request's head to come, from the connection's beginning or its own first byte. uvicorn has no limit for it.
+HEAD_LIMIT_S = 10.0
 
 BACKLOG = 2048
 
@@ -36,6 +41,38 @@ def open_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _PunctualProtocol(HttpToolsProtocol):
+    """Closes a connection that keeps a request's head waiting. Bodies and answers take what time they need."""
+
+    _head_is_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._forget_head()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._head_is_due is None:
+            self._head_is_due = self.loop.call_later(HEAD_LIMIT_S, self.transport.close)
+
+    def _forget_head(self) -> None:
+        if self._head_is_due is not None:
+            self._head_is_due.cancel()
+            self._head_is_due = None
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to `pdmesh.service`."""
 
@@ -48,7 +85,7 @@ async def serve_http(app: ASGIApp, listener: socket.socket, security: SecurityCo
     """Serve until ``stopping``, then take no new connection, let what runs end, and return."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=_PunctualProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",

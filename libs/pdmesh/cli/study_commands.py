@@ -1,0 +1,205 @@
+"""The commands that study a mesh: `simulate`, `plan`, `replay`, `profile`. They import what they need when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdmesh.cli.options import (
+    ConfigFile,
+    Decode,
+    Device,
+    Dtype,
+    Mixed,
+    Model,
+    Output,
+    OutputFormat,
+    Prefill,
+    Settings,
+    build_config,
+)
+
+app = typer.Typer()
+
+# What is simulated: a workload, and what its instances are.
+Trace = Annotated[str, typer.Option(metavar="FILE|synthetic", help="What is asked of the mesh.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Take so many requests. [default: all; drawn: 1000]")]
+RateScale = Annotated[float, typer.Option(help="So many times as many requests a second.")]
+Rate = Annotated[float, typer.Option(help="Requests a second, where they are drawn.")]
+LongShare = Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts, where they are drawn.")]
+LongPercentile = Annotated[float | None, typer.Option(min=0, max=100, help="Make prompts above this percentile long.")]
+LongRange = Annotated[
+    str, typer.Option(metavar="LOW,HIGH", help="Tokens of a long prompt; LOW is where long begins in the figures.")
+]
+InstanceProfile = Annotated[str, typer.Option(help="What an instance is; an unknown name lists them.")]
+ChunkTokens = Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one static step.")]
+KvTokens = Annotated[int, typer.Option(min=16, help="Tokens that one instance's KV cache holds.")]
+TransferBackends = Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")]
+PortSpeed = Annotated[float, typer.Option(help="Each instance's network, in and out.")]
+ControlDelay = Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")]
+SloTtft = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time to first token.")]
+SloTpot = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time per output token.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+PerfettoFile = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Write the instances' timelines for ui.perfetto.dev.")
+]
+
+
+@app.command()
+def simulate(
+    trace: Trace = "synthetic",
+    limit: Limit = None,
+    rate_scale: RateScale = 1.0,
+    rate: Rate = 5.5,
+    long_share: LongShare = 0.0,
+    long_percentile: LongPercentile = None,
+    long_range: LongRange = "100000,500000",
+    prefill: Prefill = None,
+    decode: Decode = None,
+    mixed: Mixed = 0,
+    group_size: Annotated[int, typer.Option(min=1, help="Mixed instances that compute a long prompt together.")] = 1,
+    groups: Annotated[int | None, typer.Option(min=1, help="So many groups of them. [default: all that fit]")] = None,
+    profile: InstanceProfile = "a100-llama3-8b",
+    bundle: Annotated[
+        list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
+    ] = None,
+    chunk_tokens: ChunkTokens = None,
+    kv_tokens: KvTokens = 1 << 20,
+    transfer_backends: TransferBackends = 4,
+    port_gbytes_per_s: PortSpeed = 25.0,
+    control_delay_ms: ControlDelay = 0.0,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    seed: Seed = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw pictures (extra `plot`).")] = None,
+    perfetto: PerfettoFile = None,
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Run a workload through a simulated mesh, once for each bundle, and compare."""
+    from pdmesh.cli.plan import make_pools
+    from pdmesh.cli.simulate import SimulateOptions, run_simulate
+
+    pools = make_pools(prefill, decode, mixed)
+    options = SimulateOptions(
+        trace=trace,
+        limit=limit,
+        rate_scale=rate_scale,
+        rate=rate,
+        long_share=long_share,
+        long_percentile=long_percentile,
+        long_range=long_range,
+        prefill=pools.prefill,
+        decode=pools.decode,
+        mixed=pools.mixed,
+        group_size=group_size,
+        groups=groups,
+        profile=profile,
+        bundles=tuple(dict.fromkeys(bundle or ("fcfs", "pdmesh"))),
+        chunk_tokens=chunk_tokens,
+        kv_tokens=kv_tokens,
+        transfer_backends=transfer_backends,
+        port_gbytes_per_s=port_gbytes_per_s,
+        control_delay_ms=control_delay_ms,
+        slo_ttft_s=slo_ttft,
+        slo_tpot_s=slo_tpot,
+        seed=seed,
+        plot=plot,
+        perfetto=perfetto,
+    )
+    run_simulate(options, output)
+
+
+@app.command()
+def plan(
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    attainment: Annotated[float, typer.Option(help="Share of requests that must meet both.")] = 0.99,
+    trace: Trace = "synthetic",
+    limit: Limit = None,
+    rate_scale: RateScale = 1.0,
+    rate: Rate = 5.5,
+    long_share: LongShare = 0.0,
+    long_percentile: LongPercentile = None,
+    long_range: LongRange = "100000,500000",
+    profile: InstanceProfile = "a100-llama3-8b",
+    bundle: Annotated[str, typer.Option(help="Policy bundle.")] = "pdmesh",
+    max_instances: Annotated[int, typer.Option(min=1, help="Of each role.")] = 64,
+    chunk_tokens: ChunkTokens = None,
+    kv_tokens: KvTokens = 1 << 20,
+    transfer_backends: TransferBackends = 4,
+    port_gbytes_per_s: PortSpeed = 25.0,
+    control_delay_ms: ControlDelay = 0.0,
+    seed: Seed = 0,
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Find the smallest prefill and decode pools that serve a workload within its targets, by simulation."""
+    from pdmesh.cli.capacity import PlanOptions, run_plan
+
+    options = PlanOptions(
+        trace=trace,
+        limit=limit,
+        rate_scale=rate_scale,
+        rate=rate,
+        long_share=long_share,
+        long_percentile=long_percentile,
+        long_range=long_range,
+        profile=profile,
+        bundle=bundle,
+        attainment=attainment,
+        max_instances=max_instances,
+        chunk_tokens=chunk_tokens,
+        kv_tokens=kv_tokens,
+        transfer_backends=transfer_backends,
+        port_gbytes_per_s=port_gbytes_per_s,
+        control_delay_ms=control_delay_ms,
+        slo_ttft_s=slo_ttft,
+        slo_tpot_s=slo_tpot,
+        seed=seed,
+    )
+    run_plan(options, output)
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
+    bundle: Annotated[
+        str | None, typer.Option(help="Ask what this bundle would have done: its first other decision, and figures.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="What an instance is in the figures. [default: fitted to the log]")
+    ] = None,
+    long_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Where long begins in the figures. [default: the recorded policy's]")
+    ] = None,
+    perfetto: PerfettoFile = None,
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Decide again on a recorded run and check that every command is the same."""
+    from pdmesh.cli.replay import ReplayOptions, run_replay
+
+    options = ReplayOptions(log=log, bundle=bundle, profile=profile, long_tokens=long_tokens, perfetto=perfetto)
+    raise typer.Exit(run_replay(options, output))
+
+
+@app.command()
+def profile(
+    model: Model = None,
+    file: Annotated[Path | None, typer.Option(help="Where to write it. [default: MODEL.profile.json]")] = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    mixed: Mixed = 0,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure.")] = 30.0,
+    dtype: Dtype = None,
+    device: Device = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Measure how fast an instance of such a mesh runs a model on this machine, for the scheduler to plan by."""
+    from pdmesh.cli.plan import make_pools
+    from pdmesh.cli.profile import ProfileOptions, run_profile
+    from pdmesh.cli.up import resolved
+
+    tree = resolved(build_config(config, settings, model=model, worker__dtype=dtype, worker__device=device))
+    run_profile(tree, ProfileOptions(file=file, pools=make_pools(prefill, decode, mixed), limit_s=seconds))

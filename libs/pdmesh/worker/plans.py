@@ -1,0 +1,129 @@
+"""What an instance computes next: the plans that wait, made into batches of what is still there to do of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import anyio
+import structlog
+
+from pdmesh.model import ChunkPlan, StepPlan
+from pdmesh.wire.messages import OfferReport, WorkerUp
+from pdmesh.worker.batch import Batch, Chunk
+from pdmesh.worker.replies import step_report
+from pdmesh.worker.sequences import Hold, Sequences, Stage
+
+log = structlog.get_logger()
+
+#: Plans waiting for the engine. A scheduler keeps a few in flight; what goes beyond this is answered as dropped.
+MAX_QUEUED_PLANS = 1024
+
+
+class Plans:
+    """Urgent plans, plans, and decode steps of the residents when there is neither.
+
+    A plan of which nothing is left to do is answered at once. ``fail`` gives up a request whose chunk does not follow
+    what is computed of it.
+    """
+
+    def __init__(
+        self, sequences: Sequences, *, report: Callable[[WorkerUp], None], fail: Callable[[Hold, str], None]
+    ) -> None:
+        self._sequences = sequences
+        self._report = report
+        self._fail = fail
+        self._plans: deque[StepPlan] = deque()
+        self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
+        self._has_work = anyio.Event()
+
+    def queue(self, plan: StepPlan) -> None:
+        if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS:
+            batch = self._batch(plan)
+            if batch is not None:
+                self._urgent.append(batch)
+                self.wake()
+        elif len(self._plans) < MAX_QUEUED_PLANS:
+            self._plans.append(plan)
+            self.wake()
+        else:
+            log.error("too many plans are waiting; dropping one", plan_id=plan.plan_id)
+            self._report(step_report(plan))
+
+    def clear(self) -> None:
+        """Forget them all; nobody waits for an answer."""
+        self._plans.clear()
+        while (batch := self.take_urgent()) is not None:
+            for chunk in batch.chunks:
+                self._sequences.step_ended(chunk.hold)
+
+    def wake(self) -> None:
+        """There is something to do: `wait_for_work` returns."""
+        self._has_work.set()
+
+    async def wait_for_work(self) -> None:
+        """Return when `next_batch` is worth another call."""
+        if not self._plans and not self._urgent and not self._sequences.num_decoding:
+            self._has_work = anyio.Event()
+            await self._has_work.wait()
+
+    def next_batch(self) -> Batch | None:
+        """An urgent plan, the next plan, a decode step over the residents, or None: there is nothing to do."""
+        urgent = self.take_urgent()
+        if urgent is not None:
+            return urgent
+        while self._plans:
+            batch = self._batch(self._plans.popleft())
+            if batch is not None:
+                return batch
+        residents = self._sequences.decoding
+        return Batch(plan=None, chunks=(), decodes=_in_step(residents)) if residents else None
+
+    def take_urgent(self) -> Batch | None:
+        """The next urgent batch, to be executed at once. Any thread; cheap."""
+        try:
+            return self._urgent.popleft()
+        except IndexError:
+            return None
+
+    def _batch(self, plan: StepPlan) -> Batch | None:
+        """What is there to do of a plan; if that is nothing, it is done."""
+        chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
+        decodes = _in_step(hold for hold in self._sequences.decoding if not hold.in_step) if plan.with_decodes else ()
+        if chunks or decodes:
+            return Batch(plan=plan, chunks=chunks, decodes=decodes)
+        self._report(step_report(plan))
+        return None
+
+    def _begin(self, part: ChunkPlan) -> Chunk | None:
+        hold = self._sequences.get(part.request_id, part.epoch)
+        if hold is None:  # freed meanwhile
+            return None
+        end = part.start + part.num_tokens
+        num_tokens = len(hold.sequence.token_ids)
+        if (
+            hold.stage is not Stage.PREFILLING
+            or hold.in_step
+            or part.start != hold.num_computed_tokens
+            or not part.start < end <= num_tokens
+            or part.is_last != (end == num_tokens)
+        ):
+            self._fail(
+                hold, f"chunk {part.start}…{end} does not follow {hold.num_computed_tokens} of {num_tokens} tokens"
+            )
+            return None
+        if hold.sender is not None and hold.num_chunks == 0:
+            self._report(OfferReport(request_id=hold.request_id, epoch=hold.epoch))
+        if hold.trace is not None and hold.num_chunks == 0:
+            hold.trace.prefill_began()
+        hold.num_chunks += 1
+        hold.in_step = True
+        return Chunk(hold, part, hold.num_chunks - 1)
+
+
+def _in_step(holds: Iterable[Hold]) -> tuple[Hold, ...]:
+    """Those for whom a step begins now."""
+    begun = tuple(holds)
+    for hold in begun:
+        hold.in_step = True
+    return begun
