@@ -99,7 +99,9 @@ from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.workers import WorkerStreams
 
-POLICY = PolicyConfig(chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0)
+POLICY = PolicyConfig(
+    chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0
+)
 CONFIG = CoreConfig(policy=POLICY, max_queue_s=2.0)
 SIM_CONFIG = SimConfig(port_bytes_per_s=1e6)
 MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"mixed": 2}]

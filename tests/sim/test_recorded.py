@@ -33,7 +33,9 @@ from pdmesh.testing.decisions import RememberingCore
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.sim import UNEVEN_MODEL, Pools, a_workload, tiny_mesh
 
-POLICY = PolicyConfig(chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0)
+POLICY = PolicyConfig(
+    chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0
+)
 MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"mixed": 2}, {"prefill": 2, "decode": 2, "mixed": 1}]
 PORT = SimConfig(port_bytes_per_s=1e6)
 

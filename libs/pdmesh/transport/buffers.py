@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from types import TracebackType
 
@@ -15,10 +16,11 @@ HEADER_BYTES = 128
 class PieceBuffer:
     """Room for one message: a transport's own prefix, a header and a payload, one after the other."""
 
-    __slots__ = ("header", "memory", "payload")
+    __slots__ = ("address", "header", "memory", "payload")
 
     def __init__(self, memory: memoryview, payload_bytes: int, prefix_bytes: int) -> None:
         self.memory = memory
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # where it begins
         self.header = memory[prefix_bytes : prefix_bytes + HEADER_BYTES]
         self.payload = memory[prefix_bytes + HEADER_BYTES : prefix_bytes + HEADER_BYTES + payload_bytes]
 

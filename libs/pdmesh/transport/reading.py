@@ -24,11 +24,6 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 FORBIDDEN = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS})
 
 
-def address_of(memory: memoryview) -> int:
-    """Where a writable buffer of this process begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
 def allow_readers() -> None:
     """Let processes of the same user read this one's memory where Yama would only let its ancestors."""
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # fails where there is no Yama, and nothing to allow

@@ -25,7 +25,6 @@ import structlog
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import unpack_address
 from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer, SendPool
-from pdmesh.transport.reading import address_of
 from pdmesh.transport.ucx_api import (
     ANSWER,
     ANSWER_MAGIC,
@@ -44,7 +43,7 @@ log = structlog.get_logger()
 MAX_ENDPOINTS = 1024
 
 #: Receives posted for answers; more wait in UCX, and are small.
-POSTED_ANSWERS = 16
+POSTED_ANSWERS = 4
 
 
 class _Send:
@@ -115,8 +114,8 @@ class UcxLinks:
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
         self._numbers = itertools.count(1)
         self._offered: dict[int, tuple[_Link, _Send]] = {}
-        self._answer_buffers = [bytearray(ANSWER.size) for _ in range(POSTED_ANSWERS)]
-        self._answers = [self._post_answer(buffer) for buffer in self._answer_buffers]
+        self._answers = [self._post_answer(bytearray(ANSWER.size)) for _ in range(POSTED_ANSWERS)]
+        self._pid = os.getpid()
         self._zombies: list[tuple[Any, Any]] = []  # endpoint, request: given up, but UCX has not let go of the request
 
     async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int) -> None:
@@ -232,8 +231,8 @@ class UcxLinks:
                 return_bytes=len(self._own_address),
                 number=send.number,
                 num_bytes=send.num_bytes,
-                pid=os.getpid(),
-                address=address_of(send.buffer.memory),
+                pid=self._pid,
+                address=send.buffer.address,
             )
             send.message = OFFER.pack(*offer) + self._own_address
             self._offered[send.number] = (link, send)
@@ -247,18 +246,18 @@ class UcxLinks:
             raise KvTransferError(f"the peer cannot be reached: {error}") from error
         self._wake()
 
-    def _post_answer(self, buffer: bytearray) -> Any:
+    def _post_answer(self, buffer: bytearray) -> tuple[Any, bytearray]:
         buffer[:] = bytes(ANSWER.size)  # a shorter message must not find the answer before
-        return self._api.worker.tag_recv(self._api.array(buffer), self._api.answer_tag, self._api.any_tag)
+        return self._api.worker.tag_recv(self._api.array(buffer), self._api.answer_tag, self._api.any_tag), buffer
 
     def _reap_answers(self) -> bool:
         reaped = False
-        for index, buffer in enumerate(self._answer_buffers):
-            if not self._answers[index].completed:
+        for index, (request, buffer) in enumerate(self._answers):
+            if not request.completed:
                 continue
             reaped = True
             answer = Answer._make(ANSWER.unpack(buffer))
-            well = self._api.error_of(self._answers[index]) is None and answer.magic == ANSWER_MAGIC
+            well = self._api.error_of(request) is None and answer.magic == ANSWER_MAGIC
             self._answers[index] = self._post_answer(buffer)
             offered = self._offered.pop(answer.number, None) if well else None
             if offered is None:

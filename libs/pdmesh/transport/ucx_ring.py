@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
-from pdmesh.transport.reading import FORBIDDEN, address_of, read_memory
+from pdmesh.transport.reading import FORBIDDEN, read_memory
 from pdmesh.transport.ucx_api import OFFER, OFFER_MAGIC, PIECE_MAGIC, PREFIX, Offer, UcxApi
 
 log = structlog.get_logger()
@@ -83,7 +83,6 @@ class UcxRing:
         self._answer = answer
         self._wake = wake
         self._call_later = call_later
-        self._addresses = [address_of(buffer.memory) for buffer in buffers]
         self._arrays = [api.array(buffer.memory) for buffer in buffers]
         self._free = deque(
             range(len(buffers))
@@ -199,7 +198,7 @@ class UcxRing:
         piece = None
         if PREFIX.size + HEADER_BYTES <= offer.num_bytes <= len(buffer.memory):
             try:
-                read_memory(offer.pid, offer.address, offer.num_bytes, self._addresses[slot])
+                read_memory(offer.pid, offer.address, offer.num_bytes, buffer.address)
                 piece = self._piece(slot, offer.number)
             except OSError as error:
                 log.warning("a sender's memory could not be read", reason=str(error))
