@@ -173,6 +173,27 @@ async def test_a_killed_peer_is_an_error(tls: str | None) -> None:
 
 
 @BOTH
+async def test_a_peer_that_dies_is_noticed_before_any_limit(tls: str | None) -> None:
+    config = replace(CONFIG, ucx_tls=tls, no_progress_s=600.0)
+    async with open_peer(tls) as peer, UcxTransport(config) as transport:
+        peer.say("echo", transport.address.hex())
+        await send(transport, peer.address, b"before")
+        assert await take(aiter(transport.receive())) == (b"before", b"")
+        peer.process.send_signal(signal.SIGSTOP)
+        async with anyio.create_task_group() as tasks:
+
+            async def kill() -> None:
+                await anyio.wait_all_tasks_blocked()
+                peer.process.kill()
+
+            tasks.start_soon(kill)
+            with anyio.fail_after(20), pytest.raises(KvTransferError):
+                await send(transport, peer.address, b"after", bytes(4096))
+        peer.process.wait()
+        transport.check_integrity()
+
+
+@BOTH
 async def test_closing_does_not_wait_for_a_stopped_sender(tls: str | None) -> None:
     """Its announced pieces are in UCX's queue; receiving them would take for ever."""
     async with open_peer(tls) as peer:

@@ -166,7 +166,10 @@ class UcxLinks:
                 answered = [request for request, _ in link.answers if request.completed]
                 errors += [self._api.error_of(request) for request in answered]
                 link.answers = [answer for answer in link.answers if answer[0] not in answered]
-            if broken := next(filter(None, errors), None):
+            broken = next(filter(None, errors), None)
+            if broken is None and not link.endpoint.alive:  # an offer that was sent does not tell
+                broken = "the peer is gone"
+            if broken is not None:
                 self.close(link.address, broken)
         self._zombies = [zombie for zombie in self._zombies if not zombie[1].completed]
         return reaped

@@ -101,8 +101,8 @@ class UcxRing:
         """Offer free buffers to UCX."""
         while self._free and len(self._posted) - len(self._stalled) < self._max_posted:
             slot = self._free.popleft()
-            # A message shorter than the prefix must not find that of the message before.
-            self._buffers[slot].memory[: PREFIX.size] = bytes(PREFIX.size)
+            # A message shorter than what is read of it must not find the one before.
+            self._buffers[slot].memory[: OFFER.size] = bytes(OFFER.size)
             self._posted[slot] = self._api.worker.tag_recv(self._arrays[slot], self._api.tag, self._api.any_tag)
 
     def reap(self) -> bool:
