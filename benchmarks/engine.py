@@ -1,10 +1,10 @@
 """One instance's engine against the ceilings of its machine: `python benchmarks/engine.py`.
 
-For the 82M-parameter Llama in bf16, on CPU, with one thread and with all cores. Ceilings are measured in the same run:
-the best bf16 matrix product and the best rate of reading memory. MFU is a step's arithmetic (matrix products of the
-layers, causal attention, one row of the vocabulary) over its time and the first, MBU its weights and KV read once over
-its time and the second. Best of several rounds; `--reference` adds deterministic mode, and the plain torch path
-that the fast one is tested against.
+For the 82M-parameter Llama in bf16 (or `--dtype float32`), on CPU, with one thread and with all cores. Ceilings are
+measured in the same run: the best matrix product and the best rate of reading memory. MFU is a step's arithmetic
+(matrix products of the layers, causal attention, one row of the vocabulary) over its time and the first, MBU its
+weights and KV read once over its time and the second. Best of several rounds; `--reference` adds deterministic mode
+with what it costs, and the plain torch path that the fast one is tested against.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _LAYER_WEIGHTS = SHAPE.hidden_size * (
     2 * (SHAPE.num_heads + SHAPE.num_kv_heads) * SHAPE.head_dim + 3 * SHAPE.intermediate_size
 )
 _HEAD_WEIGHTS = SHAPE.vocab_size * SHAPE.hidden_size
-WEIGHT_BYTES = 2 * (SHAPE.num_layers * _LAYER_WEIGHTS + _HEAD_WEIGHTS)
-KV_TOKEN_BYTES = 2 * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim
+NUM_WEIGHTS = SHAPE.num_layers * _LAYER_WEIGHTS + _HEAD_WEIGHTS
+KV_TOKEN_ELEMENTS = 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim
+DECODES = ((1, 128), (1, 8192), (32, 320), (64, 320))  # batch, context
 #: Operations of one query meeting one key, all layers and heads: the quadratic part of a prefill.
 PAIR_FLOPS = 4 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_dim
 
@@ -62,15 +63,16 @@ def best_s(call: Callable[[], object], rounds: int) -> float:
     return min(times)
 
 
-def measure_ceilings(rounds: int) -> Ceilings:
+def measure_ceilings(rounds: int, dtype: torch.dtype) -> Ceilings:
     flops = 0.0
     for m, n, k in ((2048, 2048, 2048), (512, 4096, 768), (512, 1280, 768)):
-        rows, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, m)
-        products = (
-            lambda rows=rows, weight=weight: torch.nn.functional.linear(rows, weight),
-            lambda rows=rows, packed=packed: torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], ""),
-        )
+        rows, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+        products = [lambda rows=rows, weight=weight: torch.nn.functional.linear(rows, weight)]
+        if dtype == torch.bfloat16:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, m)
+            products.append(
+                lambda rows=rows, weight=packed: torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+            )
         flops = max(flops, *(2 * m * n * k / best_s(product, 4 * rounds) for product in products))
     memory = torch.ones(1 << 28)  # 1 GiB: larger than caches
     vector = torch.ones(1 << 14, 1)
@@ -112,12 +114,18 @@ def decode_batch(engine: TorchEngine, batch: int, context: int) -> list[Sequence
     ]
 
 
+def step_bytes(engine: TorchEngine, kv_tokens: int) -> int:
+    """Weights, and keys and values of so many tokens."""
+    return (NUM_WEIGHTS + kv_tokens * KV_TOKEN_ELEMENTS) * engine.kv.layers[0].itemsize
+
+
 def prefill_flops(num_tokens: int) -> float:
     pairs = num_tokens * (num_tokens + 1) / 2
     return 2 * SHAPE.num_layers * _LAYER_WEIGHTS * num_tokens + PAIR_FLOPS * pairs + 2 * _HEAD_WEIGHTS
 
 
-def report_prefill(engine: TorchEngine, ceilings: Ceilings, lengths: Sequence[int], rounds: int) -> None:
+def report_prefill(engine: TorchEngine, ceilings: Ceilings, lengths: Sequence[int], rounds: int) -> list[float]:
+    """Seconds of each length."""
     times_s: list[float] = []
     for num_tokens in lengths:
         call_rounds = max(2, min(4 * rounds, rounds * 4096 // num_tokens))
@@ -132,14 +140,20 @@ def report_prefill(engine: TorchEngine, ceilings: Ceilings, lengths: Sequence[in
         f"  prefill = {a * 1e6:.1f} us n + {b * 1e9:.2f} ns n^2: attention at {rate / 1e9:.0f} GFLOP/s,"
         f" {rate / ceilings.flops:.1%} of the product's rate"
     )
+    return times_s
 
 
-def report_decode(engine: TorchEngine, ceilings: Ceilings, shapes: Sequence[tuple[int, int]], rounds: int) -> None:
+def report_decode(
+    engine: TorchEngine, ceilings: Ceilings, shapes: Sequence[tuple[int, int]], rounds: int
+) -> list[float]:
+    """Seconds of a step of each shape."""
+    times_s: list[float] = []
     for batch, context in shapes:
         slices = decode_batch(engine, batch, context)
-        step_s = best_s(lambda slices=slices: engine.execute(slices), 8 * rounds)  # type: ignore[misc]
-        mbu = (WEIGHT_BYTES + batch * context * KV_TOKEN_BYTES) / step_s / ceilings.read_bytes
-        print(f"  decode {batch:3d} at context {context:5d} {step_s * 1e3:9.2f} ms   MBU {mbu:6.1%}")
+        times_s.append(best_s(lambda slices=slices: engine.execute(slices), 8 * rounds))  # type: ignore[misc]
+        mbu = step_bytes(engine, batch * context) / times_s[-1] / ceilings.read_bytes
+        print(f"  decode {batch:3d} at context {context:5d} {times_s[-1] * 1e3:9.2f} ms   MBU {mbu:6.1%}")
+    return times_s
 
 
 def main() -> None:
@@ -147,11 +161,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 1024, 4096, 16384])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--reference", action="store_true", help="measure deterministic mode and plain torch too")
     options = parser.parse_args()
-    print(heading("engine: Llama 82M, bf16"))
+    print(heading(f"engine: Llama 82M, {options.dtype}"))
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = write_checkpoint(Path(directory), shape=SHAPE, dtype="bfloat16", initializer_gain=1.0)
+        checkpoint = write_checkpoint(Path(directory), shape=SHAPE, dtype=options.dtype, initializer_gain=1.0)
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of writing the checkpoint
         before_bytes = peak_bytes()
         started_s = time.perf_counter()
@@ -159,7 +174,7 @@ def main() -> None:
         fast.execute(decode_batch(fast, 1, 1))
         start_s = time.perf_counter() - started_s
         prefill(fast, max(options.prompts))
-        beyond = peak_bytes() - before_bytes - WEIGHT_BYTES - max(options.prompts) * KV_TOKEN_BYTES
+        beyond = peak_bytes() - before_bytes - step_bytes(fast, max(options.prompts))
         print(f"start {start_s:.2f} s; peak memory beyond weights and the KV written {beyond / 2**20:.0f} MiB")
         engines = {"fast": fast}
         if options.reference:
@@ -167,15 +182,20 @@ def main() -> None:
             engines["reference"] = TorchEngine(checkpoint, num_blocks=KV_TOKENS // 16, native=False)
         for num_threads in options.threads:
             torch.set_num_threads(num_threads)
-            ceilings = measure_ceilings(options.rounds)
+            ceilings = measure_ceilings(options.rounds, getattr(torch, options.dtype))
             print(
                 f"\n{num_threads} threads: product {ceilings.flops / 1e9:.0f} GFLOP/s,"
                 f" read {ceilings.read_bytes / 1e9:.1f} GB/s"
             )
+            times_s: dict[str, list[float]] = {}
             for name, engine in engines.items():
                 print(f" {name}")
-                report_prefill(engine, ceilings, options.prompts, options.rounds)
-                report_decode(engine, ceilings, [(1, 128), (1, 8192), (32, 320), (64, 320)], options.rounds)
+                times_s[name] = report_prefill(engine, ceilings, options.prompts, options.rounds)
+                times_s[name] += report_decode(engine, ceilings, DECODES, options.rounds)
+            if options.reference:
+                pairs = zip(times_s["deterministic"], times_s["fast"], strict=True)
+                costs = "  ".join(f"{deterministic / fast:.2f}" for deterministic, fast in pairs)
+                print(f" deterministic over fast, in this order: {costs}")
 
 
 if __name__ == "__main__":

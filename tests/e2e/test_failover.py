@@ -89,4 +89,4 @@ async def test_streams_survive_a_killed_process_token_for_token(served: Served, 
             answer = await complete(client, mesh.model, short.prompt, 8)
             assert answer.token_ids == short.token_ids[:8]
     await anyio.to_thread.run_sync(mesh.wait_until_idle, 30.0)
-    await anyio.to_thread.run_sync(mesh.wait_until_restarted, victim, pid)
+    await anyio.to_thread.run_sync(mesh.wait_until_replaced, victim, pid)

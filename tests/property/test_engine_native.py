@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from pdmesh.engine.attention import Span, TorchAttention
 from pdmesh.engine.kernels import Rotation, TorchKernels
-from pdmesh.engine.linear import TileLinear
+from pdmesh.engine.linear import TileLinear, WeightMemory
 from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels
 from pdmesh.model import KvLayout, num_blocks_for
 
@@ -34,57 +35,86 @@ def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
     loaded.pdmesh_prepare()
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    num_kv_heads=st.integers(1, 3),
-    group=st.integers(1, 5),
-    head_dim=st.sampled_from([32, 64, 96]),
-    block_size=st.sampled_from([16, 48]),
-    parts=st.lists(st.tuples(st.integers(0, 600), st.one_of(st.just(1), st.integers(1, 80))), min_size=1, max_size=6),
-    long_chunk=st.integers(0, 700),
-    seed=st.integers(0, 2**32),
-)
-def test_attention_equals_the_reference(
-    library: ctypes.CDLL,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    block_size: int,
-    parts: list[tuple[int, int]],
-    long_chunk: int,
-    seed: int,
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    parts = [*parts, (long_chunk // 2, long_chunk)] if long_chunk else parts
-    num_blocks = [num_blocks_for(start + num_tokens, block_size) for start, num_tokens in parts]
+@dataclass(frozen=True, slots=True)
+class Case:
+    layout: KvLayout
+    spans: list[Span]
+    query: torch.Tensor
+    cache: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(self.layout.head_dim**-0.5)
+
+
+@st.composite
+def cases(draw: st.DrawFn, parts: st.SearchStrategy[tuple[int, int]]) -> Case:
+    """Sequences of (start, tokens), their keys and values in blocks of any order."""
+    num_kv_heads = draw(st.integers(1, 3))
+    group = draw(st.one_of(st.integers(1, 5), st.sampled_from([8, 16, 20])))
+    head_dim, block_size = draw(st.sampled_from([32, 64, 96, 128])), draw(st.sampled_from([16, 48]))
+    starts = draw(st.lists(parts, min_size=1, max_size=6))
+    seed = draw(st.integers(0, 2**32))
+    num_blocks = [num_blocks_for(start + num_tokens, block_size) for start, num_tokens in starts]
     block_ids = random.Random(seed).sample(range(sum(num_blocks)), sum(num_blocks))
     spans: list[Span] = []
     row = block = 0
-    for (start, num_tokens), used in zip(parts, num_blocks, strict=True):
+    for (start, num_tokens), used in zip(starts, num_blocks, strict=True):
         spans.append(Span(row, num_tokens, start, block_ids[block : block + used]))
         row, block = row + num_tokens, block + used
+    generator = torch.Generator().manual_seed(seed)
     cache = torch.randn((sum(num_blocks), 2, num_kv_heads, block_size, head_dim), generator=generator).bfloat16()
     # queries are part of wider rows, as the engine gives them
     query = torch.randn((row, num_kv_heads * (group + 2), head_dim), generator=generator).bfloat16()
-    query = query[:, : num_kv_heads * group]
-    layouts = [
-        KvLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
-        for dtype in ("bfloat16", "float32")
-    ]
-    scale = head_dim**-0.5
+    layout = KvLayout(
+        num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype="bfloat16"
+    )
+    return Case(layout, spans, query[:, : num_kv_heads * group], cache)
 
-    output, lse = NativeAttention(library, layouts[0], scale).plan(spans).attend(query, cache, with_lse=True)
-    reference = TorchAttention(layouts[1], scale, torch.device("cpu")).plan(spans)
-    expected, expected_lse = reference.attend(query.float(), cache.float(), with_lse=True)
+
+DECODES = st.tuples(st.integers(0, 600), st.just(1))
+FEW_TOKENS = st.tuples(st.integers(0, 600), st.integers(1, 80))
+CHUNKS = st.tuples(st.integers(0, 350), st.integers(1, 700))
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=cases(st.one_of(DECODES, FEW_TOKENS, CHUNKS)))
+def test_attention_equals_the_reference(library: ctypes.CDLL, case: Case) -> None:
+    output, lse = (
+        NativeAttention(library, case.layout, case.scale).plan(case.spans).attend(case.query, case.cache, with_lse=True)
+    )
+    layout = replace(case.layout, dtype="float32")
+    reference = TorchAttention(layout, case.scale, torch.device("cpu")).plan(case.spans)
+    expected, expected_lse = reference.attend(case.query.float(), case.cache.float(), with_lse=True)
     assert lse is not None
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
 @settings(deadline=None, max_examples=40)
+@given(case=cases(st.one_of(FEW_TOKENS, CHUNKS)), schedule=st.randoms(use_true_random=False))
+def test_attention_gives_the_same_bits_in_any_pieces(library: ctypes.CDLL, case: Case, schedule: random.Random) -> None:
+    """Many rows and few are computed by different code, which sums in one order."""
+    backend = NativeAttention(library, case.layout, case.scale)
+    expected = backend.plan(case.spans).attend(case.query, case.cache, with_lse=True)
+    pieces: list[Span] = []
+    for span in case.spans:
+        first = 0
+        while first < span.num_tokens:
+            size = min(schedule.choice([1, 2, 5, 16, 17, 100]), span.num_tokens - first)
+            pieces.append(Span(span.row + first, size, span.start + first, span.block_table))
+            first += size
+    actual = backend.plan(pieces).attend(case.query, case.cache, with_lse=True)
+    assert expected.lse is not None
+    assert actual.lse is not None
+    assert torch.equal(actual.output, expected.output)
+    assert torch.equal(actual.lse, expected.lse)
+
+
+@settings(deadline=None, max_examples=40)
 @given(
-    num_rows=st.one_of(st.integers(1, 40), st.integers(1000, 1100)),
-    shape=st.tuples(st.integers(1, 5), st.integers(1, 20)),
+    num_rows=st.one_of(st.integers(1, 40), st.integers(120, 140), st.integers(1000, 1100)),
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 40)),
     with_bias=st.booleans(),
     seed=st.integers(0, 2**32),
 )
@@ -96,15 +126,15 @@ def test_linear_equals_the_reference_and_each_row_is_itself(
     weight = torch.randn(num_outputs, num_inputs, generator=generator).bfloat16()
     bias = torch.randn(num_outputs, generator=generator).bfloat16() if with_bias else None
     rows = torch.randn(num_rows, num_inputs, generator=generator).bfloat16()
-    packed = torch.empty_like(weight)
+    packed = WeightMemory().like(weight)
     library.pdmesh_pack_linear(weight.data_ptr(), packed.data_ptr(), num_outputs, num_inputs)
     linear = TileLinear(library, packed, bias)
 
     output = linear(rows)
     expected = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE * num_inputs**0.5, rtol=TOLERANCE)
-    first = num_rows // 2
-    assert torch.equal(linear(rows[first:]), output[first:])
+    for first in (num_rows // 2, num_rows - 1):
+        assert torch.equal(linear(rows[first:]), output[first:])
     token_ids = torch.randint(num_outputs, (7,), generator=generator)
     assert torch.equal(linear.embed(token_ids), weight[token_ids])
     for foreign in (-1, num_outputs):

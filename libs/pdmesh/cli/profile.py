@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pdmesh import __version__
 from pdmesh.cli.plan import Pools, num_cores, threads_per_worker
+from pdmesh.cli.progress import progress_bar
 from pdmesh.config import MeshConfig
 from pdmesh.engine.base import Engine
 from pdmesh.errors import PdmeshError
@@ -85,7 +83,7 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
         device=device_name(config),
         device_name=facts.device_name,
     )
-    with _progress() as progress:
+    with progress_bar(counts=False) as progress:
         task = progress.add_task("measuring", total=options.limit_s)
         measured = measure(
             engine, [*_FITTED, *_HELD_OUT], options.limit_s, lambda s: progress.update(task, completed=s)
@@ -151,14 +149,3 @@ def _fill(engine: Engine) -> None:
     for layer in range(layout.num_layers):
         for block_id in range(engine.kv.num_blocks):
             engine.kv.scatter(layer, [block_id], block)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )

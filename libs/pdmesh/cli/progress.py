@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from pdmesh.cli.options import Output
 
 
-def progress_bar(output: Output) -> Progress:
-    """On stderr, if that is a terminal and people read the output; gone when it is left."""
+def progress_bar(output: Output = Output.TABLE, *, counts: bool = True) -> Progress:
+    """On stderr, if that is a terminal and people read the output; gone when it is left. ``counts`` shows how many."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        *([MofNCompleteColumn()] if counts else ()),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

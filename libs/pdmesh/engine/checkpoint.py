@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.engine.files import read_json_object
-from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, fastest_linear, fastest_vocabulary
+from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.errors import ConfigError
 
@@ -136,6 +136,7 @@ class _Reader:
     dtype: torch.dtype
     device: torch.device
     packed: bool
+    memory: WeightMemory = field(default_factory=WeightMemory)
 
     def model(self) -> ModelWeights:
         config = self.config
@@ -179,11 +180,11 @@ class _Reader:
             if bias is not None:
                 bias[row : row + num_outputs] = self.tensors.read(f"{name}.bias", (num_outputs,))
             row += num_outputs
-        return fastest_linear(weight, bias) if self.packed else PlainLinear(weight, bias)
+        return fastest_linear(weight, bias, self.memory) if self.packed else PlainLinear(weight, bias)
 
     def _vocabulary(self, name: str, shape: tuple[int, ...], *, multiplies: bool) -> Vocabulary:
         weight = self._tensor(name, shape)
-        return fastest_vocabulary(weight) if self.packed and multiplies else PlainLinear(weight, None)
+        return fastest_vocabulary(weight, self.memory) if self.packed and multiplies else PlainLinear(weight, None)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         # copy: the file's mapping is closed after loading

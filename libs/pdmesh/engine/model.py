@@ -79,7 +79,7 @@ class Transformer:
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """Queries, keys and values: (num_tokens, heads, head_dim)."""
         config = self._config
-        qkv = self._linear(normed, layer.qkv).view(len(normed), -1, config.head_dim)
+        qkv = self._linear(normed, layer.qkv).view(normed.shape[0], -1, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
             _, query = self._kernels.add_norm(qkv[:, :num_heads].contiguous(), None, layer.q_norm)

@@ -50,11 +50,6 @@ def load_kernels(path: Path = LIBRARY_PATH) -> ctypes.CDLL | None:
     return library
 
 
-def tiles_multiply(library: ctypes.CDLL) -> bool:
-    """Whether matrix products run on AMX tiles here."""
-    return bool(library.pdmesh_uses_amx())
-
-
 def suits(layout: KvLayout, device: torch.device) -> bool:
     """Whether the kernels can compute on this cache."""
     return (
@@ -100,7 +95,7 @@ class _NativePlan:
             output.data_ptr(),
             None if lse is None else lse.data_ptr(),
             self.spans.data_ptr(),
-            len(self.spans),
+            self.spans.shape[0],
             self.tables.data_ptr(),
             num_heads,
             self.backend.layout.num_kv_heads,
@@ -142,7 +137,7 @@ class NativeKernels:
             rotation.sin.data_ptr(),
             rotation.slots.data_ptr(),
             cache.data_ptr(),
-            len(qkv),
+            qkv.shape[0],
             num_heads,
             num_kv_heads,
             block_size,

@@ -72,12 +72,12 @@ class RunningMesh:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{state.num_waiting} wait, {state.num_running} run, blocks not free: {held}")
 
-    def wait_until_restarted(self, service: str, pid: int, limit_s: float = 60.0) -> None:
-        """Until the supervisor's record names another process than ``pid``, which was killed. Raises TimeoutError."""
+    def wait_until_replaced(self, name: str, pid: int, limit_s: float = 60.0) -> None:
+        """Ask until the service is there again, as another process than ``pid``. Raises TimeoutError."""
         deadline_s = time.monotonic() + limit_s
-        while self.pids().get(service, pid) == pid:  # it is not named while it waits and starts
+        while self.pids().get(name, pid) == pid:
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{service} was not started again within {limit_s:g} s")
+                raise TimeoutError(f"{name} was not started again")
             self.status()
 
     def request_record(self, request_id: str) -> RequestRecord:

@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include "lanes.h"
 #include "narrow.h"
 #include "wide.h"
 
@@ -62,10 +63,12 @@ extern "C" void pdmesh_attention(
         configure_tiles();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_tasks; ++i) {
-            if (tasks[i].num_rows <= kTile)
+            if (tasks[i].num_rows > kTile)
+                attend_wide(cache, tasks[i]);
+            else if (has_amx)
                 attend_narrow(cache, tasks[i]);
             else
-                attend_wide(cache, tasks[i]);
+                attend_lanes(cache, tasks[i]);
         }
         release_tiles();
     }

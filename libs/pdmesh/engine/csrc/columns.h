@@ -66,13 +66,41 @@ inline const bf16* page(const Cache& cache, const Task& task, int half, int firs
     return cache.data + (row * cache.block_size + first % cache.block_size) * cache.head_dim;
 }
 
-// Pages lie apart, so that the processor does not guess the next one. Asks for 32 keys or values.
+// Pages lie apart, so that the processor does not guess the next one. Asks for 16 keys or values.
 inline void prefetch(const Cache& cache, const Task& task, int half, int first, int end) {
-    for (int key = first; key < first + kStep && key < end; key += kTile) {
-        const bf16* from = page(cache, task, half, key, end);
-        for (int i = 0; i < kTile * cache.head_dim; i += 32) _mm_prefetch(from + i, _MM_HINT_T1);
-    }
+    if (first >= end) return;
+    const bf16* from = page(cache, task, half, first, end);
+    for (int i = 0; i < kTile * cache.head_dim; i += 32) _mm_prefetch(from + i, _MM_HINT_T1);
 }
+
+// 2^((score - maximum) * scale), as bits of which the upper 16 are the weight.
+//
+// A float's bits, read as a number, are its logarithm but for a factor that depends on its mantissa m alone:
+// 2^(m - 1) / m, here a cubic with a relative error below 7e-4, a sixth of what bf16 rounds off at most. Rounding
+// is by truncation after a factor of kCentred. Weights below 2^-126 are 0.
+class Weigher {
+public:
+    explicit Weigher(const Cache& cache) : factor_(_mm512_set1_ps(cache.scale * kLog2E * kOne)) {}
+
+    // What a maximum adds to its scores' logarithms.
+    __m512 shift(__m512 maximum) const { return _mm512_fnmadd_ps(maximum, factor_, _mm512_set1_ps(127 * kOne)); }
+
+    __m512i operator()(__m512 score, __m512 shift) const {
+        const __m512i mantissa = _mm512_set1_epi32(0x007fffff), one = _mm512_set1_epi32(0x3f800000);
+        const __m512 line = _mm512_max_ps(_mm512_fmadd_ps(score, factor_, shift), _mm512_setzero_ps());
+        const __m512i bits = _mm512_cvtps_epi32(line);
+        const __m512 m = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, mantissa, one, 0xea));
+        __m512 y = _mm512_set1_ps(kCentred * -0.1064457f);
+        y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(kCentred * 0.70747582f));
+        y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(kCentred * -1.37730757f));
+        y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(kCentred * 1.77561472f));
+        return _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(bits), y));
+    }
+
+private:
+    static constexpr float kOne = 8388608.0f;  // one binary order, in bits
+    __m512 factor_;
+};
 
 // 16Q query rows: their block of scores, and what attention has made of them so far.
 template <int Q>
@@ -179,33 +207,17 @@ struct Columns {
         }
     }
 
-    // 2^((score - maximum) * scale) of keys `from` ... `to` of 32, even numbers, as right operand (pairs of keys
-    // interleaved), and adds them to `sums`.
-    //
-    // A float's bits, read as a number, are its logarithm but for a factor that depends on its mantissa m alone:
-    // 2^(m - 1) / m, here a cubic with a relative error below 7e-4, a sixth of what bf16 rounds off at most. Rounding
-    // is by truncation after a factor of kCentred. Weights below 2^-126 are 0.
+    // Weights of keys `from` ... `to` of 32, even numbers, as right operand (pairs of keys interleaved); adds them to
+    // `sums`.
     void weigh(const Cache& cache, const float* scores, int from, int to, bf16* weights, __m512 (&sums)[Q]) const {
-        constexpr float kOne = 8388608.0f;  // one binary order, in bits
-        const __m512 factor = _mm512_set1_ps(cache.scale * kLog2E * kOne), zero = _mm512_setzero_ps();
-        const __m512i mantissa = _mm512_set1_epi32(0x007fffff), one = _mm512_set1_epi32(0x3f800000);
+        const Weigher weight(cache);
         for (int q = 0; q < Q; ++q) {
-            const __m512 shift = _mm512_fnmadd_ps(
-                _mm512_load_ps(maximum + q * kTile), factor, _mm512_set1_ps(127 * kOne));
-            const auto weight = [&](const float* score) {
-                const __m512 line = _mm512_max_ps(_mm512_fmadd_ps(_mm512_load_ps(score), factor, shift), zero);
-                const __m512i bits = _mm512_cvtps_epi32(line);
-                const __m512 m = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, mantissa, one, 0xea));
-                __m512 y = _mm512_set1_ps(kCentred * -0.1064457f);
-                y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(kCentred * 0.70747582f));
-                y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(kCentred * -1.37730757f));
-                y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(kCentred * 1.77561472f));
-                return _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(bits), y));
-            };
+            const __m512 shift = weight.shift(_mm512_load_ps(maximum + q * kTile));
             __m512 sum = sums[q];  // a register: the compiler cannot know that `weights` is no part of it
             for (int key = from; key < to; key += 2) {
-                const __m512i even = weight(scores + key * kWidth + q * kTile);
-                const __m512i odd = weight(scores + (key + 1) * kWidth + q * kTile);
+                const float* score = scores + key * kWidth + q * kTile;
+                const __m512i even = weight(_mm512_load_ps(score), shift);
+                const __m512i odd = weight(_mm512_load_ps(score + kWidth), shift);
                 const __m512i both = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd);
                 sum = _mm512_add_ps(sum, _mm512_add_ps(_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)));
                 _mm512_store_si512(weights + q * kTileValues + key * kTile, both);

@@ -1,4 +1,4 @@
-// Linear layers by AMX: weights in the order that tiles are loaded in, read once a step.
+// Linear layers: weights in the order that tiles, and rows of AVX-512 lanes, are loaded in; read once a step.
 //
 // A row of the result is summed in the same order however many rows there are, so that results do not depend on what
 // else is in the batch, bit for bit.
@@ -16,6 +16,12 @@ using namespace pdmesh;
 constexpr int kPanel = 2 * kTile;         // outputs that one product computes
 constexpr int kBlockValues = 1 << 19;     // of packed rows: they stay in the second-level cache
 constexpr int kLine = 64 / sizeof(bf16);  // values of a cache line
+constexpr int kPanelStep = kPanel * kStep;  // values of a panel that one step multiplies
+// Without AMX:
+constexpr int kRows = 8;          // times two accumulators, all in registers
+constexpr int kChunk = 12;        // steps of a panel that stay in the first-level cache, for kGroupRows
+constexpr int kGroupRows = 128;
+constexpr int kAhead = 16;        // steps between a panel's request and its use, not fewer than kChunk
 
 // Rows first ... first + 15 as left operand: a tile for each 32 inputs; zeros beyond num_rows.
 void pack_rows(const bf16* rows, int64_t first, int64_t num_rows, int64_t num_inputs, bf16* tiles) {
@@ -42,6 +48,99 @@ void write(const float* product, int num_rows, const Output& output, int64_t row
         const __m512 high = _mm512_add_ps(_mm512_load_ps(product + kTile), high_bias);
         _mm512_storeu_si512(
             output.rows + (row + i) * output.size + column, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+// product (R x 32) [+]= left (R x 32 steps, within packed rows) * right, part of a panel. Asks for `num_lines` lines a
+// step from `ahead` on.
+template <int R>
+void multiply_rows(
+    const bf16* left, const bf16* right, float* product, int steps, bool accumulate, const bf16* ahead,
+    int num_lines) {
+    __m512 low[R], high[R];
+#pragma GCC unroll 8
+    for (int row = 0; row < R; ++row) {
+        low[row] = accumulate ? _mm512_load_ps(product + row * kPanel) : _mm512_setzero_ps();
+        high[row] = accumulate ? _mm512_load_ps(product + row * kPanel + kTile) : _mm512_setzero_ps();
+    }
+    for (int step = 0; step < steps; ++step, left += kTileValues, right += kPanelStep) {
+        for (int line = 0; line < num_lines; ++line, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T0);
+        for (int pair = 0; pair < kTile; ++pair) {
+            const __m512bh first = (__m512bh)_mm512_load_si512(right + pair * kStep);
+            const __m512bh second = (__m512bh)_mm512_load_si512(right + kTileValues + pair * kStep);
+#pragma GCC unroll 8
+            for (int row = 0; row < R; ++row) {
+                int32_t values;
+                std::memcpy(&values, left + row * kStep + 2 * pair, 4);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(values);
+                low[row] = _mm512_dpbf16_ps(low[row], both, first);
+                high[row] = _mm512_dpbf16_ps(high[row], both, second);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < R; ++row) {
+        _mm512_store_ps(product + row * kPanel, low[row]);
+        _mm512_store_ps(product + row * kPanel + kTile, high[row]);
+    }
+}
+
+constexpr decltype(&multiply_rows<1>) kMultiplyRows[kRows] = {
+    multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
+    multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>};
+
+// One panel's outputs of packed rows, which are `first_row` ... `end` of all.
+void multiply_panel_avx512(
+    const bf16* tiles, const bf16* panel, int steps, const Output& output, int64_t first_row, int64_t end,
+    int64_t column) {
+    alignas(64) float product[kGroupRows * kPanel];
+    for (int64_t group = first_row; group < end; group += kGroupRows) {
+        const int num_rows = static_cast<int>(std::min<int64_t>(end - group, kGroupRows));
+        // The first rows fetch the panel; the others find it in the second-level cache.
+        const int num_lines = group == first_row ? kPanelStep / kLine / ((num_rows + kRows - 1) / kRows) : 0;
+        for (int step = 0; step < steps; step += kChunk) {
+            const int num_steps = std::min(kChunk, steps - step);
+            const bf16* right = panel + step * kPanelStep;
+            const bf16* ahead = right + kAhead * kPanelStep;
+            for (int row = 0; row < num_rows; row += kRows, ahead += num_steps * num_lines * kLine) {
+                const bf16* left = tiles + (group - first_row + row) / kTile * kTile * steps * kStep +
+                                   row % kTile * kStep + step * kTileValues;
+                kMultiplyRows[std::min(num_rows - row, kRows) - 1](
+                    left, right, product + row * kPanel, num_steps, step > 0, ahead, num_lines);
+            }
+        }
+        write(product, num_rows, output, group, column);
+    }
+}
+
+// The same by AMX.
+void multiply_panel_amx(
+    const bf16* tiles, const bf16* panel, int steps, const Output& output, int64_t first_row, int64_t end,
+    int64_t column) {
+    alignas(64) float product[kPanel * kPanel];
+    const int64_t tile_row = kTileValues * steps, panel_values = kPanelStep * steps;
+    const int64_t num_lines = std::max<int64_t>(kPanelStep / kLine * kPanel / (end - first_row), 1);
+    for (int64_t row = first_row; row < end; row += kPanel) {
+        const bf16* left = tiles + (row - first_row) / kTile * tile_row;
+        if (end - row > kTile) {
+            // The next panel is on its way from memory while this one is multiplied, and these rows' next tiles from
+            // the second-level cache.
+            const bf16* ahead = panel + panel_values + (row - first_row) / kPanel * num_lines * kLine;
+            const auto fetch = [&](int step) {
+                for (int64_t line = 0; line < num_lines; ++line)
+                    _mm_prefetch(ahead + step * kPanelStep + line * kLine, _MM_HINT_T1);
+                const bf16* next = left + (step + 2) * kTileValues;
+                for (int line = 0; line < kTileValues; line += kLine) {
+                    _mm_prefetch(next + line, _MM_HINT_T0);
+                    _mm_prefetch(next + tile_row + line, _MM_HINT_T0);
+                }
+            };
+            multiply_amx<2>({{left, left + tile_row}, 64, kTileValues}, panel, product, steps, false, fetch);
+        } else {
+            std::fill_n(product, kTile * kPanel, 0.0f);
+            multiply_flat_amx<2>(left, panel, 2 * kTileValues, product, kPanel, steps);
+        }
+        write(product, static_cast<int>(std::min<int64_t>(end - row, kPanel)), output, row, column);
     }
 }
 
@@ -82,46 +181,21 @@ void pdmesh_linear(
     int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
     const Output output = {bias, result, num_rows, num_outputs};
     const int steps = static_cast<int>(num_inputs / kStep);
-    const int64_t panel_values = kPanel * num_inputs, tile_row = kTile * num_inputs;
     const int64_t block_rows = std::max<int64_t>(kBlockValues / num_inputs / kPanel, 1) * kPanel;
     const int64_t padded = (std::min(num_rows, block_rows) + kTile - 1) / kTile * kTile;
     const auto tiles = buffer<bf16>(static_cast<size_t>(padded * num_inputs));
+    const auto multiply_panel = has_amx ? multiply_panel_amx : multiply_panel_avx512;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         configure_tiles();
-        alignas(64) float product[kPanel * kPanel];
         for (int64_t block = 0; block < num_rows; block += block_rows) {
             const int64_t end = std::min(block + block_rows, num_rows);
 #pragma omp for
             for (int64_t row = block; row < end; row += kTile)
                 pack_rows(rows, row, num_rows, num_inputs, tiles.get() + (row - block) * num_inputs);
 #pragma omp for
-            for (int64_t column = 0; column < num_outputs; column += kPanel) {
-                const bf16* panel = packed + column * num_inputs;
-                const int64_t num_lines = std::max<int64_t>(kPanel * kPanel / kLine * kPanel / (end - block), 1);
-                for (int64_t row = block; row < end; row += kPanel) {
-                    const bf16* left = tiles.get() + (row - block) * num_inputs;
-                    if (end - row > kTile) {
-                        // The next panel is on its way from memory while this one is multiplied, and these rows' next
-                        // tiles from the second-level cache.
-                        const bf16* ahead = panel + panel_values + (row - block) / kPanel * num_lines * kLine;
-                        const auto fetch = [&](int step) {
-                            for (int64_t line = 0; line < num_lines; ++line)
-                                _mm_prefetch(ahead + step * kPanel * kStep + line * kLine, _MM_HINT_T1);
-                            const bf16* next = left + (step + 2) * kTileValues;
-                            for (int line = 0; line < kTileValues; line += kLine) {
-                                _mm_prefetch(next + line, _MM_HINT_T0);
-                                _mm_prefetch(next + tile_row + line, _MM_HINT_T0);
-                            }
-                        };
-                        multiply<2>({{left, left + tile_row}, 64, kTileValues}, panel, product, steps, false, fetch);
-                    } else {
-                        std::fill_n(product, kTile * kPanel, 0.0f);
-                        multiply_flat<2>(left, panel, 2 * kTileValues, product, kPanel, steps, kTile);
-                    }
-                    write(product, static_cast<int>(std::min<int64_t>(end - row, kPanel)), output, row, column);
-                }
-            }
+            for (int64_t column = 0; column < num_outputs; column += kPanel)
+                multiply_panel(tiles.get(), packed + column * num_inputs, steps, output, block, end, column);
         }
         release_tiles();
     }

@@ -1,4 +1,5 @@
-// Attention of up to 16 query rows, as decodes have: keys are multiplied where they lie, values hardly need packing.
+// Attention of up to 16 query rows by AMX, as decodes have: keys are multiplied where they lie, values hardly need
+// packing.
 #pragma once
 
 #include "columns.h"
@@ -59,7 +60,9 @@ inline void attend_narrow(const Cache& cache, const Task& all) {
     };
     const auto fetch = [&](int first) {
         for (int half = 0; half < 2; ++half)
-            for (int head = 0; head < num_heads; ++head) prefetch(cache, tasks[head], half, first, end);
+            for (int head = 0; head < num_heads; ++head)
+                for (int key = first; key < first + kStep; key += kTile)
+                    prefetch(cache, tasks[head], half, key, end);
     };
     for (int head = 0; head < num_heads; ++head) {
         tasks[head] = all.of(cache, head);
@@ -75,7 +78,7 @@ inline void attend_narrow(const Cache& cache, const Task& all) {
                 const Task& task = tasks[head];
                 const Left keys = {
                     {page(cache, task, 0, first, end), page(cache, task, 0, first + kTile, end)}, stride, kStep};
-                columns(head).score(cache, keys, scores_of(head, product));
+                multiply_amx<1>(keys, columns(head).query, scores_of(head, product), dims / kStep, false, Nothing());
                 columns(head).rank(first, scores_of(head, product));
             }
         }
@@ -92,12 +95,11 @@ inline void attend_narrow(const Cache& cache, const Task& all) {
             rows.add(sums);
             const auto gather = [&](auto multiply, int dim) {
                 multiply(
-                    weights.get(), values.get() + dim * kStep, kStep * dims, rows.output + dim, dims, num_products,
-                    all.num_rows);
+                    weights.get(), values.get() + dim * kStep, kStep * dims, rows.output + dim, dims, num_products);
             };
             int dim = 0;
-            for (; dim + 4 * kTile <= dims; dim += 4 * kTile) gather(multiply_flat<4>, dim);
-            if (dim < dims) gather(multiply_flat<2>, dim);
+            for (; dim + 4 * kTile <= dims; dim += 4 * kTile) gather(multiply_flat_amx<4>, dim);
+            if (dim < dims) gather(multiply_flat_amx<2>, dim);
         }
     }
     for (int head = 0; head < num_heads; ++head) end_narrow(columns(head), cache, tasks[head]);

@@ -124,8 +124,8 @@ inline void multiply(
     multiply_avx512<Q>(left, right, c, steps, accumulate);
 }
 
-// c (rows x 16N, row-major with `stride` values) += left (16 x 32 steps, a tile for each step) * right, which holds
-// N tiles for each step, `right_step` values apart. AVX-512 leaves rows of c beyond `num_rows` as they are.
+// c (16 x 16N, row-major with `stride` values) += left (16 x 32 steps, a tile for each step) * right, which holds
+// N tiles for each step, `right_step` values apart.
 template <int N>
 __attribute__((target("amx-tile,amx-bf16"))) void multiply_flat_amx(
     const bf16* left, const bf16* right, int right_step, float* c, int stride, int steps) {
@@ -155,41 +155,6 @@ __attribute__((target("amx-tile,amx-bf16"))) void multiply_flat_amx(
         _tile_stored(2, c + 2 * kTile, row_bytes);
         _tile_stored(3, c + 3 * kTile, row_bytes);
     }
-}
-
-template <int N>
-void multiply_flat_avx512(
-    const bf16* left, const bf16* right, int right_step, float* c, int stride, int steps, int num_rows) {
-    constexpr int kRows = 4;  // times N accumulators, all in registers
-    for (int first = 0; first < num_rows; first += kRows) {
-        __m512 sums[kRows][N];
-        for (int row = 0; row < kRows; ++row)
-            for (int n = 0; n < N; ++n) sums[row][n] = _mm512_loadu_ps(c + (first + row) * stride + n * kTile);
-        for (int step = 0; step < steps; ++step) {
-            for (int pair = 0; pair < kTile; ++pair) {
-                __m512bh b[N];
-                for (int n = 0; n < N; ++n)
-                    b[n] = (__m512bh)_mm512_load_si512(right + step * right_step + n * kTileValues + pair * kStep);
-                for (int row = 0; row < kRows; ++row) {
-                    int32_t values;
-                    std::memcpy(&values, left + step * kTileValues + (first + row) * kStep + 2 * pair, 4);
-                    const __m512bh both = (__m512bh)_mm512_set1_epi32(values);
-                    for (int n = 0; n < N; ++n) sums[row][n] = _mm512_dpbf16_ps(sums[row][n], both, b[n]);
-                }
-            }
-        }
-        for (int row = 0; row < kRows; ++row)
-            for (int n = 0; n < N; ++n) _mm512_storeu_ps(c + (first + row) * stride + n * kTile, sums[row][n]);
-    }
-}
-
-template <int N>
-inline void multiply_flat(
-    const bf16* left, const bf16* right, int right_step, float* c, int stride, int steps, int num_rows) {
-    if (has_amx)
-        multiply_flat_amx<N>(left, right, right_step, c, stride, steps);
-    else
-        multiply_flat_avx512<N>(left, right, right_step, c, stride, steps, num_rows);
 }
 
 }  // namespace pdmesh

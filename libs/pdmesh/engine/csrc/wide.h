@@ -70,8 +70,9 @@ inline void attend_wide(const Cache& cache, const Task& task) {
     for (int first_key = 0; first_key < end; first_key += kKeyBlock) {
         for (int product = 0; product < kSteps && first_key + product * kStep < end; ++product) {
             const int first = first_key + product * kStep;
-            prefetch(cache, task, 0, first + kPrefetch, end);
-            prefetch(cache, task, 1, first + kPrefetch, end);
+            for (int half = 0; half < 2; ++half)
+                for (int key = first; key < first + kStep; key += kTile)
+                    prefetch(cache, task, half, key + kPrefetch, end);
             pack_keys(cache, task, first, end, keys.get() + product * kStep * dims);
             pack_values(cache, task, first, end, values.get() + product * kTileValues);
         }
