@@ -221,6 +221,7 @@ async def test_senders_killed_in_the_middle_of_their_pieces_cost_nothing(tls: st
                 (await anext(pieces)).release()
                 peer.process.kill()
                 peer.process.wait()
+        assert len(transport._links) <= 2  # the last one may not have been noticed, nor the one before
         held: list[ReceivedPiece] = []  # every buffer can be had
         async with anyio.create_task_group() as tasks:
             for _ in range(config.num_receive_buffers):

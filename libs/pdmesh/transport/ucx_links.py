@@ -93,7 +93,10 @@ class _Link:
 
 
 class UcxLinks:
-    """Endpoints by address, the least recently used first."""
+    """Endpoints by address, the least recently used first.
+
+    A broken one that nobody uses is closed when the next peer comes, or is forgotten by name.
+    """
 
     def __init__(
         self,
@@ -117,6 +120,9 @@ class UcxLinks:
         self._answers = [self._post_answer(bytearray(ANSWER.size)) for _ in range(POSTED_ANSWERS)]
         self._pid = os.getpid()
         self._zombies: list[tuple[Any, Any]] = []  # endpoint, request: given up, but UCX has not let go of the request
+
+    def __len__(self) -> int:
+        return len(self._links)
 
     async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int) -> None:
         link = self._open(address)
@@ -209,6 +215,8 @@ class UcxLinks:
             self._links.move_to_end(address)
             return link
         peer = unpack_address(address)
+        for dead in [link.address for link in self._links.values() if not link.endpoint.alive]:
+            self.close(dead, "the peer is gone")
         if len(self._links) >= MAX_ENDPOINTS:
             idle = next((link for link in self._links.values() if not link.sends), None)
             if idle is None:
