@@ -14,14 +14,14 @@ namespace {
 using namespace pdmesh;
 
 constexpr int kPanel = 2 * kTile;         // outputs that one product computes
-constexpr int kBlockValues = 1 << 19;     // of packed rows: they stay in the second-level cache
+constexpr int kBlockValues = 1 << 19;     // of packed rows with AMX: they stay in the second-level cache
 constexpr int kLine = 64 / sizeof(bf16);  // values of a cache line
 constexpr int kPanelStep = kPanel * kStep;  // values of a panel that one step multiplies
 // Without AMX:
 constexpr int kRows = 8;          // times two accumulators, all in registers
-constexpr int kChunk = 12;        // steps of a panel that stay in the first-level cache, for kGroupRows
-constexpr int kGroupRows = 128;
-constexpr int kAhead = 16;        // steps between a panel's request and its use, not fewer than kChunk
+constexpr int kBlockRows = 128;
+constexpr int kChunk = 12;        // steps of a panel that stay in the first-level cache for all rows of a block
+constexpr int kAhead = 12;        // steps between a panel's request and its use, not fewer than kChunk
 
 // Rows first ... first + 15 as left operand: a tile for each 32 inputs; zeros beyond num_rows.
 void pack_rows(const bf16* rows, int64_t first, int64_t num_rows, int64_t num_inputs, bf16* tiles) {
@@ -93,24 +93,25 @@ constexpr decltype(&multiply_rows<1>) kMultiplyRows[kRows] = {
 void multiply_panel_avx512(
     const bf16* tiles, const bf16* panel, int steps, const Output& output, int64_t first_row, int64_t end,
     int64_t column) {
-    alignas(64) float product[kGroupRows * kPanel];
-    for (int64_t group = first_row; group < end; group += kGroupRows) {
-        const int num_rows = static_cast<int>(std::min<int64_t>(end - group, kGroupRows));
-        // The first rows fetch the panel; the others find it in the second-level cache.
-        const int num_lines = group == first_row ? kPanelStep / kLine / ((num_rows + kRows - 1) / kRows) : 0;
-        for (int step = 0; step < steps; step += kChunk) {
-            const int num_steps = std::min(kChunk, steps - step);
-            const bf16* right = panel + step * kPanelStep;
-            const bf16* ahead = right + kAhead * kPanelStep;
-            for (int row = 0; row < num_rows; row += kRows, ahead += num_steps * num_lines * kLine) {
-                const bf16* left = tiles + (group - first_row + row) / kTile * kTile * steps * kStep +
-                                   row % kTile * kStep + step * kTileValues;
-                kMultiplyRows[std::min(num_rows - row, kRows) - 1](
-                    left, right, product + row * kPanel, num_steps, step > 0, ahead, num_lines);
-            }
+    alignas(64) float product[kBlockRows * kPanel];
+    const int num_rows = static_cast<int>(end - first_row), num_products = (num_rows + kRows - 1) / kRows;
+    const int num_lines = (kPanelStep / kLine + num_products - 1) / num_products;
+    for (int step = 0; step < steps; step += kChunk) {
+        const int num_steps = std::min(kChunk, steps - step);
+        const bf16* right = panel + step * kPanelStep;
+        const bf16* ahead = right + kAhead * kPanelStep;
+        const auto multiply = [&](int row, int count) {
+            const bf16* left = tiles + (row / kTile * steps + step) * kTileValues + row % kTile * kStep;
+            kMultiplyRows[count - 1](left, right, product + row * kPanel, num_steps, step > 0, ahead, num_lines);
+            ahead += num_steps * num_lines * kLine;
+        };
+        for (int row = 0; row < num_rows; row += kTile) {
+            const int count = std::min(num_rows - row, kTile), half = count > kRows ? (count + 1) / 2 : count;
+            multiply(row, half);
+            if (count > half) multiply(row + half, count - half);
         }
-        write(product, num_rows, output, group, column);
     }
+    write(product, num_rows, output, first_row, column);
 }
 
 // The same by AMX.
@@ -181,7 +182,8 @@ void pdmesh_linear(
     int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
     const Output output = {bias, result, num_rows, num_outputs};
     const int steps = static_cast<int>(num_inputs / kStep);
-    const int64_t block_rows = std::max<int64_t>(kBlockValues / num_inputs / kPanel, 1) * kPanel;
+    const int64_t block_rows =
+        has_amx ? std::max<int64_t>(kBlockValues / num_inputs / kPanel, 1) * kPanel : kBlockRows;
     const int64_t padded = (std::min(num_rows, block_rows) + kTile - 1) / kTile * kTile;
     const auto tiles = buffer<bf16>(static_cast<size_t>(padded * num_inputs));
     const auto multiply_panel = has_amx ? multiply_panel_amx : multiply_panel_avx512;
