@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import array
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 from report import heading
 
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--reference", action="store_true", help="measure deterministic mode and plain torch too")
     options = parser.parse_args()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what is printed is the results
     print(heading(f"engine: Llama 82M, {options.dtype}"))
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = write_checkpoint(Path(directory), shape=SHAPE, dtype=options.dtype, initializer_gain=1.0)

@@ -169,7 +169,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "scheduler.chunk_tokens": _COUNT,
     "scheduler.slo_ttft_stretch": (0.0, math.inf),
     "scheduler.long_prompt_tokens": _COUNT,
-    "scheduler.local_prompt_tokens": _ANY_COUNT,
     "scheduler.plans_in_flight": _COUNT,
     "scheduler.max_queue_entries": _COUNT,
     "scheduler.max_queue_bytes": _COUNT,

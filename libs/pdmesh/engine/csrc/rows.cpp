@@ -26,8 +26,6 @@ int pdmesh_prepare() {
 // For tests: do without AMX, or with it again.
 void pdmesh_use_amx(int use) { has_amx = use; }
 
-int pdmesh_uses_amx() { return has_amx; }
-
 // hidden += delta (unless null); output = weight * round(hidden / rms(hidden)). Rows of `size` values, a multiple of
 // 16.
 void pdmesh_add_norm(
