@@ -211,3 +211,4 @@ class RejectReason(StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"  # waited too long for room: 503
     NO_INSTANCE = "no_instance"  # no prefill or no decode instance is there: 503
     TOO_LONG = "too_long"  # can never fit any instance: 400
+    INVALID = "invalid"  # breaks the contract between gateway and scheduler: 400

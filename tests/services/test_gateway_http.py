@@ -429,6 +429,7 @@ async def test_limits_answer_413_408_and_429(model: Path) -> None:
         (RejectReason.QUEUE_TIMEOUT, 503),
         (RejectReason.NO_INSTANCE, 503),
         (RejectReason.TOO_LONG, 400),
+        (RejectReason.INVALID, 400),
     ],
 )
 async def test_the_schedulers_refusals_become_statuses(model: Path, reason: RejectReason, status: int) -> None:

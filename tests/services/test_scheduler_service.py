@@ -209,10 +209,14 @@ def mixed(name: str = "m") -> InstanceProfile:
     return modelled_profile(name, Role.MIXED)
 
 
-def submit(request_id: RequestId = R, *, prompt: int = 8, **params: Any) -> Submit:
+#: A tag that is no text.
+BAD_UTF8 = b"\x91\x81\xa4type\xa2\xc3\x28"
+
+
+def submit(request_id: str = R, *, prompt: int = 8, **params: Any) -> Submit:
     return Submit(
         generation=Generation(
-            request_id=request_id,
+            request_id=RequestId(request_id),
             epoch=ZERO,
             gateway_id=GATEWAY,
             token_address="127.0.0.1:1",
@@ -461,7 +465,9 @@ async def test_residents_are_claimed_after_a_restart() -> None:
 
 
 @pytest.mark.parametrize("method", [WORKER_METHOD, GATEWAY_METHOD])
-@pytest.mark.parametrize("frame", [b"garbage", b"", b"\x91\xc0", msgspec.msgpack.encode([GatewayHeartbeat()])])
+@pytest.mark.parametrize(
+    "frame", [b"garbage", b"", b"\x91\xc0", BAD_UTF8, msgspec.msgpack.encode([GatewayHeartbeat()])]
+)
 async def test_garbage_ends_its_own_stream_alone(method: str, frame: bytes) -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         multi: Any = mesh.channel.stream_stream(method)
@@ -536,10 +542,25 @@ async def test_a_worker_of_another_kind_is_refused(registration: RegisterWorker,
         {"epoch": Epoch(-1)},
     ],
 )
-async def test_an_impossible_request_ends_its_gateways_stream(generation: dict[str, Any]) -> None:
-    async with running() as mesh, mesh.gateway() as g:
-        g.post(Submit(generation=msgspec.structs.replace(submit().generation, **generation)))
-        assert "INVALID_ARGUMENT: request 'r'" in await g.ended()
+async def test_an_impossible_request_is_refused_alone(generation: dict[str, Any]) -> None:
+    impossible = Submit(generation=msgspec.structs.replace(submit().generation, **generation))
+    await refused_alone(impossible)
+
+
+@pytest.mark.parametrize("target", ["slo_ttft_s", "slo_tpot_s"])
+@pytest.mark.parametrize("slo_s", [0.0, -1.0, 5e-324, float("nan"), float("inf")])
+async def test_a_target_that_is_none_is_refused_alone(target: str, slo_s: float) -> None:
+    await refused_alone(msgspec.structs.replace(submit(), **{target: slo_s}))
+
+
+async def refused_alone(impossible: Submit) -> None:
+    """The request is refused, and another one of the same frame is served."""
+    async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
+        g.post(impossible)
+        g.post(submit("good"))
+        rejected = await g.expect(Rejected)
+        assert (rejected.request_id, rejected.reason) == ("r", RejectReason.INVALID)
+        assert (await m.expect(RunPlan)).plan.chunks[0].request_id == "good"
 
 
 # --- an operator ---

@@ -112,6 +112,7 @@ async def test_nan_is_read_so_that_its_field_can_be_named() -> None:
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 2.1),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_k", -2),
@@ -151,6 +152,7 @@ def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None
         "1e99",
         -1.0,
         0.0,
+        5e-324,  # zero, in seconds
         pytest.param(math.nan, id="float-nan"),
         pytest.param(math.inf, id="float-inf"),
     ],

@@ -119,7 +119,7 @@ class FrameLink(Generic[SendT, RecvT]):
                 return
             try:
                 yield self._decoder.decode(data)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
                 raise ProtocolError(f"malformed frame of {len(data)} bytes: {error}") from error
 
 

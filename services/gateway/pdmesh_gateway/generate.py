@@ -405,6 +405,7 @@ _STATUS_OF_REASON = {
     RejectReason.QUEUE_TIMEOUT: (503, "server_error"),
     RejectReason.NO_INSTANCE: (503, "server_error"),
     RejectReason.TOO_LONG: (400, "invalid_request_error"),
+    RejectReason.INVALID: (400, "invalid_request_error"),
 }
 
 

@@ -22,7 +22,8 @@ MAX_LOGPROBS = 20
 
 MAX_SEED = 2**63 - 1
 
-#: A target of more than a day is none.
+#: Nothing is done within a microsecond (and in seconds a smaller target could vanish); one of more than a day is none.
+MIN_TARGET_MS = 0.001
 MAX_TARGET_MS = 86_400_000
 
 
@@ -63,7 +64,7 @@ def target_s(name: str, given: float | str | None) -> float | None:
         target_ms = float(given)
     except ValueError:
         raise invalid(name, f"`{name}` must be a number of milliseconds, got {str(given)[:40]!r}.") from None
-    number(name, target_ms, above=0, high=MAX_TARGET_MS)
+    number(name, target_ms, low=MIN_TARGET_MS, high=MAX_TARGET_MS)
     return target_ms / 1e3
 
 
@@ -108,7 +109,7 @@ def sampling_params(
 
     Without a seed a random one is drawn. Raises RequestRejected naming the field.
     """
-    number("temperature", fields.temperature, low=0, high=100)
+    number("temperature", fields.temperature, low=0, high=2)
     number("top_p", fields.top_p, above=0, high=1)
     number("top_k", fields.top_k, low=-1, high=2**31 - 1)
     number("min_p", fields.min_p, low=0, high=1)

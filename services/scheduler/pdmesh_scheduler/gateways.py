@@ -12,7 +12,7 @@ import structlog
 from pdmesh.config import SchedulerConfig, SecurityConfig
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived, RequestCancelled
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import GatewayId, Request
+from pdmesh.model import GatewayId, RejectReason, Request
 from pdmesh.wire.endpoint import check_token
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
@@ -22,6 +22,7 @@ from pdmesh.wire.messages import (
     GatewayHeartbeat,
     GatewayUp,
     RegisterGateway,
+    Rejected,
     Submit,
     WelcomeGateway,
 )
@@ -29,6 +30,9 @@ from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.peers import Connection, Leases, Peers, converse, first_message
 
 log = structlog.get_logger()
+
+#: Far below what can be kept, far above where dividing by a target overflows.
+MIN_TARGET_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,27 +90,45 @@ class GatewayStreams:
                 case GatewayHeartbeat():
                     self.peers.post(gateway_id, self.driver.state())
                 case Submit():
+                    if (why := _impossible(message, gateway_id)) is not None:
+                        self._refuse(gateway_id, message, why)
+                        continue
                     request = _request(message, gateway_id, self.clock())
                     await self.driver.submit(RequestArrived(request), message.generation)
                 case Cancel():
                     await self.driver.submit(RequestCancelled(message.request_id, message.epoch))
 
+    def _refuse(self, gateway_id: GatewayId, submit: Submit, why: str) -> None:
+        """One request alone: the others of its gateway have done nothing wrong."""
+        generation = submit.generation
+        log.error("impossible request", gateway_id=gateway_id, request_id=generation.request_id, why=why)
+        rejected = Rejected(
+            request_id=generation.request_id,
+            epoch=generation.epoch,
+            reason=RejectReason.INVALID,
+            message=f"The scheduler refuses the request: it {why}.",
+        )
+        self.peers.post(gateway_id, rejected)
+
+
+def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
+    """What is wrong with a request that no gateway may send."""
+    generation = submit.generation
+    if generation.gateway_id != gateway_id:
+        return f"names gateway {generation.gateway_id!r}"
+    if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
+        return f"has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
+    if generation.epoch < 0 or generation.max_tokens_left < 1:
+        return f"has {generation.max_tokens_left} tokens to generate in epoch {generation.epoch}"
+    for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
+        if slo_s is not None and not MIN_TARGET_S <= slo_s < math.inf:
+            return f"has a target of {slo_s} s"
+    return None
+
 
 def _request(submit: Submit, gateway_id: GatewayId, now_s: float) -> Request:
-    """What the core is told of a request. Raises ProtocolError for one that no gateway may send."""
+    """What the core is told of a request."""
     generation = submit.generation
-    name = f"request {generation.request_id!r}"
-    if generation.gateway_id != gateway_id:
-        raise ProtocolError(f"{name} names gateway {generation.gateway_id!r}")
-    if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
-        raise ProtocolError(
-            f"{name} has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
-        )
-    if generation.epoch < 0 or generation.max_tokens_left < 1:
-        raise ProtocolError(f"{name}, epoch {generation.epoch}, has {generation.max_tokens_left} tokens to generate")
-    for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
-        if slo_s is not None and not (math.isfinite(slo_s) and slo_s > 0):
-            raise ProtocolError(f"{name} has a target of {slo_s} s")
     return Request(
         request_id=generation.request_id,
         epoch=generation.epoch,
