@@ -1,0 +1,229 @@
+"""Exclusive and mixed batching in saturation: throughput, the best threshold, the crossover, and a safe batch size.
+
+An instance has N slots, each busy or idle, and there is always somebody who waits. Under *exclusive* batching decode
+phases end when k of them are idle; a prefill phase then fills all of these while the others stand still. Under *mixed*
+batching every step carries a chunk and all decodes. Formulas are those of the EB+ paper (§3), numbered as there and
+derived again; what of it did not survive a check against an exact chain of finite N is left out (its correction for
+hazards that grow, (5), and its memory bound, (6)) and replaced by what did.
+
+Everything here is a pure function of measured constants and observed lengths. Terms that every request pays under any
+threshold cancel in comparisons, so thresholds depend on the constants of steps and on output lengths alone.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What steps of the two modes cost, in seconds.
+
+    A prefill phase takes ``switch_s`` (all that one switch costs end to end, with further passes and bubbles: not the
+    intercept of a fit) and ``prompt_token_s`` a token; a step of D decodes ``decode_step_s + D * decode_token_s``; a
+    mixed step of L prompt tokens and D decodes ``mixed_step_s``, both token terms, and
+    ``interference_s * L * D / (L + D)``.
+    """
+
+    switch_s: float
+    decode_step_s: float
+    mixed_step_s: float
+    prompt_token_s: float
+    decode_token_s: float
+    interference_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Moments of what requests bring, in tokens."""
+
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    var_prompt_tokens: float = 0.0
+
+    @property
+    def num_tokens(self) -> float:
+        """Of a request, prompt and output."""
+        return self.mean_prompt_tokens + self.mean_output_tokens
+
+
+class Threshold(NamedTuple):
+    """When a decode phase ends: with ``idle_share`` of the slots idle, after about ``num_steps`` steps."""
+
+    idle_share: float
+    num_steps: float
+
+
+def phase_exponent(rho: float) -> float:
+    """The root Lambda >= 0 of e^Lambda - 1 - Lambda = rho, for rho >= 0.
+
+    Newton's method from a bound above the root: the left side is convex and grows, so it descends without overshooting.
+    Raises ValueError for a negative rho.
+    """
+    if rho < 0:
+        raise ValueError(f"rho is {rho}; it is a ratio of costs and cannot be negative")
+    if rho == 0:
+        return 0.0
+    small = math.sqrt(2 * rho)
+    exponent = min(small, math.log(1 + rho + small))
+    for _ in range(20):
+        step = (_exponential_rest(exponent) - rho) / math.expm1(exponent)
+        exponent -= step
+        if abs(step) <= 1e-15 * exponent:
+            break
+    return exponent
+
+
+def _exponential_rest(x: float) -> float:
+    """e^x - 1 - x without the cancellation of small x."""
+    if x > 0.3:
+        return math.expm1(x) - x
+    term = total = x * x / 2
+    order = 3
+    while abs(term) > 1e-18 * total:
+        term *= x / order
+        total += term
+        order += 1
+    return total
+
+
+def geometric_threshold(costs: StepCosts, mean_output_tokens: float) -> Threshold:
+    """The best threshold where every decode is as likely to end at any token: (3), with p = 1 / mean output.
+
+    Decodes end at steps, so the rate of the fluid is -ln(1 - p), which matters below some 20 output tokens. In an exact
+    chain of 64 to 512 slots it loses at most 0.4 % of the best throughput.
+    """
+    if mean_output_tokens <= 1:
+        return Threshold(1.0, 1.0)
+    rate = -math.log1p(-1 / mean_output_tokens)
+    exponent = phase_exponent(rate * costs.switch_s / costs.decode_step_s)
+    return Threshold(-math.expm1(-exponent), exponent / rate)
+
+
+def renewal_threshold(costs: StepCosts, output_tokens: Sequence[int]) -> Threshold:
+    """The best threshold for outputs of any law, of which ``output_tokens`` (not empty) are a sample.
+
+    A request that joins at the start of a phase of T steps is there for ceil(O / T) phases, in the mean
+    G(T) = sum over j >= 0 of P(O > j T), so a phase frees N / G(T) slots, and T minimises (switch + step * T) * G(T). T
+    is searched on a grid of 2 % (the minimum is flat), then step by step around its best point.
+    """
+    lengths = sorted(output_tokens)
+    cost = _PhaseCost(costs, lengths)
+    longest = max(lengths[-1], 1)
+    grid: list[int] = []
+    num_steps = 1
+    while num_steps < longest:
+        grid.append(num_steps)
+        num_steps = max(num_steps + 1, round(num_steps * 1.02))
+    grid.append(longest)
+    best = min(range(len(grid)), key=lambda index: cost.of(grid[index]))
+    around = range(grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)] + 1)
+    phase = min(around, key=cost.of)
+    return Threshold(1 / cost.mean_phases(phase), float(phase))
+
+
+@dataclass(frozen=True, slots=True)
+class _PhaseCost:
+    """What decode phases of so many steps cost for each request that they end."""
+
+    costs: StepCosts
+    lengths: Sequence[int]  # sorted
+
+    def mean_phases(self, num_steps: int) -> float:
+        """G(T): of how many phases a request is a part."""
+        total, bound, count = 0, 0, len(self.lengths)
+        while bound == 0 or bound < self.lengths[-1]:
+            total += count - bisect_right(self.lengths, bound) if bound else count
+            bound += num_steps
+        return total / count
+
+    def of(self, num_steps: int) -> float:
+        return (self.costs.switch_s + self.costs.decode_step_s * num_steps) * self.mean_phases(num_steps)
+
+
+def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: Lengths) -> float:
+    """Requests a second under exclusive batching: N θ over the time of a cycle.
+
+    At the threshold of `geometric_threshold` this is (4); there an exact chain of 64 slots or more is 0.8 % away.
+    """
+    work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
+    cycle_s = costs.switch_s + costs.decode_step_s * threshold.num_steps
+    return 1 / (work_s + cycle_s / (num_slots * threshold.idle_share))
+
+
+def mixed_throughput(num_slots: float, costs: StepCosts, lengths: Lengths) -> float:
+    """Requests a second under mixed batching.
+
+    A request has a slot for one step of its prompt and one for each output token, so N / (1 + mean output) of them
+    begin in every step. They begin one by one, at random: steps without a chunk, and the spread of what the others
+    carry, are taken from a Poisson law of that mean. Taking the mean for all steps overstates interference by up to a
+    third where less than two begin in a step.
+    """
+    starts = num_slots / (1 + lengths.mean_output_tokens)
+    num_decodes = starts * lengths.mean_output_tokens
+    chance = math.exp(-starts)
+    without = chance
+    interference = 0.0  # mean of L D / (L + D)
+    begun = 0
+    while begun < starts or chance > 1e-12:
+        begun += 1
+        chance *= starts / begun
+        num_prompt_tokens = begun * lengths.mean_prompt_tokens
+        interference += chance * num_prompt_tokens * num_decodes / (num_prompt_tokens + num_decodes)
+    step_s = without * costs.decode_step_s + (1 - without) * costs.mixed_step_s + costs.interference_s * interference
+    work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
+    return 1 / (work_s + step_s / starts)
+
+
+def crossover_s(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: Lengths) -> float:
+    """By how many seconds a token mixed steps may be slower than exclusive ones before exclusive batching wins: (7).
+
+    ``num_slots`` are requests, not tokens. It is very sensitive to ``mixed_step_s``, which has to be measured.
+    """
+    cycle_s = costs.switch_s + costs.decode_step_s * threshold.num_steps
+    exclusive_s = cycle_s / (threshold.idle_share * num_slots)
+    mixed_s = costs.mixed_step_s * (1 + lengths.mean_output_tokens) / num_slots
+    return (exclusive_s - mixed_s) / lengths.num_tokens
+
+
+def max_safe_slots(
+    capacity_tokens: float, risk: float, threshold: Threshold, lengths: Lengths, *, at_most: int = 1 << 20
+) -> int:
+    """The largest N whose KV stays within ``capacity_tokens`` through a decode phase, but for a chance of ``risk``.
+
+    A normal bound on the sum of what the slots hold, at the moments at which it can be largest: the start of the phase,
+    its end, and where growth and releases balance. It kept its promise in 41 of 42 cases (the miss: 0.0104 for 0.01);
+    the paper's own bound, (6), in 2. Returns 0 if not even one slot is safe.
+    """
+    idle_share = threshold.idle_share
+    mean_output = lengths.mean_output_tokens
+    phase_tokens = -math.log1p(-idle_share) * mean_output if idle_share < 1 else threshold.num_steps
+    age = (1 - idle_share) * phase_tokens / idle_share  # mean tokens of a survivor when the phase starts
+    age_variance = phase_tokens**2 * (1 - idle_share) / idle_share**2
+    balanced = min(max(mean_output - lengths.mean_prompt_tokens - age, 0.0), phase_tokens)
+    score = NormalDist().inv_cdf(1 - risk) + 0.5
+
+    def holds(num_slots: int) -> bool:
+        for tokens in (0.0, balanced / 2, balanced, phase_tokens):
+            survival = math.exp(-tokens / mean_output)
+            held = lengths.mean_prompt_tokens + age + tokens
+            mean = survival * held
+            variance = survival * (held**2 + lengths.var_prompt_tokens + age_variance) - mean**2
+            bound = num_slots * (mean + 1) + score * math.sqrt(num_slots * max(variance, 0.0))
+            if bound > capacity_tokens:
+                return False
+        return True
+
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

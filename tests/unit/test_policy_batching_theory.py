@@ -1,0 +1,261 @@
+"""The theory of batching modes against brute force: root finders, exhaustive searches, an exact chain, simulations."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pdmesh.policy.batching_theory import (
+    Lengths,
+    StepCosts,
+    Threshold,
+    crossover_s,
+    exclusive_throughput,
+    geometric_threshold,
+    max_safe_slots,
+    mixed_throughput,
+    phase_exponent,
+    renewal_threshold,
+)
+
+FREE_TOKENS = StepCosts(switch_s=1.0, decode_step_s=1.0, mixed_step_s=1.0, prompt_token_s=0.0, decode_token_s=0.0)
+
+
+def costs(switch_s: float, **others: float) -> StepCosts:
+    values = {"decode_step_s": 1.0, "mixed_step_s": 1.0, "prompt_token_s": 0.0, "decode_token_s": 0.0, **others}
+    return StepCosts(switch_s=switch_s, **values)
+
+
+@given(st.floats(min_value=1e-14, max_value=1e6))
+def test_the_exponent_solves_its_equation(rho: float) -> None:
+    exponent = phase_exponent(rho)
+    series = sum(exponent**n / math.factorial(n) for n in range(2, 30)) if exponent < 1 else 0.0
+    assert (series or math.expm1(exponent) - exponent) == pytest.approx(rho, rel=1e-12)
+
+
+def test_a_negative_ratio_of_costs_is_refused() -> None:
+    assert phase_exponent(0.0) == 0.0
+    with pytest.raises(ValueError, match="cannot be negative"):
+        phase_exponent(-1.0)
+
+
+@given(
+    mean_output=st.floats(16, 2048),
+    switch_s=st.floats(0.05, 60),
+    token_s=st.floats(0, 0.1),
+    num_slots=st.integers(8, 512),
+)
+def test_no_other_threshold_of_the_fluid_model_is_better(
+    mean_output: float, switch_s: float, token_s: float, num_slots: int
+) -> None:
+    lengths = Lengths(mean_prompt_tokens=256, mean_output_tokens=mean_output)
+    of = costs(switch_s, prompt_token_s=token_s, decode_token_s=token_s)
+    best = exclusive_throughput(num_slots, geometric_threshold(of, mean_output), of, lengths)
+    for idle_share in np.linspace(0.002, 0.998, 499):
+        num_steps = math.log1p(-float(idle_share)) / math.log1p(-1 / mean_output)
+        other = Threshold(float(idle_share), num_steps)
+        assert exclusive_throughput(num_slots, other, of, lengths) <= best * (1 + 1e-12)
+
+
+def chain_throughputs(num_slots: int, mean_output: float, switch_s: float) -> NDArray[np.float64]:
+    """Requests a second for k = 1 to N in the exact chain: a busy slot ends with probability 1 / mean at every step."""
+    p = 1 / mean_output
+    log_p, log_q = math.log(p), math.log1p(-p)
+    factorials = np.array([math.lgamma(n + 1) for n in range(num_slots + 1)])
+    visits = np.zeros(num_slots + 1)  # expected number of steps that begin with so many busy
+    flow = np.zeros((num_slots + 1, num_slots + 1))  # from n busy to m
+    for n in range(1, num_slots + 1):
+        ended = np.arange(n + 1)
+        log_pmf = factorials[n] - factorials[ended] - factorials[n - ended] + ended * log_p + (n - ended) * log_q
+        flow[n, n - ended] = np.exp(log_pmf)
+    visits[num_slots] = 1 / (1 - flow[num_slots, num_slots])
+    for n in range(num_slots - 1, 0, -1):
+        visits[n] = (visits[n + 1 :] @ flow[n + 1 :, n]) / (1 - flow[n, n])
+    result = np.zeros(num_slots)
+    for k in range(1, num_slots + 1):
+        going_on = np.arange(num_slots - k + 1, num_slots + 1)  # busy counts at which the phase goes on
+        steps = visits[going_on].sum()
+        freed = sum(
+            visits[n] * (flow[n, : num_slots - k + 1] @ (num_slots - np.arange(num_slots - k + 1))) for n in going_on
+        )
+        result[k - 1] = freed / (switch_s + steps)
+    return result
+
+
+@pytest.mark.parametrize("num_slots", [64, 256])
+@pytest.mark.parametrize(("mean_output", "ratio"), [(16, 0.15), (16, 17), (64, 1), (256, 5), (1024, 17)])
+def test_in_an_exact_chain_the_threshold_loses_next_to_nothing(num_slots: int, mean_output: int, ratio: float) -> None:
+    exact = chain_throughputs(num_slots, mean_output, ratio)
+    threshold = geometric_threshold(costs(ratio), mean_output)
+    k = max(round(threshold.idle_share * num_slots), 1)
+    assert exact[k - 1] >= 0.996 * exact.max()
+    predicted = exclusive_throughput(
+        num_slots, threshold, costs(ratio), Lengths(mean_prompt_tokens=0, mean_output_tokens=mean_output)
+    )
+    assert predicted == pytest.approx(exact[k - 1], rel=0.008 if num_slots == 64 else 0.003)
+
+
+@given(
+    outputs=st.lists(st.integers(1, 400), min_size=1, max_size=60),
+    switch_s=st.floats(0.05, 60),
+)
+def test_no_other_phase_of_the_renewal_model_is_better(outputs: list[int], switch_s: float) -> None:
+    threshold = renewal_threshold(costs(switch_s), outputs)
+
+    def cost(num_steps: int) -> float:
+        phases = sum(-(-length // num_steps) for length in outputs) / len(outputs)
+        return (switch_s + num_steps) * phases
+
+    best = min(cost(num_steps) for num_steps in range(1, max(outputs) + 1))
+    assert cost(round(threshold.num_steps)) <= 1.012 * best
+    assert (switch_s + threshold.num_steps) / threshold.idle_share == pytest.approx(cost(round(threshold.num_steps)))
+
+
+def test_both_thresholds_agree_where_outputs_are_geometric() -> None:
+    rng = np.random.default_rng(0)
+    outputs = rng.geometric(1 / 256, 20_000).tolist()
+    renewal, geometric = renewal_threshold(costs(17), outputs), geometric_threshold(costs(17), 256)
+    for threshold in (renewal, geometric):  # the optimum is flat: compare what they give
+        k = round(threshold.idle_share * 256)
+        exact = chain_throughputs(256, 256, 17)
+        assert exact[k - 1] >= 0.999 * exact.max()
+    assert renewal.idle_share == pytest.approx(geometric.idle_share, rel=0.1)
+
+
+def simulated_exclusive(num_slots: int, k: int, outputs: NDArray[np.int64], switch_s: float) -> float:
+    """Requests a step of slots that are filled again whenever k are idle."""
+    left, taken, ended, time_s = outputs[:num_slots].copy(), num_slots, 0, 0.0
+    while taken + num_slots < len(outputs):
+        running = np.sort(left)
+        num_steps = int(running[k - 1])
+        left -= num_steps
+        idle = left <= 0
+        num_idle = int(idle.sum())
+        left[idle] = outputs[taken : taken + num_idle]
+        taken += num_idle
+        ended += num_idle
+        time_s += switch_s + num_steps
+    return ended / time_s
+
+
+def test_for_outputs_whose_hazard_grows_the_renewal_threshold_is_the_best_one() -> None:
+    rng = np.random.default_rng(1)
+    outputs = np.maximum(rng.gamma(2, 128, 60_000), 1).astype(np.int64)
+    threshold = renewal_threshold(costs(17), outputs[:500].tolist())
+    every = {k: simulated_exclusive(256, k, outputs, 17) for k in range(8, 200, 8)}
+    ours = simulated_exclusive(256, max(round(threshold.idle_share * 256), 1), outputs, 17)
+    assert ours >= 0.995 * max(every.values())
+
+
+def simulated_mixed(num_slots: int, of: StepCosts, prompt: int, mean_output: int, num_steps: int) -> float:
+    """Requests a second where every slot that ends takes the next prompt at once, in one chunk."""
+    rng = random.Random(2)
+    left = [int(rng.expovariate(1 / mean_output)) + 2 for _ in range(num_slots)]
+    starting = [False] * num_slots
+    ended, time_s = 0, 0.0
+    for _ in range(num_steps):
+        chunks = sum(starting)
+        prompt_tokens, decodes = chunks * prompt, num_slots - chunks
+        step_s = of.mixed_step_s if chunks else of.decode_step_s
+        step_s += of.prompt_token_s * prompt_tokens + of.decode_token_s * decodes
+        if chunks:
+            step_s += of.interference_s * prompt_tokens * decodes / (prompt_tokens + decodes)
+        time_s += step_s
+        for slot in range(num_slots):
+            starting[slot] = False
+            left[slot] -= 1
+            if left[slot] <= 0:
+                ended += 1
+                starting[slot] = True
+                left[slot] = 1 + max(1, round(-mean_output * math.log(1 - rng.random())))
+    return ended / time_s
+
+
+@pytest.mark.parametrize(("num_slots", "prompt", "mean_output"), [(32, 128, 128), (64, 512, 64), (16, 256, 256)])
+def test_mixed_throughput_is_what_a_simulation_of_its_steps_gives(
+    num_slots: int, prompt: int, mean_output: int
+) -> None:
+    of = StepCosts(
+        switch_s=6e-3,
+        decode_step_s=4e-3,
+        mixed_step_s=6e-3,
+        prompt_token_s=1.5e-5,
+        decode_token_s=2e-5,
+        interference_s=1e-4,
+    )
+    lengths = Lengths(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
+    simulated = simulated_mixed(num_slots, of, prompt, mean_output, 20_000)
+    assert mixed_throughput(num_slots, of, lengths) == pytest.approx(simulated, rel=0.03)
+
+
+def test_exclusive_batching_wins_where_interference_costs_more_than_the_crossover() -> None:
+    lengths = Lengths(mean_prompt_tokens=128, mean_output_tokens=128)
+    of = costs(6e-3, decode_step_s=4e-3, mixed_step_s=6e-3, prompt_token_s=1.5e-4, decode_token_s=2e-4)
+    threshold = geometric_threshold(of, 128)
+    bound = crossover_s(64, threshold, of, lengths)
+    # (7) charges every mixed step its constant, so compare where all of them carry chunks.
+    for extra_s, exclusive_wins in ((-1e-6, False), (1e-6, True)):
+        slow_s = (bound + extra_s) * lengths.num_tokens
+        mixed_s = of.mixed_step_s * (1 + 128) / 64 + of.prompt_token_s * 128 + of.decode_token_s * 128 + slow_s
+        assert (exclusive_throughput(64, threshold, of, lengths) > 1 / mixed_s) is exclusive_wins
+
+
+def peaks_above(capacity: float, num_slots: int, k: int, lengths: Lengths, num_phases: int) -> float:
+    """Share of decode phases in which what is held exceeds the capacity; geometric outputs, fixed prompts."""
+    rng = np.random.default_rng(3)
+    p = 1 / lengths.mean_output_tokens
+    prompt = lengths.mean_prompt_tokens
+    ages, busy = np.zeros(num_slots), np.zeros(num_slots, dtype=bool)
+    above = 0
+    for phase in range(num_phases + 50):
+        ages[~busy], busy[:] = 0.0, True
+        peak = 0.0
+        while num_slots - busy.sum() < k:
+            ages[busy] += 1
+            peak = max(peak, float((prompt + ages[busy]).sum()))
+            busy &= rng.random(num_slots) >= p
+        above += phase >= 50 and peak > capacity
+    return above / num_phases
+
+
+@pytest.mark.parametrize(
+    ("capacity", "prompt", "mean_output", "idle_share"), [(200_000, 256, 512, 0.219), (200_000, 1024, 256, 0.291)]
+)
+def test_as_many_slots_as_are_said_to_be_safe_are(
+    capacity: int, prompt: int, mean_output: int, idle_share: float
+) -> None:
+    lengths = Lengths(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
+    threshold = Threshold(idle_share, -math.log1p(-idle_share) * mean_output)
+    num_slots = max_safe_slots(capacity, 0.05, threshold, lengths)
+    k = max(int(idle_share * num_slots), 1)
+    assert peaks_above(capacity, num_slots, k, lengths, 400) <= 0.05
+    assert peaks_above(capacity, round(1.3 * num_slots), k, lengths, 100) > 0.05
+
+
+def test_no_slot_is_safe_where_one_request_does_not_fit() -> None:
+    lengths = Lengths(mean_prompt_tokens=1000, mean_output_tokens=100)
+    assert max_safe_slots(500, 0.01, geometric_threshold(FREE_TOKENS, 100), lengths) == 0
+
+
+def test_where_mixed_steps_interfere_exclusive_batching_is_ahead_and_where_they_do_not_it_is_not() -> None:
+    lengths = Lengths(mean_prompt_tokens=128, mean_output_tokens=128)
+    bound_by_bandwidth = StepCosts(
+        switch_s=6e-3,
+        decode_step_s=4e-3,
+        mixed_step_s=6e-3,
+        prompt_token_s=1.5e-4,
+        decode_token_s=2e-4,
+        interference_s=1e-4,
+    )
+    gain = exclusive_throughput(64, geometric_threshold(bound_by_bandwidth, 128), bound_by_bandwidth, lengths)
+    assert gain / mixed_throughput(64, bound_by_bandwidth, lengths) == pytest.approx(1.08, abs=0.02)
+    for num_slots in (8, 64, 256):
+        free = costs(6e-3, decode_step_s=4e-3, mixed_step_s=4e-3, prompt_token_s=1.5e-4, decode_token_s=2e-4)
+        exclusive = exclusive_throughput(num_slots, geometric_threshold(free, 128), free, lengths)
+        assert exclusive < mixed_throughput(num_slots, free, lengths)
