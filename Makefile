@@ -1,6 +1,7 @@
 # make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
 # make test   everything CI runs
 # make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results.md
+# make docs   write the tables of docs/configuration.md from the settings' types
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
 #
@@ -21,7 +22,7 @@ TEST_STAMP := $(VENV)/.test-$(STATE)
 # Two cores and many processes: one thread for each. Tests never ask a hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: up test lint results fmt clean
+.PHONY: up test lint results docs fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up $(ARGS)
@@ -38,6 +39,9 @@ lint: $(TEST_STAMP)
 
 results: $(TEST_STAMP)
 	$(BIN)/python benchmarks/results.py $(ARGS)
+
+docs: $(TEST_STAMP)
+	$(BIN)/python -m pdmesh.cli.reference docs/configuration.md
 
 fmt: $(TEST_STAMP)
 	$(BIN)/ruff check --fix .

@@ -57,9 +57,9 @@ def main() -> None:
             for topology, (prefill, decode, mixed) in TOPOLOGIES.items():
                 for chunk in arguments.chunks.split(","):
                     began_s = time.monotonic()
-                    settings = {"SCHEDULER_BUNDLE": "fcfs", "SCHEDULER_CHUNK_TOKENS": chunk}
+                    settings = {"SCHEDULER_BUNDLE": "fcfs", "POLICY_CHUNK_TOKENS": chunk}
                     if chunk == "adaptive":  # prompts of 4,000 are long, so that the others interrupt them
-                        settings = {"SCHEDULER_BUNDLE": "pdmesh", "SCHEDULER_LONG_PROMPT_TOKENS": "2000"}
+                        settings = {"SCHEDULER_BUNDLE": "pdmesh", "POLICY_LONG_PROMPT_TOKENS": "2000"}
                     with running_mesh(
                         folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings
                     ) as mesh:

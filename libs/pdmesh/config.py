@@ -2,7 +2,8 @@
 
 Every setting has three names that follow from its field: ``[worker] kv_cache_bytes`` in the file,
 ``PDMESH_WORKER_KV_CACHE_BYTES`` in the environment, and, where a command offers it,
-``--kv-cache-bytes``. No other module reads the environment.
+``--kv-cache-bytes``. No other module reads the environment. What a setting may be and what it means stands
+in its type (`pdmesh.settings`); the tables of ``docs/configuration.md`` are made of these.
 
 `load_config` builds the tree, `environment_of` turns it back into the environment of a child process, and
 `to_toml` and `to_dict` record it.
@@ -10,18 +11,17 @@ Every setting has three names that follow from its field: ``[worker] kv_cache_by
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import math
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pdmesh.errors import ConfigError
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.settings import COUNT, PORT, SECRET, Range, Setting, one_of, settings_of, values_of, with_values
 
 LOOPBACK = "127.0.0.1"
 
@@ -33,107 +33,130 @@ class SecurityConfig:
     `trusted_network` overrides that.
     """
 
-    api_keys_file: Path | None = None  # one key a line; the HTTP and gRPC edges ask for one of them
-    api_key: str | None = None  # or a single key
-    mesh_token: str = ""  # shared secret of our own services
-    tls_cert: Path | None = None  # our certificate: turns TLS on, at the edges and between services
-    tls_key: Path | None = None  # its key
-    tls_ca: Path | None = None  # peers' certificates are checked against it (mutual TLS between services)
-    trusted_network: bool = False  # the operator vouches for the network a wider bind is reachable from
+    api_keys_file: Annotated[Path | None, "one key a line; the HTTP and gRPC edges ask for one of them"] = None
+    api_key: Annotated[str | None, SECRET, "or a single key"] = None
+    mesh_token: Annotated[str, SECRET, "shared secret of our own services"] = ""
+    tls_cert: Annotated[Path | None, "our certificate: turns TLS on, at the edges and between services"] = None
+    tls_key: Annotated[Path | None, "its key"] = None
+    tls_ca: Annotated[Path | None, "peers' certificates are checked against it (mutual TLS between services)"] = None
+    trusted_network: Annotated[bool, "the operator vouches for the network a wider bind is reachable from"] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    host: str = LOOPBACK  # where HTTP and gRPC clients connect
-    port: int = 8000  # HTTP; 0 takes a free port
-    grpc_port: int = 0  # protobuf service for typed clients; 0 takes a free port
-    token_host: str = LOOPBACK  # where workers stream tokens to
-    token_port: int = 0  # 0 takes a free port
-    token_address: str | None = None  # what workers dial; default: token_host:token_port
-    max_body_bytes: int = 32 * 1024 * 1024  # of an HTTP request; more is a 413
-    max_n: int = 128  # choices of one request (`n` times prompts)
-    max_concurrent_requests: int = 4096  # under way at once; more is a 429
-    max_queued_bytes: int = 512 * 1024 * 1024  # bodies and prompts held for requests under way
-    body_timeout_s: float = 30.0  # a body that does not end
-    request_timeout_s: float = 3600.0  # a whole request
-    default_max_tokens: int | None = None  # for requests that do not say; None: up to the context length
+    """Where clients connect, and what they may ask for."""
+
+    host: Annotated[str, "where HTTP and gRPC clients connect"] = LOOPBACK
+    port: Annotated[int, PORT, "HTTP; 0 takes a free port"] = 8000
+    grpc_port: Annotated[int, PORT, "protobuf service for typed clients; 0 takes a free port"] = 0
+    token_host: Annotated[str, "where workers stream tokens to"] = LOOPBACK
+    token_port: Annotated[int, PORT, "0 takes a free port"] = 0
+    token_address: Annotated[str | None, "what workers dial; default: token_host:token_port"] = None
+    max_body_bytes: Annotated[int, COUNT, "of an HTTP request; more is a 413"] = 32 * 1024 * 1024
+    max_n: Annotated[int, COUNT, "choices of one request (`n` times prompts)"] = 128
+    max_concurrent_requests: Annotated[int, COUNT, "under way at once; more is a 429"] = 4096
+    max_queued_bytes: Annotated[int, COUNT, "bodies and prompts held for requests under way"] = 512 * 1024 * 1024
+    body_timeout_s: Annotated[float, "a body that does not end"] = 30.0
+    request_timeout_s: Annotated[float, "a whole request"] = 3600.0
+    default_max_tokens: Annotated[
+        int | None, COUNT, "for requests that do not say; if not set, up to the context length"
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    host: str = LOOPBACK  # where it listens for gateways and workers
-    port: int = 0  # 0 takes a free port
-    metrics_port: int = 0  # Prometheus, on telemetry.metrics_host; 0 takes a free port
-    bundle: str = "pdmesh"  # which policies decide
-    profile: str | None = None  # how long steps take: a built-in name or a file; None: instances measure themselves
-    chunk_tokens: int = 512  # static chunk size, tokens of prefill per step
-    slo_ttft_s: float = 1.0  # a request that asks for no TTFT gets this...
-    slo_ttft_stretch: float = 2.0  # ...and so many times the time its prompt takes alone
-    slo_tpot_s: float = 0.05  # time budget of an adaptive step beside decodes
-    prefill_step_s: float = 0.2  # time budget of an adaptive step without decodes: what an urgent request may wait
-    long_prompt_tokens: int = 8192  # adaptive steps have at most one prompt as long as this
-    local_prompt_tokens: int = 1024  # prompts up to this may be computed where they decode; 0: never
-    plans_in_flight: int = 2  # per instance, so that the device never waits for a round trip
-    max_queue_entries: int = 4096  # requests waiting; more is a 429
-    max_queue_bytes: int = 512 * 1024 * 1024  # prompts held for requests that wait
-    max_queue_s: float = 120.0  # a request that waited this long gets a 503
-    lease_s: float = 5.0  # a silent instance or gateway is given up after this
-    heartbeat_s: float = 1.0  # how often instances and gateways say that they live
-    orphan_grace_s: float = 3.0  # after a restart: how long a request may wait to be claimed by an instance
-    event_log: Path | None = None  # append-only record of all events, for replay
-    max_records: int = 10_000  # finished requests remembered for `pdmesh requests show`
+    """Where everybody dials, and what may wait there."""
+
+    host: Annotated[str, "where it listens for gateways and workers"] = LOOPBACK
+    port: Annotated[int, PORT, "0 takes a free port"] = 0
+    metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
+    bundle: Annotated[str, "which policies decide; see [policies](policies.md)"] = "pdmesh"
+    profile: Annotated[
+        str | None,
+        "how long steps take: a built-in name or a file of `pdmesh profile`; else instances measure it at their start",
+    ] = None
+    group_profile: Annotated[str | None, "the same of a group of instances; else as one instance"] = None
+    plans_in_flight: Annotated[int, COUNT, "per instance, so that the device never waits for a round trip"] = 2
+    max_queue_entries: Annotated[int, COUNT, "requests waiting; more is a 429"] = 4096
+    max_queue_bytes: Annotated[int, COUNT, "prompts held for requests that wait"] = 512 * 1024 * 1024
+    max_queue_s: Annotated[float, "a request that waited this long gets a 503"] = 120.0
+    lease_s: Annotated[float, "a silent instance or gateway is given up after this"] = 5.0
+    heartbeat_s: Annotated[float, "how often instances and gateways say that they live"] = 1.0
+    orphan_grace_s: Annotated[float, "after a restart: how long a request may wait to be claimed by an instance"] = 3.0
+    event_log: Annotated[Path | None, "append-only record of all events, for replay"] = None
+    max_records: Annotated[int, "finished requests remembered for `pdmesh requests show`"] = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    instance_id: str | None = None  # default: role and a random suffix
-    served_model_name: str | None = None  # what clients call the model; default: its hub id or directory name
-    dtype: str = "auto"  # auto: the checkpoint's; float32 | bfloat16
-    device: str = "auto"  # auto: cuda if there is one, else cpu
-    role: str | None = None  # prefill | decode | mixed; default: that of the service
-    engine: str = "torch"  # torch | fake (a stand-in that takes no time, for tests and benchmarks)
-    block_size: int = 16  # tokens
-    kv_cache_bytes: int = 256 * 1024 * 1024  # of one instance
-    max_model_len: int | None = None  # default: the checkpoint's
-    max_num_seqs: int = 64  # requests an instance decodes at once
-    num_threads: int = 0  # 0: a fair share of the machine's cores
-    metrics_port: int = 0  # Prometheus, on telemetry.metrics_host; 0 takes a free port
-    deterministic: bool = False  # results do not depend on batch and chunk shape
+    """What an instance runs."""
+
+    instance_id: Annotated[str | None, "default: role and a random suffix"] = None
+    served_model_name: Annotated[str | None, "what clients call the model; default: its hub id or directory name"] = (
+        None
+    )
+    dtype: Annotated[str, one_of("auto", "float32", "bfloat16"), "auto: the checkpoint's"] = "auto"
+    device: Annotated[str, "auto: cuda if there is one, else cpu"] = "auto"
+    role: Annotated[str | None, one_of("prefill", "decode", "mixed"), "default: that of the service"] = None
+    engine: Annotated[str, one_of("torch", "fake"), "fake: a stand-in that takes no time, for tests and benchmarks"] = (
+        "torch"
+    )
+    block_size: Annotated[int, Range(1, 4096), "tokens"] = 16
+    kv_cache_bytes: Annotated[int, COUNT, "of one instance"] = 256 * 1024 * 1024
+    max_model_len: Annotated[int | None, COUNT, "default: the checkpoint's"] = None
+    max_num_seqs: Annotated[int, COUNT, "requests an instance decodes at once"] = 64
+    num_threads: Annotated[int, Range(0, 4096), "0: a fair share of the machine's cores"] = 0
+    metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
+    deterministic: Annotated[bool, "results do not depend on batch and chunk shape"] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    transport: str = "ucx"  # ucx | memory (one process, tests)
-    num_backends: int = 8  # requests an instance receives at once
-    max_payload_bytes: int = 1024 * 1024  # one piece
-    num_send_buffers: int = 16  # of max_payload_bytes each
-    num_receive_buffers: int = 16  # of max_payload_bytes each
-    deadline_s: float = 120.0  # to land, once granted and wholly computed
-    no_progress_s: float = 10.0  # one piece
-    ucx_tls: str | None = None  # passed to UCX as it is; None leaves UCX's own choice (and UCX_TLS)
-    ucx_net_devices: str = (
-        "lo"  # network devices UCX may listen on; "all" or names for several hosts. UCX_NET_DEVICES wins
-    )
+    """How KV moves between instances."""
+
+    transport: Annotated[str, one_of("ucx", "memory"), "memory: within one process, for tests"] = "ucx"
+    num_backends: Annotated[int, COUNT, "requests an instance receives at once"] = 8
+    max_payload_bytes: Annotated[int, Range(4096, 1 << 30), "one piece"] = 1024 * 1024
+    num_send_buffers: Annotated[int, COUNT, "of max_payload_bytes each"] = 16
+    num_receive_buffers: Annotated[int, COUNT, "of max_payload_bytes each"] = 16
+    deadline_s: Annotated[float, "to land, once granted and wholly computed"] = 120.0
+    no_progress_s: Annotated[float, "one piece"] = 10.0
+    ucx_tls: Annotated[
+        str | None,
+        "passed to UCX as it is, and must leave a network transport; if not set, UCX's own choice (and UCX_TLS)",
+    ] = None
+    ucx_net_devices: Annotated[
+        str, "network devices UCX may listen on; 'all' or names for several hosts. UCX_NET_DEVICES wins"
+    ] = "lo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
-    log_level: str = "info"  # debug, info, warning or error
-    log_format: str = "auto"  # auto: console on a terminal, else json
-    metrics_host: str = LOOPBACK  # where scheduler and workers serve Prometheus; the gateway does on its own port
-    otlp_endpoint: str | None = None  # default: OTEL_EXPORTER_OTLP_ENDPOINT; none: no spans
+    """Logs, metrics and spans."""
+
+    log_level: Annotated[str, one_of("debug", "info", "warning", "error"), "what is less than this is not logged"] = (
+        "info"
+    )
+    log_format: Annotated[str, one_of("auto", "console", "json"), "auto: console on a terminal, else json"] = "auto"
+    metrics_host: Annotated[str, "where scheduler and workers serve Prometheus; the gateway does on its own port"] = (
+        LOOPBACK
+    )
+    otlp_endpoint: Annotated[str | None, "default: OTEL_EXPORTER_OTLP_ENDPOINT; none: no spans"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
-    """The whole tree. `model` is a directory or a hub id; None is the built-in demo model."""
+    """The whole tree."""
 
-    model: str | None = None
-    scheduler_address: str = ""  # host:port that workers and gateways dial
-    ready_fd: int | None = None  # an inherited pipe: one JSON line is written to it when the service can serve
+    model: Annotated[str | None, "directory or hub id of the checkpoint; the built-in demo if not set"] = None
+    scheduler_address: Annotated[str, "host:port that workers and gateways dial; `pdmesh up` sets it"] = ""
+    ready_fd: Annotated[
+        int | None, "set by `pdmesh up`: an inherited pipe that gets one JSON line when the service can serve"
+    ] = None
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -147,80 +170,6 @@ CONFIG_FILE_VARIABLE = "PDMESH_CONFIG"
 #: OpenTelemetry's own names of `telemetry.otlp_endpoint`, taken where we are told nothing; the SDK reads all others.
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
-#: Never shown or recorded.
-SECRETS = frozenset({"security.api_key", "security.mesh_token"})
-
-_PORT = (0, 65535)
-_ANY_COUNT = (0, math.inf)
-_COUNT = (1, math.inf)
-
-#: Inclusive limits. A duration not named here must be above zero, a number not named here at least zero.
-_RANGES: dict[str, tuple[float, float]] = {
-    "gateway.port": _PORT,
-    "gateway.grpc_port": _PORT,
-    "gateway.token_port": _PORT,
-    "gateway.max_body_bytes": _COUNT,
-    "gateway.max_n": _COUNT,
-    "gateway.max_concurrent_requests": _COUNT,
-    "gateway.max_queued_bytes": _COUNT,
-    "gateway.default_max_tokens": _COUNT,
-    "scheduler.port": _PORT,
-    "scheduler.metrics_port": _PORT,
-    "scheduler.chunk_tokens": _COUNT,
-    "scheduler.slo_ttft_stretch": (0.0, math.inf),
-    "scheduler.long_prompt_tokens": _COUNT,
-    "scheduler.plans_in_flight": _COUNT,
-    "scheduler.max_queue_entries": _COUNT,
-    "scheduler.max_queue_bytes": _COUNT,
-    "worker.metrics_port": _PORT,
-    "worker.block_size": (1, 4096),
-    "worker.kv_cache_bytes": _COUNT,
-    "worker.max_model_len": _COUNT,
-    "worker.max_num_seqs": _COUNT,
-    "worker.num_threads": (0, 4096),
-    "transfer.num_backends": _COUNT,
-    "transfer.max_payload_bytes": (4096, 1 << 30),
-    "transfer.num_send_buffers": _COUNT,
-    "transfer.num_receive_buffers": _COUNT,
-}
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "worker.role": ("prefill", "decode", "mixed"),
-    "worker.dtype": ("auto", "float32", "bfloat16"),
-    "worker.engine": ("torch", "fake"),
-    "transfer.transport": ("ucx", "memory"),
-    "telemetry.log_level": ("debug", "info", "warning", "error"),
-    "telemetry.log_format": ("auto", "console", "json"),
-}
-
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """One leaf of the tree."""
-
-    name: str  # "gateway.port"
-    type: type
-    optional: bool
-    default: object
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.replace(".", "_").upper()
-
-
-def _settings(node: type = MeshConfig, prefix: str = "") -> Iterator[_Setting]:
-    hints = typing.get_type_hints(node)
-    for item in dataclasses.fields(node):
-        name, hint = prefix + item.name, hints[item.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _settings(typing.cast(type, hint), name + ".")
-            continue
-        optional = isinstance(hint, types.UnionType)
-        plain = next(part for part in typing.get_args(hint) if part is not types.NoneType) if optional else hint
-        yield _Setting(name, plain, optional, item.default)
-
 
 def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> MeshConfig:
     """Build the tree from ``file`` (else the one `PDMESH_CONFIG` names), environment and flags, the last one winning.
@@ -228,31 +177,30 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
     ``flags`` are dotted names (``gateway.port``) with a value or None for "not given". Variables without our prefix
     are left to those they belong to (HF_*, UCX_*, CUDA_*, OTEL_*). Raises ConfigError.
     """
-    settings = {setting.name: setting for setting in _settings()}
+    settings = {setting.name: setting for setting in settings_of(MeshConfig)}
     values: dict[str, object] = {}
     if file is None and environ.get(CONFIG_FILE_VARIABLE):
         file = Path(environ[CONFIG_FILE_VARIABLE])
     if file is not None:
         for name, value in _read_toml(file):
-            values[name] = _checked(_lookup(settings, name, f"{name} in {file}"), value, f"{name} in {file}")
+            values[name] = _lookup(settings, name, f"{name} in {file}").checked(value, f"{name} in {file}")
 
     for variable in _OTLP_VARIABLES:
         if environ.get(variable):
             values.setdefault("telemetry.otlp_endpoint", environ[variable])
 
-    by_variable = {setting.variable: setting for setting in settings.values()}
+    by_variable = {_variable(setting): setting for setting in settings.values()}
     for variable, text in environ.items():
         if variable.startswith(PREFIX) and variable != CONFIG_FILE_VARIABLE:
             setting = _lookup(by_variable, variable, variable)
-            values[setting.name] = _checked(setting, _parsed(setting, text), variable)
+            values[setting.name] = setting.checked(setting.parsed(text), variable)
 
     for name, value in flags.items():
         if value is not None:
             setting = _lookup(settings, name, name)
-            parsed = _parsed(setting, value) if isinstance(value, str) else value
-            values[name] = _checked(setting, parsed, name)
+            values[name] = setting.checked(setting.parsed(value), name)
 
-    config = typing.cast(MeshConfig, _build(MeshConfig, values))
+    config = typing.cast(MeshConfig, with_values(MeshConfig, values))
     if (config.security.tls_cert is None) != (config.security.tls_key is None):
         raise ConfigError("security.tls_cert and security.tls_key go together: set both or neither")
     return config
@@ -261,38 +209,37 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
 def to_dict(config: MeshConfig, *, secrets: bool = False) -> dict[str, Any]:
     """The tree as plain values. Secrets that are set show as ``***`` unless asked for."""
 
-    def plain(name: str, value: object) -> object:
-        if name in SECRETS and value and not secrets:
-            return "***"
-        return str(value) if isinstance(value, Path) else value
-
     tree: dict[str, Any] = {}
-    for name, value in _leaves(config):
-        section, _, key = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[key] = plain(name, value)
+    for setting, value in values_of(config):
+        section, _, key = setting.name.rpartition(".")
+        shown = "***" if setting.secret and value and not secrets else value
+        (tree.setdefault(section, {}) if section else tree)[key] = str(shown) if isinstance(shown, Path) else shown
     return tree
 
 
 def to_toml(config: MeshConfig) -> str:
     """The tree as a TOML file that `load_config` reads back; what is unset or secret is left out as a comment."""
     lines: list[str] = []
-    for name, value in _flat(to_dict(config)):
-        section, _, key = name.rpartition(".")
+    for setting, value in values_of(config):
+        section, _, key = setting.name.rpartition(".")
         if section and f"[{section}]" not in lines:
             lines += ["", f"[{section}]"]
-        left_out = value is None or name in SECRETS
+        left_out = value is None or setting.secret
         lines.append(f"# {key} =" if left_out else f"{key} = {_toml_value(value)}")
     return "\n".join(lines).lstrip() + "\n"
 
 
 def environment_of(config: MeshConfig) -> dict[str, str]:
     """The variables that make `load_config` build ``config`` again, secrets among them; defaults are left out."""
-    defaults = {setting.name: setting for setting in _settings()}
     return {
-        defaults[name].variable: _environment_value(value)
-        for name, value in _leaves(config)
-        if value != defaults[name].default
+        _variable(setting): _environment_value(value)
+        for setting, value in values_of(config)
+        if value != setting.default
     }
+
+
+def _variable(setting: Setting) -> str:
+    return PREFIX + setting.name.replace(".", "_").upper()
 
 
 def _read_toml(file: Path) -> Iterator[tuple[str, object]]:
@@ -313,85 +260,12 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, o
             yield prefix + key, value
 
 
-def _lookup(known: Mapping[str, _Setting], name: str, where: str) -> _Setting:
+def _lookup(known: Mapping[str, Setting], name: str, where: str) -> Setting:
     if name in known:
         return known[name]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}?" if close else "`pdmesh config show` lists all settings"
     raise ConfigError(f"unknown setting {where}: {hint}")
-
-
-def _parsed(setting: _Setting, text: object) -> object:
-    """A value from text, or the text itself where it cannot be one (`_checked` then says so)."""
-    if not isinstance(text, str):
-        return text
-    if setting.optional and text == "":
-        return None
-    try:
-        if setting.type is bool:
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-        return setting.type(text)
-    except (ValueError, KeyError):
-        return text
-
-
-def _checked(setting: _Setting, value: object, where: str) -> object:
-    if value is None and setting.optional:
-        return None
-    if setting.type is Path and isinstance(value, str):
-        value = Path(value)
-    if setting.type is float and type(value) is int:
-        value = float(value)
-    if type(value) is not setting.type and not (setting.type is Path and isinstance(value, Path)):
-        raise ConfigError(f"{where} is {_shown(setting, value)}: wanted {_wanted(setting)}")
-    in_range = True
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        low, high = _range(setting)
-        in_range = low <= value <= high and math.isfinite(value)
-    if not in_range or (setting.name in _CHOICES and value not in _CHOICES[setting.name]):
-        raise ConfigError(f"{where} is {_shown(setting, value)}: wanted {_wanted(setting)}")
-    return value
-
-
-def _range(setting: _Setting) -> tuple[float, float]:
-    if setting.name.endswith("_s"):
-        return _RANGES.get(setting.name, (1e-3, math.inf))
-    return _RANGES.get(setting.name, _ANY_COUNT)
-
-
-def _shown(setting: _Setting, value: object) -> str:
-    return "a secret of the wrong type" if setting.name in SECRETS else repr(value)
-
-
-def _wanted(setting: _Setting) -> str:
-    if setting.name in _CHOICES:
-        return "one of " + ", ".join(_CHOICES[setting.name])
-    wanted = _WANTED[setting.type]
-    if setting.type in (int, float):
-        low, high = _range(setting)
-        wanted += f" of at least {low:g}" if math.isinf(high) else f" from {low:g} to {high:g}"
-    return wanted
-
-
-def _build(node: type, values: Mapping[str, object], prefix: str = "") -> object:
-    hints = typing.get_type_hints(node)
-    arguments: dict[str, object] = {}
-    for item in dataclasses.fields(node):
-        name, hint = prefix + item.name, hints[item.name]
-        if dataclasses.is_dataclass(hint):
-            arguments[item.name] = _build(typing.cast(type, hint), values, name + ".")
-        elif name in values:
-            arguments[item.name] = values[name]
-    return node(**arguments)
-
-
-def _leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for item in dataclasses.fields(typing.cast(Any, node)):
-        value = getattr(node, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{item.name}.")
-        else:
-            yield prefix + item.name, value
 
 
 def _environment_value(value: object) -> str:
@@ -404,4 +278,6 @@ def _toml_value(value: object) -> str:
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         return f'"{escaped}"'
+    if isinstance(value, Path):
+        return _toml_value(str(value))
     return str(value).lower() if isinstance(value, bool) else repr(value)

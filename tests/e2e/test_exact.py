@@ -60,8 +60,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         mixed=case.mixed,
         settings={
             "SCHEDULER_BUNDLE": case.bundle,
-            "SCHEDULER_CHUNK_TOKENS": str(case.chunk_tokens or 512),
-            "SCHEDULER_LONG_PROMPT_TOKENS": "1000",
+            "POLICY_CHUNK_TOKENS": str(case.chunk_tokens or 512),
+            "POLICY_LONG_PROMPT_TOKENS": "1000",
         },
     ) as mesh:
         yield Served(mesh, references)

@@ -21,7 +21,7 @@ CANCELLED_SHARE = 0.3
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
     folder = tmp_path_factory.mktemp("leaks")
     checkpoint = write_checkpoint(folder / "model")
-    with running_mesh(folder, model=checkpoint, settings={"SCHEDULER_LONG_PROMPT_TOKENS": "300"}) as mesh:
+    with running_mesh(folder, model=checkpoint, settings={"POLICY_LONG_PROMPT_TOKENS": "300"}) as mesh:
         yield mesh
 
 

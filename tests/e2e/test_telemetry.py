@@ -43,7 +43,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Generator[Observed]:
     folder = tmp_path_factory.mktemp("telemetry")
     settings = {
         "SCHEDULER_BUNDLE": "fcfs",
-        "SCHEDULER_CHUNK_TOKENS": "48",
+        "POLICY_CHUNK_TOKENS": "48",
         "TELEMETRY_LOG_LEVEL": "debug",
         "TELEMETRY_LOG_FORMAT": "json",
     }

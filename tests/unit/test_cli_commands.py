@@ -132,11 +132,9 @@ def test_wrong_usage_is_code_2(machine: Machine) -> None:
 
 
 def test_config_show_tells_what_is_in_force(machine: Machine) -> None:
-    done = machine.run(
-        "config", "show", "-o", "json", "--set", "scheduler.chunk_tokens=64", PDMESH_WORKER_DTYPE="float32"
-    )
+    done = machine.run("config", "show", "-o", "json", "--set", "policy.chunk_tokens=64", PDMESH_WORKER_DTYPE="float32")
     tree = json.loads(done.stdout)
-    assert (tree["scheduler"]["chunk_tokens"], tree["worker"]["dtype"]) == (64, "float32")
+    assert (tree["policy"]["chunk_tokens"], tree["worker"]["dtype"]) == (64, "float32")
 
 
 @pytest.mark.parametrize("command", [["status"], ["chat", "-m", "Hi"], ["requests", "show", "x"]])

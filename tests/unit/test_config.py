@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.cli.reference import with_tables
 from pdmesh.config import (
     GatewayConfig,
     MeshConfig,
@@ -20,6 +21,10 @@ from pdmesh.config import (
     to_toml,
 )
 from pdmesh.errors import ConfigError
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.latency import PROFILES
+from pdmesh.settings import settings_of
+from pdmesh_scheduler.main import core_config_of
 
 
 def toml_file(folder: Path, text: str) -> Path:
@@ -162,18 +167,41 @@ def test_only_what_differs_from_the_default_goes_to_children() -> None:
     assert environment_of(config) == {"PDMESH_MODEL": "m", "PDMESH_GATEWAY_PORT": "1"}
 
 
-def test_every_setting_is_documented_with_its_default() -> None:
-    text = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
-    for name, value in flat(to_dict(MeshConfig())):
-        section, _, key = name.rpartition(".")
-        part = text.split(f"## `[{section}]`")[1].split("\n## ")[0] if section else text.split("## Top level")[1]
-        (row,) = [line for line in part.splitlines() if line.startswith(f"| `{key}` |")]
-        shown = "—" if value is None or value == "" else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-        assert row.split(" | ")[2] == shown, name
+def test_every_setting_has_a_meaning() -> None:
+    assert [setting.name for setting in settings_of(MeshConfig) if not setting.meaning] == []
 
 
-def flat(tree: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
-    for key, value in tree.items():
-        found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return found
+def test_every_default_is_a_value_that_may_be_given() -> None:
+    for setting in settings_of(MeshConfig):
+        assert setting.checked(setting.default, setting.name) == setting.default
+
+
+def test_the_page_is_made_from_the_types() -> None:
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    assert with_tables(page) == page, "run `make docs`"
+
+
+def test_every_knob_of_the_policies_is_a_setting() -> None:
+    """Those that are none come from profiles, which are settings themselves."""
+    reachable = {setting.name.removeprefix("policy.") for setting in settings_of(MeshConfig)}
+    from_profiles = {"latency", "group_latency"}
+    assert {item.name for item in fields(PolicyConfig)} - reachable == from_profiles
+
+
+@given(data=st.data())
+def test_every_knob_of_the_policies_reaches_the_core(data: st.DataObject) -> None:
+    """Each is set to another value than its default in a file's terms, and found in the core's configuration."""
+    settings = [setting for setting in settings_of(MeshConfig) if setting.name.startswith("policy.")]
+    setting = data.draw(st.sampled_from(settings))
+    default = setting.default
+    assert isinstance(default, int | float)
+    value = data.draw(st.sampled_from([default / 2 if setting.type is float else default + 1]))
+    if setting.range is not None and not setting.range.low <= value <= setting.range.high:
+        value = type(default)(default * 1.5)
+    core = core_config_of(load_config(None, {}, {setting.name: value}), None)
+    assert getattr(core.policy, setting.name.removeprefix("policy.")) == value
+
+
+def test_profiles_reach_the_core_too() -> None:
+    config = load_config(None, {}, {"scheduler.group_profile": "a100-llama3-8b"})
+    assert core_config_of(config, None).policy.group_latency == PROFILES["a100-llama3-8b"]

@@ -93,7 +93,7 @@ def up(
         worker__max_model_len=max_model_len,
         worker__kv_cache_bytes=kv_cache_bytes,
         worker__deterministic=deterministic,
-        scheduler__chunk_tokens=chunk_tokens,
+        policy__chunk_tokens=chunk_tokens,
         scheduler__bundle=bundle,
         scheduler__profile=profile,
         security__api_key=api_key,

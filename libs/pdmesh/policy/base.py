@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from pdmesh.model import ChunkPlan, InstanceId, Request, Role
 from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
+from pdmesh.settings import COUNT, NO_SETTING, SHARE, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,35 +144,50 @@ class DecodePlacement(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    """What the policies of any bundle are tuned by."""
+    """What the policies of any bundle are tuned by: the ``[policy]`` of the configuration."""
 
-    chunk_tokens: int = 512  # tokens of prefill per step, where steps are static
-    latency: LinearLatencyModel = PROFILES["a100-llama3-8b"]
-    # A request without a TTFT target is due this long after its arrival, and so many times its predicted prefill.
-    slo_ttft_s: float = 1.0
-    slo_ttft_stretch: float = 2.0
-    # Adaptive steps: time budgets, beside decodes and without; and the largest chunk.
-    slo_tpot_s: float = 0.05
-    prefill_step_s: float = 0.2
-    max_chunk_tokens: int = 8192
-    long_prompt_tokens: int = 8192  # a step has at most one prompt as long as this
-    # Where instances form groups: how long a group takes, and its largest chunk where steps are static.
-    group_latency: LinearLatencyModel | None = None
-    group_chunk_tokens: int = 65_536
-    max_shared: float = 0.4  # the most of a step that a long prompt leaves to others
-    # `pdmesh` serves the shortest first while everyone has this much relative slack.
-    spare_slack: float = 0.25
-    min_share: float = 0.125  # of an instance's time, that it leaves to a long prompt without a target of its own
-    # Bundles whose long chunks give way between layers make them long enough to lose no more than this to a step's
-    # constant time. A group's do not give way so, and a short prompt may wait for one.
-    max_step_overhead: float = 0.05
-    max_group_step_overhead: float = 0.1
-    give_way: float = 2.0  # `pdmesh` interrupts a long prompt for one that is so many times shorter
-    colocate_tokens: int = 8192  # prompt tokens queued on an instance, up to which it takes more (PecSched §5.2)
-    # `pdmesh` computes prompts up to so long where they decode while every prefill instance is busy, in steps of at
-    # most this share of the TPOT target: those of an instance that only decodes stay the smoother ones.
-    local_prompt_tokens: int = 1024
-    local_step_share: float = 0.6
+    chunk_tokens: Annotated[int, COUNT, "tokens of prefill per step, where steps are static"] = 512
+    #: Of an instance and of a group of them; from `scheduler.profile` and `scheduler.group_profile`, or measured.
+    latency: Annotated[LinearLatencyModel, NO_SETTING] = PROFILES["a100-llama3-8b"]
+    group_latency: Annotated[LinearLatencyModel | None, NO_SETTING] = None
+    slo_ttft_s: Annotated[
+        float, "a request that asks for no time to first token is due so long after its arrival..."
+    ] = 1.0
+    slo_ttft_stretch: Annotated[float, "...and so many times what its prompt is predicted to take alone"] = 2.0
+    slo_tpot_s: Annotated[float, "time budget of an adaptive step beside decodes"] = 0.05
+    prefill_step_s: Annotated[
+        float, "time budget of an adaptive step without decodes: what an urgent request may wait"
+    ] = 0.2
+    max_chunk_tokens: Annotated[int, COUNT, "largest chunk of an adaptive step"] = 8192
+    long_prompt_tokens: Annotated[int, COUNT, "a prompt as long as this is long: a step has at most one such"] = 8192
+    group_chunk_tokens: Annotated[int, COUNT, "largest chunk of a group of instances, where steps are static"] = 65_536
+    max_shared: Annotated[float, SHARE, "the most of a step that a long prompt leaves to others"] = 0.4
+    spare_slack: Annotated[float, "`pdmesh` serves the shortest first while everyone has this much relative slack"] = (
+        0.25
+    )
+    min_share: Annotated[
+        float, SHARE, "of an instance's time, that `pdmesh` leaves to a long prompt without a target of its own"
+    ] = 0.125
+    max_step_overhead: Annotated[
+        float,
+        Range(1e-3, 1),
+        "long chunks that give way between layers are so long that a step's constant time is at most this share",
+    ] = 0.05
+    max_group_step_overhead: Annotated[float, Range(1e-3, 1), "the same of a group's chunks, which do not give way"] = (
+        0.1
+    )
+    give_way: Annotated[float, Range(1), "`pdmesh` interrupts a long prompt for one that is so many times shorter"] = (
+        2.0
+    )
+    #: PecSched §5.2
+    colocate_tokens: Annotated[int, "prompt tokens queued on an instance, up to which it takes more (`pecsched`)"] = (
+        8192
+    )
+    local_prompt_tokens: Annotated[
+        int,
+        "prompts up to this are computed where they decode while every prefill instance is busy (`pdmesh`); 0: never",
+    ] = 1024
+    local_step_share: Annotated[float, SHARE, "of the TPOT target, that a step with such a prompt may take"] = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

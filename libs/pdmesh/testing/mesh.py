@@ -124,7 +124,7 @@ def running_mesh(
 ) -> Generator[RunningMesh]:
     """Start ``pdmesh up --detach`` with its state under ``folder`` and stop it at the end.
 
-    ``settings`` are environment names without their prefix, as ``{"SCHEDULER_CHUNK_TOKENS": "7"}``.
+    ``settings`` are environment names without their prefix, as ``{"POLICY_CHUNK_TOKENS": "7"}``.
     """
     environ = {
         **os.environ,

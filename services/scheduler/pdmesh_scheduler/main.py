@@ -6,18 +6,18 @@ import random
 import secrets
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import anyio
 from prometheus_client import CollectorRegistry
 
-from pdmesh.config import MeshConfig, SchedulerConfig
+from pdmesh.config import MeshConfig
 from pdmesh.core.config import CoreConfig, LatencyLearning
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.garbage import rare_collections
 from pdmesh.model import GatewayId, InstanceId
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.profile import Profile
 from pdmesh.profiles import load_profile
@@ -51,7 +51,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     settings, clock = config.scheduler, time.monotonic  # finer than the clock of the event loop
     began_at, began_s = time.time(), clock()
     profile = None if settings.profile is None else load_profile(settings.profile)
-    core_config, seed = core_config_of(settings, profile), secrets.randbits(63)
+    core_config, seed = core_config_of(config, profile), secrets.randbits(63)
     core = SchedulerCore(core_config, make_bundle(settings.bundle, core_config.policy), random.Random(seed))
     registry = CollectorRegistry()
     watch_event_loop(registry)
@@ -121,9 +121,13 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             tasks.cancel_scope.cancel()
 
 
-def core_config_of(settings: SchedulerConfig, profile: Profile | None) -> CoreConfig:
-    """Without a profile the core starts from what instances measured of themselves."""
-    defaults = PolicyConfig()
+def core_config_of(config: MeshConfig, profile: Profile | None) -> CoreConfig:
+    """Without a profile the core starts from what instances measured of themselves. Raises ConfigError."""
+    settings, policy = config.scheduler, config.policy
+    if profile is not None:
+        policy = replace(policy, latency=profile.latency)
+    if settings.group_profile is not None:
+        policy = replace(policy, group_latency=load_profile(settings.group_profile).latency)
     return CoreConfig(
         plans_in_flight=settings.plans_in_flight,
         max_queue_entries=settings.max_queue_entries,
@@ -131,14 +135,5 @@ def core_config_of(settings: SchedulerConfig, profile: Profile | None) -> CoreCo
         max_queue_s=settings.max_queue_s,
         orphan_grace_s=settings.orphan_grace_s,
         learning=LatencyLearning.MEASURED if profile is None else LatencyLearning.REFINED,
-        policy=PolicyConfig(
-            chunk_tokens=settings.chunk_tokens,
-            latency=defaults.latency if profile is None else profile.latency,
-            slo_ttft_s=settings.slo_ttft_s,
-            slo_ttft_stretch=settings.slo_ttft_stretch,
-            slo_tpot_s=settings.slo_tpot_s,
-            prefill_step_s=settings.prefill_step_s,
-            long_prompt_tokens=settings.long_prompt_tokens,
-            local_prompt_tokens=settings.local_prompt_tokens,
-        ),
+        policy=policy,
     )

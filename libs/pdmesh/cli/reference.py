@@ -1,0 +1,57 @@
+"""The tables of ``docs/configuration.md``, made from the settings' types.
+
+python -m pdmesh.cli.reference docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdmesh.config import MeshConfig
+from pdmesh.settings import Setting, settings_of
+
+#: What follows it in the page is replaced.
+MARK = "<!-- From here on written by `make docs`, from the types in libs/pdmesh/config.py. -->\n"
+
+
+def with_tables(page: str) -> str:
+    """``page`` with the tables as they should be. Raises ValueError if it has no place for them."""
+    before, mark, _ = page.partition(MARK)
+    if not mark:
+        raise ValueError(f"the page has no line {MARK!r}")
+    return before + mark + "\n" + "\n".join(_tables())
+
+
+def _tables() -> Iterator[str]:
+    hints = typing.get_type_hints(MeshConfig)
+    sections = {item.name: hints[item.name] for item in dataclasses.fields(MeshConfig)}
+    by_section: dict[str, list[Setting]] = {}
+    for setting in settings_of(MeshConfig):
+        by_section.setdefault(setting.name.rpartition(".")[0], []).append(setting)
+    for section, settings in by_section.items():
+        yield f"## `[{section}]`\n" if section else "## Top level\n"
+        if section:
+            yield f"{inspect.getdoc(sections[section])}\n"
+        yield "| setting | value | default | meaning |"
+        yield "|---|---|---|---|"
+        for setting in settings:
+            key = setting.name.rpartition(".")[2]
+            yield f"| `{key}` | {setting.wanted} | {_default(setting)} | {setting.meaning} |"
+        yield ""
+
+
+def _default(setting: Setting) -> str:
+    value = setting.default
+    if value is None or value == "":
+        return "—"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(with_tables(file.read_text(encoding="utf-8")), encoding="utf-8")
