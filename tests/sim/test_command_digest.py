@@ -1,0 +1,20 @@
+"""The core decides as it did at the commit that the digests were taken of; see benchmarks/command_digest.py."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from pdmesh.policy.bundles import BUNDLES
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "command_digest.py"
+
+
+@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+def test_random_workloads_give_the_commands_of_before(bundle: str) -> None:
+    known = json.loads(SCRIPT.with_suffix(".json").read_text())
+    ((name, digest),) = runpy.run_path(str(SCRIPT))["digests"]([bundle], None, None, every=False)
+    assert digest == known[name], f"{name}: another digest than that of 905a652"
