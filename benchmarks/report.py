@@ -34,10 +34,13 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The short commit, with a + if the tree has changes."""
+    """The short commit, with a + if the tree has changes; "unknown" where git, or the repository, is missing."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+        try:
+            return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+        except FileNotFoundError:
+            return ""
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
 

@@ -171,7 +171,7 @@ def test_a_step_ends_with_its_own_event_and_is_never_far_ahead(engine: TorchEngi
     streams = FakeStreams()
     streams.held = True
     seen: list[int] = []
-    hook = paced(seen.append, streams)
+    hook = paced(seen.append, streams, 2)
     hook(0)
     hook(1)
     assert seen == [0, 1]

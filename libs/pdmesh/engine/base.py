@@ -101,6 +101,13 @@ class Engine(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Return when everything given to a device so far has been computed. For a layer hook, which comes before that.
+
+        What a hook then times is its own work.
+        """
+        ...
+
 
 def finish_reason(
     params: SamplingParams, num_output_tokens: int, token_id: int

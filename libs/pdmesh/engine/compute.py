@@ -1,4 +1,4 @@
-"""What an engine computes with: chosen once, for a model and a device."""
+"""What an engine computes with, and what it is made from."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionBackend, TorchAttention
 from pdmesh.engine.checkpoint import ModelWeights
-from pdmesh.engine.forward import DirectForward, Forward
-from pdmesh.engine.kernels import Kernels, TorchKernels
-from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.engine.forward import Forward
+from pdmesh.engine.kernels import Kernels
 from pdmesh.engine.model import Transformer
 from pdmesh.engine.model_config import ModelConfig
-from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels, suits
-from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.kv.store import KvStore
 from pdmesh.model import KvLayout
 
@@ -58,26 +53,3 @@ class Compute:
     transformer: Transformer
     forward: Forward
     kv: PagedStore
-
-
-def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
-    """The fastest that there is for this model here; without ``native`` the reference, plain torch."""
-    if device.type == "cuda":
-        from pdmesh.engine.cuda.compute import cuda_compute  # only where there is a device
-
-        return cuda_compute(loaded, device, native=native)
-    config, layout = loaded.config, loaded.layout
-    attention: AttentionBackend = (
-        TiledAttention(layout, loaded.scale) if loaded.deterministic else TorchAttention(layout, loaded.scale, device)
-    )
-    kernels: Kernels = TorchKernels(config.rms_norm_eps)
-    name = "torch"
-    aligned = config.hidden_size % 16 == 0 and config.intermediate_size % 16 == 0
-    if native and aligned and suits(layout, device) and (library := load_kernels()) is not None:
-        attention = NativeAttention(library, layout, loaded.scale)
-        kernels = NativeKernels(library, config.rms_norm_eps)
-        name = "native"
-    transformer = loaded.transformer(kernels)
-    store = TorchKvStore(layout, loaded.num_blocks)
-    forward = DirectForward(transformer, attention, store.layers, block_size=layout.block_size, device=device)
-    return Compute(name=name, transformer=transformer, forward=forward, kv=store)

@@ -31,6 +31,10 @@ class Forward(Protocol):
         """Hidden states (num_tokens, hidden_size), which belong to the block; it ends when all computing has."""
         ...
 
+    def settle(self) -> None:
+        """Return when everything given to the device so far has been computed."""
+        ...
+
 
 class DirectForward:
     """Everything is computed as it is called: on CPU, and with the torch reference anywhere."""
@@ -56,6 +60,9 @@ class DirectForward:
     ) -> Iterator[Tensor]:
         inputs = step_inputs(batch, self._block_size, self._upload)
         yield self._transformer.forward(inputs, self._caches, self._attention.plan(spans), on_layer)
+        self.settle()
+
+    def settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from pdmesh.engine.attention import Span
 from pdmesh.engine.base import LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
 from pdmesh.engine.checkpoint import load_weights, random_weights
-from pdmesh.engine.compute import Loaded, PagedStore, choose_compute
+from pdmesh.engine.choosing import choose_compute
+from pdmesh.engine.compute import Loaded, PagedStore
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.forward import step_spans
 from pdmesh.engine.kv_cache import TORCH_DTYPES
@@ -100,6 +101,9 @@ class TorchEngine:
             ]
         return [_result(part, token, prompt) for part, token, prompt in zip(batch, drawn, prompts, strict=True)]
 
+    def settle(self) -> None:
+        self._forward.settle()
+
     def _sample(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], hidden: Tensor) -> list[_Drawn | None]:
         sampling = [index for index, part in enumerate(batch) if part.sample]
         drawn: list[_Drawn | None] = [None] * len(batch)
@@ -137,9 +141,9 @@ class TorchEngine:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device called ``name``; "auto" is cuda if there is one, else cpu."""
+    """The device called ``name``; "auto" is cuda, else cpu. A CUDA device has a number: 0 unless named."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -148,7 +152,7 @@ def torch_device(name: str) -> torch.device:
         raise ConfigError(f"device is {name!r}: use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch finds no CUDA device")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,9 @@ class FakeEngine:
                 on_layer(layer)
         return [self._result(part) for part in batch]
 
+    def settle(self) -> None:
+        """Steps compute as they are called."""
+
     def _write(self, layer: int, part: SequenceSlice) -> None:
         end = part.start + part.num_tokens
         block_size = self.kv.layout.block_size

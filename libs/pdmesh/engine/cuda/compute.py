@@ -19,10 +19,10 @@ from pdmesh.engine.kernels import Kernels, TorchKernels
 
 
 def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
-    """Called on the thread that will execute the steps: the device becomes that thread's."""
+    """Called on the thread that will execute the steps: the device, which has a number, becomes that thread's."""
     torch.cuda.set_device(device)
     layout = loaded.layout
-    streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+    streams = CudaStreams(device)
     store = DeviceKvStore(layout, loaded.num_blocks, streams)
     library = flashinfer.load_library() if native and flashinfer.suits(layout) else None
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))

@@ -24,9 +24,8 @@ from pdmesh.engine.forward import step_inputs, step_spans
 from pdmesh.engine.model import Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
-#: Layers that may be given to the device ahead of what it has computed: enough to keep it busy, few enough for a layer
-#: hook to interrupt the step soon.
-_LAYERS_AHEAD = 2
+#: Tokens from which on a layer takes the device longer than its launches take the host, many times over.
+_LARGE_STEP = 2048
 
 
 class DeviceForward:
@@ -100,7 +99,10 @@ class DeviceForward:
                 with self._lane() as lane:
                     yield lane.forward(batch, spans, on_layer)
         finally:
-            self._streams.record().synchronize()
+            self.settle()
+
+    def settle(self) -> None:
+        self._streams.record().synchronize()
 
     @contextlib.contextmanager
     def _lane(self) -> Iterator[_Lane]:
@@ -136,19 +138,23 @@ class _Lane:
 
     def forward(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None) -> Tensor:
         inputs = step_inputs(batch, self._store.layout.block_size, self._upload)
-        hook = None if on_layer is None else paced(on_layer, self._streams)
+        layers_ahead = 1 if len(inputs.token_ids) >= _LARGE_STEP else 2
+        hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
         return self._transformer.forward(inputs, self._store.layers, self._attention.plan(spans), hook)
 
     def _upload(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[Tensor]:
         return [values.long() for values in self.staging.upload(*arrays)]
 
 
-def paced(on_layer: LayerHook, streams: Streams) -> Callable[[int], None]:
-    """The hook, called while at most `_LAYERS_AHEAD` layers before it are still being computed."""
+def paced(on_layer: LayerHook, streams: Streams, layers_ahead: int) -> Callable[[int], None]:
+    """The hook, called while at most ``layers_ahead`` layers before it are still being computed.
+
+    Enough of them keep the device busy; few let a layer hook interrupt the step soon.
+    """
     events: deque[Event] = deque()
 
     def hook(layer: int) -> None:
-        if len(events) == _LAYERS_AHEAD:
+        if len(events) == layers_ahead:
             events.popleft().synchronize()
         on_layer(layer)
         events.append(streams.record())
