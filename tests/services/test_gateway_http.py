@@ -17,7 +17,8 @@ from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import FinishReason, RejectReason
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
-from pdmesh.wire.messages import Generation, MeshState, Rejected, TokenOut
+from pdmesh.wire.messages import Generation, MeshState, Rejected, Submit, TokenOut
+from pdmesh_gateway.scheduler_link import SchedulerLink
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 
 pytestmark = pytest.mark.anyio
@@ -500,4 +501,43 @@ async def test_a_bad_target_in_a_header_is_refused_by_name(model: Path, value: s
         response = await client.post("/v1/completions", content=b'{"prompt": "a", "slo_ttft_ms": NaN}')
         assert response.status_code == 400
         assert error_of(response)["param"] == "slo_ttft_ms"
+        assert not mesh.submitted
+
+
+async def test_a_prompt_crosses_once_for_all_its_choices(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Submit] = []
+    submit = SchedulerLink.submit
+
+    def spy(link: SchedulerLink, message: Submit) -> None:
+        sent.append(message)
+        submit(link, message)
+
+    monkeypatch.setattr(SchedulerLink, "submit", spy)
+    prompts = [[1 + i] * 500 for i in range(4)]
+    async with served(model) as (client, mesh, _running):
+        response = await client.post(
+            "/v1/completions", json={"prompt": prompts, "n": 32, "max_tokens": 1, "return_token_ids": True, "seed": 7}
+        )
+        assert [choice["token_ids"] for choice in response.json()["choices"]] == [
+            [1 + i] for i in range(4) for _ in range(32)
+        ]
+        assert sum(len(message.generation.token_ids) for message in sent) == 4 * 4 * 500
+        assert [s.generation.params.seed for s in mesh.submitted] == [7 + i for i in range(32)] * 4
+        assert len({s.generation.request_id for s in mesh.submitted}) == 128
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [[1, 2]] * 65, "n": 64}, "n"),
+        ({"prompt": ["a"] * 4097}, "prompt"),
+        ({"prompt": [[1] * 500] * 32, "n": 128}, "n"),
+    ],
+)
+async def test_what_could_never_run_is_refused_before_it_is_built(
+    model: Path, body: dict[str, Any], param: str
+) -> None:
+    async with served(model, gateway=GatewayConfig(max_queued_bytes=8_000_000)) as (client, mesh, _running):
+        response = await client.post("/v1/completions", json=body)
+        assert (response.status_code, error_of(response)["param"]) == (400, param)
         assert not mesh.submitted

@@ -62,6 +62,7 @@ from pdmesh.wire.messages import (
     Heartbeat,
     LandedReport,
     MeshState,
+    OtherChoice,
     OfferReport,
     PeerGone,
     Policies,
@@ -551,6 +552,14 @@ async def test_an_impossible_request_is_refused_alone(generation: dict[str, Any]
 @pytest.mark.parametrize("slo_s", [0.0, -1.0, 5e-324, float("nan"), float("inf")])
 async def test_a_target_that_is_none_is_refused_alone(target: str, slo_s: float) -> None:
     await refused_alone(msgspec.structs.replace(submit(), **{target: slo_s}))
+
+
+async def test_choices_of_one_prompt_are_requests_of_their_own() -> None:
+    async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
+        g.post(msgspec.structs.replace(submit("a"), others=(OtherChoice(RequestId("b"), 5),)))
+        admitted = [(await m.expect(Admit)).generation for _ in range(2)]
+        assert [(one.request_id, one.params.seed) for one in admitted] == [("a", 0), ("b", 5)]
+        assert admitted[0].token_ids == admitted[1].token_ids
 
 
 async def refused_alone(impossible: Submit) -> None:

@@ -12,13 +12,15 @@ import pytest
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull, ProtocolError
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, GatewayId, RequestId, SamplingParams
 from pdmesh.wire.endpoint import check_bind, check_token, open_channel, serving
-from pdmesh.wire.link import FrameLink, open_link, serve_link
+from pdmesh.wire.link import FRAME_BYTES, FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
     Free,
+    Generation,
     Heartbeat,
     ReleasedReport,
+    Submit,
     WorkerDown,
     WorkerUp,
     pack_token_ids,
@@ -118,6 +120,32 @@ async def test_the_outbox_is_bounded_and_closes() -> None:
     link.close()
     with pytest.raises(InstanceUnavailable):
         link.post(beat)
+
+
+async def test_frames_stay_far_below_the_limit_whatever_waits() -> None:
+    frames: list[bytes] = []
+
+    async def write(data: bytes) -> None:
+        frames.append(data)
+
+    link: FrameLink[Submit, WorkerDown] = FrameLink(write=write, read=anyio.sleep_forever, receive_type=WorkerDown)
+    generation = Generation(
+        request_id=RequestId("r"),
+        epoch=Epoch(0),
+        gateway_id=GatewayId("g"),
+        token_address="127.0.0.1:1",
+        token_ids=bytes(300_000),
+        num_prompt_tokens=75_000,
+        params=SamplingParams(max_tokens=1),
+    )
+    for i in range(300):
+        link.post(Submit(generation=generation, priority=i))
+    link.close()
+    await link.pump()
+    assert max(map(len, frames)) < FRAME_BYTES + 301_000
+    messages = [message for frame in frames for message in msgspec.msgpack.decode(frame, type=list[Submit])]
+    assert [message.priority for message in messages] == list(range(300))
+    assert all(message.generation == generation for message in messages)
 
 
 def test_token_ids_survive_packing() -> None:

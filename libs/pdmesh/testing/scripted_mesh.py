@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import anyio
 import anyio.abc
+import msgspec
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import InstanceUnavailable
@@ -226,10 +227,11 @@ class ScriptedMesh:
                 link.post(WelcomeGateway(lease_s=self.lease_s, heartbeat_s=self.heartbeat_s))
                 link.post(self.state)
             case Submit():
-                self.submitted.append(message)
                 if self._worker is None:
                     await self.connect_worker(message.generation.token_address)
-                self.send_tokens(*self.script(message.generation))
+                for generation in message.generations():
+                    self.submitted.append(msgspec.structs.replace(message, generation=generation, others=()))
+                    self.send_tokens(*self.script(generation))
             case Cancel():
                 self.cancelled.append((message.request_id, message.epoch))
             case _:  # a heartbeat

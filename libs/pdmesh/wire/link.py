@@ -1,12 +1,13 @@
 """One side of a long-lived frame stream: a bounded outbox, a writer, and decoded frames to read.
 
 `FrameLink` hides whether it is the client's or the server's end of a gRPC stream. ``post`` never blocks: what is
-posted while a frame is on its way goes out together in the next one, so a burst costs one gRPC message.
+posted while a frame is on its way goes out together in the next ones, so a burst costs few gRPC messages.
 """
 
 from __future__ import annotations
 
 import asyncio  # for an exception that grpc.aio lets out
+import struct
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,6 +25,12 @@ RecvT = TypeVar("RecvT")
 
 #: A frame may carry a prompt of 1M tokens (4 MB) and more; what is larger is refused by gRPC before it is read.
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+#: A frame as long as this takes no further message, so that only a single message can be longer than a frame may be.
+FRAME_BYTES = 1024 * 1024
+
+#: msgpack's array with a 32-bit count, which is filled in last.
+_FRAME_HEAD = b"\xdd\0\0\0\0"
 
 #: Messages waiting in one outbox. A peer that lets so many pile up is not reading.
 MAX_QUEUED_MESSAGES = 65_536
@@ -96,14 +103,22 @@ class FrameLink(Generic[SendT, RecvT]):
                     self._wake = anyio.Event()
                     await self._wake.wait()
                     continue
-                batch = list(self._outbox)
-                self._outbox.clear()
-                await self._write(self._encoder.encode(batch))
+                await self._write(self._next_frame())
             if self._finish is not None:
                 await self._finish()
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:  # the last: RPC finished
             self._closed = True
             raise InstanceUnavailable(f"the peer's stream broke: {_describe(error)}") from error
+
+    def _next_frame(self) -> bytes:
+        """The first messages of the outbox, as many as one frame takes."""
+        frame = bytearray(_FRAME_HEAD)
+        num_messages = 0
+        while self._outbox and len(frame) < FRAME_BYTES:
+            self._encoder.encode_into(self._outbox.popleft(), frame, -1)
+            num_messages += 1
+        struct.pack_into(">I", frame, 1, num_messages)
+        return bytes(frame)
 
     async def frames(self) -> AsyncIterator[list[RecvT]]:
         """Decoded frames until the peer ends the stream.

@@ -19,7 +19,9 @@ method                         client sends           server sends
 from __future__ import annotations
 
 import array
+import dataclasses
 import sys
+from collections.abc import Iterator
 
 import msgspec
 
@@ -39,7 +41,7 @@ from pdmesh.model import (
 )
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -278,11 +280,29 @@ class GatewayHeartbeat(Message, frozen=True, kw_only=True):
     pass
 
 
+class OtherChoice(msgspec.Struct, frozen=True, array_like=True):
+    """What tells a choice from the first one of the same prompt."""
+
+    request_id: RequestId
+    seed: int
+
+
 class Submit(Message, frozen=True, kw_only=True):
+    """One request, or the choices of one prompt, which is sent once: each of them is a request of its own."""
+
     generation: Generation
     priority: int = 0
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    others: tuple[OtherChoice, ...] = ()
+
+    def generations(self) -> Iterator[Generation]:
+        """Of every choice; they share the tokens' bytes."""
+        first = self.generation
+        yield first
+        for other in self.others:
+            params = dataclasses.replace(first.params, seed=other.seed)
+            yield msgspec.structs.replace(first, request_id=other.request_id, params=params)
 
 
 class Cancel(Message, frozen=True, kw_only=True):

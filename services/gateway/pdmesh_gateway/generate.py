@@ -15,7 +15,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
-from pdmesh.wire.messages import Rejected, Restarted, Submit, TokenLogprobs, TokenOut, pack_token_ids
+from pdmesh.wire.messages import OtherChoice, Rejected, Restarted, Submit, TokenLogprobs, TokenOut, pack_token_ids
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import SchedulerLink
@@ -255,11 +255,13 @@ class Generator:
                 await self._link.wait_connected()
             for prompt_index, prompt in enumerate(job.prompts):
                 packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
+                of_prompt: list[Choice] = []
                 for i in range(job.n):
                     choice = self._choice(job, prompt_index * job.n + i, i, prompt, packed, mailbox, span.traceparent)
                     self._transcripts.add(choice.transcript)
-                    choices.append(choice)
-                    self._submit(choice.transcript)
+                    of_prompt.append(choice)
+                choices += of_prompt
+                self._submit(*(choice.transcript for choice in of_prompt))
             with anyio.move_on_after(job.deadline_s) as scope:
                 yield Generation(self, job, choices, mailbox, span)
             if scope.cancelled_caught:
@@ -358,12 +360,14 @@ class Generator:
         if transcript is not None:
             self.resume(transcript, message.reason)
 
-    def _submit(self, transcript: Transcript) -> None:
+    def _submit(self, transcript: Transcript, *others: Transcript) -> None:
+        """Send a request to the scheduler, with ``others`` of the same prompt. Raises RequestRejected."""
         submit = Submit(
             generation=transcript.generation(),
             priority=transcript.priority,
             slo_ttft_s=transcript.slo.ttft_s,
             slo_tpot_s=transcript.slo.tpot_s,
+            others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)
 

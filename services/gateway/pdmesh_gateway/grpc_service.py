@@ -25,7 +25,7 @@ from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent, new_request_id
+from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent, new_request_id, prompt_bytes
 
 log = structlog.get_logger()
 
@@ -92,8 +92,8 @@ class _Inference(pb_grpc.InferenceServicer):
         try:
             self._serving.keys.check(metadata.get("authorization"))
             job = await self._job(request, metadata.get("traceparent"), received_at)
-            held_bytes = 8 * job.num_prompt_tokens
-            with self._serving.admission.hold(num_requests=1, num_bytes=held_bytes):
+            num_bytes = prompt_bytes(job.num_prompt_tokens, n=1)
+            with self._serving.admission.hold(num_requests=1, num_bytes=num_bytes):
                 async with self._serving.generator.open(job) as generation:
                     async for batch in generation.deltas():
                         for delta in batch:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pdmesh.config import GatewayConfig
 from pdmesh.engine.files import ModelInfo
 from pdmesh.errors import RequestRejected
+from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.limits import Admission, RecentIds
@@ -19,6 +20,9 @@ from pdmesh_gateway.scheduler_link import SchedulerLink
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+#: What one message of a frame can carry, with room for all else.
+MAX_PROMPT_TOKENS = MAX_FRAME_BYTES // 8
+
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -42,16 +46,31 @@ class Serving:
     @property
     def max_model_len(self) -> int:
         """The longest prompt and output that the model, and every instance, can hold."""
+        own = min(self.info.max_model_len, MAX_PROMPT_TOKENS)
         state = self.link.state
-        if state is None or state.max_model_len <= 0:
-            return self.info.max_model_len
-        return min(self.info.max_model_len, state.max_model_len)
+        return own if state is None or state.max_model_len <= 0 else min(own, state.max_model_len)
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestRejected (404) for a model that is not served here."""
         if name is not None and name not in (self.model, self.model_path):
             raise RequestRejected(
                 f"The model `{name[:200]}` does not exist.", status=404, param="model", code="model_not_found"
+            )
+
+    def check_load(self, *, num_prompts: int, n: int, num_tokens: int = 0) -> None:
+        """Refuse what could never be under way, before anything is built for it: ``n`` choices of each prompt, with
+        ``num_tokens`` in all of these. Raises RequestRejected.
+        """
+        if num_prompts * n > self.config.max_concurrent_requests:
+            raise invalid(
+                "n" if n > 1 else "prompt",
+                f"{num_prompts} prompts with `n` = {n} are more than the {self.config.max_concurrent_requests} "
+                "generations that may run at once. Send fewer at a time.",
+            )
+        if prompt_bytes(num_tokens, n) > self.config.max_queued_bytes:
+            raise invalid(
+                "n" if n > 1 else "prompt",
+                f"{num_tokens} prompt tokens with `n` = {n} are more than this server can hold. Send fewer at a time.",
             )
 
     async def encode(self, text: str, *, add_special_tokens: bool, what: str) -> list[int]:
@@ -76,6 +95,11 @@ class Serving:
             raise too_long(len(token_ids), self.max_model_len, what=what)
         check_token_ids(token_ids, self.info.vocab_size, what=what)
         return token_ids
+
+
+def prompt_bytes(num_tokens: int, n: int) -> int:
+    """What prompts of so many tokens count for: each choice's ids, once here and once where it waits."""
+    return 8 * num_tokens * n
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, what: str) -> None:

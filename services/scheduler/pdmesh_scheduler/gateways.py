@@ -21,6 +21,7 @@ from pdmesh.wire.messages import (
     GatewayDown,
     GatewayHeartbeat,
     GatewayUp,
+    Generation,
     RegisterGateway,
     Rejected,
     Submit,
@@ -90,17 +91,18 @@ class GatewayStreams:
                 case GatewayHeartbeat():
                     self.peers.post(gateway_id, self.driver.state())
                 case Submit():
-                    if (why := _impossible(message, gateway_id)) is not None:
-                        self._refuse(gateway_id, message, why)
-                        continue
-                    request = _request(message, gateway_id, self.clock())
-                    await self.driver.submit(RequestArrived(request), message.generation)
+                    why = _impossible(message, gateway_id)
+                    for generation in message.generations():
+                        if why is None:
+                            request = _request(message, generation, self.clock())
+                            await self.driver.submit(RequestArrived(request), generation)
+                        else:
+                            self._refuse(gateway_id, generation, why)
                 case Cancel():
                     await self.driver.submit(RequestCancelled(message.request_id, message.epoch))
 
-    def _refuse(self, gateway_id: GatewayId, submit: Submit, why: str) -> None:
+    def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:
         """One request alone: the others of its gateway have done nothing wrong."""
-        generation = submit.generation
         log.error("impossible request", gateway_id=gateway_id, request_id=generation.request_id, why=why)
         rejected = Rejected(
             request_id=generation.request_id,
@@ -126,13 +128,12 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
     return None
 
 
-def _request(submit: Submit, gateway_id: GatewayId, now_s: float) -> Request:
-    """What the core is told of a request."""
-    generation = submit.generation
+def _request(submit: Submit, generation: Generation, now_s: float) -> Request:
+    """What the core is told of one choice."""
     return Request(
         request_id=generation.request_id,
         epoch=generation.epoch,
-        gateway_id=gateway_id,
+        gateway_id=generation.gateway_id,
         num_prompt_tokens=generation.num_tokens,
         max_tokens=generation.max_tokens_left,
         arrival_s=now_s,

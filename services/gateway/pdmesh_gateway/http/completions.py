@@ -41,7 +41,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
         asked = None if request.max_tokens is msgspec.UNSET else request.max_tokens
         number("max_tokens", asked, low=0 if request.echo else 1)
-        prompts = await self._prompts(request)
+        prompts = await self._prompts(request, n)
         # With echo, max_tokens 0 asks for the prompt alone; its log-probabilities come with a first token all the same.
         prompt_only = asked == 0
         default = serving.config.default_max_tokens
@@ -68,8 +68,8 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         )
         return job, rendering
 
-    async def _prompts(self, request: CompletionRequest) -> list[Sequence[int]]:
-        """Token ids of every prompt. Raises RequestRejected."""
+    async def _prompts(self, request: CompletionRequest, n: int) -> list[Sequence[int]]:
+        """Token ids of every prompt, of each of which ``n`` choices are asked for. Raises RequestRejected."""
         prompt = request.prompt
         if prompt is None:
             raise RequestRejected(
@@ -88,8 +88,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
                 param="prompt",
                 code="invalid_type",
             )
-        if len(given) > self._serving.config.max_concurrent_requests:
-            raise RequestRejected(f"`prompt` holds {len(given)} prompts: too many.", param="prompt")
+        self._serving.check_load(num_prompts=len(given), n=n)
         return [await self._prompt(one, request) for one in given]
 
     async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Sequence[int]:

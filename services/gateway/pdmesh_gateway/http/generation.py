@@ -19,7 +19,7 @@ from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import DONE, usage_of
 from pdmesh_gateway.protocol import SamplingFields, Usage
 from pdmesh_gateway.sampling import stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent
+from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent, prompt_bytes
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
 
@@ -100,8 +100,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
                 "`stream_options` is only allowed when `stream` is true.", param="stream_options", code="invalid_value"
             )
         job, rendering = await self.prepare(request, exchange)
-        # Ids of each prompt, packed, once here and once on their way.
-        with serving.admission.hold(num_requests=job.num_choices, num_bytes=8 * job.num_prompt_tokens * job.n):
+        with serving.admission.hold(num_requests=job.num_choices, num_bytes=prompt_bytes(job.num_prompt_tokens, job.n)):
             async with serving.generator.open(job) as generation:
                 if request.stream:
                     with_usage = options is not None and bool(options.include_usage)
@@ -119,13 +118,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         n: int,
     ) -> GenerationJob:
         serving = self._serving
-        most = serving.config.max_concurrent_requests
-        if len(prompts) * n > most:
-            raise RequestRejected(
-                f"{len(prompts)} prompts with `n` = {n} are more than {most} generations at once.",
-                param="n",
-                code="invalid_value",
-            )
+        serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
         if request.request_id is not None and exchange.header("x-request-id") is None:
             exchange.request_id = check_request_id(request.request_id, param="request_id")
         return GenerationJob(
