@@ -4,7 +4,7 @@ import pytest
 
 from pdmesh.errors import ConfigError
 from pdmesh.model import ChunkPlan, Epoch, RequestId
-from pdmesh.policy.base import Draft, PolicyConfig
+from pdmesh.policy.base import PartialStep, PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.packing import StaticChunks
 from pdmesh.policy.placement import Freeness, LeastQueuedTokens
@@ -29,7 +29,7 @@ def test_least_queued_tokens() -> None:
 
 
 def test_static_chunks_fill_a_step_and_no_more() -> None:
-    packing, draft = StaticChunks(64, 256), Draft()
+    packing, draft = StaticChunks(64, 256), PartialStep()
     assert packing.num_tokens(a_view(), draft, REQUEST, 0) == 64
     assert packing.num_tokens(a_view(), draft, REQUEST, 90) == 10
     draft.add(ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=64, is_last=True), REQUEST)

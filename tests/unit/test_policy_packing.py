@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from pdmesh.model import ChunkPlan, Epoch, Request, RequestId, Role
-from pdmesh.policy.base import Draft, InstanceView
+from pdmesh.policy.base import InstanceView, PartialStep
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer
 from pdmesh.policy.prediction import Prediction, RemainingTime
@@ -31,57 +31,57 @@ DEFAULT: frozenset[float | None] = frozenset([None])
 SHORT, LONG = a_request("short", prompt=1000), a_request("long", prompt=8000)
 
 
-def drafted(request: Request, num_tokens: int, *, now_s: float = 0.0, shared: bool = False) -> Draft:
-    draft = Draft(now_s, shared)
-    draft.add(
+def step_with(request: Request, num_tokens: int) -> PartialStep:
+    step = PartialStep()
+    step.add(
         ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=num_tokens, is_last=False), request
     )
-    return draft
+    return step
 
 
 def test_a_chunk_fills_the_time_budget() -> None:
-    assert PACKING.num_tokens(PREFILL, Draft(), SHORT, 0) == 640
-    assert PACKING.num_tokens(PREFILL, Draft(), SHORT, 640) == 360
-    assert PACKING.num_tokens(PREFILL, drafted(SHORT, 600), SHORT, 0) == CHUNK_UNIT_TOKENS
-    assert PACKING.num_tokens(PREFILL, drafted(SHORT, 640), SHORT, 0) == 0
+    assert PACKING.num_tokens(PREFILL, PartialStep(), SHORT, 0) == 640
+    assert PACKING.num_tokens(PREFILL, PartialStep(), SHORT, 640) == 360
+    assert PACKING.num_tokens(PREFILL, step_with(SHORT, 600), SHORT, 0) == CHUNK_UNIT_TOKENS
+    assert PACKING.num_tokens(PREFILL, step_with(SHORT, 640), SHORT, 0) == 0
 
 
 def test_decodes_come_out_of_the_budget_of_their_own_pace() -> None:
-    assert PACKING.num_tokens(MIXED, Draft(), SHORT, 0) == 640
+    assert PACKING.num_tokens(MIXED, PartialStep(), SHORT, 0) == 640
     busy = replace(MIXED, num_decoding=10, num_resident_tokens=60_000, slo_tpots_s=DEFAULT)  # 0.16 s
-    assert PACKING.num_tokens(busy, Draft(), SHORT, 0) == 160
+    assert PACKING.num_tokens(busy, PartialStep(), SHORT, 0) == 160
     hurried = replace(busy, slo_tpots_s=frozenset([None, 0.2, 1.0]))
-    assert PACKING.num_tokens(hurried, Draft(), SHORT, 0) == CHUNK_UNIT_TOKENS
+    assert PACKING.num_tokens(hurried, PartialStep(), SHORT, 0) == CHUNK_UNIT_TOKENS
     patient = replace(busy, slo_tpots_s=frozenset([0.48, 0.6]))
-    assert PACKING.num_tokens(patient, Draft(), SHORT, 0) == 320
+    assert PACKING.num_tokens(patient, PartialStep(), SHORT, 0) == 320
 
 
 def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:
     crowded = replace(MIXED, num_decoding=100, slo_tpots_s=DEFAULT)
-    assert PACKING.num_tokens(crowded, Draft(), SHORT, 0) == CHUNK_UNIT_TOKENS
-    assert PACKING.num_tokens(crowded, Draft(), SHORT, 990) == 10
-    assert PACKING.num_tokens(crowded, drafted(SHORT, 10), SHORT, 0) == 0
+    assert PACKING.num_tokens(crowded, PartialStep(), SHORT, 0) == CHUNK_UNIT_TOKENS
+    assert PACKING.num_tokens(crowded, PartialStep(), SHORT, 990) == 10
+    assert PACKING.num_tokens(crowded, step_with(SHORT, 10), SHORT, 0) == 0
 
 
 def test_a_group_fills_what_its_busiest_member_leaves_and_ignores_a_target_that_no_chunk_keeps() -> None:
-    def chunk(views: list[InstanceView], drafts: list[Draft]) -> int:
-        return PACKING.group_chunk(views, drafts, LONG, 0)[0]
+    def chunk(views: list[InstanceView], steps: list[PartialStep]) -> int:
+        return PACKING.group_chunk(views, steps, LONG, 0)[0]
 
-    num_tokens, seconds = PACKING.group_chunk([PREFILL, PREFILL], [Draft(), Draft()], LONG, 0)
+    num_tokens, seconds = PACKING.group_chunk([PREFILL, PREFILL], [PartialStep(), PartialStep()], LONG, 0)
     assert num_tokens == 2560
     assert seconds == pytest.approx(0.64)
-    assert chunk([PREFILL, PREFILL], [Draft(), drafted(SHORT, 320)]) == 1280
-    assert chunk([PREFILL, PREFILL], [Draft(), drafted(LONG, 32)]) == 0
+    assert chunk([PREFILL, PREFILL], [PartialStep(), step_with(SHORT, 320)]) == 1280
+    assert chunk([PREFILL, PREFILL], [PartialStep(), step_with(LONG, 32)]) == 0
     busy = replace(MIXED, num_decoding=16, slo_tpots_s=DEFAULT)  # 0.16 of 0.32 s
-    assert chunk([PREFILL, busy], [Draft(), Draft()]) == 640
+    assert chunk([PREFILL, busy], [PartialStep(), PartialStep()]) == 640
     crowded = replace(MIXED, num_decoding=100, slo_tpots_s=DEFAULT)
-    assert chunk([PREFILL, crowded], [Draft(), Draft()]) == 2560
+    assert chunk([PREFILL, crowded], [PartialStep(), PartialStep()]) == 2560
 
 
 def test_a_step_has_at_most_one_long_prompt() -> None:
-    assert PACKING.num_tokens(PREFILL, drafted(LONG, 32), LONG, 0) == 0
-    assert PACKING.num_tokens(PREFILL, drafted(LONG, 32), SHORT, 0) == 608
-    assert PACKING.num_tokens(PREFILL, drafted(SHORT, 32), LONG, 0) == 608
+    assert PACKING.num_tokens(PREFILL, step_with(LONG, 32), LONG, 0) == 0
+    assert PACKING.num_tokens(PREFILL, step_with(LONG, 32), SHORT, 0) == 608
+    assert PACKING.num_tokens(PREFILL, step_with(SHORT, 32), LONG, 0) == 608
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_a_step_has_at_most_one_long_prompt() -> None:
 )
 def test_a_long_prompt_with_slack_shares_its_step(due_in: float, share: float) -> None:
     request = replace(LONG, slo_ttft_s=due_in)
-    assert PACKING.num_tokens(PREFILL, Draft(0.0, shared=True), request, 0) == int(640 * share / 32) * 32
-    assert PACKING.num_tokens(PREFILL, Draft(0.0, shared=False), request, 0) == 640
+    assert PACKING.num_tokens(PREFILL, PartialStep(), request, 0, shared=True) == int(640 * share / 32) * 32
+    assert PACKING.num_tokens(PREFILL, PartialStep(), request, 0, shared=False) == 640
 
 
 @given(

@@ -18,8 +18,10 @@ Groups = Mapping[str, Sequence[Instance]]
 class Wait(Enum):
     """Why a request is not placed now."""
 
+    FOR_OPENING = auto()  # no instance has an opening whose step takes it
     FOR_ROOM = auto()  # nothing that is there has room for it
-    FOR_TURN = auto()  # the policy lets it wait
+    FOR_TURN = auto()  # the policy lets it wait; others may go past it
+    FOR_INSTANCE = auto()  # nothing that is there could ever take it
 
 
 class Placement(NamedTuple):

@@ -44,11 +44,10 @@ class InstanceView:
 
 
 @dataclass(slots=True)
-class Draft:
-    """A step plan being packed."""
+class PartialStep:
+    """A step plan that is being packed, as far as it is."""
 
     now_s: float = 0.0
-    shared: bool = False  # other prompts could use the step too
     chunks: list[ChunkPlan] = field(default_factory=list[ChunkPlan])
     shapes: list[ChunkShape] = field(default_factory=list[ChunkShape])
     num_tokens: int = 0
@@ -97,8 +96,13 @@ class PrefillOrder(Protocol):
 class Packing(Protocol):
     """What goes into a step."""
 
-    def num_tokens(self, instance: InstanceView, draft: Draft, request: Request, start: int) -> int:
-        """How many tokens of ``request``, from ``start``, to add to ``draft``; 0 leaves it out of this step."""
+    def num_tokens(
+        self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
+    ) -> int:
+        """How many tokens of ``request``, from ``start``, to add to ``step``; 0 leaves it out of this step.
+
+        ``shared``: other prompts could use the step too.
+        """
         ...
 
     def takes_local(self, instance: InstanceView) -> bool:
@@ -106,11 +110,17 @@ class Packing(Protocol):
         ...
 
     def group_chunk(
-        self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
+        self,
+        members: Sequence[InstanceView],
+        steps: Sequence[PartialStep],
+        request: Request,
+        start: int,
+        *,
+        shared: bool = False,
     ) -> tuple[int, float]:
-        """The same for a request that a group computes, whose ``members`` have ``drafts``; and the predicted seconds.
+        """The same for a request that a group computes, whose ``members`` have ``steps``; and the predicted seconds.
 
-        The chunk is added to every one of the drafts.
+        The chunk is added to every one of the steps.
         """
         ...
 
@@ -205,9 +215,9 @@ class Bundle:
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
     local_prompt_tokens: int = 0  # prompts up to so long may be computed on an instance that only decodes
 
-    def mixes(self, draft: Draft) -> bool:
+    def mixes(self, step: PartialStep) -> bool:
         """Whether the residents decode in this step too."""
-        return self.colocates or draft.longest_prompt_tokens >= self.long_prompt_tokens
+        return self.colocates or step.longest_prompt_tokens >= self.long_prompt_tokens
 
     def is_long(self, request: Request) -> bool:
         return request.num_prompt_tokens >= self.long_prompt_tokens

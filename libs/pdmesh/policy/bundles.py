@@ -53,7 +53,7 @@ def _static(config: PolicyConfig) -> tuple[Packing, Prediction]:
     return packing, _prediction(config, packing.chunk_alone, packing.group_chunk_alone)
 
 
-def _adaptive(config: PolicyConfig, *, efficient: bool, exclusive: bool = False) -> tuple[Packing, Prediction]:
+def _adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = False) -> tuple[Packing, Prediction]:
     """``efficient``: steps with chunks alone are long enough for their constant time to be a small part of them."""
     sizer = ChunkSizer(config.latency, config.max_chunk_tokens)
     group_sizer = ChunkSizer(config.group_latency or config.latency, config.group_chunk_tokens)
@@ -77,7 +77,7 @@ def _adaptive(config: PolicyConfig, *, efficient: bool, exclusive: bool = False)
         slo_tpot_s=config.slo_tpot_s,
         max_shared=config.max_shared,
         local_step_share=config.local_step_share,
-        exclusive=exclusive,
+        long_chunk_alone=long_chunk_alone,
     )
     return packing, prediction
 
@@ -125,7 +125,7 @@ def _pecsched(
     """PecSched, or an ablation of it (§6.4)."""
 
     def build(config: PolicyConfig) -> Bundle:
-        packing, _ = _adaptive(config, efficient=True, exclusive=True)
+        packing, _ = _adaptive(config, efficient=True, long_chunk_alone=True)
         long_tokens = config.long_prompt_tokens
         return Bundle(
             name=name,
@@ -143,7 +143,7 @@ def _pecsched(
 
 
 def _pdmesh(config: PolicyConfig) -> Bundle:
-    packing, prediction = _adaptive(config, efficient=True, exclusive=True)
+    packing, prediction = _adaptive(config, efficient=True, long_chunk_alone=True)
     long_tokens = config.long_prompt_tokens
     return Bundle(
         name="pdmesh",

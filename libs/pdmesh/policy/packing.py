@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.model import Request, Role
-from pdmesh.policy.base import Draft, InstanceView
+from pdmesh.policy.base import InstanceView, PartialStep
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
 
@@ -24,16 +24,24 @@ class StaticChunks:
     chunk_tokens: int
     group_chunk_tokens: int  # of a prompt that a group computes; such a chunk has its step to itself
 
-    def num_tokens(self, instance: InstanceView, draft: Draft, request: Request, start: int) -> int:
-        return min(request.num_prompt_tokens - start, self.chunk_tokens - draft.num_tokens)
+    def num_tokens(
+        self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
+    ) -> int:
+        return min(request.num_prompt_tokens - start, self.chunk_tokens - step.num_tokens)
 
     def takes_local(self, instance: InstanceView) -> bool:
         return False
 
     def group_chunk(
-        self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
+        self,
+        members: Sequence[InstanceView],
+        steps: Sequence[PartialStep],
+        request: Request,
+        start: int,
+        *,
+        shared: bool = False,
     ) -> tuple[int, float]:
-        if any(draft.chunks for draft in drafts):
+        if any(step.chunks for step in steps):
             return 0, 0.0
         return min(request.num_prompt_tokens - start, self.group_chunk_tokens), 0.0
 
@@ -89,33 +97,41 @@ class AdaptiveChunks:
     slo_tpot_s: float
     max_shared: float
     local_step_share: float
-    exclusive: bool = False  # a long prompt's chunk has its step to itself
+    long_chunk_alone: bool = False  # a long prompt's chunk has its step to itself
 
-    def num_tokens(self, instance: InstanceView, draft: Draft, request: Request, start: int) -> int:
-        if self._excludes(draft, request):
+    def num_tokens(
+        self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
+    ) -> int:
+        if self._excludes(step, request):
             return 0
-        budget_s = self._budget_s(instance, draft, request, start, self.prefill_step_s) - draft.group_s
+        budget_s = self._budget_s(instance, step, request, start, self.prefill_step_s, shared) - step.group_s
         num_left = request.num_prompt_tokens - start
-        num_tokens = self.sizer.largest(_beside(instance, draft), start, num_left, budget_s)
-        return num_tokens if num_tokens or draft.chunks else min(num_left, CHUNK_UNIT_TOKENS)
+        num_tokens = self.sizer.largest(_beside(instance, step), start, num_left, budget_s)
+        return num_tokens if num_tokens or step.chunks else min(num_left, CHUNK_UNIT_TOKENS)
 
     def takes_local(self, instance: InstanceView) -> bool:
         budget_s = self.local_step_share * self._tpot_s(instance)
-        return self.sizer.largest(_beside(instance, Draft()), 0, CHUNK_UNIT_TOKENS, budget_s) > 0
+        return self.sizer.largest(_beside(instance, PartialStep()), 0, CHUNK_UNIT_TOKENS, budget_s) > 0
 
     def group_chunk(
-        self, members: Sequence[InstanceView], drafts: Sequence[Draft], request: Request, start: int
+        self,
+        members: Sequence[InstanceView],
+        steps: Sequence[PartialStep],
+        request: Request,
+        start: int,
+        *,
+        shared: bool = False,
     ) -> tuple[int, float]:
-        if any(self._excludes(draft, request) for draft in drafts):
+        if any(self._excludes(step, request) for step in steps):
             return 0, 0.0
         budget_s = min(
-            self._budget_s(view, draft, request, start, self.group_step_s)
-            - self.sizer.model.step_s(_beside(view, draft))
-            for view, draft in zip(members, drafts, strict=True)
+            self._budget_s(view, step, request, start, self.group_step_s, shared)
+            - self.sizer.model.step_s(_beside(view, step))
+            for view, step in zip(members, steps, strict=True)
         )
         num_left = request.num_prompt_tokens - start
         num_tokens = self.group_sizer.largest(NOTHING, start, num_left, budget_s)
-        if not num_tokens and not any(draft.chunks for draft in drafts):
+        if not num_tokens and not any(step.chunks for step in steps):
             # The constant time of a group alone may be more than its decodes' target: then no chunk can keep it, and
             # very small ones would lose both the target and the throughput.
             num_tokens = self.group_sizer.largest(NOTHING, start, num_left, self.group_step_s)
@@ -123,25 +139,31 @@ class AdaptiveChunks:
         shape = StepShape((ChunkShape(num_tokens, start),), 0, 0)
         return num_tokens, self.group_sizer.model.step_s(shape)
 
-    def _excludes(self, draft: Draft, request: Request) -> bool:
-        if not draft.chunks:
+    def _excludes(self, step: PartialStep, request: Request) -> bool:
+        if not step.chunks:
             return False
-        is_long, has_long = self.prediction.is_long(request), self._has_long(draft)
-        return (has_long and (is_long or self.exclusive)) or (is_long and self.exclusive)
+        is_long, has_long = self.prediction.is_long(request), self._has_long(step)
+        return (has_long and (is_long or self.long_chunk_alone)) or (is_long and self.long_chunk_alone)
 
-    def _has_long(self, draft: Draft) -> bool:
-        return draft.longest_prompt_tokens >= self.prediction.long_prompt_tokens
+    def _has_long(self, step: PartialStep) -> bool:
+        return step.longest_prompt_tokens >= self.prediction.long_prompt_tokens
 
     def _budget_s(
-        self, instance: InstanceView, draft: Draft, request: Request, start: int, prefill_step_s: float
+        self,
+        instance: InstanceView,
+        step: PartialStep,
+        request: Request,
+        start: int,
+        prefill_step_s: float,
+        shared: bool,
     ) -> float:
         budget_s = prefill_step_s
         if instance.role is Role.DECODE:
             budget_s = self.local_step_share * self._tpot_s(instance)
         elif instance.num_decoding:
             budget_s = self._tpot_s(instance)
-        if draft.shared and self.prediction.is_long(request):
-            slack = self.prediction.relative_slack(request, start, draft.now_s)
+        if shared and self.prediction.is_long(request):
+            slack = self.prediction.relative_slack(request, start, step.now_s)
             budget_s *= 1 - min(self.max_shared, max(0.0, slack))
         return budget_s
 
@@ -150,5 +172,5 @@ class AdaptiveChunks:
         return min(targets_s, default=self.slo_tpot_s)
 
 
-def _beside(instance: InstanceView, draft: Draft) -> StepShape:
-    return StepShape(tuple(draft.shapes), instance.num_decoding, instance.num_resident_tokens)
+def _beside(instance: InstanceView, step: PartialStep) -> StepShape:
+    return StepShape(tuple(step.shapes), instance.num_decoding, instance.num_resident_tokens)
