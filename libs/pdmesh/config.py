@@ -25,6 +25,9 @@ from pdmesh.settings import COUNT, PORT, SECRET, Range, Setting, one_of, setting
 
 LOOPBACK = "127.0.0.1"
 
+#: `WorkerConfig.kv_cache_bytes` of an instance on the host, unless set.
+HOST_KV_CACHE_BYTES = 256 * 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
@@ -102,7 +105,10 @@ class WorkerConfig:
         "torch"
     )
     block_size: Annotated[int, Range(1, 4096), "tokens"] = 16
-    kv_cache_bytes: Annotated[int, COUNT, "of one instance"] = 256 * 1024 * 1024
+    kv_cache_bytes: Annotated[
+        int | None, COUNT, "of one instance; if not set, 256 MiB of the host, or kv_cache_share of a device"
+    ] = None
+    kv_cache_share: Annotated[float, Range(0.01, 0.99), "of the memory that a device has free after the weights"] = 0.85
     max_model_len: Annotated[int | None, COUNT, "default: the checkpoint's"] = None
     max_num_seqs: Annotated[int, COUNT, "requests an instance decodes at once"] = 64
     num_threads: Annotated[int, Range(0, 4096), "0: a fair share of the machine's cores"] = 0
@@ -117,8 +123,11 @@ class TransferConfig:
     transport: Annotated[str, one_of("ucx", "memory"), "memory: within one process, for tests"] = "ucx"
     num_backends: Annotated[int, COUNT, "requests an instance receives at once"] = 8
     max_payload_bytes: Annotated[int, Range(4096, 1 << 30), "one piece"] = 1024 * 1024
-    num_send_buffers: Annotated[int, COUNT, "of max_payload_bytes each"] = 16
-    num_receive_buffers: Annotated[int, COUNT, "of max_payload_bytes each"] = 16
+    device_payload_bytes: Annotated[
+        int, Range(4096, 1 << 30), "the same where KV lies in a device's memory: each copy there has a price"
+    ] = 4 * 1024 * 1024
+    num_send_buffers: Annotated[int, COUNT, "of the size of one piece"] = 16
+    num_receive_buffers: Annotated[int, COUNT, "of the size of one piece"] = 16
     deadline_s: Annotated[float, "to land, once granted and wholly computed"] = 120.0
     no_progress_s: Annotated[float, "one piece"] = 10.0
     ucx_tls: Annotated[

@@ -22,7 +22,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError
 from pdmesh.testing.kv import SMALL_TRANSFER
 from pdmesh.transport import ucx_ring
-from pdmesh.transport.address import WorkerAddress, pack_address, unpack_address
+from pdmesh.transport.address import pack_address, unpack_address
 from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.reading import read_memory
@@ -294,7 +294,7 @@ async def test_a_piece_larger_than_the_buffers_is_dropped_and_counted() -> None:
 async def test_an_address_of_another_host_gets_error_handling_and_works_as_well() -> None:
     async with open_peer() as peer, UcxTransport(CONFIG) as transport:
         here, elsewhere = (
-            pack_address(WorkerAddress(bytes(8), unpack_address(address).worker))
+            pack_address(unpack_address(address)._replace(host_id=bytes(8)))
             for address in (transport.address, peer.address)
         )
         peer.say("echo", here.hex())

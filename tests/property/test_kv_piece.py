@@ -96,9 +96,10 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
     )
 
 
-@given(st.binary(min_size=8, max_size=8), st.binary(max_size=1000))
-def test_an_address_is_read_back(host_id: bytes, worker: bytes) -> None:
-    assert unpack_address(pack_address(WorkerAddress(host_id, worker))) == WorkerAddress(host_id, worker)
+@given(st.binary(min_size=8, max_size=8), st.integers(0, 2**32 - 1), st.binary(max_size=1000))
+def test_an_address_is_read_back(host_id: bytes, max_payload_bytes: int, worker: bytes) -> None:
+    address = WorkerAddress(host_id, max_payload_bytes, worker)
+    assert unpack_address(pack_address(address)) == address
 
 
 @given(st.binary(max_size=300))
@@ -109,7 +110,7 @@ def test_garbage_is_no_address(data: bytes) -> None:
 
 @given(st.binary(min_size=8, max_size=8), st.binary(max_size=300), st.data())
 def test_a_changed_byte_of_an_address_is_noticed(host_id: bytes, worker: bytes, data: st.DataObject) -> None:
-    address = bytearray(pack_address(WorkerAddress(host_id, worker)))
+    address = bytearray(pack_address(WorkerAddress(host_id, 4096, worker)))
     address[data.draw(st.integers(0, len(address) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(KvTransferError):
         unpack_address(bytes(address))

@@ -191,6 +191,27 @@ async def test_layers_are_pushed_while_later_ones_are_computed(maker: TransportM
         pair.free_all()
 
 
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8)])
+async def test_pieces_are_what_both_sides_hold(maker: TransportMaker, sizes: tuple[int, int]) -> None:
+    """Instances with KV on devices have larger buffers than those without."""
+    configs = [replace(SMALL_TRANSFER, max_payload_bytes=size * SMALL_LAYOUT.block_bytes) for size in sizes]
+    async with (
+        open_side(maker, SMALL_LAYOUT, configs[0], ByteStore(SMALL_LAYOUT, NUM_BLOCKS, seed=1)) as a,
+        open_side(maker, SMALL_LAYOUT, configs[1], ByteStore(SMALL_LAYOUT, NUM_BLOCKS)) as b,
+    ):
+        with anyio.fail_after(30):
+            pair = Pair(a, b)
+            pair.expect()
+            sender = pair.offer()
+            pair.grant()
+            pair.compute(sender)
+            sender.commit(token_id=1, token_index=0)
+            assert isinstance(await b.outcome(), LandedTransfer)
+            assert isinstance(await a.outcome(), SentTransfer)
+            pair.check_moved()
+            pair.free_all()
+
+
 async def test_no_bytes_move_before_the_grant(memory: TransportMaker) -> None:
     async with open_pair(memory) as pair:
         pair.expect()

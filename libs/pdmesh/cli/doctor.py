@@ -27,7 +27,7 @@ from rich.table import Table
 from pdmesh.cli.options import Output
 from pdmesh.cli.plan import num_cores
 from pdmesh.cli.state import state_root
-from pdmesh.config import MeshConfig
+from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig
 
 _GIB = 1 << 30
 _TOOL_TIMEOUT_S = 30.0
@@ -161,7 +161,7 @@ def check_memory(config: MeshConfig, meminfo: Path) -> Check:
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", meminfo.read_text(), flags=re.MULTILINE))
     available_bytes = int(sizes["MemAvailable"]) * 1024
     # Two workers, the smallest mesh: their KV caches, and about 600 MiB each for torch itself.
-    wanted_bytes = 2 * (config.worker.kv_cache_bytes + 600 * (1 << 20))
+    wanted_bytes = 2 * ((config.worker.kv_cache_bytes or HOST_KV_CACHE_BYTES) + 600 * (1 << 20))
     found = f"{available_bytes / _GIB:.1f} GiB available"
     if available_bytes < wanted_bytes:
         advice = f"one prefill and one decode worker take {wanted_bytes / _GIB:.1f} GiB and twice the weights: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ _TILE_LOGITS = 1 << 22
 class TorchEngine:
     """Implements `pdmesh.engine.base.Engine` for a Hugging Face checkpoint.
 
+    ``num_blocks`` of the KV cache may follow from the bytes that a device has free after the weights (None: the host).
     ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``native`` allows what is
     faster than plain torch: compiled kernels, reordered weights, on CUDA FlashInfer and graphs; without it, this is the
     reference. ``has_random_weights`` draws them on the device: of the checkpoint, only ``config.json`` is read.
@@ -40,7 +41,7 @@ class TorchEngine:
         self,
         checkpoint_dir: Path,
         *,
-        num_blocks: int,
+        num_blocks: int | Callable[[int | None], int],
         block_size: int = 16,
         dtype: str = "auto",
         device: str = "auto",
@@ -70,7 +71,7 @@ class TorchEngine:
             config=config,
             weights=weights,
             layout=layout,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks if isinstance(num_blocks, int) else num_blocks(_free_bytes(self._device)),
             max_model_len=self._max_model_len,
             deterministic=deterministic,
         )
@@ -153,6 +154,15 @@ def torch_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch finds no CUDA device")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Of the device's memory; None of the host's."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.empty_cache()  # what loading needed for a moment
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import anyio
@@ -178,13 +178,26 @@ class KvSender:
         self._num_awaited -= blocks.num_blocks
         assert self._num_awaited >= 0, "a block was named twice"
         try:
-            for first in range(blocks.first_block, end, self._blocks_per_piece):
-                num_blocks = min(self._blocks_per_piece, end - first)
-                self._ready_in.send_nowait(blocks._replace(first_block=first, num_blocks=num_blocks))
+            for piece in self._pieces(blocks, self._blocks_per_piece):
+                self._ready_in.send_nowait(piece)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             return  # the transfer has ended; the engine does not know yet
         if self._num_awaited == 0:
             self._ready_in.close()
+
+    @staticmethod
+    def _pieces(blocks: _Blocks, size: int) -> Iterator[_Blocks]:
+        end = blocks.first_block + blocks.num_blocks
+        for first in range(blocks.first_block, end, size):
+            yield blocks._replace(first_block=first, num_blocks=min(size, end - first))
+
+    def _blocks_taken(self) -> int:
+        """Blocks of a piece that the receiver takes: its buffers may be smaller than ours."""
+        assert self.destination_address is not None
+        limit = self._transport.payload_limit(self.destination_address)
+        if limit < self._store.layout.block_bytes:
+            raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
+        return limit // self._store.layout.block_bytes
 
     async def _wait_for_grant(self) -> None:
         while not self._granted.is_set():  # a pause takes it back, perhaps before this task has its turn
@@ -195,8 +208,9 @@ class KvSender:
             async for blocks in self._ready_out:
                 await self._wait_for_grant()
                 self._num_under_way += 1
-                async with self._transport.lend() as buffer:
-                    await self._send_blocks(blocks, buffer)
+                for piece in self._pieces(blocks, self._blocks_taken()):
+                    async with self._transport.lend() as buffer:
+                        await self._send_blocks(piece, buffer)
                 self._num_under_way -= 1
                 self._check_paused()
         except KvTransferError as error:

@@ -2,7 +2,8 @@
 
 UCX trusts a worker address blindly (a damaged one aborts the process), so ours are framed and checked::
 
-    magic "pdKV" | version u8 | host id 8 bytes | length u16 | UCX worker address | xxh3_64 of all before
+    magic "pdKV" | version u8 | host id 8 bytes | largest payload u32 | length u16 | UCX worker address
+    | xxh3_64 of all before
 
 """
 
@@ -20,14 +21,15 @@ import xxhash
 
 from pdmesh.errors import KvTransferError
 
-_FRAME = struct.Struct("<4sB8sH")
+_FRAME = struct.Struct("<4sB8sIH")
 _CHECK = struct.Struct("<Q")
 _MAGIC = b"pdKV"
-_VERSION = 1
+_VERSION = 2
 
 
 class WorkerAddress(NamedTuple):
     host_id: bytes
+    max_payload_bytes: int  # what its receive buffers hold
     worker: bytes
 
 
@@ -47,7 +49,8 @@ def host_id() -> bytes:
 
 
 def pack_address(address: WorkerAddress) -> bytes:
-    frame = _FRAME.pack(_MAGIC, _VERSION, address.host_id, len(address.worker)) + address.worker
+    fields = (address.host_id, address.max_payload_bytes, len(address.worker))
+    frame = _FRAME.pack(_MAGIC, _VERSION, *fields) + address.worker
     return frame + _CHECK.pack(xxhash.xxh3_64_intdigest(frame))
 
 
@@ -55,10 +58,10 @@ def unpack_address(data: bytes) -> WorkerAddress:
     """Inverse of `pack_address`. Raises KvTransferError for anything else."""
     if len(data) < _FRAME.size + _CHECK.size:
         raise KvTransferError(f"not a data address: {len(data)} bytes are too few")
-    magic, version, host, length = _FRAME.unpack_from(data)
+    magic, version, host, max_payload_bytes, length = _FRAME.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         raise KvTransferError("not a data address of this version")
     frame, (check,) = data[: -_CHECK.size], _CHECK.unpack(data[-_CHECK.size :])
     if len(frame) != _FRAME.size + length or xxhash.xxh3_64_intdigest(frame) != check:
         raise KvTransferError("damaged data address")
-    return WorkerAddress(host, frame[_FRAME.size :])
+    return WorkerAddress(host, max_payload_bytes, frame[_FRAME.size :])

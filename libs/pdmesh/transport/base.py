@@ -47,6 +47,10 @@ class KvTransport(Protocol):
     @property
     def max_payload_bytes(self) -> int: ...
 
+    def payload_limit(self, address: bytes) -> int:
+        """The largest payload that the peer at ``address`` takes from here. Raises `KvTransferError` if it is none."""
+        ...
+
     @property
     def memory(self) -> Sequence[memoryview]:
         """All send and receive buffers, each beginning on a page."""

@@ -111,6 +111,9 @@ class MemoryTransport:
     def max_payload_bytes(self) -> int:
         return self._config.max_payload_bytes
 
+    def payload_limit(self, address: bytes) -> int:
+        return min(self._config.max_payload_bytes, self._fabric.find(address).max_payload_bytes)
+
     @property
     def memory(self) -> Sequence[memoryview]:
         return self._memory

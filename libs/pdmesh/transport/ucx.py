@@ -28,7 +28,7 @@ import anyio
 import anyio.lowlevel
 
 from pdmesh.config import TransferConfig
-from pdmesh.transport.address import WorkerAddress, host_id, pack_address
+from pdmesh.transport.address import WorkerAddress, host_id, pack_address, unpack_address
 from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
 from pdmesh.transport.reading import allow_readers
@@ -53,7 +53,8 @@ class UcxTransport:
     async def __aenter__(self) -> Self:
         config = self._config
         self._api = open_ucx(config.ucx_tls, config.ucx_net_devices)
-        self._address = pack_address(WorkerAddress(host_id(), self._api.worker.address.tobytes()))
+        worker = self._api.worker.address.tobytes()
+        self._address = pack_address(WorkerAddress(host_id(), config.max_payload_bytes, worker))
         allow_readers()
         send_buffers = allocate_buffers(config.num_send_buffers, config.max_payload_bytes, PREFIX.size)
         receive_buffers = allocate_buffers(config.num_receive_buffers, config.max_payload_bytes, PREFIX.size)
@@ -109,6 +110,9 @@ class UcxTransport:
     @property
     def max_payload_bytes(self) -> int:
         return self._config.max_payload_bytes
+
+    def payload_limit(self, address: bytes) -> int:
+        return min(self._config.max_payload_bytes, unpack_address(address).max_payload_bytes)
 
     @property
     def num_malformed(self) -> int:

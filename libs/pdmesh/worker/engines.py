@@ -6,7 +6,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdmesh.config import MeshConfig
+from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model
 from pdmesh.errors import ConfigError
@@ -29,7 +29,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
 
         layout = KvLayout(num_layers=2, num_kv_heads=2, head_dim=64, block_size=worker.block_size, dtype="float32")
         max_model_len = worker.max_model_len or _FAKE_MODEL_LEN
-        num_blocks = _num_blocks(layout, worker.kv_cache_bytes)
+        num_blocks = num_blocks_of(worker, layout, free_bytes=None)
         return FakeEngine(layout, num_blocks=num_blocks, max_model_len=max_model_len, checks_kv=False)
     if worker.engine != "torch":
         raise ConfigError(f"worker.engine is {worker.engine!r}: use torch or fake")
@@ -42,7 +42,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
     layout = load_model_config(directory).kv_layout(dtype=worker.dtype, block_size=worker.block_size)
     return TorchEngine(
         directory,
-        num_blocks=_num_blocks(layout, worker.kv_cache_bytes),
+        num_blocks=lambda free_bytes: num_blocks_of(worker, layout, free_bytes=free_bytes),
         block_size=worker.block_size,
         dtype=worker.dtype,
         device=worker.device,
@@ -94,12 +94,23 @@ def hardware_name(device: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _num_blocks(layout: KvLayout, kv_cache_bytes: int) -> int:
+def num_blocks_of(worker: WorkerConfig, layout: KvLayout, *, free_bytes: int | None) -> int:
+    """Blocks of the KV cache; ``free_bytes`` of a device's memory after the weights, None on the host.
+
+    Raises ConfigError if there is no room for one.
+    """
+    kv_cache_bytes, source = worker.kv_cache_bytes, "worker.kv_cache_bytes"
+    if kv_cache_bytes is None and free_bytes is None:
+        kv_cache_bytes = HOST_KV_CACHE_BYTES
+    elif kv_cache_bytes is None:
+        assert free_bytes is not None
+        kv_cache_bytes = int(free_bytes * worker.kv_cache_share)
+        source = f"the share of the {free_bytes} bytes that the weights leave free (worker.kv_cache_share)"
     bytes_per_block = layout.num_layers * layout.block_bytes
     num_blocks = kv_cache_bytes // bytes_per_block
     if num_blocks == 0:
         raise ConfigError(
-            f"worker.kv_cache_bytes is {kv_cache_bytes}, but one block of {layout.block_size} tokens takes"
+            f"{source} is {kv_cache_bytes}, but one block of {layout.block_size} tokens takes"
             f" {bytes_per_block} bytes in {layout.num_layers} layers: give more memory or smaller blocks"
         )
     return num_blocks

@@ -49,6 +49,7 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
         facts = engine_facts(config)
         if config.worker.engine == "torch":
             facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
+        config = replace(config, transfer=_transfer_for(device_name(config), config.transfer))
         async with _transport(config.transfer) as transport:
             await serve_instance(config, context, role, thread=thread, engine=engine, transport=transport, facts=facts)
 
@@ -173,6 +174,11 @@ async def _drain(
     if limit.cancelled_caught:
         log.warning("stopping with requests unfinished", num_decoding=instance.num_decoding)
     work.cancel()
+
+
+def _transfer_for(device: str, config: TransferConfig) -> TransferConfig:
+    """The settings of an instance whose KV lies on ``device``."""
+    return config if device == "cpu" else replace(config, max_payload_bytes=config.device_payload_bytes)
 
 
 def _transport(config: TransferConfig) -> AbstractAsyncContextManager[KvTransport]:

@@ -14,12 +14,17 @@ from pdmesh.engine.cuda.streams import Event, Streams
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.model import KvLayout
 
+#: Copies that a piece may take; each costs the host some 10 µs, what a gathering kernel and its index cost together
+#: three times as much.
+_MAX_RUNS = 4
+
 
 class DeviceKvStore:
     """`pdmesh.kv.store.KvStore` on a device.
 
-    Transfers copy blocks as they lie, a run of neighbours at a time, by the device's copy engines: no kernel competes
-    with the computation. Behind the blocks that requests use lies one more, ``scratch_block``, for rows that pad a
+    A transfer's piece is one copy by the device's copy engines, or a few, where its blocks are neighbours; scattered
+    blocks go through a contiguous tensor on the device, which one kernel gathers or scatters at the memory's speed.
+    Behind the blocks that requests use lies one more, ``scratch_block``, for rows that pad a
     step; its content means nothing.
     """
 
@@ -31,7 +36,8 @@ class DeviceKvStore:
         dtype = TORCH_DTYPES[layout.dtype]
         # zeros: memory that was never written must not hold a NaN
         self.layers = [torch.zeros(shape, dtype=dtype, device=streams.device) for _ in range(layout.num_layers)]
-        self._bytes = [layer.view(num_blocks + 1, -1).view(torch.uint8) for layer in self.layers]
+        # a block has a multiple of 8 bytes: keys and values, of an even number of lanes of two bytes or more
+        self._words = [layer.view(num_blocks + 1, -1).view(torch.int64) for layer in self.layers]
         self._written: SimpleQueue[tuple[Event, Callable[[], object]] | None] = SimpleQueue()
 
     @property
@@ -51,16 +57,32 @@ class DeviceKvStore:
         return self._num_blocks
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
-        self._check(block_ids, out)
+        if not self._check(block_ids, out):
+            return
+        cache, pieces = self._words[layer], self._pieces(block_ids, out)
+        runs = list(block_runs(block_ids))
         with self._streams.copying():
-            for blocks, pieces in self._runs(layer, block_ids, out):
-                pieces.copy_(blocks, non_blocking=True)
+            if len(runs) <= _MAX_RUNS:
+                for first, count in runs:
+                    blocks = cache[block_ids[first] : block_ids[first] + count]
+                    pieces[first : first + count].copy_(blocks.view(torch.uint8), non_blocking=True)
+            else:
+                gathered = cache.index_select(0, self._index(block_ids))
+                pieces.copy_(gathered.view(torch.uint8), non_blocking=True)
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        self._check(block_ids, data)
+        if not self._check(block_ids, data):
+            return
+        cache, pieces = self._words[layer], self._pieces(block_ids, data)
+        runs = list(block_runs(block_ids))
         with self._streams.copying():
-            for blocks, pieces in self._runs(layer, block_ids, data):
-                blocks.copy_(pieces, non_blocking=True)
+            if len(runs) <= _MAX_RUNS:
+                for first, count in runs:
+                    blocks = cache[block_ids[first] : block_ids[first] + count]
+                    blocks.view(torch.uint8).copy_(pieces[first : first + count], non_blocking=True)
+            else:
+                received = pieces.to(self._streams.device, non_blocking=True).view(torch.int64)
+                cache.index_copy_(0, self._index(block_ids), received)
 
     def when_written(self, callback: Callable[[], object]) -> None:
         self._written.put((self._streams.record(), callback))
@@ -83,21 +105,20 @@ class DeviceKvStore:
             event.synchronize()
             callback()
 
-    def _runs(self, layer: int, block_ids: Sequence[int], memory: memoryview) -> Iterator[tuple[Tensor, Tensor]]:
-        """(blocks, pieces) that are neighbours in the cache and in ``memory``, as rows of bytes."""
-        if not block_ids:
-            return
-        pieces = torch.frombuffer(memory, dtype=torch.uint8).view(len(block_ids), self._layout.block_bytes)
-        cache = self._bytes[layer]
-        for first, count in block_runs(block_ids):
-            block = block_ids[first]
-            yield cache[block : block + count], pieces[first : first + count]
+    def _pieces(self, block_ids: Sequence[int], memory: memoryview) -> Tensor:
+        """``memory`` as a row of bytes for each block; a tensor of words would have to be aligned."""
+        return torch.frombuffer(memory, dtype=torch.uint8).view(len(block_ids), self._layout.block_bytes)
 
-    def _check(self, block_ids: Sequence[int], memory: memoryview) -> None:
+    def _index(self, block_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(block_ids).to(self._streams.device, non_blocking=True)
+
+    def _check(self, block_ids: Sequence[int], memory: memoryview) -> bool:
+        """Whether there is anything to copy. Raises IndexError and ValueError."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise IndexError(f"block ids {list(block_ids)} reach outside the cache's {self._num_blocks} blocks")
         if memory.nbytes != len(block_ids) * self._layout.block_bytes:
             raise ValueError(f"{len(block_ids)} blocks of {self._layout.block_bytes} bytes are not {memory.nbytes}")
+        return bool(block_ids)
 
 
 def block_runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -64,11 +64,11 @@ class CudaStreams:
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         stream = self._copy_stream()
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            try:
                 yield
-        finally:
-            stream.synchronize()
+            finally:
+                self.record().synchronize()
 
     @contextlib.contextmanager
     def pinned(self, memory: Sequence[memoryview]) -> Iterator[None]:
