@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pdmesh.engine.base import EngineSequence
-from pdmesh.engine.sampler import sample, token_logprobs, uniform
+from pdmesh.engine.sampler import _kept, noise_bits, sample, token_logprobs
 from pdmesh.model import RequestId, SamplingParams
 
 VOCAB_SIZE = 50
@@ -52,17 +52,26 @@ def assert_plausible(observed: Sequence[int], expected: Sequence[float]) -> None
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_uniform_numbers_depend_on_seed_and_index_alone_and_look_uniform() -> None:
-    assert uniform(7, 3) == uniform(7, 3)
-    along_index = [uniform(7, index) for index in range(20_000)]
-    along_seed = [uniform(seed, 7) for seed in range(20_000)]
-    for numbers in (along_index, along_seed, [uniform(-seed, seed) for seed in range(20_000)]):
-        assert len(set(numbers)) == len(numbers)
-        assert all(0 <= number < 1 for number in numbers)
-        tenths = Counter(int(number * 10) for number in numbers)
-        assert_plausible([tenths[tenth] for tenth in range(10)], [2_000] * 10)
-    pairs = Counter((int(a * 10), int(b * 10)) for a, b in itertools.pairwise(along_index))
-    assert_plausible([pairs[a, b] for a in range(10) for b in range(10)], [200] * 100)
+def test_noise_depends_on_seed_index_and_token_alone_and_looks_uniform() -> None:
+    device = torch.device("cpu")
+    count = 20_000
+    by_token = noise_bits([7], [3], count, device)[0].tolist()
+    assert by_token[:10] == noise_bits([8, 7], [3, 3], 10, device)[1].tolist()
+    by_index = noise_bits([7] * count, range(count), 1, device)[:, 0].tolist()
+    by_seed = noise_bits(range(count), [7] * count, 1, device)[:, 0].tolist()
+    signed = noise_bits(range(0, -count, -1), range(count), 1, device)[:, 0].tolist()
+    for bits in (by_token, by_index, by_seed, signed):
+        assert all(0 <= number < 2**31 for number in bits)
+        for unit in (2**31 // 16, 2):  # the highest bits, and the lowest
+            low = Counter((number // unit if unit > 2 else number) % 16 for number in bits)
+            assert_plausible([low[value] for value in range(16)], [count / 16] * 16)
+        pairs = Counter((a >> 28, b >> 28) for a, b in itertools.pairwise(bits))
+        assert_plausible([pairs[a, b] for a in range(8) for b in range(8)], [count / 64] * 64)
+    assert len(set(by_token)) > count - 5
+    neighbours = noise_bits([7, 7, 8], [3, 4, 3], count, device) >> 28
+    for other in (neighbours[1], neighbours[2]):
+        together = Counter(zip(neighbours[0].tolist(), other.tolist(), strict=True))
+        assert_plausible([together[a, b] for a in range(8) for b in range(8)], [count / 64] * 64)
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
@@ -130,12 +139,82 @@ def test_a_token_does_not_depend_on_its_row_or_on_its_neighbours() -> None:
     assert together == alone == backwards[::-1]
 
 
-def test_a_rounding_error_changes_no_draw() -> None:
-    """The walk is in the order of ids: with one by probability, swaps of nearly equal tokens would change draws."""
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 400},
+    {"min_p": 0.3},
+    {"top_p": 0.9, "top_k": 3_000, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_noise_changes_a_draw_as_seldom_as_it_is_small(params: dict[str, Any]) -> None:
+    """Thousands of nearly equal tokens, noise of 1e-4: a walk along the cumulative sum changed 15 % of the draws."""
+    count, noise = 4_000, 1e-4
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(1, 5_000, generator=generator) * 0.2
+    sequences = [sequence_of(seed=seed, temperature=0.9, **params) for seed in range(count)]
+    changed = 0
+    for first in range(0, count, 500):
+        part = sequences[first : first + 500]
+        noisy = logits + torch.randn(500, 5_000, generator=generator) * noise
+        pairs = zip(sample(logits.expand(500, -1), part), sample(noisy, part), strict=True)
+        changed += sum(a != b for a, b in pairs)
+    assert changed <= 20 * noise * count  # 8; measured: 0 to 3
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_noise_of_fp32_sums_changes_no_draw(params: dict[str, Any]) -> None:
     logits = logits_of(seed=4, vocab_size=5_000)
     noise = torch.randn(1, 5_000, generator=torch.Generator().manual_seed(5)) * 1e-6
-    sequences = [sequence_of(seed=seed) for seed in range(2_000)]
-    assert sample(logits.expand(2_000, -1), sequences) == sample((logits + noise).expand(2_000, -1), sequences)
+    sequences = [sequence_of(seed=seed, **params) for seed in range(1_000)]
+    assert sample(logits.expand(1_000, -1), sequences) == sample((logits + noise).expand(1_000, -1), sequences)
+
+
+def test_a_token_that_is_excluded_changes_no_draw_of_others() -> None:
+    logits = logits_of(seed=10)
+    sequences = [sequence_of(seed=seed) for seed in range(500)]
+    before = sample(logits.expand(500, -1), sequences)
+    excluded = logits.clone()
+    excluded[0, 17] = -torch.inf
+    after = sample(excluded.expand(500, -1), sequences)
+    assert all(old == new for old, new in zip(before, after, strict=True) if old != 17)
+    assert 17 in before
+    assert 17 not in after
+
+
+def test_filters_leave_what_their_definitions_do() -> None:
+    """Against a sort by (score in steps, id), for all filters together."""
+    generator = torch.Generator().manual_seed(11)
+    for trial in range(200):
+        vocab_size = int(torch.randint(2, 60, (1,), generator=generator))
+        scores = (torch.randn(1, vocab_size, generator=generator) * 3).round(decimals=1)  # with ties
+        scores -= scores.max()
+        top_k, top_p, min_p = trial % 5 * 4, (0.5, 0.9, 1.0, 0.0, 0.99)[trial % 7 % 5], (0.0, 0.01, 0.2)[trial % 3]
+        params = SamplingParams(max_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
+        best = int(scores.argmax())
+        steps = [-1 if i == best else round(-score * 256) for i, score in enumerate(scores[0].tolist())]
+        order = sorted(range(vocab_size), key=lambda i: (steps[i], i))
+        if min_p > 0:
+            order = [i for i in order if steps[i] <= round(-math.log(min_p) * 256)]
+        order = order[: top_k or None]
+        weights = [math.exp(-max(steps[i], 0) / 256) for i in order]
+        kept = [i for place, i in enumerate(order) if sum(weights[:place]) < top_p * sum(weights) or place == 0]
+        assert _kept(scores, [params])[0].nonzero()[:, 0].tolist() == sorted(kept), trial
+
+
+def test_draws_that_fp32_cannot_tell_apart_are_decided_in_fp64() -> None:
+    """Scores that put two tokens' keys into one step of fp32: the draw is that of their exact order."""
+    device = torch.device("cpu")
+    for seed in range(50):
+        bits = noise_bits([seed], [0], 2, device)[0].double()
+        first, second = (-(-(-(bits + 0.5) * 2.0**-31).log1p()).log()).tolist()
+        for difference in (-3e-7, 3e-7):
+            logits = torch.tensor([[0.0, first - second + difference]])
+            exact = float(logits[0, 1].double()) + second - first
+            if abs(exact) > 1e-8:
+                assert sample(logits, [sequence_of(seed=seed)]) == [int(exact > 0)]
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:

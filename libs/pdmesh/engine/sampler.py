@@ -1,13 +1,18 @@
-"""Drawing tokens from logits.
+"""Drawing tokens from logits, so that noise in them does not change what is drawn.
 
-The order is vLLM's: logit bias and forbidden ends, penalties, temperature, min_p, top_k, top_p. Each token takes one
-uniform number that depends on (seed, output index) alone, and finds its place in the cumulative distribution of the
-kept tokens *in the order of their ids*: an order by probability would swap nearly equal tokens, and so change draws,
-whenever rounding differs by one bit.
+The order is vLLM's: logit bias and forbidden ends, penalties, temperature, min_p, top_k, top_p. Then each token's
+score gets Gumbel noise that depends on (seed, output index, token id) alone, and the highest is drawn (Gumbel-max).
+So a token that rounding moved into or out of the filters changes the draw only if it is itself the drawn one, and
+noise of ε in the scores gives another token with a probability of about ε, whatever the vocabulary. A walk along the
+cumulative distribution has neither: one token more or less shifts all that follow it.
+
+The filters cut on scores in steps of `_STEP`, far coarser than the noise of any dtype's sums, ties by id: which tokens
+they leave depends on how many lie in each step, not on the order of nearly equal ones, and needs no sort.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,10 +23,19 @@ from torch import Tensor
 from pdmesh.engine.base import EngineSequence, Logprobs
 from pdmesh.model import SamplingParams
 
-#: Elements of one fp64 tile while drawing: a batch times a large vocabulary is worked off in pieces.
-_TILE_ELEMENTS = 1 << 20
+#: Elements of one tile while drawing: a batch times a large vocabulary is worked off in pieces that stay in the cache.
+_TILE_ELEMENTS = 1 << 18
+
+#: The grid of the filters, in nats; and the steps told apart: what is less likely than the best token by a factor of
+#: e^-32 counts as equally unlikely.
+_STEP = 1 / 256
+_NUM_STEPS = 32 * 256
+
+#: Draws are decided in fp32 where the best two are further apart than its errors, else in fp64.
+_FP32_ERROR = 1e-4
 
 _MASK_64 = (1 << 64) - 1
+_MASK_31 = (1 << 31) - 1
 
 
 def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
@@ -33,7 +47,7 @@ def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
             _process(logits[row].numpy(), sequences[row])
     token_ids: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits, the lowest id
     drawn = [row for row, sequence in enumerate(sequences) if sequence.params.temperature > 0]
-    tile_rows = max(1, _TILE_ELEMENTS // logits.shape[-1])
+    tile_rows = max(1, _TILE_ELEMENTS // max(logits.shape[-1], _NUM_STEPS))
     for first in range(0, len(drawn), tile_rows):
         rows = drawn[first : first + tile_rows]
         for row, token_id in zip(rows, _draw(logits[rows], [sequences[row] for row in rows]), strict=True):
@@ -41,10 +55,25 @@ def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
     return token_ids
 
 
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) for the ``index``-th output token: SplitMix64 at a stream chosen by the hashed seed."""
+def noise_bits(seeds: Sequence[int], indices: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """31 random bits for each token id (columns) as the ``indices[row]``-th output token under ``seeds[row]``, int32.
+
+    A hash of 64 bits of seed and index (SplitMix64) chooses among 2^63 affine maps of ids to 32 bits, whose result is
+    mixed once more ("lowbias32" of Wellons' hash-prospector).
+    """
     golden = 0x9E3779B97F4A7C15
-    return (_mix(_mix(seed + golden) + (index + 1) * golden) >> 11) * 2.0**-53
+    hashed = (_mix(_mix(seed + golden) + (i + 1) * golden) for seed, i in zip(seeds, indices, strict=True))
+    halves = np.array(list(hashed), dtype=np.uint64).view(np.int32).reshape(-1, 2)
+    keys = torch.from_numpy(halves).to(device)  # pyright: ignore[reportUnknownMemberType]
+    bits = torch.arange(vocab_size, dtype=torch.int32, device=device) * (keys[:, :1] | 1)
+    bits += keys[:, 1:]
+    # shifts keep the sign, so that what comes in from the left is masked
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= 0x21F0AAAD
+    bits ^= (bits >> 15) & 0x1FFFF
+    bits *= 0x735A2D97
+    bits ^= (bits >> 15) & 0x1FFFF
+    return bits & _MASK_31
 
 
 def _mix(x: int) -> int:
@@ -89,35 +118,65 @@ def _process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
 
 def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
     params, device = [sequence.params for sequence in sequences], logits.device
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)[:, None]
-    scores = logits.double()
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / temperatures
-    weights = scores.exp()
+    temperatures = torch.tensor([p.temperature for p in params], device=device)[:, None]
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
     filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
     if filtered:
-        weights[filtered] *= _kept(scores[filtered], [params[row] for row in filtered])
-    cumulative = weights.cumsum(dim=-1)
-    draws = [uniform(sequence.params.seed, sequence.num_output_tokens) for sequence in sequences]
-    targets = torch.tensor(draws, dtype=torch.float64, device=device)[:, None] * cumulative[:, -1:]
-    # the first token whose cumulative weight is above the target: never one of weight 0
-    token_ids = torch.searchsorted(cumulative, targets, right=True).clamp(max=logits.shape[-1] - 1)
-    return token_ids[:, 0].tolist()
+        kept = _kept(scores[filtered], [params[row] for row in filtered])
+        scores[filtered] = scores[filtered].masked_fill_(~kept, -torch.inf)
+    bits = noise_bits(
+        [p.seed for p in params], [sequence.num_output_tokens for sequence in sequences], logits.shape[-1], device
+    )
+    keys = scores + _gumbel(bits.float())
+    best, token_ids = keys.max(dim=-1)
+    second = keys.scatter_(1, token_ids[:, None], -torch.inf).amax(dim=-1)
+    drawn: list[int] = token_ids.tolist()
+    for row in (second > best - _FP32_ERROR).nonzero()[:, 0].tolist():
+        keys[row, drawn[row]] = best[row]
+        candidates = (keys[row] >= best[row] - _FP32_ERROR).nonzero()[:, 0]
+        exact = (logits[row, candidates].double() - logits[row].amax().double()) / params[row].temperature
+        drawn[row] = int(candidates[(exact + _gumbel(bits[row, candidates].double())).argmax()])
+    return drawn
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Gumbel noise from 31 bits in floats, in place: -log(-log(1 - v)), most exact where it is large (v near 0)."""
+    return bits.add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_().neg_()
 
 
 def _kept(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Which tokens min_p, top_k and top_p leave, (rows, vocab_size); the most likely one always stays."""
+    """Which tokens min_p, top_k and top_p leave, (rows, vocab_size); the most likely one always stays.
+
+    Tokens are ordered by step, then by id, the most likely one before all. Each filter leaves so many first ones.
+    """
     (rows, vocab_size), device = scores.shape, scores.device
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)[:, None]
+    steps = (scores * (-1 / _STEP)).round_().clamp_(max=_NUM_STEPS - 1).long().clamp_(min=0) + 1
+    steps.scatter_(1, scores.argmax(dim=-1, keepdim=True), 0)
+    counts = torch.zeros(rows, _NUM_STEPS + 1, dtype=torch.int64, device=device)
+    counts.scatter_add_(1, steps, torch.ones((1, 1), dtype=torch.int64, device=device).expand(rows, vocab_size))
+    up_to = counts.cumsum(dim=-1)  # tokens up to the end of each step
+    each = (torch.arange(_NUM_STEPS + 1, dtype=torch.float64, device=device) - 1).clamp_(min=0).mul_(-_STEP).exp_()
+    weight_up_to = (counts * each).cumsum(dim=-1)
+
+    last_steps = [1 + round(-math.log(p.min_p) / _STEP) if p.min_p > 0.0 else _NUM_STEPS for p in params]
+    num_kept = up_to.gather(1, torch.tensor(last_steps, device=device).clamp_(max=_NUM_STEPS)[:, None])
     top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)[:, None]
-    limits = [p.top_p if p.top_p < 1.0 else 2.0 for p in params]
-    top_p = torch.tensor(limits, dtype=torch.float64, device=device)[:, None]
-    ordered, token_ids = scores.sort(dim=-1, descending=True, stable=True)  # of equal ones, the lower id first
-    keep = (ordered >= min_p.log()) & (torch.arange(vocab_size, device=device) < top_k)
-    weights = ordered.exp() * keep
-    cumulative = weights.cumsum(dim=-1)
-    keep &= cumulative - weights < top_p * cumulative[:, -1:]
-    keep[:, 0] = True
-    return torch.zeros(rows, vocab_size, dtype=torch.bool, device=device).scatter_(1, token_ids, keep)
+    num_kept = torch.minimum(num_kept, top_k)
+
+    # the weight of the first num_kept, and then how many of them reach top_p of it
+    step = torch.searchsorted(up_to, num_kept)
+    kept_weight = weight_up_to.gather(1, step) - (up_to.gather(1, step) - num_kept) * each[step]
+    top_p = torch.tensor([min(p.top_p, 1.0) for p in params], dtype=torch.float64, device=device)[:, None]
+    target = top_p * kept_weight
+    step = torch.searchsorted(weight_up_to, target).clamp_(max=_NUM_STEPS)
+    surplus = ((weight_up_to.gather(1, step) - target) / each[step]).floor().long()
+    reaching = up_to.gather(1, step) - surplus
+    num_kept = torch.where(top_p < 1.0, torch.minimum(num_kept, reaching), num_kept).clamp_(min=1)
+
+    step = torch.searchsorted(up_to, num_kept)
+    num_of_step = num_kept - up_to.gather(1, step) + counts.gather(1, step)
+    at_edge = steps == step
+    return (steps < step) | (at_edge & (at_edge.cumsum(dim=-1, dtype=torch.int32) <= num_of_step))
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[Logprobs]:
