@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdmesh.config import SchedulerConfig, SecurityConfig
+from pdmesh.config import SchedulerConfig
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
@@ -401,7 +401,7 @@ def serve(
     mesh = ModelledMesh()
     agenda = mesh.agenda
     loop = VirtualTimeLoop(agenda, mesh.settle)
-    settings, security = SchedulerConfig(lease_s=1e7, heartbeat_s=heartbeat_s), SecurityConfig()
+    settings = SchedulerConfig(lease_s=1e7, heartbeat_s=heartbeat_s)
 
     async def main() -> Served:
         core = CountingCore(bundle, len(arrivals))
@@ -421,10 +421,8 @@ def serve(
         worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
         gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
         stopping = anyio.Event()
-        worker_streams = WorkerStreams(driver, workers, worker_leases, settings, security, stopping)
-        gateway_streams = GatewayStreams(
-            driver, gateways, gateway_leases, settings, security, stopping, lambda: agenda.now_s
-        )
+        worker_streams = WorkerStreams(driver, workers, worker_leases, settings, stopping)
+        gateway_streams = GatewayStreams(driver, gateways, gateway_leases, settings, stopping, lambda: agenda.now_s)
         gateway = Gateway(arrivals, mesh)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(driver.run)

@@ -39,7 +39,7 @@ from pdmesh.profiles import save_profile
 from pdmesh.service import ServiceContext
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.profiles import profile_file
-from pdmesh.wire.endpoint import open_channel
+from pdmesh.wire.endpoint import MeshChannel, open_channel
 from pdmesh.wire.link import GRPC_OPTIONS, FrameLink, open_link
 from pdmesh.wire.messages import (
     AdminError,
@@ -147,7 +147,7 @@ class Peer:
 @dataclass
 class Mesh:
     context: Context
-    channel: grpc.aio.Channel
+    channel: MeshChannel
 
     @asynccontextmanager
     async def connect(self, method: str, down: Any, *first: Any) -> AsyncGenerator[Peer]:
@@ -509,14 +509,16 @@ async def test_an_oversized_frame_ends_its_own_stream_alone(monkeypatch: pytest.
 async def test_strangers_are_refused() -> None:
     config = replace(CONFIG, security=SecurityConfig(mesh_token="secret"))
     async with running(config) as mesh:
-        for registration in (
-            RegisterWorker(profile=mixed(), residents=(), token="wrong"),
-            RegisterWorker(profile=mixed(), residents=()),
-        ):
-            async with mesh.connect(WORKER_METHOD, WorkerDown, registration) as peer:
-                assert "wrong mesh token" in await peer.ended()
-        assert isinstance(await mesh.ask(GetStatus(token="wrong")), AdminError)
-        assert isinstance(await mesh.ask(GetStatus(token="secret")), MeshState)
+        for token in ("", "wrong", "sécret"):
+            async with open_channel(mesh.context.facts["address"], SecurityConfig(mesh_token=token)) as channel:
+                stranger = Mesh(mesh.context, channel)
+                for method, down in ((WORKER_METHOD, WorkerDown), (GATEWAY_METHOD, GatewayDown)):
+                    async with stranger.connect(method, down) as peer:  # says nothing, and has its answer
+                        assert "UNAUTHENTICATED: wrong mesh token" in await peer.ended()
+                with pytest.raises(grpc.aio.AioRpcError, match="wrong mesh token"):
+                    await stranger.ask(GetStatus())
+        async with open_channel(mesh.context.facts["address"], config.security) as channel:
+            assert isinstance(await Mesh(mesh.context, channel).ask(GetStatus()), MeshState)
 
 
 @pytest.mark.parametrize(

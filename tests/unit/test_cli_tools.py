@@ -59,13 +59,13 @@ async def ask(answer: bytes) -> messages.AdminResponse:
     """Ask a scheduler that answers ``answer``."""
 
     async def serve(request: bytes, _context: Any) -> bytes:
-        assert msgspec.msgpack.decode(request, type=list[messages.AdminRequest]) == [messages.GetStatus(token="t")]
+        assert msgspec.msgpack.decode(request, type=list[messages.AdminRequest]) == [messages.GetStatus()]
         return answer
 
     methods: Any = {"Admin": grpc.unary_unary_rpc_method_handler(serve)}
     security = SecurityConfig()
     async with serving("pdmesh.v1.Scheduler", methods, host=LOOPBACK, port=0, security=security) as port:
-        return await ask_scheduler(f"{LOOPBACK}:{port}", security, messages.GetStatus(token="t"))
+        return await ask_scheduler(f"{LOOPBACK}:{port}", security, messages.GetStatus())
 
 
 @pytest.mark.anyio

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from pdmesh.config import SecurityConfig
-from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull, ProtocolError
+from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull
 from pdmesh.model import Epoch, GatewayId, RequestId, SamplingParams
-from pdmesh.wire.endpoint import check_bind, check_token, open_channel, serving
+from pdmesh.wire.endpoint import check_bind, open_channel, serving
 from pdmesh.wire.link import FRAME_BYTES, FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
     Free,
@@ -163,7 +163,17 @@ def test_a_wide_bind_needs_tls_and_a_key() -> None:
         check_bind("0.0.0.0", SecurityConfig(), what="gateway", has_key=False)
 
 
-def test_a_wrong_mesh_token_is_a_protocol_error() -> None:
-    check_token("s", SecurityConfig(mesh_token="s"))
-    with pytest.raises(ProtocolError, match="mesh token"):
-        check_token("", SecurityConfig(mesh_token="s"))
+async def test_a_stranger_is_answered_before_it_has_said_a_word() -> None:
+    async def serve(_link: FrameLink[WorkerDown, WorkerUp], _peer: str) -> None:
+        pytest.fail("a stranger was let in")
+
+    methods = {"Echo": serve_link(serve, WorkerUp)}
+    security = SecurityConfig(mesh_token="s")
+    async with (
+        serving(SERVICE, methods, host="127.0.0.1", port=0, security=security) as port,
+        open_channel(f"127.0.0.1:{port}", SecurityConfig(mesh_token="t")) as channel,
+    ):
+        call: Any = channel.stream_stream(f"/{SERVICE}/Echo")()
+        with anyio.fail_after(20), pytest.raises(grpc.aio.AioRpcError, match="wrong mesh token") as failed:
+            await call.read()
+        assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED

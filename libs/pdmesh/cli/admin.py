@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -47,8 +48,8 @@ async def ask_scheduler(
 
 def show_status(config: MeshConfig, state: MeshState, output: Output) -> None:
     """Print the state of a mesh. Raises PdmeshError if none can be asked."""
-    record, address, token = target(config, state)
-    answer = anyio.run(ask_scheduler, address, config.security, messages.GetStatus(token=token))
+    record, address, security = target(config, state)
+    answer = anyio.run(ask_scheduler, address, security, messages.GetStatus())
     if not isinstance(answer, messages.MeshState):
         raise ProtocolError("the scheduler answered another question")
     if output is Output.JSON:
@@ -75,9 +76,9 @@ def show_request(config: MeshConfig, state: MeshState, request_id: str, output: 
 
     Raises PdmeshError if it is not remembered or no mesh can be asked.
     """
-    _, address, token = target(config, state)
-    question = messages.GetRequest(request_id=request_id, token=token)
-    answer = anyio.run(ask_scheduler, address, config.security, question)
+    _, address, security = target(config, state)
+    question = messages.GetRequest(request_id=request_id)
+    answer = anyio.run(ask_scheduler, address, security, question)
     if not isinstance(answer, messages.RequestRecord | messages.RequestList):
         raise ProtocolError("the scheduler answered another question")
     if output is Output.JSON:
@@ -88,16 +89,16 @@ def show_request(config: MeshConfig, state: MeshState, request_id: str, output: 
         print_choices(Console(), request_id, answer)
 
 
-def target(config: MeshConfig, state: MeshState) -> tuple[MeshRecord | None, str, str]:
-    """Whom to ask, and with which token: the scheduler that was named, else that of the mesh on this machine."""
+def target(config: MeshConfig, state: MeshState) -> tuple[MeshRecord | None, str, SecurityConfig]:
+    """Whom to ask, and with which secrets: the scheduler that was named, else that of the mesh on this machine."""
     if config.scheduler_address:
-        return None, config.scheduler_address, config.security.mesh_token
+        return None, config.scheduler_address, config.security
     record = state.read()
     if record is None:
         raise PdmeshError(f"no mesh named {state.name!r} is running: start one with `pdmesh up`, or give --scheduler")
     if not record.scheduler_address:
         raise PdmeshError(f"mesh {state.name!r} is starting; see {state.folder}")
-    return record, record.scheduler_address, record.mesh_token
+    return record, record.scheduler_address, replace(config.security, mesh_token=record.mesh_token)
 
 
 def _public(record: MeshRecord) -> dict[str, Any]:

@@ -33,9 +33,9 @@ def set_policy(config: MeshConfig, state: MeshState, bundle: str) -> None:
 
 
 def _ask(config: MeshConfig, state: MeshState, bundle: str | None) -> Policies:
-    _, address, token = target(config, state)
-    question = GetPolicies(token=token) if bundle is None else SetPolicy(bundle=bundle, token=token)
-    answer = anyio.run(ask_scheduler, address, config.security, question)
+    _, address, security = target(config, state)
+    question = GetPolicies() if bundle is None else SetPolicy(bundle=bundle)
+    answer = anyio.run(ask_scheduler, address, security, question)
     if not isinstance(answer, Policies):
         raise ProtocolError("the scheduler answered another question")
     return answer

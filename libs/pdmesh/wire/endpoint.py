@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import grpc
 import grpc.aio
 
 from pdmesh.config import SecurityConfig
-from pdmesh.errors import ConfigError, ProtocolError
+from pdmesh.errors import ConfigError
 from pdmesh.wire.link import GRPC_OPTIONS
 
 
@@ -43,10 +44,72 @@ def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool)
         )
 
 
-def check_token(given: str, security: SecurityConfig) -> None:
-    """Compare a peer's mesh token with ours, in constant time. Raises ProtocolError."""
-    if not hmac.compare_digest(given.encode(), security.mesh_token.encode()):
-        raise ProtocolError("wrong mesh token: set the same security.mesh_token on every service")
+#: The metadata of every call between our services that carries the mesh token.
+TOKEN_METADATA = "pdmesh-token"
+
+
+class MeshChannel:
+    """A channel to one of our services, whose calls carry the mesh token."""
+
+    def __init__(self, channel: grpc.aio.Channel, security: SecurityConfig) -> None:
+        self._channel = channel
+        token = security.mesh_token
+        # As gRPC wants it: text of ASCII, so any token fits.
+        self._metadata = ((TOKEN_METADATA, token.encode().hex()),) if token else ()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def channel_ready(self) -> None:
+        """Until it is connected, however long that takes."""
+        await self._channel.channel_ready()
+
+    def stream_stream(self, method: str) -> Callable[..., Any]:
+        multi: Any = self._channel.stream_stream(method)
+        return functools.partial(multi, metadata=self._metadata)
+
+    def unary_unary(self, method: str) -> Callable[..., Any]:
+        multi: Any = self._channel.unary_unary(method)
+        return functools.partial(multi, metadata=self._metadata)
+
+
+def refusal(code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that ends its call, of whatever kind, before any message of it is read."""
+
+    async def refuse(_requests: Any, context: Any) -> None:
+        await context.abort(code, message)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class _Doorkeeper(grpc.aio.ServerInterceptor):
+    """Looks at the token in a call's metadata, in constant time: a stranger has not one message read."""
+
+    def __init__(self, security: SecurityConfig) -> None:
+        self._token = security.mesh_token.encode().hex()
+        self._refusal = refusal(
+            grpc.StatusCode.UNAUTHENTICATED,
+            "wrong mesh token: set the same security.mesh_token on every service",
+        )
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        given = metadata_of(handler_call_details).get(TOKEN_METADATA, "")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            return self._refusal
+        return await continuation(handler_call_details)
+
+
+def metadata_of(details: grpc.HandlerCallDetails) -> dict[str, str]:
+    """A call's metadata, without what is binary."""
+    metadata: Any = details.invocation_metadata or ()
+    return {key: value for key, value in metadata if isinstance(value, str)}
 
 
 @asynccontextmanager
@@ -64,7 +127,7 @@ async def serving(
     At its end no new call is taken, and those that run are cancelled, after ``grace_s`` if that is given.
     """
     check_bind(host, security, what=service, has_key=bool(security.mesh_token))
-    server = grpc.aio.server(options=GRPC_OPTIONS)
+    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
     bound_port = bind(server, host, port, security)
     await server.start()
@@ -91,8 +154,12 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig
         raise ConfigError(f"cannot listen on {address}: is another process using the port? ({error})") from error
 
 
-def open_channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
+def open_channel(address: str, security: SecurityConfig) -> MeshChannel:
     """A channel to one of our services; TLS exactly if we are configured with it."""
+    return MeshChannel(_grpc_channel(address, security), security)
+
+
+def _grpc_channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
     if security.tls_cert is not None and security.tls_key is not None:
         credentials = grpc.ssl_channel_credentials(
             root_certificates=None if security.tls_ca is None else _read(security.tls_ca),

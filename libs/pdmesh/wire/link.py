@@ -11,7 +11,7 @@ import struct
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 import grpc
@@ -50,6 +50,14 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+
+
+class Channel(Protocol):
+    """What a stream is opened on: `pdmesh.wire.endpoint.open_channel` makes one."""
+
+    def stream_stream(self, method: str) -> Callable[..., Any]:
+        """A function that begins a call of ``method``."""
+        ...
 
 
 class FrameLink(Generic[SendT, RecvT]):
@@ -146,11 +154,10 @@ def _describe(error: Exception) -> str:
 
 @asynccontextmanager
 async def open_link(
-    channel: grpc.aio.Channel, method: str, receive_type: Any, *, max_queued: int = MAX_QUEUED_MESSAGES
+    channel: Channel, method: str, receive_type: Any, *, max_queued: int = MAX_QUEUED_MESSAGES
 ) -> AsyncGenerator[FrameLink[Any, Any]]:
     """The client's end of a stream; the call is cancelled when the block is left."""
-    multi: Any = channel.stream_stream(method)
-    call = multi()
+    call = channel.stream_stream(method)()
     try:
         yield FrameLink(
             write=call.write,

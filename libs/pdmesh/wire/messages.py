@@ -13,7 +13,8 @@ method                         client sends           server sends
 ``/pdmesh.v1.Gateway/Tokens``     `TokensUp`             `TokensDown`
 =============================  =====================  =======================
 
-``/pdmesh.v1.Scheduler/Admin`` is unary: `AdminRequest` to `AdminResponse`.
+``/pdmesh.v1.Scheduler/Admin`` is unary: `AdminRequest` to `AdminResponse`. Where a mesh token is configured, every call
+carries it as metadata (`pdmesh.wire.endpoint`).
 """
 
 from __future__ import annotations
@@ -106,7 +107,6 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
 
     profile: InstanceProfile
     residents: tuple[Resident, ...]
-    token: str = ""  # shared mesh secret, where one is configured
     version: int = PROTOCOL_VERSION
 
 
@@ -272,7 +272,6 @@ WorkerDown = WelcomeWorker | RunPlan | Admit | ExpectKv | Grant | Pause | Free |
 class RegisterGateway(Message, frozen=True, kw_only=True):
     gateway_id: GatewayId
     waiting: tuple[tuple[RequestId, Epoch], ...]
-    token: str = ""
     version: int = PROTOCOL_VERSION
 
 
@@ -375,7 +374,6 @@ class RegisterTokens(Message, frozen=True, kw_only=True):
     """First message of a worker's token stream."""
 
     instance_id: InstanceId
-    token: str = ""
     version: int = PROTOCOL_VERSION
 
 
@@ -425,23 +423,21 @@ TokensDown = TokensAccepted
 
 
 class GetStatus(Message, frozen=True, kw_only=True):
-    token: str = ""
+    pass
 
 
 class GetRequest(Message, frozen=True, kw_only=True):
     request_id: str
-    token: str = ""
 
 
 class GetPolicies(Message, frozen=True, kw_only=True):
-    token: str = ""
+    pass
 
 
 class SetPolicy(Message, frozen=True, kw_only=True):
     """Switch the policy bundle while serving."""
 
     bundle: str
-    token: str = ""
 
 
 AdminRequest = GetStatus | GetRequest | GetPolicies | SetPolicy

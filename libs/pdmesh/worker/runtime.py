@@ -96,7 +96,7 @@ async def serve_instance(
             num_heads=facts.num_heads,
             measured_steps=facts.measured_steps,
         )
-        return RegisterWorker(profile=profile, residents=instance.residents(), token=config.security.mesh_token)
+        return RegisterWorker(profile=profile, residents=instance.residents())
 
     async with (
         KvMover(

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import anyio
-import grpc.aio
 import structlog
 
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
+from pdmesh.wire.endpoint import MeshChannel
 from pdmesh.wire.link import FrameLink, open_link
 from pdmesh.wire.messages import Goodbye, Heartbeat, RegisterWorker, WelcomeWorker, WorkerDown, WorkerUp
 from pdmesh.worker.reconnect import backoff_s
@@ -33,7 +33,7 @@ class SchedulerLink:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channel: MeshChannel,
         *,
         prepare: Callable[[], Awaitable[None]],
         registration: Callable[[], RegisterWorker],

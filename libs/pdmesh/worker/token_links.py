@@ -14,13 +14,12 @@ from contextlib import asynccontextmanager
 
 import anyio
 import anyio.abc
-import grpc.aio
 import structlog
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
 from pdmesh.model import InstanceId
-from pdmesh.wire.endpoint import open_channel
+from pdmesh.wire.endpoint import MeshChannel, open_channel
 from pdmesh.wire.link import MAX_QUEUED_MESSAGES, FrameLink, open_link
 from pdmesh.wire.messages import RegisterTokens, TokensDown, TokensUp
 from pdmesh.worker.reconnect import backoff_s
@@ -112,7 +111,7 @@ class _GatewayLink:
             self._link.close()
         await self._finished.wait()
 
-    async def run(self, channel: grpc.aio.Channel) -> None:
+    async def run(self, channel: MeshChannel) -> None:
         """Stay connected until `finish`. Raises TimeoutError if the gateway takes no stream for `GIVE_UP_S`."""
         num_failures = 0
         with anyio.fail_after(GIVE_UP_S) as limit:
@@ -134,7 +133,7 @@ class _GatewayLink:
                 await anyio.sleep(backoff_s(num_failures))
         self._finished.set()
 
-    async def _serve(self, channel: grpc.aio.Channel, limit: anyio.CancelScope) -> None:
+    async def _serve(self, channel: MeshChannel, limit: anyio.CancelScope) -> None:
         """One stream, until it ends; ``limit`` is lifted once the gateway has accepted it."""
         async with open_link(channel, METHOD, TokensDown, max_queued=self._max_queued) as link:
             link.post(self._registration)
@@ -155,7 +154,7 @@ async def open_token_links(
     instance_id: InstanceId, security: SecurityConfig, *, max_queued: int = MAX_QUEUED_MESSAGES
 ) -> AsyncGenerator[TokenLinks]:
     """Links that live as long as the block."""
-    registration = RegisterTokens(instance_id=instance_id, token=security.mesh_token)
+    registration = RegisterTokens(instance_id=instance_id)
     async with anyio.create_task_group() as tasks:
         yield TokenLinks(tasks, registration, security, max_queued)
         tasks.cancel_scope.cancel()

@@ -121,9 +121,7 @@ class SchedulerLink:
         async with open_link(channel, METHOD, GatewayDown) as link, anyio.create_task_group() as tasks:
             tasks.start_soon(link.pump)
             frames = link.frames()
-            link.post(
-                RegisterGateway(gateway_id=self._gateway_id, waiting=waiting.waiting(), token=self._security.mesh_token)
-            )
+            link.post(RegisterGateway(gateway_id=self._gateway_id, waiting=waiting.waiting()))
             welcome, rest = await _welcome(frames)
             self._link = link
             self._connected.set()

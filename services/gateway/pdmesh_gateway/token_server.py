@@ -11,7 +11,7 @@ import structlog
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId
-from pdmesh.wire.endpoint import check_token, serving
+from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import (
     PROTOCOL_VERSION,
@@ -41,7 +41,7 @@ async def serve_tokens(
     async def serve(link: FrameLink[TokensDown, TokensUp], peer: str) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.pump)
-            await _receive_tokens(link, peer, transcripts, security)
+            await _receive_tokens(link, peer, transcripts)
             link.close()
 
     methods = {"Tokens": serve_link(serve, TokensUp)}
@@ -49,11 +49,9 @@ async def serve_tokens(
         yield port
 
 
-async def _receive_tokens(
-    link: FrameLink[TokensDown, TokensUp], peer: str, transcripts: Transcripts, security: SecurityConfig
-) -> None:
+async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, transcripts: Transcripts) -> None:
     frames = link.frames()
-    instance_id, rest = await _registration(frames, security)
+    instance_id, rest = await _registration(frames)
     link.post(TokensAccepted())
     log.info("worker streams tokens", instance_id=instance_id, peer=peer)
     try:
@@ -66,9 +64,7 @@ async def _receive_tokens(
         transcripts.source_lost(instance_id)
 
 
-async def _registration(
-    frames: AsyncIterator[list[TokensUp]], security: SecurityConfig
-) -> tuple[InstanceId, list[TokensUp]]:
+async def _registration(frames: AsyncIterator[list[TokensUp]]) -> tuple[InstanceId, list[TokensUp]]:
     """Who streams, and what came in the same frame."""
     frame: list[TokensUp]
     try:
@@ -83,7 +79,6 @@ async def _registration(
             raise ProtocolError("the first message must be RegisterTokens")
     if register.version != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol version {register.version}, ours is {PROTOCOL_VERSION}: update both")
-    check_token(register.token, security)
     return register.instance_id, rest
 
 

@@ -9,12 +9,10 @@ import grpc
 import grpc.aio
 import msgspec
 
-from pdmesh.config import SecurityConfig
 from pdmesh.core.events import BundleChangeRequested
-from pdmesh.errors import ConfigError, ProtocolError
+from pdmesh.errors import ConfigError
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
-from pdmesh.wire.endpoint import check_token
 from pdmesh.wire.messages import (
     AdminError,
     AdminRequest,
@@ -34,7 +32,6 @@ from pdmesh_scheduler.records import RequestRecords
 class Admin:
     driver: Driver
     records: RequestRecords
-    security: SecurityConfig
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
         decoder = msgspec.msgpack.Decoder(list[AdminRequest])
@@ -50,10 +47,6 @@ class Admin:
         return grpc.unary_unary_rpc_method_handler(handle)
 
     def _answer(self, question: AdminRequest) -> AdminResponse:
-        try:
-            check_token(question.token, self.security)
-        except ProtocolError as error:
-            return AdminError(message=str(error))
         match question:
             case GetStatus():
                 return self.driver.state()

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
-from pdmesh.config import SchedulerConfig, SecurityConfig
+from pdmesh.config import SchedulerConfig
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived, RequestCancelled
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import GatewayId, RejectReason, Request
-from pdmesh.wire.endpoint import check_token
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     PROTOCOL_VERSION,
@@ -44,7 +43,6 @@ class GatewayStreams:
     peers: Peers[GatewayId, GatewayDown]
     leases: Leases[GatewayId]
     config: SchedulerConfig
-    security: SecurityConfig
     stopping: anyio.Event
     clock: Callable[[], float]
 
@@ -52,7 +50,6 @@ class GatewayStreams:
         """One stream, from its registration to its end."""
         frames = link.frames()
         registration, rest = await first_message(frames, RegisterGateway)
-        check_token(registration.token, self.security)
         if registration.version != PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version {registration.version}, this scheduler speaks {PROTOCOL_VERSION}")
         gateway_id = registration.gateway_id

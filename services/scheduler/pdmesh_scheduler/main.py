@@ -90,16 +90,12 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             spans=SchedulerSpans(context.tracing, wall_time),
             event_log=event_log,
         )
-        worker_streams = WorkerStreams(
-            driver, workers, worker_leases, settings, config.security, context.stopping, profile
-        )
-        gateway_streams = GatewayStreams(
-            driver, gateways, gateway_leases, settings, config.security, context.stopping, clock
-        )
+        worker_streams = WorkerStreams(driver, workers, worker_leases, settings, context.stopping, profile)
+        gateway_streams = GatewayStreams(driver, gateways, gateway_leases, settings, context.stopping, clock)
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp),
             "Gateway": serve_link(gateway_streams.serve, GatewayUp),
-            "Admin": Admin(driver, records, config.security).handler(),
+            "Admin": Admin(driver, records).handler(),
         }
         async with anyio.create_task_group() as tasks:
             if event_log is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
-from pdmesh.config import SchedulerConfig, SecurityConfig
+from pdmesh.config import SchedulerConfig
 from pdmesh.core.events import (
     DecodeReserved,
     DrainRequested,
@@ -28,7 +28,6 @@ from pdmesh.core.events import (
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.policy.profile import Profile, Subject
-from pdmesh.wire.endpoint import check_token
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     PROTOCOL_VERSION,
@@ -63,7 +62,6 @@ class WorkerStreams:
     peers: Peers[InstanceId, WorkerDown]
     leases: Leases[InstanceId]
     config: SchedulerConfig
-    security: SecurityConfig
     stopping: anyio.Event
     profile: Profile | None = None  # what steps are predicted by, if the operator named it
 
@@ -71,7 +69,7 @@ class WorkerStreams:
         """One stream, from its registration to its end."""
         frames = link.frames()
         registration, rest = await first_message(frames, RegisterWorker)
-        _check(registration, self.security)
+        _check(registration)
         self._check_profile(registration.profile)
         instance_id = registration.profile.instance_id
 
@@ -182,9 +180,8 @@ def _event(
             return DrainRequested(instance_id)
 
 
-def _check(registration: RegisterWorker, security: SecurityConfig) -> None:
+def _check(registration: RegisterWorker) -> None:
     """Refuse what the core could not work with. Raises ProtocolError."""
-    check_token(registration.token, security)
     if registration.version != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol version {registration.version}, this scheduler speaks {PROTOCOL_VERSION}")
     profile = registration.profile
