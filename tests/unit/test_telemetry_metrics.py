@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -114,3 +115,28 @@ async def test_a_workers() -> None:
         num_dropped_pieces=lambda: {"checksum": 1},
     )
     assert served(metrics.registry) == documented("Worker")
+
+
+def test_the_grafana_board_asks_for_metrics_and_labels_that_are_served() -> None:
+    described = set[Described]().union(*(documented(service)[0] for service in ("Gateway", "Scheduler", "Worker")))
+    labels_of: dict[str, set[str]] = {}
+    for name, kind, labels in described:
+        suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(kind, ("",))
+        for suffix in suffixes:
+            labels_of.setdefault(name + suffix, set()).update(labels)
+    board = json.loads((DOCUMENT.parents[1] / "deploy/grafana/pdmesh.json").read_text())
+    targets = [target for panel in board["panels"] for target in panel.get("targets", [])]
+    assert len(targets) > 30
+    scraped = {"le", "instance", "job"}  # of the text format, and put there by Prometheus
+    for target in targets:
+        expression = target["expr"]
+        names = re.findall(r"(?:pdmesh|vllm):\w+", expression)
+        assert names, expression
+        for name in names:
+            assert name in labels_of, f"{expression}: nobody serves {name}"
+        asked = set(re.findall(r"by \(([^)]*)\)", expression)) | set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        asked = {label.strip() for group in asked for label in group.split(",")}
+        asked |= set(re.findall(r"(\w+)(?:=|!=)~?\"", expression))
+        known = set[str]().union(*(labels_of[name] for name in names)) | scraped
+        assert asked <= known, f"{expression}: {asked - known} are no labels of {names}"
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
