@@ -77,8 +77,8 @@ def draw(seed: int, num_requests: int, rate: float, longs: Sequence[int]) -> lis
     return loads
 
 
-async def ask(client: httpx.AsyncClient, mesh: RunningMesh, load: Load, name: str) -> tuple[float, float]:
-    """TTFT and JCT, as a streaming client sees them."""
+async def ask(client: httpx.AsyncClient, mesh: RunningMesh, load: Load) -> tuple[str, tuple[float, float]]:
+    """What the mesh calls the request; TTFT and JCT, as a streaming client sees them."""
     body = {
         "model": mesh.model,
         "prompt": load.prompt,
@@ -88,27 +88,30 @@ async def ask(client: httpx.AsyncClient, mesh: RunningMesh, load: Load, name: st
     }
     began_s = time.perf_counter()
     first_s = last_s = 0.0
-    async with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": name}) as response:
+    request_id = ""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]" and json.loads(line[6:])["choices"]:
+            if line.startswith("data: {") and (chunk := json.loads(line[6:]))["choices"]:
+                request_id = chunk["id"].removeprefix("cmpl-")
                 last_s = time.perf_counter() - began_s
                 first_s = first_s or last_s
-    return first_s, last_s
+    return request_id, (first_s, last_s)
 
 
-async def play(mesh: RunningMesh, loads: Sequence[Load], name: str) -> dict[str, tuple[float, float]]:
+async def play(mesh: RunningMesh, loads: Sequence[Load]) -> dict[str, tuple[float, float]]:
     """Each request at its time; TTFT and JCT by the request's id."""
     seen: dict[str, tuple[float, float]] = {}
     async with mesh.client() as client, anyio.create_task_group() as tasks:
 
-        async def one(request_id: str, load: Load) -> None:
-            seen[request_id] = await ask(client, mesh, load, request_id)
+        async def one(load: Load) -> None:
+            request_id, times_s = await ask(client, mesh, load)
+            seen[request_id] = times_s
 
         began_s = anyio.current_time()
-        for number, load in enumerate(loads):
+        for load in loads:
             await anyio.sleep_until(began_s + load.at_s)
-            tasks.start_soon(one, f"{name}-{number:04d}", load)
+            tasks.start_soon(one, load)
     return seen
 
 
@@ -141,10 +144,10 @@ def live(folder: Path, checkpoint: Path, shape: tuple[int, int, int], bundle: st
     prefill, decode, mixed = shape
     settings = {"SCHEDULER_EVENT_LOG": str(log), "SCHEDULER_BUNDLE": bundle}
     with running_mesh(folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings) as mesh:
-        anyio.run(play, mesh, [Load(0.3 * n, load.prompt[:128], 8) for n, load in enumerate(loads[:5])], "warm")
+        anyio.run(play, mesh, [Load(0.3 * n, load.prompt[:128], 8) for n, load in enumerate(loads[:5])])
         mesh.wait_until_idle()
         with foreign_work(mesh) as foreign:
-            client_s = anyio.run(play, mesh, loads, "load")
+            client_s = anyio.run(play, mesh, loads)
     with EventLogReader(log) as read:
         decisions = (Decision(entry.now_s, entry.event, commands) for entry, commands in replay(read))
         return Live(read.header, recorded_run(decisions), client_s, foreign.cores)

@@ -32,7 +32,7 @@ from pdmesh.policy.bundles import make_bundle
 
 log = structlog.get_logger()
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 #: No record is larger; a length beyond it is corruption.
 MAX_RECORD_BYTES = 64 * 1024 * 1024

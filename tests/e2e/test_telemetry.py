@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -24,9 +25,9 @@ class Observed:
     mesh: RunningMesh
     collector: Collector
 
-    def complete(self, request_id: str, **fields: object) -> httpx.Response:
+    def complete(self, label: str, **fields: object) -> httpx.Response:
         body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
-        headers = {"X-Request-Id": request_id, "traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"}
+        headers = {"X-Request-Id": label, "traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"}
         response = httpx.post(f"{self.mesh.base_url}/v1/completions", json=body, headers=headers, timeout=60)
         assert response.status_code == 200, response.text
         return response
@@ -36,6 +37,11 @@ class Observed:
             return [span for span in spans if span.attributes["pdmesh.request_id"] == request_id]
 
         return of_request(self.collector.wait_for(lambda spans: len(of_request(spans)) >= count))
+
+
+def id_of(response: dict[str, Any]) -> str:
+    """What the mesh calls the request of a response, or of a chunk of one."""
+    return str(response["id"]).removeprefix("cmpl-")
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +61,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Generator[Observed]:
 
 
 def test_one_request_is_one_trace_through_all_four_services(observed: Observed) -> None:
-    usage = observed.complete("traced").json()["usage"]
-    spans = observed.spans("traced", 6)
+    response = observed.complete("traced").json()
+    usage = response["usage"]
+    spans = observed.spans(id_of(response), 6)
     by_name = {span.name: span for span in spans}
     assert sorted(span.name for span in spans) == ["decode", "kv transfer", "placed", "prefill", "queued", "request"]
     assert {span.service for span in spans} == SERVICES
@@ -67,6 +74,7 @@ def test_one_request_is_one_trace_through_all_four_services(observed: Observed) 
     assert (request.service, request.parent_id) == ("pdmesh-gateway", CLIENT_SPAN)
     assert {span.parent_id for span in by_name.values()} == {request.span_id}
     assert request.events == ("first token",)
+    assert request.attributes["pdmesh.request_label"] == "traced"
     assert request.attributes["gen_ai.operation.name"] == "text_completion"
     assert request.attributes["gen_ai.request.model"] == observed.mesh.model
     assert request.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
@@ -91,15 +99,17 @@ def test_one_request_is_one_trace_through_all_four_services(observed: Observed) 
 
 
 def test_choices_share_the_requests_span_and_are_listed(observed: Observed) -> None:
-    observed.complete("many", n=2)
-    (request,) = observed.spans("many", 1)
+    request_id = id_of(observed.complete("many", n=2).json())
+    (request,) = observed.spans(request_id, 1)
     for index in range(2):
-        spans = observed.spans(f"many-{index}", 5)
+        spans = observed.spans(f"{request_id}-{index}", 5)
         assert {span.parent_id for span in spans} == {request.span_id}
     observed.mesh.wait_until_idle()
-    listed = observed.mesh.pdmesh("requests", "show", "many")
-    assert "2 choices" in listed
-    assert [line.split()[:2] for line in listed.splitlines()[2:]] == [["many-0", "finished"], ["many-1", "finished"]]
+    for name in ("many", request_id, f"cmpl-{request_id}", request_id[:8]):
+        listed = observed.mesh.pdmesh("requests", "show", name)
+        assert "2 requests" in listed
+        shown = [line.split()[:2] for line in listed.splitlines()[2:]]
+        assert shown == [[f"{request_id}-{index}", "finished"] for index in range(2)]
 
 
 def test_a_record_tells_when_the_tokens_came(observed: Observed) -> None:
@@ -120,9 +130,9 @@ def test_a_cancelled_request_is_traced_and_told_as_such(observed: Observed) -> N
     with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:
         chunks = (line for line in response.iter_lines() if line.startswith("data: "))
         for _ in range(3):  # the first token is the prefill instance's, those after it the decode instance's
-            next(chunks)
+            chunk = next(chunks)
     observed.mesh.wait_until_idle()
-    by_name = {span.name: span for span in observed.spans("gone", 6)}
+    by_name = {span.name: span for span in observed.spans(id_of(json.loads(chunk.removeprefix("data: "))), 6)}
     assert by_name["request"].parent_id == ""
     assert by_name["request"].attributes["gen_ai.response.finish_reasons"] == ["cancelled"]
     assert by_name["decode"].attributes["pdmesh.outcome"] == "freed"
@@ -134,7 +144,8 @@ def test_a_cancelled_request_is_traced_and_told_as_such(observed: Observed) -> N
 
 
 def test_lines_about_a_request_carry_its_id_and_never_its_text(observed: Observed) -> None:
-    tokens = observed.complete("logged", return_token_ids=True, logprobs=0).json()["choices"][0]["prompt_token_ids"]
+    response = observed.complete("logged", return_token_ids=True, logprobs=0).json()
+    tokens = response["choices"][0]["prompt_token_ids"]
     observed.mesh.wait_until_idle()
     logs = {file.stem: file.read_text() for file in observed.mesh.folder.glob("*.log")}
     assert len(logs) == 5, sorted(logs)
@@ -143,6 +154,6 @@ def test_lines_about_a_request_carry_its_id_and_never_its_text(observed: Observe
         assert not re.search(r"\b" + r"\W+".join(map(str, tokens[:4])) + r"\b", text), name
     for name in ("gateway", "scheduler", "prefill-0", "decode-0"):
         lines = [json.loads(line) for line in logs[name].splitlines() if line.startswith("{")]
-        ours = [line for line in lines if line.get("request_id") == "logged"]
+        ours = [line for line in lines if line.get("request_id") == id_of(response)]
         assert ours, f"{name} says nothing of the request"
         assert all(line["epoch"] == 0 for line in ours)

@@ -306,7 +306,7 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def client_goes_away(self, data: st.DataObject) -> None:
         request = self.awaited.pop(data.draw(st.sampled_from(sorted(self.awaited))))
-        self.feed(RequestCancelled(request.request_id, request.epoch))
+        self.feed(RequestCancelled(request.gateway_id, request.request_id, request.epoch))
 
     @precondition(lambda self: self.awaited)
     @rule(data=st.data())

@@ -86,8 +86,9 @@ async def test_a_chat_stream_has_the_shape_that_clients_know(model: Path) -> Non
     assert response.headers["x-request-id"] == "my-id"
     *chunks, usage, done = events(response.text)
     assert done == "[DONE]"
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", usage["id"])
     for chunk in [*chunks, usage]:
-        assert chunk["id"] == "chatcmpl-my-id"
+        assert chunk["id"] == usage["id"]
         assert chunk["object"] == "chat.completion.chunk"
         assert chunk["model"] == "tiny"
         assert isinstance(chunk["created"], int)
@@ -362,10 +363,14 @@ async def test_fields_of_benchmarks_and_clients_are_accepted(model: Path) -> Non
     async with served(model) as (client, mesh, _running):
         response = await client.post("/v1/chat/completions", json={**CHAT, **fields, "max_completion_tokens": 2})
         assert response.json()["usage"]["completion_tokens"] == 2
-        assert response.json()["id"] == "chatcmpl-mine"
-        response = await client.post("/v1/completions", json={"prompt": "ab", **fields})
-        assert response.json()["id"] == "cmpl-mine~2"
-        first = mesh.submitted[0]
+        assert response.headers["x-request-id"] == "mine"
+        again = await client.post("/v1/completions", json={"prompt": "ab", **fields})
+        assert again.headers["x-request-id"] == "mine"
+        first, second = mesh.submitted
+        assert [submit.generation.label for submit in mesh.submitted] == ["mine", "mine"]
+        assert response.json()["id"] == f"chatcmpl-{first.generation.request_id}"
+        assert again.json()["id"] == f"cmpl-{second.generation.request_id}"
+        assert first.generation.request_id != second.generation.request_id
         assert (first.priority, first.generation.params.eos_token_ids) == (3, ())
 
 

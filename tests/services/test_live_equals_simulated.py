@@ -277,7 +277,7 @@ class Worker:
                     request_id=request_id,
                     epoch=epoch,
                     num_blocks=message.num_blocks,
-                    decode_instance_id=SOMEWHERE if message.kv_moves else None,
+                    decode_instance_id=None if message.decode_instance_id is None else SOMEWHERE,
                 )
             case ExpectKv():
                 request_id, epoch = message.generation.request_id, message.generation.epoch

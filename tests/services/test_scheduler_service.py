@@ -253,7 +253,7 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
     async with running() as mesh, mesh.worker(prefill()) as p, mesh.worker(decode()) as d, mesh.gateway() as g:
         g.post(submit())
         admit = await p.expect(Admit)
-        assert (admit.kv_moves, admit.num_blocks, admit.generation) == (True, 2, submit().generation)
+        assert (admit.decode_instance_id, admit.num_blocks, admit.generation) == ("d", 2, submit().generation)
         expect = await d.expect(ExpectKv)
         assert (expect.num_context_tokens, expect.num_blocks, expect.source_address) == (8, 3, b"p")
         assert expect.generation.token_ids == b""

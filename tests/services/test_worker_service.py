@@ -60,7 +60,7 @@ class Worker:
     def admit(self, name: str, prompt: list[int], params: SamplingParams = GREEDY) -> Generation:
         generation = msgspec.structs.replace(make_generation(name, prompt, params), token_address=self.token_address)
         num_blocks = num_blocks_for(len(prompt) + params.max_tokens - 1, self.engine.kv.layout.block_size)
-        self.scheduler.post(Admit(generation=generation, num_blocks=num_blocks, kv_moves=False))
+        self.scheduler.post(Admit(generation=generation, num_blocks=num_blocks, decode_instance_id=None))
         return generation
 
     def start(self, name: str, prompt: list[int], *, chunk: int = 100) -> None:

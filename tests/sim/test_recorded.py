@@ -28,7 +28,7 @@ from pdmesh.sim.result import SimResult
 from pdmesh.sim.samples import fitted_model, step_overhead_s
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival
-from pdmesh.testing.core import CoreBench, a_request, of
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.decisions import RememberingCore
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.sim import UNEVEN_MODEL, Pools, a_workload, tiny_mesh
@@ -175,7 +175,7 @@ def test_requests_that_did_not_finish_are_left_out_and_counted() -> None:
     log.arrive("cancelled")
     log.arrive("open")
     log.step(11.0)
-    log.feed(RequestCancelled(RequestId("cancelled"), Epoch(0)))
+    log.feed(RequestCancelled(GATEWAY, RequestId("cancelled"), Epoch(0)))
     log.finished("done", 3, 12.0)
     run = recorded_run(log.decisions)
     assert run.arrivals == [

@@ -55,7 +55,7 @@ def recorded_run(path: Path, num_requests: int = 40) -> list[tuple[Event, list[C
         for n in range(num_requests):
             feed(RequestArrived(a_request(f"r{n}", rng.randint(1, 30), rng.randint(1, 9), arrival_s=now_s)))
             if n % 3 == 0:
-                feed(RequestCancelled(RequestId(f"r{n}"), Epoch(0)))
+                feed(RequestCancelled(GATEWAY, RequestId(f"r{n}"), Epoch(0)))
             for instance in mesh.instances.values():
                 while instance.commands:
                     instance.take_command()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, FreeKv, Outcome, Restart, WakeAt
+from dataclasses import replace
+
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, FreeKv, Outcome, Reject, Restart, WakeAt
 from pdmesh.core.events import (
     GatewayJoined,
     GatewayLost,
     InstanceJoined,
     KvReleased,
+    RequestArrived,
     RequestCancelled,
     RequestFinished,
     Tick,
 )
-from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role
-from pdmesh.testing.core import GATEWAY, CoreBench, of
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, Resident, Role
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 
 D = InstanceId("d")
 DECODE = modelled_profile("d", Role.DECODE)
+OTHER = GatewayId("other")
 
 
 def resident(request_id: str, *, epoch: int = 0, decoding: bool = True) -> Resident:
@@ -89,7 +93,23 @@ def test_a_resident_that_ends_before_it_is_claimed_is_forgotten() -> None:
 def test_a_cancel_reaches_an_unclaimed_resident() -> None:
     bench = CoreBench()
     bench.feed(InstanceJoined(DECODE, (resident("a"),)))
-    assert of(FreeKv, bench.feed(RequestCancelled(RequestId("a"), Epoch(0))))
+    assert of(FreeKv, bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0))))
+
+
+def test_another_gateway_neither_cancels_nor_claims_what_waits_for_its_own() -> None:
+    bench = CoreBench()
+    bench.feed(InstanceJoined(DECODE, (resident("a"),)))
+    bench.feed(waits_for(("b", 0)))
+    for name in ("a", "b"):
+        assert not of(FreeKv, bench.feed(RequestCancelled(OTHER, RequestId(name), Epoch(0))))
+        theirs = bench.feed(RequestArrived(replace(a_request(name), gateway_id=OTHER)))
+        assert [reject.gateway_id for reject in of(Reject, theirs)] == [OTHER]
+    bench.feed(GatewayJoined(OTHER, ((RequestId("a"), Epoch(0)), (RequestId("b"), Epoch(0)))))
+    assert bench.core.num_running == 0
+    bench.feed(InstanceJoined(modelled_profile("e", Role.DECODE), (replace(resident("b"), gateway_id=OTHER),)))
+    assert bench.core.num_running == 0
+    bench.feed(waits_for(("a", 0), ("b", 0)))
+    assert bench.core.num_running == 1
 
 
 def test_a_resubmitted_request_finds_its_resident() -> None:

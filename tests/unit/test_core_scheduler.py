@@ -152,7 +152,7 @@ def test_the_head_of_the_line_waits_and_nobody_overtakes_it() -> None:
     bench.arrive("big", prompt=16, output=4)
     commands = bench.arrive("small", prompt=1, output=1)
     assert not of(AdmitPrefill, commands)
-    bench.feed(RequestCancelled(RequestId("first"), Epoch(0)))
+    bench.feed(RequestCancelled(GATEWAY, RequestId("first"), Epoch(0)))
     bench.released("p", "first")
     commands = bench.released("d", "first")
     assert [admit.request_id for admit in of(AdmitPrefill, commands)] == ["big", "small"]
@@ -162,7 +162,7 @@ def test_equal_arrivals_are_served_by_id() -> None:
     bench = CoreBench(prefill(), decode(max_num_seqs=1))
     for name in ("x", "b", "a"):
         bench.arrive(name)
-    bench.feed(RequestCancelled(RequestId("x"), Epoch(0)))
+    bench.feed(RequestCancelled(GATEWAY, RequestId("x"), Epoch(0)))
     bench.released("p", "x")
     assert [admit.request_id for admit in of(AdmitPrefill, bench.released("d", "x"))] == ["a"]
 
@@ -223,7 +223,7 @@ def test_an_urgent_request_takes_the_step_after_those_in_flight_and_the_overtake
 def test_a_plan_whose_requests_are_gone_still_counts_until_it_is_done() -> None:
     bench = CoreBench(prefill(), decode(), chunk_tokens=4)
     plans = [step.plan for step in of(RunStep, bench.arrive("a", prompt=12))]
-    bench.feed(RequestCancelled(RequestId("a"), Epoch(0)))
+    bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0)))
     assert not of(RunStep, bench.arrive("b", prompt=4))
     nothing = tuple(replace_tokens(plan.chunks[0].request_id) for plan in plans[:1])
     assert of(RunStep, bench.feed(StepDone(P, plans[0].plan_id, 0.0, nothing, 0)))
@@ -262,7 +262,7 @@ def test_a_cancelled_transfer_keeps_its_backend_until_the_receiver_has_freed() -
     for name in ("a", "b"):
         bench.arrive(name, prompt=4)
         bench.feed(offered(P, name))
-    assert not of(GrantTransfer, bench.feed(RequestCancelled(RequestId("a"), Epoch(0))))
+    assert not of(GrantTransfer, bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0))))
     assert [grant.request_id for grant in of(GrantTransfer, bench.released("d", "a"))] == ["b"]
 
 
@@ -271,7 +271,7 @@ def test_a_cancelled_offer_leaves_the_line() -> None:
     for name in ("a", "b", "c"):
         bench.arrive(name, prompt=4)
         bench.feed(offered(P, name))
-    bench.feed(RequestCancelled(RequestId("b"), Epoch(0)))
+    bench.feed(RequestCancelled(GATEWAY, RequestId("b"), Epoch(0)))
     assert [grant.request_id for grant in of(GrantTransfer, bench.feed(landed(D, "a")))] == ["c"]
 
 
@@ -335,7 +335,7 @@ def test_cancel_at_any_stage_frees_all_that_is_held(stage: str) -> None:
         bench.feed(landed(D, "a"))
         bench.released("p", "a")
         held = {D}
-    commands = bench.feed(RequestCancelled(RequestId("a"), Epoch(0)))
+    commands = bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0)))
     assert {free.instance_id for free in of(FreeKv, commands)} == held
     assert [forget.outcome for forget in of(ForgetRequest, commands)] == [Outcome.CANCELLED]
     assert not bench.core.is_active((RequestId("a"), Epoch(0)))
@@ -356,7 +356,7 @@ def test_late_repeated_and_unknown_reports_are_counted_and_change_nothing() -> N
         RoleChangeRequested(ghost, Role.MIXED),
         LoadReported(ghost, 1, 0, 0, 0),
         BundleChangeRequested("no such bundle"),
-        RequestCancelled(RequestId("x"), Epoch(0)),
+        RequestCancelled(GATEWAY, RequestId("x"), Epoch(0)),
     ]
     for event in events:
         assert bench.feed(event) == []
@@ -390,6 +390,14 @@ def test_another_gateways_request_of_the_same_id_is_refused() -> None:
     commands = bench.feed(RequestArrived(replace(a_request("a", epoch=1), gateway_id=GatewayId("other"))))
     assert [reject.gateway_id for reject in of(Reject, commands)] == ["other"]
     assert bench.core.num_running == 1
+
+
+def test_a_cancel_touches_no_other_gateways_request() -> None:
+    bench = CoreBench(prefill(), decode())
+    bench.arrive("a")
+    assert bench.feed(RequestCancelled(GatewayId("other"), RequestId("a"), Epoch(0))) == []
+    assert (bench.core.num_running, bench.core.ignored["RequestCancelled"]) == (1, 1)
+    assert of(FreeKv, bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0))))
 
 
 # --- rejections ---
@@ -474,7 +482,7 @@ def test_a_request_that_ends_while_its_backend_comes_back_frees_it_once(answered
     for plan in plans:
         bench.done("p", plan)
     assert len(of(PauseTransfer, bench.feed(TransferOffered(P, RequestId("a"), Epoch(0))))) == 1
-    bench.feed(RequestCancelled(RequestId("long"), Epoch(0)))
+    bench.feed(RequestCancelled(GATEWAY, RequestId("long"), Epoch(0)))
     if answered:
         assert of(GrantTransfer, bench.feed(TransferPaused(P, RequestId("long"), Epoch(0)))) == []
     commands = bench.released("d", "long")

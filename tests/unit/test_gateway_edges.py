@@ -15,7 +15,7 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.testing.tokenizers import write_tokenizer
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.http.body import ClientGone, decode_body, read_body
-from pdmesh_gateway.limits import Admission, RecentIds
+from pdmesh_gateway.limits import Admission
 from pdmesh_gateway.protocol import ChatRequest, CompletionRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
 from pdmesh_gateway.templates import TemplateFailed, compile_template, render_untrusted
@@ -189,11 +189,6 @@ def test_admission_counts_and_gives_back() -> None:
                 pass
             assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
     assert (admission.num_requests, admission.num_bytes) == (0, 0)
-
-
-def test_ids_are_not_used_twice() -> None:
-    ids = RecentIds(size=2)
-    assert [ids.unique("a"), ids.unique("a"), ids.unique("b"), ids.unique("a")] == ["a", "a~2", "b", "a~3"]
 
 
 def test_keys_come_from_file_and_setting(tmp_path: Path) -> None:

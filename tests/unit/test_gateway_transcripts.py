@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, pack_token_ids, unpack_token_ids
-from pdmesh_gateway.transcripts import MAX_AHEAD, MAX_RESTARTS, Mailbox, Transcript, Transcripts
+from pdmesh_gateway.transcripts import MAX_AHEAD, MAX_RESTARTS, MAX_SOURCES_AHEAD, Mailbox, Transcript, Transcripts
 
 pytestmark = pytest.mark.anyio
 
-A = InstanceId("a")
+A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 
 
 def transcript(prompt: list[int] | None = None) -> Transcript:
@@ -26,9 +26,21 @@ def transcript(prompt: list[int] | None = None) -> Transcript:
     )
 
 
-def token(index: int, *, epoch: int = 0, finish: FinishReason | None = None) -> TokenOut:
+def token(
+    index: int,
+    *,
+    epoch: int = 0,
+    finish: FinishReason | None = None,
+    next_: InstanceId | None = None,
+    token_id: int | None = None,
+) -> TokenOut:
     return TokenOut(
-        request_id=RequestId("r"), epoch=Epoch(epoch), index=index, token_id=100 + index, finish_reason=finish
+        request_id=RequestId("r"),
+        epoch=Epoch(epoch),
+        index=index,
+        token_id=100 + index if token_id is None else token_id,
+        finish_reason=finish,
+        next_instance_id=next_,
     )
 
 
@@ -101,7 +113,10 @@ async def test_what_waits_for_a_gap_is_bounded() -> None:
     t = transcript()
     for index in range(1, 10 * MAX_AHEAD):
         t.offer(token(index), A)
-    assert len(t._ahead) == MAX_AHEAD
+    assert len(t._ahead[A]) == MAX_AHEAD
+    for source in range(100):
+        t.offer(token(1), InstanceId(f"stranger-{source}"))
+    assert len(t._ahead) == MAX_SOURCES_AHEAD
 
 
 async def test_restarts_are_bounded() -> None:
@@ -127,11 +142,84 @@ async def test_prompt_logprobs_of_another_epoch_or_place_are_dropped() -> None:
     lp = TokenLogprobs(-1.0)
     for epoch, start in ((1, 1), (0, -1), (0, 5)):
         t.offer_prompt_logprobs(
-            PromptLogprobs(request_id=t.request_id, epoch=Epoch(epoch), start=start, logprobs=(lp,))
+            PromptLogprobs(request_id=t.request_id, epoch=Epoch(epoch), start=start, logprobs=(lp,)), A
         )
     assert t.prompt_logprobs == {}
-    t.offer_prompt_logprobs(PromptLogprobs(request_id=t.request_id, epoch=Epoch(0), start=1, logprobs=(lp,) * 9))
+    t.offer_prompt_logprobs(PromptLogprobs(request_id=t.request_id, epoch=Epoch(0), start=1, logprobs=(lp,) * 9), A)
     assert t.prompt_logprobs == {1: lp}
+
+
+async def test_the_next_token_comes_from_whom_the_last_one_named() -> None:
+    t = transcript()
+    t.offer(token(1), B)  # overtook the first
+    t.offer(token(1, token_id=666), C)
+    t.offer(token(0, next_=B), A)
+    assert list(t.output) == [100, 101]
+    for source in (A, C):
+        t.offer(token(2, token_id=666), source)
+    assert list(t.output) == [100, 101]
+    t.offer(token(2, next_=C), B)  # a running decode moves
+    t.offer(token(3, token_id=666), B)
+    t.offer(token(3), C)
+    assert list(t.output) == [100, 101, 102, 103]
+    assert t.source == C
+
+
+async def test_one_that_computes_and_decodes_keeps_its_stream() -> None:
+    t = transcript()
+    t.offer(token(0), A)
+    t.offer(token(1, token_id=666), B)
+    t.offer(token(1), A)
+    assert list(t.output) == [100, 101]
+
+
+async def test_only_whose_turn_it_is_can_end_a_stream_with_an_error() -> None:
+    failed = TokenOut(
+        request_id=RequestId("r"), epoch=Epoch(0), index=1, token_id=None, finish_reason=FinishReason.ERROR
+    )
+    t = transcript()
+    t.offer(token(0, next_=B), A)
+    t.offer(failed, A)
+    assert not t.finished
+    t.offer(failed, B)
+    assert t.finished
+
+
+async def test_prompt_logprobs_come_from_whoever_opens_the_epoch() -> None:
+    t = transcript([1, 2])
+    lp, false = TokenLogprobs(-1.0), TokenLogprobs(-6.0)
+    for source, logprobs in ((A, lp), (B, false)):
+        t.offer_prompt_logprobs(
+            PromptLogprobs(request_id=t.request_id, epoch=Epoch(0), start=1, logprobs=(logprobs,)), source
+        )
+    t.offer(token(0, token_id=666), B)
+    t.offer(token(0), A)
+    assert (t.prompt_logprobs, list(t.output)) == ({1: lp}, [100])
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 9), st.sampled_from((A, B, C))), max_size=60),
+    turns=st.lists(st.integers(1, 9), max_size=2, unique=True).map(sorted),
+)
+async def test_no_token_of_another_instance_ever_joins(
+    arrivals: list[tuple[int, InstanceId]], turns: list[int]
+) -> None:
+    """A, B and C generate in turns, each naming the next; what any of them says out of turn is false."""
+
+    def who(index: int) -> InstanceId:
+        return (A, B, C)[sum(turn <= index for turn in turns)]
+
+    t = transcript()
+    t.offer(token(0, next_=who(1)), A)
+    for index, source in arrivals:
+        if source == who(index):
+            next_ = who(index + 1)
+            t.offer(token(index, next_=None if next_ == source else next_), source)
+        else:
+            t.offer(token(index, token_id=666), source)
+    assert list(t.output) == [100 + index for index in range(len(t.output))]
+    due = {index for index, source in arrivals if source == who(index)} | {0}
+    assert len(t.output) >= next(index for index in range(11) if index not in due)
 
 
 async def test_a_failed_request_takes_no_more_tokens() -> None:

@@ -26,7 +26,14 @@ class Told:
         self.records = RequestRecords(max_ended, wall_time=lambda at_s: 1000.0 + at_s)
 
     def arrived(
-        self, request_id: str, at_s: float, *, epoch: int = 0, num_delivered: int = 0, slo: Slo = NO_SLO
+        self,
+        request_id: str,
+        at_s: float,
+        *,
+        epoch: int = 0,
+        num_delivered: int = 0,
+        slo: Slo = NO_SLO,
+        label: str = "",
     ) -> None:
         num_tokens = NUM_PROMPT_TOKENS + num_delivered
         ids: dict[str, Any] = {"request_id": RequestId(request_id), "epoch": Epoch(epoch), "gateway_id": G}
@@ -36,6 +43,7 @@ class Told:
             token_ids=pack_token_ids(list(range(num_tokens))),
             num_prompt_tokens=NUM_PROMPT_TOKENS,
             params=SamplingParams(max_tokens=20),
+            label=label,
         )
         request = Request(
             **ids,
@@ -60,7 +68,7 @@ class Told:
         if outcome is Outcome.FINISHED:
             event: Any = RequestFinished(I, RequestId(request_id), Epoch(epoch), FinishReason.LENGTH, 20)
         elif outcome is Outcome.CANCELLED:
-            event = RequestCancelled(RequestId(request_id), Epoch(epoch))
+            event = RequestCancelled(G, RequestId(request_id), Epoch(epoch))
         else:
             event, commands = Tick(), [Restart(**key, gateway_id=G, reason="i is lost"), *commands]
         self.records.observe(event, None, commands, at_s, "fcfs")
@@ -131,6 +139,32 @@ def test_choices_are_found_by_the_id_of_their_request() -> None:
     assert told.records.get("r") is None
     assert [record.request_id for record in told.records.choices("r")] == ["r-0", "r-2", "r-10"]
     assert told.records.choices("t") == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("4f2a", ["4f2a"]),
+        ("cmpl-4f2a", ["4f2a"]),
+        ("chatcmpl-77b0-1", ["77b0-1"]),
+        ("chatcmpl-77b0", ["77b0-0", "77b0-1"]),
+        ("mine", ["4f2a", "77b0-0", "77b0-1"]),
+        ("mi", ["4f2a", "77b0-0", "77b0-1", "9c00"]),
+        ("cmpl-mixed", ["b000"]),  # a label may look like a response's id
+        ("9", ["9c00"]),
+        ("", []),
+        ("nothing", []),
+    ],
+)
+def test_a_request_is_found_by_whatever_somebody_has_of_it(name: str, found: list[str]) -> None:
+    told = Told()
+    told.arrived("4f2a", 0.0, label="mine")
+    told.ended("4f2a", 1.0, Outcome.FINISHED)
+    labels = {"77b0-0": "mine", "77b0-1": "mine", "9c00": "mixed", "a000": "", "b000": "cmpl-mixed"}
+    for request_id, label in labels.items():
+        told.arrived(request_id, 2.0, label=label)
+    assert [record.request_id for record in told.records.find(name)] == found
+    assert {record.label for record in told.records.find("4f2a")} == {"mine"}
 
 
 def test_only_so_many_ended_ones_are_remembered() -> None:

@@ -329,11 +329,11 @@ Break = Callable[[Generation, RunningInstance], None]
 
 
 def too_few_blocks(generation: Generation, running: RunningInstance) -> None:
-    running.instance.handle(Admit(generation=generation, num_blocks=1, kv_moves=False))
+    running.instance.handle(Admit(generation=generation, num_blocks=1, decode_instance_id=None))
 
 
 def too_many_blocks(generation: Generation, running: RunningInstance) -> None:
-    running.instance.handle(Admit(generation=generation, num_blocks=10_000, kv_moves=False))
+    running.instance.handle(Admit(generation=generation, num_blocks=10_000, decode_instance_id=None))
 
 
 def torn_tokens(generation: Generation, running: RunningInstance) -> None:
@@ -341,12 +341,14 @@ def torn_tokens(generation: Generation, running: RunningInstance) -> None:
 
 
 def no_tokens(generation: Generation, running: RunningInstance) -> None:
-    running.instance.handle(Admit(generation=replace(generation, token_ids=b""), num_blocks=9, kv_moves=True))
+    running.admit(replace(generation, token_ids=b""), kv_moves=True)
 
 
 def too_long(generation: Generation, running: RunningInstance) -> None:
     params = SamplingParams(max_tokens=100_000)
-    running.instance.handle(Admit(generation=replace(generation, params=params), num_blocks=60, kv_moves=False))
+    running.instance.handle(
+        Admit(generation=replace(generation, params=params), num_blocks=60, decode_instance_id=None)
+    )
 
 
 def nothing_left(generation: Generation, running: RunningInstance) -> None:

@@ -34,7 +34,7 @@ def print_request(console: Console, record: RequestRecord) -> None:
 
 def print_choices(console: Console, request_id: str, choices: RequestList) -> None:
     console.print(
-        f"request [bold]{request_id}[/] has {len(choices.requests)} choices; give one of their ids", highlight=False
+        f"request [bold]{request_id}[/] fits {len(choices.requests)} requests; give one of their ids", highlight=False
     )
     table = Table(box=None, pad_edge=False)
     for column in ("id", "state"):

@@ -27,8 +27,9 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """The client went away, or the gateway has all it wants (a stop string)."""
+    """The client went away, or the gateway has all it wants (a stop string). It touches no other gateway's requests."""
 
+    gateway_id: GatewayId
     request_id: RequestId
     epoch: Epoch
 

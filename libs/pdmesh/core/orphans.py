@@ -16,6 +16,7 @@ OwnerT = TypeVar("OwnerT", InstanceId, GatewayId)
 class Orphan(Generic[OwnerT]):
     key: RequestKey
     owner: OwnerT
+    gateway_id: GatewayId  # whose request it is
     deadline_s: float
 
 
@@ -28,15 +29,17 @@ class Orphans(Generic[OwnerT]):
     def __len__(self) -> int:
         return len(self._orphans)
 
-    def add(self, key: RequestKey, owner: OwnerT, deadline_s: float) -> None:
+    def add(self, key: RequestKey, owner: OwnerT, gateway_id: GatewayId, deadline_s: float) -> None:
         self._orphans.pop(key[0], None)
-        self._orphans[key[0]] = Orphan(key, owner, deadline_s)
+        self._orphans[key[0]] = Orphan(key, owner, gateway_id, deadline_s)
 
     def get(self, request_id: RequestId) -> Orphan[OwnerT] | None:
         return self._orphans.get(request_id)
 
-    def pop(self, request_id: RequestId) -> Orphan[OwnerT] | None:
-        return self._orphans.pop(request_id, None)
+    def pop(self, request_id: RequestId, gateway_id: GatewayId) -> Orphan[OwnerT] | None:
+        """Take out the request of this gateway; one of another stays."""
+        orphan = self._orphans.get(request_id)
+        return self._orphans.pop(request_id) if orphan is not None and orphan.gateway_id == gateway_id else None
 
     def drop_owner(self, owner: OwnerT) -> None:
         for orphan in [orphan for orphan in self._orphans.values() if orphan.owner == owner]:

@@ -36,15 +36,20 @@ class Reunion:
 
     # --- single requests ---
 
-    def claim(self, key: RequestKey) -> InstanceId | None:
-        """Where exactly this request is decoding, if it is; an older epoch of it is freed."""
-        self._unfound.pop(key[0])
-        return self._claim_resident(key)
+    def gateway_of(self, request_id: RequestId) -> GatewayId | None:
+        """Whose request it is, if one of its halves waits here."""
+        orphan = self._unfound.get(request_id) or self._unclaimed.get(request_id)
+        return None if orphan is None else orphan.gateway_id
 
-    def forget(self, request_id: RequestId) -> bool:
-        """Its client went away: whether anything was known of it here."""
-        unfound = self._unfound.pop(request_id)
-        resident = self._unclaimed.pop(request_id)
+    def claim(self, key: RequestKey, gateway_id: GatewayId) -> InstanceId | None:
+        """Where exactly this request of the gateway is decoding, if it is; an older epoch of it is freed."""
+        self._unfound.pop(key[0], gateway_id)
+        return self._claim_resident(key, gateway_id)
+
+    def forget(self, request_id: RequestId, gateway_id: GatewayId) -> bool:
+        """Its client went away: whether anything was known here of such a request of the gateway."""
+        unfound = self._unfound.pop(request_id, gateway_id)
+        resident = self._unclaimed.pop(request_id, gateway_id)
         if resident is not None:
             self._books.free(resident.owner, resident.key)
         return unfound is not None or resident is not None
@@ -52,7 +57,7 @@ class Reunion:
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
         """An unclaimed resident ended by itself."""
         if (resident := self._unclaimed.get(key[0])) and (resident.owner, resident.key) == (instance_id, key):
-            self._unclaimed.pop(key[0])
+            self._unclaimed.pop(key[0], resident.gateway_id)
 
     # --- gateways ---
 
@@ -64,15 +69,19 @@ class Reunion:
         self._unfound.drop_owner(gateway_id)
         for key in waiting.items():
             known = books.requests.get(key[0])
+            owner = self.gateway_of(key[0]) if known is None else known.request.gateway_id
+            if owner is not None and owner != gateway_id:
+                books.ignore("GatewayJoined")
+                continue
             if known is not None:
-                if known.request.gateway_id != gateway_id or known.request.epoch >= key[1]:
+                if known.request.epoch >= key[1]:
                     continue
                 books.end(known, Outcome.SUPERSEDED)
-            instance_id = self._claim_resident(key)
+            instance_id = self._claim_resident(key, gateway_id)
             if instance_id is not None:
                 books.adopt(self._open_unknown(key, gateway_id, now_s), instance_id)
             else:
-                self._unfound.add(key, gateway_id, now_s + self._grace_s)
+                self._unfound.add(key, gateway_id, gateway_id, now_s + self._grace_s)
 
     def gateway_lost(self, gateway_id: GatewayId) -> None:
         books = self._books
@@ -104,7 +113,7 @@ class Reunion:
                 continue
             instance.take(key, resident.num_blocks, HoldKind.RESIDENT)
             being_freed = old is not None and key in old.holds and old.holds[key].freeing
-            if being_freed or not resident.decoding or not self._keep_resident(instance_id, key, now_s):
+            if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
                 books.free(instance_id, key)
         if old is not None:
             cut_off = [key for key in old.holds if key not in instance.holds]
@@ -130,11 +139,14 @@ class Reunion:
 
     # --- residents ---
 
-    def _keep_resident(self, instance_id: InstanceId, key: RequestKey, now_s: float) -> bool:
+    def _keep_resident(self, instance_id: InstanceId, resident: Resident, now_s: float) -> bool:
         """Match what an instance decodes with who waits for it. False if nobody does or ever will."""
-        books = self._books
+        books, gateway_id = self._books, resident.gateway_id
+        key = (resident.request_id, resident.epoch)
         known = books.requests.get(key[0])
         if known is not None:
+            if known.request.gateway_id != gateway_id:
+                return False
             if known.key == key and known.decode_id == instance_id:
                 books.land(known)  # perhaps unheard of until now
             elif known.key == key and known.phase is Phase.WAITING:
@@ -144,21 +156,20 @@ class Reunion:
             return True
         unfound = self._unfound.get(key[0])
         if unfound is not None:
-            if unfound.key != key:
+            if unfound.key != key or self._unfound.pop(key[0], gateway_id) is None:
                 return False
-            self._unfound.pop(key[0])
             books.adopt(self._open_unknown(key, unfound.owner, now_s), instance_id)
             return True
         other = self._unclaimed.get(key[0])
         if other is not None:
-            if other.key[1] >= key[1]:
+            if other.gateway_id != gateway_id or other.key[1] >= key[1]:
                 return False
             books.free(other.owner, other.key)
-        self._unclaimed.add(key, instance_id, now_s + self._grace_s)
+        self._unclaimed.add(key, instance_id, gateway_id, now_s + self._grace_s)
         return True
 
-    def _claim_resident(self, key: RequestKey) -> InstanceId | None:
-        resident = self._unclaimed.pop(key[0])
+    def _claim_resident(self, key: RequestKey, gateway_id: GatewayId) -> InstanceId | None:
+        resident = self._unclaimed.pop(key[0], gateway_id)
         if resident is None:
             return None
         if resident.key == key:

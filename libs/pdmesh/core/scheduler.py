@@ -48,7 +48,7 @@ from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import Instance, Phase, RequestKey
 from pdmesh.errors import ConfigError
-from pdmesh.model import InstanceId, RejectReason, Request
+from pdmesh.model import GatewayId, InstanceId, RejectReason, Request
 from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
@@ -122,7 +122,7 @@ class SchedulerCore:
             case RequestArrived():
                 self._arrived(event.request)
             case RequestCancelled():
-                self._cancelled((event.request_id, event.epoch))
+                self._cancelled((event.request_id, event.epoch), event.gateway_id)
             case GatewayJoined():
                 self._reunion.gateway_joined(event.gateway_id, dict(event.waiting), now_s)
             case GatewayLost():
@@ -178,16 +178,17 @@ class SchedulerCore:
     def _arrived(self, request: Request) -> None:
         books = self._books
         known = books.requests.get(request.request_id)
+        owner = self._reunion.gateway_of(request.request_id) if known is None else known.request.gateway_id
+        if owner is not None and owner != request.gateway_id:
+            self._refuse_taken_id(request)
+            return
         if known is not None:
-            if known.request.gateway_id != request.gateway_id:
-                self._refuse_taken_id(request)
-                return
             if known.request.epoch >= request.epoch:
                 books.ignore("RequestArrived")  # sent again after a reconnect
                 return
             books.end(known, Outcome.SUPERSEDED)
         state = books.open(request, self._bundle.order.rank(request, 0, None))
-        instance_id = self._reunion.claim(state.key)
+        instance_id = self._reunion.claim(state.key, request.gateway_id)
         if instance_id is not None:
             books.adopt(state, instance_id)
         elif self._is_full_for(request):
@@ -224,10 +225,10 @@ class SchedulerCore:
         kinds = self._books.kinds
         return have_pair(kinds) and not could_place(request, kinds, self._books.groups, self._bundle)
 
-    def _cancelled(self, key: RequestKey) -> None:
-        was_orphan = self._reunion.forget(key[0])
+    def _cancelled(self, key: RequestKey, gateway_id: GatewayId) -> None:
+        was_orphan = self._reunion.forget(key[0], gateway_id)
         state = self._books.requests.get(key[0])
-        if state is not None and state.request.epoch <= key[1]:
+        if state is not None and state.request.gateway_id == gateway_id and state.request.epoch <= key[1]:
             self._books.end(state, Outcome.CANCELLED)
         elif not was_orphan:
             self._books.ignore("RequestCancelled")

@@ -51,6 +51,9 @@ T = TypeVar("T")
 CAPABILITY = 0x5EC12E7
 WAIT_LIMIT_S = 20.0
 
+#: Where KV that moves goes, by name.
+DECODE_INSTANCE = InstanceId("decode")
+
 
 @dataclass(slots=True, eq=False)
 class RunningInstance:
@@ -110,7 +113,8 @@ class RunningInstance:
     def admit(self, generation: Generation, *, kv_moves: bool) -> None:
         num_kept = 0 if kv_moves else generation.max_tokens_left - 1
         num_blocks = num_blocks_for(generation.num_tokens + num_kept, self.block_size)
-        self.instance.handle(Admit(generation=generation, num_blocks=num_blocks, kv_moves=kv_moves))
+        decode_instance_id = DECODE_INSTANCE if kv_moves else None
+        self.instance.handle(Admit(generation=generation, num_blocks=num_blocks, decode_instance_id=decode_instance_id))
 
     def expect(self, generation: Generation, source: RunningInstance, *, with_tokens: bool = False) -> None:
         num_tokens = generation.num_tokens

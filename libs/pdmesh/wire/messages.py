@@ -76,7 +76,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     before. ``params.max_tokens`` and ``min_tokens`` count from the client's prompt, not from here.
     """
 
-    request_id: RequestId
+    request_id: RequestId  # the gateway's own: never a client's, never used again, not to be guessed
     epoch: Epoch
     gateway_id: GatewayId
     token_address: str  # host:port of the gateway's Tokens stream
@@ -84,6 +84,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_tokens: int  # of them, the client's own; the rest are output tokens delivered before
     params: SamplingParams
     traceparent: str | None = None  # W3C trace context
+    label: str = ""  # what its client calls it, for people to find it by; several requests may have the same
 
     @property
     def num_tokens(self) -> int:
@@ -219,7 +220,7 @@ class Admit(Message, frozen=True, kw_only=True):
 
     generation: Generation
     num_blocks: int
-    kv_moves: bool  # False: it decodes here after its prefill
+    decode_instance_id: InstanceId | None  # where its KV goes; None: it decodes here after its prefill
 
 
 class ExpectKv(Message, frozen=True, kw_only=True):
@@ -385,7 +386,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOut(Message, frozen=True, kw_only=True):
-    """One output token. It is delivered only if ``epoch`` is current and ``index`` is the next one.
+    """One output token. It is delivered only if ``epoch`` is current, ``index`` is the next one, and it came from the
+    instance whose turn it is: that which opened the epoch, or which the last token named as the next.
 
     ``token_id`` is None only if the generation ended without one (``finish_reason`` error or cancelled).
     """
@@ -397,6 +399,7 @@ class TokenOut(Message, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # which stop token id ended it; None for eos
+    next_instance_id: InstanceId | None = None  # who sends the token after this one, if it is another instance
     error: str | None = None
 
 
@@ -427,7 +430,9 @@ class GetStatus(Message, frozen=True, kw_only=True):
 
 
 class GetRequest(Message, frozen=True, kw_only=True):
-    request_id: str
+    """Answered by a `RequestRecord`, or a `RequestList` of several."""
+
+    request_id: str  # its id, a response's, a client's label, or how one of these begins
 
 
 class GetPolicies(Message, frozen=True, kw_only=True):
@@ -455,6 +460,7 @@ class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 class RequestRecord(Message, frozen=True, kw_only=True):
     request_id: str
+    label: str = ""  # what its client calls it
     arrived_at: float  # Unix time, seconds
     num_prompt_tokens: int  # the client's own, also of a resumed request
     bundle: str  # that placed it; while it waits, the one in use when it came
@@ -471,7 +477,8 @@ class RequestRecord(Message, frozen=True, kw_only=True):
 
 
 class RequestList(Message, frozen=True, kw_only=True):
-    """The choices of one HTTP request (``n``, several prompts): ``id-0``, ``id-1`` and so on."""
+    """All that fit a question: the choices of one HTTP request (``n``, several prompts; ``id-0``, ``id-1`` and so on),
+    requests with the same label, or with ids that begin alike."""
 
     requests: tuple[RequestRecord, ...]
 

@@ -125,12 +125,14 @@ class Instance:
         try:
             token_ids = self._transcript(generation)
             num_tokens = len(token_ids)
-            num_output_tokens_kept = 0 if message.kv_moves else generation.max_tokens_left - 1
+            kv_moves = message.decode_instance_id is not None
+            num_output_tokens_kept = 0 if kv_moves else generation.max_tokens_left - 1
             hold = self._hold(generation, token_ids, message.num_blocks, num_tokens + num_output_tokens_kept)
         except PdmeshError as error:
             self._refuse(generation.request_id, generation.epoch, str(error))
             return
-        if message.kv_moves:
+        if kv_moves:
+            hold.decode_instance_id = message.decode_instance_id
             hold.sender = self._mover.offer(
                 hold.request_id, hold.epoch, block_ids=hold.sequence.block_table, num_context_tokens=num_tokens
             )

@@ -42,6 +42,7 @@ def token_out(hold: Hold, result: SliceResult) -> TokenOut:
         logprobs=None if result.logprobs is None else _on_wire(result.logprobs),
         finish_reason=result.finish_reason,
         stop_token_id=result.stop_token_id,
+        next_instance_id=hold.decode_instance_id if result.finish_reason is None else None,
     )
 
 

@@ -16,7 +16,7 @@ from pdmesh.engine.base import EngineSequence
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.sender import KvSender
-from pdmesh.model import Epoch, RequestId, Resident
+from pdmesh.model import Epoch, InstanceId, RequestId, Resident
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import HoldTrace
 
@@ -36,6 +36,7 @@ class Hold:
     sequence: EngineSequence
     stage: Stage
     sender: KvSender | None = None  # set if the KV moves on after its prefill
+    decode_instance_id: InstanceId | None = None  # where to
     trace: HoldTrace | None = None  # set if the request is traced
     num_computed_tokens: int = 0
     num_chunks: int = 0  # begun

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -40,7 +39,7 @@ STALL_GRACE_S = 2.0
 class GenerationJob:
     """What a client asked for, checked and tokenized."""
 
-    request_id: str
+    request_id: str  # ours: never a client's, never used again
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     n: int = 1
@@ -52,6 +51,7 @@ class GenerationJob:
     traceparent: str | None = None
     deadline_s: float = 3600.0
     operation: str = "text_completion"
+    label: str = ""  # what its client calls it
     received_at: float = field(default_factory=time.time)  # Unix time, seconds
 
     @property
@@ -315,6 +315,7 @@ class Generator:
             return NoSpan(job.traceparent)
         attributes = request_attributes(
             request_id=job.request_id,
+            label=job.label,
             operation=job.operation,
             model=self._model,
             params=job.params,
@@ -338,6 +339,7 @@ class Generator:
         log.info(
             "request ended",
             request_id=job.request_id,
+            label=job.label,
             epoch=epoch,
             finish_reasons=finish_reasons,
             num_prompt_tokens=job.num_prompt_tokens,
@@ -382,8 +384,6 @@ class Generator:
         traceparent: str | None,
     ) -> Choice:
         request_id = job.request_id if job.num_choices == 1 else f"{job.request_id}-{index}"
-        if request_id in self._transcripts:  # clients choose ids, and can choose one twice
-            request_id = f"{request_id}-{secrets.token_hex(4)}"
         transcript = Transcript(
             request_id=RequestId(request_id),
             gateway_id=self._gateway_id,
@@ -395,6 +395,7 @@ class Generator:
             priority=job.priority,
             slo=job.slo,
             traceparent=traceparent,
+            label=job.label,
         )
         return Choice(
             index=index,

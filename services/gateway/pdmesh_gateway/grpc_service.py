@@ -25,7 +25,7 @@ from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent, new_request_id, prompt_bytes
+from pdmesh_gateway.serving import Serving, check_label, check_traceparent, new_request_id, prompt_bytes
 
 log = structlog.get_logger()
 
@@ -101,13 +101,13 @@ class _Inference(pb_grpc.InferenceServicer):
         except RequestRejected as error:
             await _abort(context, error)
         except Exception as error:
-            log.exception("request failed", request_id=request.request_id)
+            log.exception("request failed", label=request.request_id)
             await _abort(context, as_rejection(error))
 
     async def _job(self, request: pb.GenerateRequest, traceparent: str | None, received_at: float) -> GenerationJob:
         serving = self._serving
         serving.check_model(request.model or None)
-        request_id = check_request_id(request.request_id, param="request_id") if request.request_id else None
+        label = check_label(request.request_id, param="request_id") if request.request_id else ""
         fields = _fields(request)
         prompt = await self._prompt(request)
         asked = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
@@ -121,7 +121,8 @@ class _Inference(pb_grpc.InferenceServicer):
         )
         logprobs = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
         return GenerationJob(
-            request_id=serving.recent_ids.unique(request_id or new_request_id()),
+            request_id=new_request_id(),
+            label=label,
             prompts=[prompt],
             params=sampling_params(fields, serving.info, max_tokens=max_tokens, logprobs=logprobs),
             stop=stop_strings(fields),
@@ -171,7 +172,9 @@ def _fields(request: pb.GenerateRequest) -> SamplingFields:
 
 def _response(delta: Delta, generation: Generation, *, with_logprobs: bool) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
-        request_id=generation.job.request_id, text=delta.text, token_ids=[i % 2**32 for i in delta.token_ids]
+        request_id=generation.job.label or generation.job.request_id,
+        text=delta.text,
+        token_ids=[i % 2**32 for i in delta.token_ids],
     )
     if with_logprobs:
         for at in delta.logprobs:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from pdmesh.errors import RequestRejected
-
-#: How many of the clients' request ids are remembered to keep ours unique.
-NUM_RECENT_IDS = 16_384
 
 
 class Admission:
@@ -45,19 +41,3 @@ def _overloaded(what: str) -> RequestRejected:
         code="overloaded",
         retry_after_s=1,
     )
-
-
-class RecentIds:
-    """Makes request ids unique: a late token of an earlier request must not be taken for one of a later."""
-
-    def __init__(self, size: int = NUM_RECENT_IDS) -> None:
-        self._size = size
-        self._uses: OrderedDict[str, int] = OrderedDict()
-
-    def unique(self, request_id: str) -> str:
-        """``request_id``, or, if it was used lately, the same with a number."""
-        uses = self._uses.pop(request_id, 0) + 1
-        self._uses[request_id] = uses
-        if len(self._uses) > self._size:
-            self._uses.popitem(last=False)
-        return request_id if uses == 1 else f"{request_id}~{uses}"

@@ -22,7 +22,7 @@ from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grpc_service import serve_grpc
 from pdmesh_gateway.http.app import build_app
 from pdmesh_gateway.http.server import open_socket, serve_http
-from pdmesh_gateway.limits import Admission, RecentIds
+from pdmesh_gateway.limits import Admission
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import SchedulerLink
 from pdmesh_gateway.serving import Serving
@@ -77,7 +77,6 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             generator=generator,
             link=link,
             admission=Admission(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
-            recent_ids=RecentIds(),
             keys=keys,
             metrics=metrics,
         )

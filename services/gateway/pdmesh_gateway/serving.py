@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from pdmesh.errors import RequestRejected
 from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
-from pdmesh_gateway.limits import Admission, RecentIds
+from pdmesh_gateway.limits import Admission
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.sampling import invalid, too_long
 from pdmesh_gateway.scheduler_link import SchedulerLink
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_LABEL = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 #: What one message of a frame can carry, with room for all else.
 MAX_PROMPT_TOKENS = MAX_FRAME_BYTES // 8
 
@@ -39,7 +39,6 @@ class Serving:
     generator: Generator
     link: SchedulerLink
     admission: Admission
-    recent_ids: RecentIds
     keys: ApiKeys
     metrics: GatewayMetrics
 
@@ -110,16 +109,17 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, what: str) -> 
 
 
 def new_request_id() -> str:
-    return uuid.uuid4().hex
+    """128 random bits: what we call a request, never used again. What its client calls it is its label."""
+    return secrets.token_hex(16)
 
 
-def check_request_id(request_id: str, *, param: str) -> str:
+def check_label(label: str, *, param: str) -> str:
     """A client's own id must be short and printable: it goes into logs and headers."""
-    if not _REQUEST_ID.fullmatch(request_id):
+    if not _LABEL.fullmatch(label):
         raise RequestRejected(
             f"`{param}` must be 1 to 128 characters of A-Z a-z 0-9 . _ : @ / + = -", param=param, code="invalid_value"
         )
-    return request_id
+    return label
 
 
 def check_traceparent(traceparent: str | None) -> str | None:

@@ -16,7 +16,14 @@ FIRST_TOKEN = "first token"
 
 
 def request_attributes(
-    *, request_id: str, operation: str, model: str, params: SamplingParams, num_choices: int, num_prompt_tokens: int
+    *,
+    request_id: str,
+    label: str,
+    operation: str,
+    model: str,
+    params: SamplingParams,
+    num_choices: int,
+    num_prompt_tokens: int,
 ) -> Attributes:
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": operation,
@@ -31,6 +38,8 @@ def request_attributes(
         "gen_ai.usage.input_tokens": num_prompt_tokens,
         "pdmesh.request_id": request_id,
     }
+    if label:
+        attributes["pdmesh.request_label"] = label
     if params.top_k > 0:
         attributes["gen_ai.request.top_k"] = params.top_k
     return attributes

@@ -1,9 +1,11 @@
 """Transcripts: what the gateway owns of each request, and the laws by which a token joins one.
 
-A token is delivered if its epoch is current and its index is the next one. An older epoch or index is dropped. A later
-index waits for the missing ones: the first token comes from the prefill instance and the second from the decode
-instance, on another stream, so they can overtake each other. If what is missing does not come within a grace period it
-is lost, and the request is resumed from its transcript under the next epoch.
+A token is delivered if its epoch is current, its index is the next one, and it comes from the instance whose turn it
+is: an epoch belongs to whoever opens it, and passes to another only if the one whose turn it was has named it with its
+last token (`TokenOut.next_instance_id`). An older epoch or index is dropped. A later index waits for the missing ones:
+the first token comes from the prefill instance and the second from the decode instance, on another stream, so they can
+overtake each other. If what is missing does not come within a grace period it is lost, and the request is resumed from
+its transcript under the next epoch.
 
 Everything here is synchronous and belongs to the event loop.
 """
@@ -22,8 +24,12 @@ from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, TokenOut, pack_token_ids
 
-#: Tokens that wait for an earlier one. More than that and the earlier one is lost: they would be resumed anyway.
+#: Tokens of one instance that wait for an earlier one. More than that and the earlier one is lost: its request would be
+#: resumed anyway.
 MAX_AHEAD = 256
+
+#: Instances whose tokens wait. There are two, one to open an epoch and one to go on, unless something is wrong.
+MAX_SOURCES_AHEAD = 4
 
 FIRST_EPOCH = Epoch(0)
 
@@ -72,6 +78,7 @@ class Transcript:
     priority: int = 0
     slo: Slo = NO_SLO
     traceparent: str | None = None
+    label: str = ""  # what its client calls it
     epoch: Epoch = FIRST_EPOCH
     output: array.array[int] = field(default_factory=lambda: array.array("i"))
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
@@ -81,11 +88,11 @@ class Transcript:
     finished: bool = False  # the last token was delivered, or the request failed, or its consumer has enough
     #: Since when a token is known or suspected to be missing.
     stalled_since_s: float | None = None
-    source: InstanceId | None = None  # whose stream the last token came from
+    source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     num_dropped: int = 0
     num_restarts: int = 0
     is_posted: bool = False
-    _ahead: dict[int, TokenOut] = field(default_factory=dict[int, TokenOut])
+    _ahead: dict[InstanceId, dict[int, TokenOut]] = field(default_factory=dict[InstanceId, dict[int, TokenOut]])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -102,30 +109,37 @@ class Transcript:
             num_prompt_tokens=self.num_prompt_tokens,
             params=self.params,
             traceparent=self.traceparent,
+            label=self.label,
         )
 
     def offer(self, token: TokenOut, source: InstanceId) -> None:
         """A token arrived: deliver it, keep it for later, or drop it."""
         num_next = len(self.output)
+        is_turn = self.source is None or self.source == source
         if token.epoch != self.epoch or self.finished or (token.token_id is not None and token.index < num_next):
             self.num_dropped += 1
-        elif token.token_id is None or token.index == num_next:
+        elif token.token_id is not None and token.index > num_next:
+            self._keep(token, source)
+        elif is_turn:
             self._deliver(token, source)
-            while self._ahead and (following := self._ahead.pop(len(self.output), None)) is not None:
-                self._deliver(following, source)
+            while self._ahead and not self.finished and (following := self._pop_ahead()) is not None:
+                self._deliver(following, self.source)
             self.stalled_since_s = self.clock() if self._ahead and not self.finished else None
             self.mailbox.put(self)
-        elif len(self._ahead) < MAX_AHEAD:
-            self._ahead[token.index] = token
-            if self.stalled_since_s is None:
-                self.stalled_since_s = self.clock()
-                self.mailbox.put(self)
+        else:
+            self.num_dropped += 1
 
-    def offer_prompt_logprobs(self, message: PromptLogprobs) -> None:
+    def offer_prompt_logprobs(self, message: PromptLogprobs, source: InstanceId) -> None:
         """Log-probabilities of prompt tokens; the same ones come again after a restart."""
-        if message.epoch != self.epoch or not 0 <= message.start < self.num_prompt_tokens:
+        if (
+            message.epoch != self.epoch
+            or self.finished
+            or not 0 <= message.start < self.num_prompt_tokens
+            or (self.source is not None and self.source != source)
+        ):
             self.num_dropped += 1
             return
+        self.source = source
         for position, logprobs in enumerate(message.logprobs, message.start):
             if position < self.num_prompt_tokens:
                 self.prompt_logprobs[position] = logprobs
@@ -159,8 +173,35 @@ class Transcript:
         tokens, self.inbox = self.inbox, []
         return tokens
 
-    def _deliver(self, token: TokenOut, source: InstanceId) -> None:
-        self.source = source
+    def _keep(self, token: TokenOut, source: InstanceId) -> None:
+        """A token came before one that it follows."""
+        ahead = self._ahead.get(source)
+        if ahead is None:
+            if len(self._ahead) == MAX_SOURCES_AHEAD:
+                self.num_dropped += 1
+                return
+            ahead = self._ahead[source] = {}
+        if len(ahead) < MAX_AHEAD:
+            ahead[token.index] = token
+            if self.stalled_since_s is None:
+                self.stalled_since_s = self.clock()
+                self.mailbox.put(self)
+
+    def _pop_ahead(self) -> TokenOut | None:
+        """The next token, if it is here already; what can no longer be next is dropped."""
+        num_next, following = len(self.output), None
+        for source, ahead in list(self._ahead.items()):
+            if source == self.source:
+                following = ahead.pop(num_next, None)
+            for index in [index for index in ahead if index <= num_next]:
+                del ahead[index]
+                self.num_dropped += 1
+            if not ahead:
+                del self._ahead[source]
+        return following
+
+    def _deliver(self, token: TokenOut, source: InstanceId | None) -> None:
+        self.source = token.next_instance_id or source
         if token.token_id is not None:
             self.output.append(token.token_id)
         self.inbox.append(token)
@@ -205,7 +246,7 @@ class Transcripts:
             elif isinstance(message, TokenOut):
                 transcript.offer(message, source)
             else:
-                transcript.offer_prompt_logprobs(message)
+                transcript.offer_prompt_logprobs(message, source)
 
     def source_lost(self, source: InstanceId) -> None:
         """A worker's stream broke."""

@@ -51,12 +51,13 @@ class Admin:
             case GetStatus():
                 return self.driver.state()
             case GetRequest():
-                record = self.records.get(question.request_id)
-                if record is not None:
-                    return record
-                choices = self.records.choices(question.request_id)
-                if choices:
-                    return RequestList(requests=choices)
+                match self.records.find(question.request_id):
+                    case ():
+                        pass
+                    case (record,):
+                        return record
+                    case records:
+                        return RequestList(requests=records)
                 return AdminError(message=f"no request {question.request_id!r} is remembered")
             case GetPolicies():
                 return Policies(bundle=self.driver.state().bundle, bundles=tuple(sorted(BUNDLES)))

@@ -218,13 +218,17 @@ class Driver:
                 # From here on the workers have the prompt.
                 request, generation = self._waiting.pop((command.request_id, command.epoch))
                 self._metrics.placed(request, self._profiles[command.instance_id].model, self._clock())
-                kv_moves = command.decode_instance_id is not None
-                admit = Admit(generation=generation, num_blocks=command.num_blocks, kv_moves=kv_moves)
+                admit = Admit(
+                    generation=generation,
+                    num_blocks=command.num_blocks,
+                    decode_instance_id=command.decode_instance_id,
+                )
                 self._workers.post(command.instance_id, admit)
                 log.debug(
                     "request placed",
                     request_id=command.request_id,
                     epoch=command.epoch,
+                    label=generation.label,
                     prefill=command.instance_id,
                     decode=command.decode_instance_id or command.instance_id,
                 )

@@ -96,7 +96,7 @@ class GatewayStreams:
                         else:
                             self._refuse(gateway_id, generation, why)
                 case Cancel():
-                    await self.driver.submit(RequestCancelled(message.request_id, message.epoch))
+                    await self.driver.submit(RequestCancelled(gateway_id, message.request_id, message.epoch))
 
     def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:
         """One request alone: the others of its gateway have done nothing wrong."""

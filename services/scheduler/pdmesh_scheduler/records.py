@@ -38,6 +38,9 @@ from pdmesh.wire.messages import Generation, RecordEntry, RequestRecord
 #: Outcomes after which the next epoch follows.
 _GOES_ON = (Outcome.RESTARTED, Outcome.SUPERSEDED)
 
+#: What an edge puts before the id of a request to make that of a response.
+_OF_A_RESPONSE = re.compile(r"^(chatcmpl|cmpl)-")
+
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 
@@ -47,6 +50,7 @@ class _Record:
     bundle: str
     first_arrival_s: float
     num_prompt_tokens: int  # the client's own
+    label: str = ""  # what its client calls it
     entries: list[RecordEntry] = field(default_factory=list[RecordEntry])
     state: str = "queued"
     num_done_tokens: int = 0
@@ -78,6 +82,27 @@ class RequestRecords:
         self._active: dict[RequestId, _Record] = {}
         self._ended: OrderedDict[RequestId, _Record] = OrderedDict()
 
+    def find(self, name: str) -> tuple[RequestRecord, ...]:
+        """What is remembered under a name that somebody has of a request, of the first kind that fits:
+
+        its id, which may begin as in a response; that of an HTTP request with several choices; its client's label; the
+        first characters of an id or a label. The choices of one HTTP request come in their order.
+        """
+        if not name:
+            return ()
+        request_id = _OF_A_RESPONSE.sub("", name)
+        if (record := self.get(request_id)) is not None:
+            return (record,)
+        if records := self.choices(request_id):
+            return records
+        known = {**self._ended, **self._active}
+        found = [key for key, record in known.items() if record.label == name]
+        if not found:
+            found = [
+                key for key, record in known.items() if key.startswith(request_id) or record.label.startswith(name)
+            ]
+        return tuple(record for key in found if (record := self.get(key)) is not None)
+
     def get(self, request_id: str) -> RequestRecord | None:
         key = RequestId(request_id)
         record = self._active.get(key) or self._ended.get(key)
@@ -85,6 +110,7 @@ class RequestRecords:
             return None
         return RequestRecord(
             request_id=request_id,
+            label=record.label,
             arrived_at=self._wall_time(record.first_arrival_s),
             num_prompt_tokens=record.num_prompt_tokens,
             bundle=record.bundle,
@@ -160,7 +186,8 @@ class RequestRecords:
         resumed = known or (self._ended.pop(request.request_id, None) if request.epoch > 0 else None)
         # A resumed request's output so far counts as prompt to the core; its client's prompt is shorter.
         num_prompt_tokens = request.num_prompt_tokens if generation is None else generation.num_prompt_tokens
-        record = _Record(request, bundle, now_s, num_prompt_tokens)
+        label = "" if generation is None else generation.label
+        record = _Record(request, bundle, now_s, num_prompt_tokens, label)
         if resumed is not None:
             record.first_arrival_s = resumed.first_arrival_s
             record.entries = resumed.entries

@@ -14,7 +14,7 @@ from pdmesh_gateway.http.chat import ChatEndpoint
 from pdmesh_gateway.http.completions import CompletionsEndpoint
 from pdmesh_gateway.http.exchange import Exchange, as_rejection
 from pdmesh_gateway.http.utility import UtilityEndpoints
-from pdmesh_gateway.serving import Serving, check_request_id, new_request_id
+from pdmesh_gateway.serving import Serving, check_label, new_request_id
 
 log = structlog.get_logger()
 
@@ -85,7 +85,7 @@ class _Endpoint:
             except ClientGone:
                 exchange.status = CLIENT_CLOSED_REQUEST
             except Exception as error:
-                log.exception("request failed", request_id=exchange.request_id, path=self._path)
+                log.exception("request failed", request_id=exchange.request_id, label=exchange.label, path=self._path)
                 await exchange.respond_error(as_rejection(error))
         finally:
             self._serving.metrics.responded(self._path, exchange.status)
@@ -93,7 +93,7 @@ class _Endpoint:
     def _check(self, exchange: Exchange) -> None:
         given = exchange.header("x-request-id")
         if given is not None:
-            exchange.request_id = check_request_id(given, param="X-Request-Id")
+            exchange.label = check_label(given, param="X-Request-Id")
         if self._method and exchange.scope["method"] not in (self._method, "HEAD" if self._method == "GET" else ""):
             raise RequestRejected(
                 f"Not allowed to {exchange.scope['method']} on {self._path}.", status=405, code="method_not_allowed"

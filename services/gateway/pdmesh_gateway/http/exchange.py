@@ -32,8 +32,9 @@ class Exchange:
     scope: Scope
     receive: Receive
     send: Send
-    request_id: str
+    request_id: str  # ours
     headers: dict[bytes, bytes]
+    label: str = ""  # the client's own id, echoed
     started: bool = False  # the response's head was sent
     status: int = 0
     received_at: float = field(default_factory=time.time)  # Unix time, seconds
@@ -114,7 +115,7 @@ class Exchange:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         self.status = status
-        all_headers = [*headers, (b"x-request-id", self.request_id.encode("latin-1"))]
+        all_headers = [*headers, (b"x-request-id", (self.label or self.request_id).encode("latin-1"))]
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
 
 

@@ -19,7 +19,7 @@ from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import DONE, usage_of
 from pdmesh_gateway.protocol import SamplingFields, Usage
 from pdmesh_gateway.sampling import stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_request_id, check_traceparent, prompt_bytes
+from pdmesh_gateway.serving import Serving, check_label, check_traceparent, prompt_bytes
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
 
@@ -120,9 +120,10 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         serving = self._serving
         serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
         if request.request_id is not None and exchange.header("x-request-id") is None:
-            exchange.request_id = check_request_id(request.request_id, param="request_id")
+            exchange.label = check_label(request.request_id, param="request_id")
         return GenerationJob(
-            request_id=serving.recent_ids.unique(exchange.request_id),
+            request_id=exchange.request_id,
+            label=exchange.label,
             prompts=prompts,
             params=params,
             n=n,
