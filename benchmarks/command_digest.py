@@ -63,7 +63,7 @@ BASELINE = Path(__file__).with_suffix(".json")
 RENAMED: Mapping[str, str] = {}
 
 #: Fields that did not exist, as "Type.field" or "Type.field.field of that".
-ADDED: Sequence[str] = ()
+ADDED: Sequence[str] = ("RequestCancelled.gateway_id",)
 
 #: Types whose fields had another shape: what makes the old fields of the new ones.
 TRANSLATED: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}
@@ -298,7 +298,7 @@ class RandomWorkload:
     def cancel(self) -> None:
         if self.awaited:
             request = self.awaited.pop(self.rng.choice(sorted(self.awaited)))
-            self.feed(RequestCancelled(request.request_id, request.epoch))
+            self.feed(RequestCancelled(request.gateway_id, request.request_id, request.epoch))
 
     def send_again(self) -> None:
         if self.awaited:
