@@ -5,12 +5,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import grpc
 import grpc.aio
 import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from pdmesh.config import SecurityConfig
 from pdmesh.testing.checkpoints import write_checkpoint
@@ -127,3 +128,44 @@ async def test_reflection_names_the_services(model: Path) -> None:
         names = {service.name for service in response.list_services_response.service}
         assert {"pdmesh.api.v1.Inference", "grpc.health.v1.Health"} <= names
         call.cancel()
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+async def test_without_a_key_not_one_message_is_read(model: Path, key: str | None) -> None:
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    async with served(model, SecurityConfig(api_key="secret")) as (channel, mesh):
+        for method in ("/pdmesh.api.v1.Inference/Generate", f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"):
+            call: Any = channel.stream_stream(method)(metadata=metadata)  # sends nothing, and has its answer
+            with anyio.fail_after(20), pytest.raises(grpc.aio.AioRpcError) as failed:
+                await call.read()
+            assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest())  # probes carry no key
+        assert not mesh.submitted
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/pdmesh.api.v1.Inference/Generate",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+        f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
+    ],
+)
+async def test_a_malformed_message_is_the_clients_mistake(model: Path, method: str) -> None:
+    async with served(model) as (channel, _mesh):
+        call: Any = channel.stream_stream(method)()
+        await call.write(b"\xff" * 50)
+        await call.done_writing()
+        with anyio.fail_after(20):
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_message_is_no_longer_than_a_prompt_can_be(model: Path) -> None:
+    async with served(model) as (channel, mesh):
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            async for _response in stub(channel).Generate(pb.GenerateRequest(text="a" * 1_100_000)):
+                pass
+        assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not mesh.submitted

@@ -20,6 +20,7 @@ from pdmesh.metrics import Slo
 from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.grpc_guard import Guard
 from pdmesh_gateway.http.exchange import as_rejection
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
@@ -30,6 +31,10 @@ from pdmesh_gateway.serving import Serving, check_label, check_traceparent, new_
 log = structlog.get_logger()
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+#: A message holds one prompt and its options: nobody, with or without a key, sends more than the model could read.
+BYTES_PER_TOKEN = 16
+SPARE_BYTES = 1024 * 1024
 
 #: How often the health service looks at the mesh.
 HEALTH_INTERVAL_S = 1.0
@@ -49,9 +54,14 @@ _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 @asynccontextmanager
 async def serve_grpc(serving: Serving, security: SecurityConfig) -> AsyncGenerator[int]:
     """Serve within the block; yields the port. When it is left, streams are cancelled."""
-    limits = [("grpc.max_receive_message_length", serving.config.max_body_bytes)]
+    most_bytes = min(serving.config.max_body_bytes, SPARE_BYTES + BYTES_PER_TOKEN * serving.max_model_len)
+    limits = [("grpc.max_receive_message_length", most_bytes)]
     options = [option for option in GRPC_OPTIONS if option[0] != limits[0][0]] + limits
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=serving.config.max_concurrent_requests)
+    server = grpc.aio.server(
+        options=options,
+        maximum_concurrent_rpcs=serving.config.max_concurrent_requests,
+        interceptors=[Guard(serving.keys)],
+    )
     pb_grpc.add_InferenceServicer_to_server(_Inference(serving), server)  # type: ignore[no-untyped-call]
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -90,7 +100,6 @@ class _Inference(pb_grpc.InferenceServicer):
         received_at = time.time()
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
-            self._serving.keys.check(metadata.get("authorization"))
             job = await self._job(request, metadata.get("traceparent"), received_at)
             num_bytes = prompt_bytes(job.num_prompt_tokens, n=1)
             with self._serving.admission.hold(num_requests=1, num_bytes=num_bytes):
