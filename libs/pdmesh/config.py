@@ -86,7 +86,9 @@ class SchedulerConfig:
     lease_s: Annotated[float, "a silent instance or gateway is given up after this"] = 5.0
     heartbeat_s: Annotated[float, "how often instances and gateways say that they live"] = 1.0
     orphan_grace_s: Annotated[float, "after a restart: how long a request may wait to be claimed by an instance"] = 3.0
-    event_log: Annotated[Path | None, "append-only record of all events, for replay"] = None
+    event_log: Annotated[Path | None, "append-only record of all events, for `pdmesh replay`"] = None
+    event_log_max_bytes: Annotated[int, COUNT, "where the record of one run ends; about 1.5 KB a request"] = 1 << 30
+    event_log_keep: Annotated[int, "records of earlier runs that are kept, as `event_log`.1 (the newest) and so on"] = 3
     max_records: Annotated[int, "finished requests remembered for `pdmesh requests show`"] = 10_000
 
 
@@ -154,11 +156,26 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorConfig:
+    """How `pdmesh up` looks after its services."""
+
+    start_timeout_s: Annotated[float, "for a service to serve; a large checkpoint on a slow disk takes minutes"] = 900.0
+    hang_s: Annotated[float, "a service that has not answered for so long is killed and started again"] = 60.0
+    log_max_bytes: Annotated[int, COUNT, "of one service's log; a larger one is set aside as NAME.log.1"] = 64 << 20
+    log_keep: Annotated[int, "logs set aside that are kept of each service, those of earlier runs among them"] = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
     """The whole tree."""
 
     model: Annotated[str | None, "directory or hub id of the checkpoint; the built-in demo if not set"] = None
     scheduler_address: Annotated[str, "host:port that workers and gateways dial; `pdmesh up` sets it"] = ""
+    drain_s: Annotated[
+        float | None,
+        Range(0),
+        "how long requests may go on once a service is told to stop; then they end with an error. Not set: no limit",
+    ] = 30.0
     ready_fd: Annotated[
         int | None, "set by `pdmesh up`: an inherited pipe that gets one JSON line when the service can serve"
     ] = None
@@ -169,6 +186,7 @@ class MeshConfig:
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
 
 PREFIX = "PDMESH_"

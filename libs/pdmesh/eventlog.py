@@ -4,18 +4,23 @@ The file is a sequence of msgpack arrays ``[crc32, payload]``, each payload msgp
 each event ``[now_s, name of the event, its fields]`` and ``[digest]``, that of the commands that answered it. A record
 cut short at the end of the file (a crash) is left out; anything else that cannot be read is an `EventLogError` that
 says where.
+
+A log is of use from its beginning only, so that one which reaches its size limit, or a disk that is full, *ends*: what
+it holds stays whole and replayable, and the scheduler goes on without it.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import anyio
 import anyio.to_thread
@@ -29,6 +34,7 @@ from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.rotation import set_aside
 
 log = structlog.get_logger()
 
@@ -39,6 +45,9 @@ MAX_RECORD_BYTES = 64 * 1024 * 1024
 
 #: Waiting to be written. A disk so slow ends the log: what is in it stays whole and replayable.
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024
+
+#: What may befall a good path. A scheduler that starts again meanwhile serves without a log.
+_DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE})
 
 _EVENT_TYPES: dict[str, type] = {event_type.__name__: event_type for event_type in get_args(Event)}
 
@@ -71,15 +80,28 @@ def commands_digest(commands: Sequence[Command]) -> int:
 
 
 class EventLogWriter(AbstractContextManager["EventLogWriter"]):
-    """Appends without blocking: `record` buffers, `run` writes on a thread. A file in the way is kept as ``path.N``."""
+    """Appends without blocking: `record` buffers, `run` writes on a thread. No write of it ever raises.
 
-    def __init__(self, path: Path, header: Header) -> None:
-        _set_aside(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("xb")
+    The file is its owner's alone. One in the way is kept as ``path.1``, older ones as ``path.2`` and so on.
+    """
+
+    def __init__(self, path: Path, header: Header, *, max_bytes: int = 1 << 30, keep: int = 3) -> None:
+        """Raises OSError if there can be no such file; a fault of the disk leaves a log that has ended."""
+        self._max_bytes = max_bytes
         self._buffer = bytearray(_framed(msgspec.to_builtins(header)))
+        self._num_bytes = len(self._buffer)  # recorded
+        self._num_written_bytes = 0
         self._wake = anyio.Event()
-        self._ended = False
+        self._fd: int | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            set_aside(path, keep)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in _DISK_FAULTS:
+                raise
+            log.error("there is no event log", path=str(path), reason=error.strerror)
+        self._ended = self._fd is None
 
     def record(self, now_s: float, event: Event) -> None:
         """Note an event before it is decided upon, so that one that breaks the core is in the log."""
@@ -92,12 +114,19 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
     def _append(self, payload: object) -> None:
         if self._ended:
             return
-        if len(self._buffer) > MAX_BUFFERED_BYTES:
-            log.error("the event log ends here: the disk is too slow", buffered_bytes=len(self._buffer))
-            self._ended = True
-            return
-        self._buffer += _framed(payload)
-        self._wake.set()
+        record = _framed(payload)
+        if self._num_bytes + len(record) > self._max_bytes:
+            self._end("it has reached scheduler.event_log_max_bytes")
+        elif len(self._buffer) > MAX_BUFFERED_BYTES:
+            self._end("the disk is too slow")
+        else:
+            self._buffer += record
+            self._num_bytes += len(record)
+            self._wake.set()
+
+    def _end(self, reason: str) -> None:
+        self._ended = True
+        log.error("the event log ends here", reason=reason, num_bytes=self._num_bytes)
 
     async def run(self) -> None:
         """Write what is recorded, until cancelled."""
@@ -109,8 +138,24 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
             await anyio.to_thread.run_sync(self._write, chunk)
 
     def _write(self, chunk: bytes) -> None:
-        self._file.write(chunk)
-        self._file.flush()
+        if self._fd is None:
+            return
+        rest = memoryview(chunk)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+            self._num_written_bytes += len(chunk)
+        except OSError as error:
+            self._end(f"it cannot be written: {error.strerror}")
+            with suppress(OSError):
+                os.ftruncate(self._fd, self._num_written_bytes)  # to the end of a record
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            with suppress(OSError):
+                os.close(self._fd)
+            self._fd = None
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -118,7 +163,8 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
         """Write the rest, blocking, and close."""
         self._write(bytes(self._buffer))
         self._buffer.clear()
-        self._file.close()
+        self._ended = True
+        self._close()
 
 
 class EventLogReader(AbstractContextManager["EventLogReader"]):
@@ -206,12 +252,3 @@ def replay(log: EventLogReader) -> Iterator[tuple[Entry, list[Command]]]:
 def _framed(payload: object) -> bytes:
     packed = msgpack.packb(payload)
     return bytes(msgpack.packb([zlib.crc32(packed), packed]))
-
-
-def _set_aside(path: Path) -> None:
-    """Keep the log of an earlier run: it is what an incident is studied from."""
-    if path.exists():
-        number = 1
-        while (kept := path.with_name(f"{path.name}.{number}")).exists():
-            number += 1
-        path.rename(kept)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -26,14 +27,22 @@ log = structlog.get_logger()
 
 EXIT_CONFIG = 2
 
+#: For a service to end what runs, once told; then it is cancelled. A third signal does so at once.
+ENDING_LIMIT_S = 5.0
+
+#: Enough for a hundred thousand streams; more makes programs slow that look through all of them.
+MAX_DESCRIPTORS = 1 << 20
+
 
 @dataclass(slots=True)
 class ServiceContext:
     """What the process offers to its service."""
 
     ready_fd: int | None
-    #: Set at the first SIGINT or SIGTERM: take no new work, finish what runs, return. A second signal cancels.
+    #: Set at the first SIGINT or SIGTERM: take no new work, finish what runs, return.
     stopping: anyio.Event = field(default_factory=anyio.Event)
+    #: Set at the second one, or after `drain_s`: end what still runs, say so to those who wait for it, and return.
+    ending: anyio.Event = field(default_factory=anyio.Event)
     tracing: Tracing = field(default_factory=NoTracing)
 
     def announce(self, **facts: Any) -> None:
@@ -54,6 +63,7 @@ Serve = Callable[[MeshConfig, ServiceContext], Awaitable[None]]
 def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
     """Run ``serve`` to its end and return the exit code: 0 stopped, 1 failed, 2 the configuration is wrong."""
     configure_logging(name, config.telemetry)
+    raise_descriptor_limit()
     try:
         anyio.run(_run, name, config, serve, backend_options={"use_uvloop": True})
     except Exception as error:
@@ -64,6 +74,14 @@ def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
         log.exception("service failed")
         return 1
     return 0
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open descriptors to the hard one: each stream of a client takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run_from_environment(name: str, main: Callable[[MeshConfig], int]) -> int:
@@ -92,13 +110,27 @@ async def _serve_until_stopped(config: MeshConfig, serve: Serve, context: Servic
         async def watch_signals() -> None:
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 async for received in signals:
-                    if context.stopping.is_set():
+                    if context.ending.is_set():
                         log.warning("stopping now", signal=received.name)
                         tasks.cancel_scope.cancel()
                         return
-                    log.info("draining", signal=received.name)
-                    context.stopping.set()
+                    if context.stopping.is_set():
+                        context.ending.set()
+                    else:
+                        log.info("draining", signal=received.name, drain_s=config.drain_s)
+                        context.stopping.set()
+
+        async def end_in_time() -> None:
+            await context.stopping.wait()
+            with anyio.move_on_after(config.drain_s):
+                await context.ending.wait()
+            context.ending.set()
+            log.warning("ending what still runs")
+            await anyio.sleep(ENDING_LIMIT_S)
+            log.warning("stopping now")
+            tasks.cancel_scope.cancel()
 
         tasks.start_soon(watch_signals)
+        tasks.start_soon(end_in_time)
         await serve(config, context)
         tasks.cancel_scope.cancel()

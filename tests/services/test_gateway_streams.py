@@ -1,5 +1,6 @@
 """What happens to a gateway's streams when clients leave, workers break, schedulers restart and strangers knock."""
 
+import contextlib
 import json
 import os
 from collections.abc import AsyncGenerator
@@ -319,3 +320,23 @@ async def test_finish_reasons_of_workers_reach_the_client(model: Path) -> None:
         body = (await client.post("/v1/completions", json={**BODY, "stream": False})).json()
         assert body["choices"][0]["finish_reason"] == "stop"
         assert body["usage"]["completion_tokens"] == 2
+
+
+async def test_a_stream_that_must_end_ends_with_an_error_event(model: Path) -> None:
+    """Once draining has taken as long as it may."""
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        async with raw_request(running) as client:
+            submit = await mesh.next_submit(0)
+            mesh.send_tokens(*first_tokens(submit.generation, 2))
+            received = b""
+            with anyio.fail_after(20):
+                while b"data: " not in received:
+                    received += await client.receive()
+                running.stopping.set()
+                running.ending.set()
+                with contextlib.suppress(anyio.EndOfStream):
+                    while True:
+                        received += await client.receive()
+        events = [line for line in received.decode().splitlines() if line.startswith("data: ")]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "stopping"
+        assert "[DONE]" not in received.decode()

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +47,19 @@ class Machine:
         record = json.loads(json.dumps(self.record(name)))
         return [record["supervisor"]["pid"], *(service["process"]["pid"] for service in record["services"])]
 
+    def services(self) -> dict[str, int]:
+        record = json.loads(json.dumps(self.record()))
+        return {service["name"]: service["process"]["pid"] for service in record["services"]}
+
     def events(self) -> list[str]:
         return (self.folder / "events").read_text().splitlines()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -126,6 +138,22 @@ def test_a_malformed_profile_stops_the_start(machine: Machine) -> None:
     assert done.stderr.startswith(f"pdmesh: {file} is no latency profile")
 
 
+def test_a_record_that_cannot_be_written_ends_nothing(machine: Machine) -> None:
+    """As on a full disk: the supervisor goes on, starts what died again, and writes its record once it can."""
+    assert machine.run("up", "--detach").returncode == 0
+    supervisor, *_ = machine.pids()
+    (victim,) = [pid for name, pid in machine.services().items() if name == "decode-0"]
+    in_the_way = machine.folder / "state/pdmesh/default/mesh.json.part"
+    in_the_way.mkdir()
+    os.kill(victim, signal.SIGKILL)
+    log = machine.folder / "state/pdmesh/default/supervisor.log"
+    wait_until(lambda: "decode-0 serves again" in log.read_text())
+    assert log.read_text().count("cannot write") == 1
+    assert is_running(supervisor)
+    in_the_way.rmdir()
+    wait_until(lambda: machine.services()["decode-0"] != victim)
+
+
 def test_wrong_usage_is_code_2(machine: Machine) -> None:
     assert machine.run("no-such-command").returncode == 2
     assert machine.run("up", "--no-such-option").returncode == 2
@@ -186,7 +214,7 @@ def test_two_meshes_side_by_side(machine: Machine) -> None:
 def test_up_detached_reports_a_service_that_cannot_start(machine: Machine) -> None:
     done = machine.run("up", "--detach", STAND_IN_decode="config-error")
     assert done.returncode == 2
-    assert "pdmesh: decode-0: model 'nowhere' is no directory" in done.stdout
+    assert "pdmesh: decode-0: model 'nowhere' is no directory" in done.stderr
     assert not (machine.folder / "state/pdmesh/default/mesh.json").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import anyio.abc
 import pytest
 
 from pdmesh.cli import supervisor as supervisor_module
+from pdmesh.cli.http import is_live
 from pdmesh.cli.processes import ChildSpec, ProcessId, process_id, wait_for_end
-from pdmesh.cli.supervisor import MeshPlan, StartFailed, Supervisor
+from pdmesh.cli.supervisor import Backoff, MeshPlan, StartFailed, Supervisor
+from pdmesh.config import SecurityConfig
 from pdmesh.testing.processes import is_running, write_stand_in
 
 DEADLINE_S = 30.0
@@ -28,9 +31,16 @@ class Mesh:
     """A supervisor over stand-ins, with what happened in it."""
 
     def __init__(
-        self, folder: Path, behaviours: Mapping[str, str] | None = None, *, drain_s: float = DEADLINE_S
+        self,
+        folder: Path,
+        behaviours: Mapping[str, str] | None = None,
+        *,
+        drain_s: float = DEADLINE_S,
+        hang_s: float = DEADLINE_S,
     ) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder
+        self.log_folder = folder
         self.events_file = folder / "events"
         self.said: list[str] = []
         self.ready = anyio.Event()
@@ -41,9 +51,12 @@ class Mesh:
             scheduler=self._spec("scheduler"),
             others=self._others,
             pin=lambda name, facts: {"PDMESH_SCHEDULER_PORT": "7777"} if name == "scheduler" else {},
+            answers=self._answers,
             wait_ready=self._wait_ready,
+            tend=self._tend,
             start_timeout_s=DEADLINE_S,
-            drain_s=drain_s,
+            hang_s=hang_s,
+            drain_s=lambda: drain_s,
         )
         self.supervisor = Supervisor(plan, on_change=self._on_change, say=self.said.append)
 
@@ -53,7 +66,7 @@ class Mesh:
             name=name,
             command=(*command, self._behaviours.get(name, "good")),
             environment={},
-            log_file=self.folder / f"{name}.log",
+            log_file=self.log_folder / f"{name}.log",
         )
 
     def _others(self, scheduler: Mapping[str, Any]) -> tuple[ChildSpec, Sequence[ChildSpec]]:
@@ -62,6 +75,13 @@ class Mesh:
 
     async def _wait_ready(self, gateway: Mapping[str, Any]) -> None:
         assert gateway["http_address"]
+
+    async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:
+        address = facts.get("http_address") or f"127.0.0.1:{facts['metrics_port']}"
+        return await is_live(f"http://{address}", SecurityConfig())
+
+    async def _tend(self) -> None:
+        pass
 
     def _on_change(self, supervisor: Supervisor) -> None:
         if supervisor.ready:
@@ -164,14 +184,85 @@ async def test_the_second_signal_kills(tmp_path: Path) -> None:
     assert "scheduler stopped" not in mesh.events()
 
 
-async def test_a_child_that_does_not_drain_is_killed(tmp_path: Path) -> None:
-    mesh = Mesh(tmp_path, {"prefill-0": "stubborn"}, drain_s=0.05)
+async def test_a_child_that_does_not_drain_is_told_again_and_then_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh(tmp_path, {"prefill-0": "stubborn"}, drain_s=0.0)
+    monkeypatch.setattr(supervisor_module, "MIN_DRAIN_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "END_S", 0.05)
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(mesh.supervisor.run)
             await mesh.ready.wait()
             stop_ourselves()
-    assert "prefill-0 did not drain within 0.05 s and is killed" in mesh.said
+    told = [line for line in mesh.said if line.startswith("prefill-0")]
+    assert told == [
+        "prefill-0 did not drain within 0.02 s: what still runs is ended",
+        "prefill-0 did not end and is killed",
+    ]
+
+
+async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path, hang_s=0.3)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            os.kill(mesh.pid("gateway"), signal.SIGSTOP)
+            await mesh.until(lambda: "gateway serves again" in mesh.said)
+            stop_ourselves()
+    assert "gateway has not answered for 0.3 s and is killed" in mesh.said
+    assert not any(line.startswith(("scheduler", "prefill-0", "decode-0")) for line in mesh.said)
+
+
+async def test_a_child_that_stands_still_for_less_is_left_alone(tmp_path: Path) -> None:
+    """A stop that its streams survive is no hang: only probes in a row without an answer count."""
+    silent = iter([False] * 5 + [True] + [False] * 5)
+    asked = 0
+
+    class Probed(Mesh):
+        async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:
+            nonlocal asked
+            if name != "decode-0":
+                return True
+            asked += 1
+            answer = next(silent, None)
+            if answer is None:
+                self.changed.set()
+            return answer is not False
+
+    mesh = Probed(tmp_path, hang_s=0.06)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            await mesh.until(lambda: asked > 12)
+            stop_ourselves()
+    assert not any("killed" in line for line in mesh.said)
+
+
+def test_a_child_that_served_well_starts_again_at_once() -> None:
+    backoff = Backoff()
+    assert [backoff.after(served_s=0.0) for _ in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+    assert backoff.after(served_s=29.0) == 15.0  # longer than it took to come back, or it is no recovery
+    assert [backoff.after(served_s=30.0), backoff.after(served_s=5.0)] == [0.0, 0.0]
+    assert [backoff.after(served_s=4.9), backoff.after(served_s=5.0)] == [0.5, 0.0]
+
+
+async def test_what_the_supervisor_cannot_write_does_not_end_it(tmp_path: Path) -> None:
+    """A log folder that goes away: a child that is started again then has no log, and serves."""
+    mesh = Mesh(tmp_path / "mesh")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    mesh.log_folder = logs
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            shutil.rmtree(logs)
+            os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
+            await mesh.until(lambda: "prefill-0 serves again" in mesh.said)
+            stop_ourselves()
 
 
 def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:

@@ -110,11 +110,15 @@ def up(
 def down(
     name: Name = DEFAULT_NAME,
     now: Annotated[bool, typer.Option("--now", help="Kill at once instead of draining.")] = False,
+    drain: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="How long requests may go on. [default: the mesh's drain_s]"),
+    ] = None,
 ) -> None:
     """Drain and stop a mesh of this machine, and wait until it is gone."""
     from pdmesh.cli.up import down as stop
 
-    stopped = stop(mesh_state(os.environ, name), now=now)
+    stopped = stop(mesh_state(os.environ, name), now=now, drain_s=drain)
     typer.echo(f"pdmesh: mesh {name!r} {'stopped' if stopped else 'is not running'}")
 
 

@@ -39,6 +39,16 @@ def api_key(security: SecurityConfig) -> str | None:
     return next(iter(Path(security.api_keys_file).read_text(encoding="utf-8").split()), None)
 
 
+async def is_live(url: str, security: SecurityConfig) -> bool:
+    """Whether the service at ``url`` answers its ``/live`` with 200; the caller sets the deadline."""
+    verify = trust(security) if security.tls_cert is not None else False  # nothing to verify
+    try:
+        async with httpx.AsyncClient(base_url=url, verify=verify, timeout=None, trust_env=False) as client:
+            return (await client.get("/live")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 async def wait_until_ready(url: str, security: SecurityConfig) -> None:
     """Ask ``/ready`` until it says 200; the caller sets the deadline."""
     delay_s = _FIRST_DELAY_S

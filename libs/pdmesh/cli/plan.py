@@ -99,6 +99,7 @@ def _spec(name: str, package: str, config: MeshConfig, state: MeshState, environ
     return ChildSpec(
         name=name,
         command=(sys.executable, "-m", package),
-        environment={**foreign, **environment_of(replace(config, ready_fd=None))},
-        log_file=state.rotate_log(name),
+        # The supervisor says when to end: a limit of their own would cut a longer one short.
+        environment={**foreign, **environment_of(replace(config, ready_fd=None, drain_s=None))},
+        log_file=state.fresh_log(name, config.supervisor.log_keep),
     )

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import anyio
 import anyio.abc
@@ -107,12 +107,20 @@ class Child:
             self.process.send_signal(number)
 
 
+def _open_log(path: Path) -> BinaryIO:
+    """For appending; where it cannot be opened, a disk that is gone, a service runs without a log."""
+    try:
+        return path.open("ab")
+    except OSError:
+        return open(os.devnull, "ab")
+
+
 @asynccontextmanager
 async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
     """Start a child in a session of its own (Ctrl-C must reach its parent alone); leaving the block kills it."""
     read_fd, write_fd = os.pipe()
     try:
-        with spec.log_file.open("ab") as log:
+        with _open_log(spec.log_file) as log:
             process = await anyio.open_process(
                 [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *spec.command],
                 stdin=None,

@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import msgspec
 
 from pdmesh.cli.processes import ProcessId
 from pdmesh.errors import ConfigError
+from pdmesh.rotation import set_aside
 
 DEFAULT_NAME = "default"
 
@@ -65,26 +66,65 @@ class MeshState:
         return record if record.supervisor.alive else None
 
     def write(self, record: MeshRecord) -> None:
+        """Replace the record, or leave the one before. Raises OSError."""
         part = self.folder / "mesh.json.part"
-        part.touch(mode=0o600)
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-        part.replace(self.record_file)
+        try:
+            part.touch(mode=0o600)
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+            part.replace(self.record_file)
+        except OSError:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
 
     def remove(self) -> None:
+        """Raises OSError."""
         self.record_file.unlink(missing_ok=True)
 
-    def rotate_log(self, service: str) -> Path:
-        """An empty log for ``service``; that of the run before is kept beside it."""
+    def write_drain(self, drain_s: float) -> None:
+        """Tell the supervisor, before it is told to stop, how long requests may go on. Raises ConfigError."""
+        with self._usable():
+            self._drain_file.write_text(str(drain_s))
+
+    def read_drain(self) -> float | None:
+        """How long `write_drain` said, if it did."""
+        try:
+            return float(self._drain_file.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def forget_drain(self) -> None:
+        """What was said to an earlier supervisor is not for this one."""
+        with self._usable():
+            self._drain_file.unlink(missing_ok=True)
+
+    @property
+    def _drain_file(self) -> Path:
+        return self.folder / "drain_s"
+
+    def fresh_log(self, service: str, keep: int) -> Path:
+        """The path of an empty log for ``service``; of those before, ``keep`` are kept beside it."""
         log_file = self.log_file(service)
-        if log_file.exists():
-            log_file.replace(log_file.with_suffix(".log.1"))
+        with self._usable():
+            set_aside(log_file, keep)
         return log_file
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"cannot use the state folder {self.folder}: {error.strerror}; XDG_STATE_HOME may name another place"
+            ) from error
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Be the one supervisor of this name. The kernel drops the lock with the process. Raises ConfigError."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.folder / "lock").open("wb") as file:
+        with self._usable():
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = (self.folder / "lock").open("wb")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -105,10 +145,3 @@ def mesh_state(environ: Mapping[str, str], name: str) -> MeshState:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise ConfigError(f"--name is {name!r}: use letters, digits, '.', '_' and '-', at most 63 of them")
     return MeshState(name, state_root(environ) / name)
-
-
-def running_meshes(environ: Mapping[str, str]) -> list[MeshRecord]:
-    root = state_root(environ)
-    folders = sorted(root.iterdir()) if root.is_dir() else []
-    records = (MeshState(folder.name, folder).read() for folder in folders)
-    return [record for record in records if record is not None]

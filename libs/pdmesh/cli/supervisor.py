@@ -1,8 +1,11 @@
 """Runs a mesh as child processes of one supervisor: start in order, keep alive, drain in order.
 
 The scheduler starts first, since all others dial it; the rest start together. A child that ends before it ever
-served stops the start; one that served before is started again, after a delay that doubles with each failure. The
-drain goes with the traffic: gateway (its streams end), workers (their residents end), scheduler.
+served stops the start; one that served before is started again: at once if it had served well, else after a delay that
+doubles. One that answers nothing for long is killed, and so started again. The drain goes with the traffic: gateway
+(its streams end), workers (their residents end), scheduler.
+
+Nothing that the supervisor writes can end it: logs, the record and what it says may meet a full disk.
 """
 
 from __future__ import annotations
@@ -16,12 +19,24 @@ import anyio
 import anyio.abc
 
 from pdmesh.cli.processes import Child, ChildSpec, describe_exit, start_child
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import PdmeshError, leaves
+from pdmesh.service import ENDING_LIMIT_S
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 15.0
-#: A child that served this long has recovered: its next delay is the first one again.
-STEADY_S = 60.0
+#: A child that served this long, and twice its last delay, served well.
+SERVED_WELL_S = 5.0
+
+#: Probes in a row without an answer, after which a child hangs. Counted, so that our own standing still is one of them.
+NUM_PROBES = 6
+
+#: Between two rounds of what is to be looked after: logs that grow, a record that could not be written.
+TEND_S = 10.0
+
+#: For a child that was told to end what still runs, before it is killed.
+END_S = ENDING_LIMIT_S + 5.0
+#: What those after the gateway have at least to drain, since their requests end with it.
+MIN_DRAIN_S = 2.0
 
 EXIT_CONFIG = 2
 
@@ -35,14 +50,40 @@ class StartFailed(PdmeshError):
 
 
 @dataclass(slots=True)
+class Backoff:
+    """How long to wait before a child is started again."""
+
+    _delay_s: float = 0.0
+
+    def after(self, served_s: float) -> float:
+        """Seconds, after a child that served for ``served_s``: none if that was long, else twice the last delay."""
+        if served_s >= max(SERVED_WELL_S, 2 * self._delay_s):
+            self._delay_s = 0.0
+        else:
+            self._delay_s = min(max(FIRST_DELAY_S, 2 * self._delay_s), MAX_DELAY_S)
+        return self._delay_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """Of one child."""
+
+    returncode: int
+    served_s: float
+
+
+@dataclass(slots=True)
 class Service:
     """Keeps one child running until it is stopped."""
 
     spec: ChildSpec
     #: Settings to keep over a restart, taken from what the child announced: the port that others dial.
     pin: Callable[[Mapping[str, Any]], Mapping[str, str]]
+    #: Asks the child's health endpoint, given what it announced.
+    answers: Callable[[Mapping[str, Any]], Awaitable[bool]]
     on_event: Callable[[Service, str], None]
     start_timeout_s: float
+    hang_s: float
     facts: dict[str, Any] = field(default_factory=dict)
     child: Child | None = None
     _stopping: anyio.Event = field(default_factory=anyio.Event)
@@ -55,24 +96,24 @@ class Service:
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Start the child, say so when it serves, and start it again whenever it ends. Raises StartFailed."""
         try:
-            returncode = await self._run_child(lambda: task_status.started())
+            life = await self._run_child(lambda: task_status.started())
             if not self.facts:
-                raise self._start_failure(returncode)
-            delay_s = FIRST_DELAY_S
+                raise self._start_failure(life.returncode)
+            backoff = Backoff()
             while not self._stopping.is_set():
-                self.on_event(self, f"{describe_exit(returncode)}; starting it again in {delay_s:g} s")
+                delay_s = backoff.after(life.served_s)
+                when = f"in {delay_s:g} s" if delay_s else "at once"
+                self.on_event(self, f"{describe_exit(life.returncode)}; starting it again {when}")
                 with anyio.move_on_after(delay_s):
                     await self._stopping.wait()
                     return
-                began_s = anyio.current_time()
-                returncode = await self._run_child(lambda: self.on_event(self, "serves again"))
-                steady = anyio.current_time() - began_s > STEADY_S
-                delay_s = FIRST_DELAY_S if steady else min(2 * delay_s, MAX_DELAY_S)
+                life = await self._run_child(lambda: self.on_event(self, "serves again"))
         finally:
             self._ended.set()
 
-    async def _run_child(self, serving: Callable[[], None]) -> int:
-        async with start_child(self.spec) as child:
+    async def _run_child(self, serving: Callable[[], None]) -> _Life:
+        life = _Life(returncode=1, served_s=0.0)
+        async with start_child(self.spec) as child, anyio.create_task_group() as tasks:
             self.child = child
             try:
                 facts: dict[str, Any] | None = None
@@ -81,30 +122,59 @@ class Service:
                 if starting.cancelled_caught:
                     self.on_event(self, f"does not serve after {self.start_timeout_s:g} s and is killed")
                     child.send_signal(signal.SIGKILL)
+                began_s = anyio.current_time()
                 if facts is not None:
                     self.facts = facts
                     self.spec = replace(self.spec, environment={**self.spec.environment, **self.pin(facts)})
                     serving()
-                return await child.wait()
+                    tasks.start_soon(self._watch, child)
+                returncode = await child.wait()
+                life = _Life(returncode, 0.0 if facts is None else anyio.current_time() - began_s)
+                tasks.cancel_scope.cancel()
             finally:
                 self.child = None
+        return life
+
+    async def _watch(self, child: Child) -> None:
+        """Kill the child once ``NUM_PROBES`` probes in a row, spread over ``hang_s``, had no answer."""
+        num_silent = 0
+        while not self._stopping.is_set():  # one that drains takes no new connections
+            answered = False
+            with anyio.move_on_after(self.hang_s / NUM_PROBES) as turn:
+                answered = await self.answers(self.facts)
+            num_silent = 0 if answered else num_silent + 1
+            if num_silent == NUM_PROBES and not self._stopping.is_set():
+                self.on_event(self, f"has not answered for {self.hang_s:g} s and is killed")
+                child.send_signal(signal.SIGKILL)
+                return
+            await anyio.sleep_until(turn.deadline)
 
     async def stop(self, drain_s: float) -> None:
-        """Let the child drain, kill it after ``drain_s``, and return when it is gone."""
+        """Let the child drain; after ``drain_s`` tell it to end what still runs; return when it is gone."""
         self._stopping.set()
-        if self.child is not None:
-            self.child.send_signal(signal.SIGTERM)
-        with anyio.move_on_after(drain_s):
-            await self._ended.wait()
+        self._signal(signal.SIGTERM)
+        if await self._ends_within(drain_s):
             return
-        self.on_event(self, f"did not drain within {drain_s:g} s and is killed")
+        self.on_event(self, f"did not drain within {drain_s:g} s: what still runs is ended")
+        self._signal(signal.SIGTERM)
+        if await self._ends_within(END_S):
+            return
+        self.on_event(self, "did not end and is killed")
         self.kill()
         await self._ended.wait()
 
+    async def _ends_within(self, limit_s: float) -> bool:
+        with anyio.move_on_after(limit_s):
+            await self._ended.wait()
+        return self._ended.is_set()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.child is not None:
+            self.child.send_signal(number)
+
     def kill(self) -> None:
         self._stopping.set()
-        if self.child is not None:
-            self.child.send_signal(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     def _start_failure(self, returncode: int) -> StartFailed:
         if returncode == EXIT_CONFIG:
@@ -113,7 +183,10 @@ class Service:
 
     def _last_words(self) -> str:
         """The sentences a service writes to stderr when its configuration is wrong (`pdmesh.service`)."""
-        lines = self.spec.log_file.read_text(errors="replace").splitlines()
+        try:
+            lines = self.spec.log_file.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
         return "\n".join(line.removeprefix("pdmesh ") for line in lines if line.startswith("pdmesh "))
 
     def _see_log(self) -> str:
@@ -128,10 +201,16 @@ class MeshPlan:
     #: The gateway and the workers, given what the scheduler announced.
     others: Callable[[Mapping[str, Any]], tuple[ChildSpec, Sequence[ChildSpec]]]
     pin: Callable[[str, Mapping[str, Any]], Mapping[str, str]]
+    #: Whether the service of that name answers at its health endpoint; the caller has a deadline.
+    answers: Callable[[str, Mapping[str, Any]], Awaitable[bool]]
     #: Returns when the gateway can serve a request.
     wait_ready: Callable[[Mapping[str, Any]], Awaitable[None]]
+    #: Called now and then: for logs that grow, a record that could not be written.
+    tend: Callable[[], Awaitable[None]]
     start_timeout_s: float
-    drain_s: float
+    hang_s: float
+    #: How long requests may go on, asked when the mesh is told to stop.
+    drain_s: Callable[[], float]
 
 
 class Supervisor:
@@ -153,6 +232,7 @@ class Supervisor:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch_signals)
+                tasks.start_soon(self._tend)
                 try:
                     await self._start(tasks)
                     await self._stop.wait()
@@ -160,7 +240,7 @@ class Supervisor:
                 finally:
                     tasks.cancel_scope.cancel()
         except* StartFailed as group:
-            failures = [leaf for leaf in _leaves(group) if isinstance(leaf, StartFailed)]
+            failures = [leaf for leaf in leaves(group) if isinstance(leaf, StartFailed)]
             # A wrong configuration is the cause; what else failed may be its effect.
             failure = max(failures, key=lambda failure: failure.exit_code)
         else:
@@ -193,8 +273,10 @@ class Supervisor:
         service = Service(
             spec,
             lambda facts: self._plan.pin(spec.name, facts),
+            lambda facts: self._plan.answers(spec.name, facts),
             self._on_event,
             self._plan.start_timeout_s,
+            self._plan.hang_s,
         )
         self.services.append(service)
         try:
@@ -209,15 +291,22 @@ class Supervisor:
         self._say(f"{service.name} {what}")
         self._on_change(self)
 
+    async def _tend(self) -> None:
+        while True:
+            await anyio.sleep(TEND_S)
+            await self._plan.tend()
+
     async def _drain(self) -> None:
         def rank(service: Service) -> int:
             return {"gateway": 0, "scheduler": 2}.get(service.name, 1)
 
+        deadline_s = anyio.current_time() + self._plan.drain_s()
         for turn in range(3):
+            left_s = deadline_s - anyio.current_time()
             async with anyio.create_task_group() as tasks:
                 for service in self.services:
                     if rank(service) == turn:
-                        tasks.start_soon(service.stop, self._plan.drain_s)
+                        tasks.start_soon(service.stop, left_s if turn == 0 else max(left_s, MIN_DRAIN_S))
 
     async def _watch_signals(self) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
@@ -229,9 +318,3 @@ class Supervisor:
                 else:
                     self._say("draining; once more to kill")
                     self._stop.set()
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for nested in error.exceptions for leaf in _leaves(nested)]

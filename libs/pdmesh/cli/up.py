@@ -16,20 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import typer
 
-from pdmesh.cli.http import base_url, wait_until_ready
+from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import Pools, num_cores, other_specs, pinned_settings, scheduler_spec, threads_per_worker
 from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, MeshState, ServiceRecord
-from pdmesh.cli.supervisor import MeshPlan, Supervisor
+from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.rotation import cut_off
+from pdmesh.telemetry.logs import UnfailingStream
 
-#: Loading a large checkpoint from a slow disk takes minutes.
-START_TIMEOUT_S = 900.0
-#: What each of the three stages of a drain may take. Longer generations are cut off.
-DRAIN_S = 30.0
+#: Where no limit is set and none is told.
+LONGEST_DRAIN_S = 7 * 24 * 3600.0
+
+_stdout = UnfailingStream(1)
 
 
 @dataclass(slots=True)
@@ -43,6 +46,9 @@ class MeshRun:
     _started_at: float = field(default_factory=time.time)
     _began_s: float = field(default_factory=time.monotonic)
     _announced: bool = False
+    _record_is_stale: bool = False
+    _supervisor: Supervisor | None = None
+    _complaints: set[str] = field(default_factory=set[str])
 
     def run(self) -> None:
         """Start, serve until told to stop, drain. Raises ConfigError, StartFailed."""
@@ -54,11 +60,15 @@ class MeshRun:
             )
             self.config = _with_token(resolved(self.config))
             check_profile(self.config)
-            supervisor = Supervisor(self._plan(), on_change=self._changed, say=_say)
+            self.state.forget_drain()
+            self._supervisor = supervisor = Supervisor(self._plan(), on_change=self._changed, say=_say)
             try:
                 anyio.run(supervisor.run)
             finally:
-                self.state.remove()
+                try:
+                    self.state.remove()
+                except OSError as error:
+                    self._complain(f"cannot remove {self.state.record_file}: {error.strerror}")
         _say("stopped")
 
     def _plan(self) -> MeshPlan:
@@ -74,10 +84,42 @@ class MeshRun:
             scheduler=scheduler_spec(config, self.state, self.environ),
             others=others,
             pin=pinned_settings,
+            answers=self._answers,
             wait_ready=wait_ready,
-            start_timeout_s=START_TIMEOUT_S,
-            drain_s=DRAIN_S,
+            tend=self._tend,
+            start_timeout_s=config.supervisor.start_timeout_s,
+            hang_s=config.supervisor.hang_s,
+            drain_s=self._drain_s,
         )
+
+    async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:
+        """Whether a service answers: the gateway at its port, the others where they serve their metrics."""
+        address = facts.get("http_address") or f"{_host(self.config.telemetry.metrics_host)}:{facts['metrics_port']}"
+        return await is_live(base_url(address, self.config.security), self.config.security)
+
+    async def _tend(self) -> None:
+        await anyio.to_thread.run_sync(self._cut_logs)
+        if self._record_is_stale and self._supervisor is not None:
+            self._changed(self._supervisor)
+
+    def _cut_logs(self) -> None:
+        for file in sorted(self.state.folder.glob("*.log")):
+            try:
+                cut_off(file, max_bytes=self.config.supervisor.log_max_bytes, keep=self.config.supervisor.log_keep)
+            except OSError as error:
+                self._complain(f"cannot keep {file} small: {error.strerror}")
+
+    def _drain_s(self) -> float:
+        """As long as `pdmesh down` said, else as configured."""
+        told_s = self.state.read_drain()
+        limit_s = self.config.drain_s if told_s is None else told_s
+        return LONGEST_DRAIN_S if limit_s is None else limit_s
+
+    def _complain(self, message: str) -> None:
+        """Say it once: what fails on a full disk fails again and again."""
+        if message not in self._complaints:
+            self._complaints.add(message)
+            _say(message)
 
     def _changed(self, supervisor: Supervisor) -> None:
         me = process_id(os.getpid())
@@ -99,7 +141,12 @@ class MeshRun:
                 if service.child is not None and (process := process_id(service.child.pid)) is not None
             ),
         )
-        self.state.write(record)
+        try:
+            self.state.write(record)
+            self._record_is_stale = False
+        except OSError as error:
+            self._record_is_stale = True  # `_tend` tries again
+            self._complain(f"cannot write {self.state.record_file}, which the other commands read: {error.strerror}")
         if supervisor.ready and not self._announced:
             self._announced = True
             self._announce(record)
@@ -111,13 +158,14 @@ class MeshRun:
         body = {"model": record.model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
         has_key = self.config.security.api_key or self.config.security.api_keys_file
         key = ' -H "Authorization: Bearer $PDMESH_SECURITY_API_KEY"' if has_key else ""
-        _say(f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}\n")
-        typer.echo(f"  try   curl -N {url}/v1/chat/completions{key} \\")
-        typer.echo(f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
-        typer.echo(f"  look  {command} status{named}")
-        typer.echo(f"  logs  {self.state.folder}")
-        typer.echo(f"  stop  {'Ctrl-C, or ' if self.config.ready_fd is None else ''}{command} down{named}\n")
-        sys.stdout.flush()
+        _say(
+            f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}\n\n"
+            f"  try   curl -N {url}/v1/chat/completions{key} \\\n"
+            f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
+            f"  look  {command} status{named}\n"
+            f"  logs  {self.state.folder}\n"
+            f"  stop  {'Ctrl-C, or ' if self.config.ready_fd is None else ''}{command} down{named}\n"
+        )
         if self.config.ready_fd is not None:
             os.write(self.config.ready_fd, json.dumps({"pid": os.getpid()}).encode() + b"\n")
             os.close(self.config.ready_fd)
@@ -191,11 +239,11 @@ def _device(name: str) -> tuple[str, str]:
 def up_detached(config: MeshConfig, pools: Pools, state: MeshState, environ: Mapping[str, str]) -> int:
     """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code."""
     with state.lock():  # say "is running" here and now; the supervisor takes the lock for itself afterwards
-        log_file = state.rotate_log("supervisor")
+        log_file = state.fresh_log("supervisor", config.supervisor.log_keep)
     foreign = {key: value for key, value in environ.items() if not key.startswith(PREFIX)}
     read_fd, write_fd = os.pipe()
     arguments = ["--name", state.name, "--prefill", pools.prefill, "--decode", pools.decode, "--mixed", pools.mixed]
-    with log_file.open("wb") as log:
+    with log_file.open("ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "pdmesh.cli", "up", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
@@ -212,26 +260,30 @@ def up_detached(config: MeshConfig, pools: Pools, state: MeshState, environ: Map
         except KeyboardInterrupt:
             supervisor.send_signal(signal.SIGTERM)
             raise
-        finally:
-            output = log_file.read_text(errors="replace")
-            if output:
-                typer.echo(output, nl=False)
+    typer.echo(log_file.read_text(errors="replace"), nl=False, err=not served)
     if served:
         supervisor.returncode = 0  # it is on its own now, not ours to reap
         return 0
     return supervisor.wait() or 1
 
 
-def down(state: MeshState, *, now: bool) -> bool:
-    """Stop the mesh and wait until it is gone; False if none of that name runs. Raises PdmeshError if it stays."""
+def down(state: MeshState, *, now: bool, drain_s: float | None) -> bool:
+    """Stop the mesh and wait until it is gone; False if none of that name runs. Raises PdmeshError if it stays.
+
+    Requests may go on for ``drain_s``, or as long as the mesh was configured to let them.
+    """
     record = state.read()
     if record is None:
         state.remove()
         return False
+    if drain_s is not None:
+        state.write_drain(drain_s)
     os.kill(record.supervisor.pid, signal.SIGTERM)
     if now:
         os.kill(record.supervisor.pid, signal.SIGINT)  # another signal: two equal ones may be delivered as one
-    if not wait_for_end(record.supervisor, 3 * DRAIN_S + 10):
+    configured_s = record.config.get("drain_s")
+    limit_s = drain_s if drain_s is not None else LONGEST_DRAIN_S if configured_s is None else float(configured_s)
+    if not wait_for_end(record.supervisor, limit_s + 3 * END_S + 2 * MIN_DRAIN_S):
         raise PdmeshError(f"the supervisor (pid {record.supervisor.pid}) still runs; see {state.folder}")
     return True
 
@@ -244,6 +296,10 @@ def _command() -> str:
     return os.path.relpath(installed)
 
 
+def _host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def _say(message: str) -> None:
-    typer.echo(f"pdmesh: {message}")
-    sys.stdout.flush()
+    """To standard output, which may be a log on a full disk, or a pipe that nobody reads any more."""
+    _stdout.write(f"pdmesh: {message}\n")

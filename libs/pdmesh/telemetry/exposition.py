@@ -7,10 +7,10 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import structlog
@@ -23,6 +23,11 @@ from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
 from pdmesh.wire.endpoint import check_bind
 
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+T = TypeVar("T")
+
 log = structlog.get_logger()
 
 #: For the event loop to answer a scrape. One that is busy for longer is a fault of ours that the scraper shall see.
@@ -33,12 +38,14 @@ COLLECT_LIMIT_S = 5.0
 def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security: SecurityConfig) -> Iterator[int]:
     """Serve ``registry`` at ``/metrics`` and yield the port (``port`` 0 takes a free one). Raises ConfigError.
 
-    What is collected is read on the event loop that called us, so it may look at what lives there. With TLS configured
-    it is HTTPS; scrapers show neither key nor certificate, as at the gateway's ``/metrics``.
+    What is collected is read on the event loop that called us, so it may look at what lives there; ``/live`` answers
+    200 if that loop turns. With TLS configured it is HTTPS; scrapers show neither key nor certificate, as at the
+    gateway's ``/metrics``.
     """
     check_bind(host, security, what="the metrics port (telemetry.metrics_host)", has_key=bool(security.mesh_token))
     tls = _tls(security)
-    app = make_wsgi_app(_OnLoop(registry, asyncio.get_running_loop()))
+    loop = asyncio.get_running_loop()
+    app = _with_liveness(make_wsgi_app(_OnLoop(registry, loop)), loop)
     try:
         server = make_server(host, port, app, _Server6 if ":" in host else _Server, handler_class=_Handler)
     except OSError as error:
@@ -95,20 +102,41 @@ class _OnLoop(CollectorRegistry):
         self._loop = loop
 
     def collect(self) -> Iterator[Metric]:
-        collected: Future[list[Metric]] = Future()
-
-        def collect() -> None:
-            try:
-                collected.set_result(list(self._registry.collect()))
-            except Exception as error:  # is the asking thread's
-                collected.set_exception(error)
-
-        self._loop.call_soon_threadsafe(collect)
-        yield from collected.result(COLLECT_LIMIT_S)
+        yield from _on_loop(self._loop, lambda: list(self._registry.collect()))
 
     def restricted_registry(self, names: Iterable[str]) -> CollectorRegistry:  # type: ignore[override]
         assert isinstance(self._registry, CollectorRegistry)
         return _OnLoop(self._registry.restricted_registry(names), self._loop)
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
+    """What ``function`` returns on ``loop``, asked from another thread. Raises TimeoutError if the loop is busy."""
+    result: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except Exception as error:  # is the asking thread's
+            result.set_exception(error)
+
+    loop.call_soon_threadsafe(call)
+    return result.result(COLLECT_LIMIT_S)
+
+
+def _with_liveness(metrics: Callable[..., Iterable[bytes]], loop: asyncio.AbstractEventLoop) -> WSGIApplication:
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != "/live":
+            return metrics(environ, start_response)
+        try:
+            _on_loop(loop, lambda: None)
+        except TimeoutError:
+            status, body = "503 Service Unavailable", b"the event loop is busy\n"
+        else:
+            status, body = "200 OK", b"live\n"
+        start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(body)))])
+        return [body]
+
+    return app
 
 
 def _tls(security: SecurityConfig) -> ssl.SSLContext | None:

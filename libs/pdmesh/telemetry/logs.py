@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from io import TextIOBase
+from typing import TextIO, cast
 
 import structlog
 
@@ -11,11 +14,34 @@ from pdmesh.config import TelemetryConfig
 from pdmesh.errors import ConfigError
 
 
+class UnfailingStream(TextIOBase):
+    """Text to a descriptor, without ever raising: writes that fail are counted, and the next that succeeds says so.
+
+    A full disk must not end a service through its log, nor stay in a buffer that fails again at every write.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._num_lost = 0
+
+    def write(self, text: str) -> int:
+        told = f"{self._num_lost} writes before this one were lost\n" if self._num_lost else ""
+        rest = memoryview((told + text).encode(errors="backslashreplace"))
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+            self._num_lost = 0
+        except OSError:
+            self._num_lost += 1
+        return len(text)
+
+
 def configure_logging(service: str, config: TelemetryConfig) -> None:
     """Send structlog and the standard library's warnings to stderr. Raises ConfigError for an unknown level."""
     level = logging.getLevelNamesMapping().get(config.log_level.upper())
     if level is None:
         raise ConfigError(f"telemetry.log_level is {config.log_level!r}: use debug, info, warning or error")
+    stream = cast(TextIO, UnfailingStream(2))
     renderer: structlog.typing.Processor
     if config.log_format == "json" or (config.log_format == "auto" and not sys.stderr.isatty()):
         renderer = structlog.processors.JSONRenderer()
@@ -31,8 +57,8 @@ def configure_logging(service: str, config: TelemetryConfig) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
-    logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr, format="%(name)s: %(message)s")
+    logging.basicConfig(level=max(level, logging.WARNING), stream=stream, format="%(name)s: %(message)s")

@@ -23,16 +23,19 @@ if behaviour == "config-error":
 if behaviour == "crash":
     sys.exit(1)
 facts = {"pid": os.getpid(), "address": f"127.0.0.1:{os.environ.get('PDMESH_SCHEDULER_PORT', 7001)}"}
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+port = int(os.environ.get("PDMESH_GATEWAY_PORT", 0)) if name == "gateway" else 0
+server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Ready)
+threading.Thread(target=server.serve_forever, daemon=True).start()
 if name == "gateway":
-    class Ready(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-        def log_message(self, *args):
-            pass
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(os.environ.get("PDMESH_GATEWAY_PORT", 0))), Ready)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     facts["http_address"] = f"127.0.0.1:{server.server_port}"
+else:
+    facts["metrics_port"] = server.server_port
 note("starting")
 if behaviour != "silent":
     os.write(int(os.environ["PDMESH_READY_FD"]), json.dumps(facts).encode() + b"\\n")

@@ -34,9 +34,6 @@ from pdmesh.worker.token_links import open_token_links
 
 log = structlog.get_logger()
 
-#: How long requests may go on after the first signal to stop.
-DRAIN_LIMIT_S = 30.0
-
 
 async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) -> None:
     """Serve as one instance until told to stop. Raises InstanceUnavailable if the engine breaks."""
@@ -165,14 +162,20 @@ async def _announce(context: ServiceContext, scheduler: SchedulerLink, facts: di
 async def _drain(
     context: ServiceContext, scheduler: SchedulerLink, instance: Instance, work: anyio.CancelScope
 ) -> None:
-    """When told to stop: take nothing new, let what runs end, within a limit."""
+    """When told to stop: take nothing new, and let what runs end until told to end it."""
     await context.stopping.wait()
     instance.stop_admitting()
     scheduler.report(Draining())
-    with anyio.move_on_after(DRAIN_LIMIT_S) as limit:
+    async with anyio.create_task_group() as draining:
+
+        async def give_up() -> None:
+            await context.ending.wait()
+            log.warning("stopping with requests unfinished", num_decoding=instance.num_decoding)
+            draining.cancel_scope.cancel()
+
+        draining.start_soon(give_up)
         await instance.emptied()
-    if limit.cancelled_caught:
-        log.warning("stopping with requests unfinished", num_decoding=instance.num_decoding)
+        draining.cancel_scope.cancel()
     work.cancel()
 
 

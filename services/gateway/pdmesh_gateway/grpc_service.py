@@ -52,8 +52,10 @@ _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 @asynccontextmanager
-async def serve_grpc(serving: Serving, security: SecurityConfig) -> AsyncGenerator[int]:
-    """Serve within the block; yields the port. When it is left, streams are cancelled."""
+async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio.Event) -> AsyncGenerator[int]:
+    """Serve within the block; yields the port. From ``stopping`` on no call is taken, and the block's end waits for
+    those that run; leaving it otherwise cancels them.
+    """
     most_bytes = min(serving.config.max_body_bytes, SPARE_BYTES + BYTES_PER_TOKEN * serving.max_model_len)
     limits = [("grpc.max_receive_message_length", most_bytes)]
     options = [option for option in GRPC_OPTIONS if option[0] != limits[0][0]] + limits
@@ -68,10 +70,20 @@ async def serve_grpc(serving: Serving, security: SecurityConfig) -> AsyncGenerat
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = bind(server, serving.config.host, serving.config.grpc_port, security)
     await server.start()
+    drained = anyio.Event()
+
+    async def drain() -> None:
+        await stopping.wait()
+        await server.stop(grace=serving.config.request_timeout_s)
+        drained.set()
+
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_report_health, serving, health_servicer)
+        tasks.start_soon(drain)
         try:
             yield port
+            if stopping.is_set():
+                await drained.wait()
         finally:
             tasks.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):

@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from pdmesh.config import MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import watch_event_loop
@@ -83,8 +83,12 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         listener = open_socket(gateway.host, gateway.port)
         # The edge's clients show keys, not certificates of ours.
         edge_security = replace(config.security, tls_ca=None)
-        async with anyio.create_task_group() as tasks, serve_grpc(serving, edge_security) as grpc_port:
+        async with (
+            anyio.create_task_group() as tasks,
+            serve_grpc(serving, edge_security, context.stopping) as grpc_port,
+        ):
             tasks.start_soon(link.run, generator)
+            tasks.start_soon(_end_streams, context, transcripts)
             context.announce(
                 http_address=_address(gateway.host, listener.getsockname()[1]),
                 grpc_address=_address(gateway.host, grpc_port),
@@ -93,6 +97,20 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             )
             await serve_http(build_app(serving), listener, edge_security, context.stopping)
             tasks.cancel_scope.cancel()
+
+
+async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> None:
+    """Tell clients that still wait when the time to drain is over: a stream that must end does so with an error."""
+    await context.ending.wait()
+    transcripts.fail_all(
+        RequestRejected(
+            "The gateway is stopping; try again.",
+            status=503,
+            type="server_error",
+            code="stopping",
+            retry_after_s=1,
+        )
+    )
 
 
 def _served_name(model: str) -> str:

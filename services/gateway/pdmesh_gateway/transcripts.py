@@ -254,6 +254,11 @@ class Transcripts:
             if transcript.source == source:
                 transcript.suspect()
 
+    def fail_all(self, error: RequestRejected) -> None:
+        """The gateway stops: no request goes on."""
+        for transcript in self._by_id.values():
+            transcript.fail(error)
+
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
         """What a scheduler must know after a reconnect."""
         return tuple((t.request_id, t.epoch) for t in self._by_id.values() if not t.finished)

@@ -70,7 +70,14 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         event_log = None
         if settings.event_log is not None:
             try:
-                event_log = closing.enter_context(EventLogWriter(settings.event_log, header))
+                event_log = closing.enter_context(
+                    EventLogWriter(
+                        settings.event_log,
+                        header,
+                        max_bytes=settings.event_log_max_bytes,
+                        keep=settings.event_log_keep,
+                    )
+                )
             except OSError as error:
                 raise ConfigError(
                     f"scheduler.event_log: cannot write {settings.event_log}: {error.strerror}"
