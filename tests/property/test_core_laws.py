@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -526,17 +527,19 @@ class EveryInstance(Openings):
     """Looks at every instance each time, and leaves none out that might be of use."""
 
     def update(self, bundle: Bundle) -> None:
-        self._bundle = None
+        self._reset(bundle)
         super().update(bundle)
 
-    def instances(self) -> list[Instance]:
-        idle = self.idle()
-        return [instance for name, instance in self._books.instances.items() if name not in idle]
+    def refresh(self, instance_ids: Iterable[InstanceId]) -> None:
+        super().refresh({*self._books.instances, *instance_ids})
+
+    def computing(self) -> list[Instance]:
+        return [instance for instance in self._books.instances.values() if not self.is_idle(instance)]
 
 
 def make_diligent(core: SchedulerCore) -> None:
     """Have it pack as if it could not tell which instances have changed."""
-    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight)
+    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight, core._bundle)
 
 
 def key_of(request: Request) -> RequestKey:

@@ -14,26 +14,26 @@ REQUEST = a_request("r", prompt=100)
 
 
 def test_freeness_divides_what_is_free_by_the_batch() -> None:
-    choose = Freeness().choose
+    place = Freeness()
     crowded = a_view("a", num_free_blocks=60, num_seats_taken=4)  # 15
     roomy = a_view("b", num_free_blocks=40, num_seats_taken=2)  # 20
-    assert choose(REQUEST, a_view("p"), [crowded, roomy]) == "b"
-    assert choose(REQUEST, a_view("p"), [a_view("c"), a_view("b")]) == "b"
-    assert choose(REQUEST, crowded, [crowded, roomy]) == "a"
+    assert place.key(roomy) < place.key(crowded)
+    assert place.key(a_view("b")) == place.key(a_view("c"))
+    assert place.stays(REQUEST, crowded, roomy)
 
 
 def test_least_queued_tokens() -> None:
-    choose = LeastQueuedTokens().choose
-    assert choose(REQUEST, [a_view("a", num_queued_tokens=9), a_view("b", num_queued_tokens=8)]) == "b"
-    assert choose(REQUEST, [a_view("b"), a_view("a")]) == "a"
+    place = LeastQueuedTokens()
+    assert place.key(a_view("b", num_queued_tokens=8)) < place.key(a_view("a", num_queued_tokens=9))
+    assert place.key(a_view("b")) == place.key(a_view("a"))
 
 
 def test_static_chunks_fill_a_step_and_no_more() -> None:
-    packing, draft = StaticChunks(64, 256), PartialStep()
-    assert packing.num_tokens(a_view(), draft, REQUEST, 0) == 64
-    assert packing.num_tokens(a_view(), draft, REQUEST, 90) == 10
-    draft.add(ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=64, is_last=True), REQUEST)
-    assert packing.num_tokens(a_view(), draft, REQUEST, 0) == 0
+    packing, step = StaticChunks(64, 256), PartialStep()
+    assert packing.num_tokens(a_view(), step, REQUEST, 0) == 64
+    assert packing.num_tokens(a_view(), step, REQUEST, 90) == 10
+    step.add(ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=64, is_last=True), REQUEST)
+    assert packing.num_tokens(a_view(), step, REQUEST, 0) == 0
 
 
 def test_an_unknown_bundle_is_refused_by_name() -> None:

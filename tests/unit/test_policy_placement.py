@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.model import Role
-from pdmesh.policy.base import InstanceView
+from pdmesh.model import Request, Role
+from pdmesh.policy.base import InstanceView, PrefillPlacement
 from pdmesh.policy.order import ShortFirst
 from pdmesh.policy.placement import Apart, IdleGroup, LeastQueuedGroup, Reservation, ShortAroundLong
 from pdmesh.testing.core import a_request, a_view
@@ -19,6 +19,12 @@ FULL = a_view("full", num_queued_tokens=900)
 DECODING = a_view("decoding", num_long_decoding=1, num_decoding=1)
 COMPUTING = a_view("computing", num_long_prefilling=1, shortest_long_prefill_tokens=9000)
 PLACE = ShortAroundLong(long_prompt_tokens=1000, colocate_tokens=500)
+
+
+def chosen_by(placement: PrefillPlacement, request: Request, *candidates: InstanceView) -> str | None:
+    """The first that takes it, as the core goes through them."""
+    line = sorted(candidates, key=lambda view: (placement.key(view), view.instance_id))
+    return next((view.instance_id for view in line if placement.takes(request, view)), None)
 
 
 @pytest.mark.parametrize(
@@ -35,26 +41,26 @@ PLACE = ShortAroundLong(long_prompt_tokens=1000, colocate_tokens=500)
 def test_a_short_prompt_goes_to_no_long_one_then_to_a_decode_then_to_a_prefill(
     candidates: list[InstanceView], chosen: str
 ) -> None:
-    assert PLACE.choose(SHORT, candidates) == chosen
+    assert chosen_by(PLACE, SHORT, *candidates) == chosen
 
 
 def test_without_preemption_a_short_prompt_waits() -> None:
     patient = replace(PLACE, preempts=False)
-    assert patient.choose(SHORT, [COMPUTING]) is None
-    assert patient.choose(SHORT, [COMPUTING, FULL]) == "full"
+    assert chosen_by(patient, SHORT, COMPUTING) is None
+    assert chosen_by(patient, SHORT, COMPUTING, FULL) == "full"
 
 
 def test_a_long_prompt_waits_for_another_unless_that_gives_way() -> None:
-    assert PLACE.choose(LONG, [COMPUTING]) is None
-    assert PLACE.choose(LONG, [COMPUTING, DECODING]) == "decoding"
-    assert replace(PLACE, give_way=2.0).choose(LONG, [COMPUTING]) == "computing"
-    assert replace(PLACE, give_way=2.5).choose(LONG, [COMPUTING]) is None
+    assert chosen_by(PLACE, LONG, COMPUTING) is None
+    assert chosen_by(PLACE, LONG, COMPUTING, DECODING) == "decoding"
+    assert chosen_by(replace(PLACE, give_way=2.0), LONG, COMPUTING) == "computing"
+    assert chosen_by(replace(PLACE, give_way=2.5), LONG, COMPUTING) is None
 
 
 def test_a_reserved_pool_is_for_long_prompts() -> None:
     grouped = replace(IDLE, grouped=True)
-    assert Reservation().choose(SHORT, [grouped]) is None
-    assert Reservation().choose(SHORT, [grouped, FULL]) == "full"
+    assert chosen_by(Reservation(), SHORT, grouped) is None
+    assert chosen_by(Reservation(), SHORT, grouped, FULL) == "full"
 
 
 def test_a_group_serves_one_long_prompt_at_a_time() -> None:
@@ -71,11 +77,11 @@ def test_an_idle_group_has_no_work_at_all() -> None:
 
 def test_short_prompts_decode_apart_and_long_ones_where_they_are_computed() -> None:
     apart = a_view("apart", Role.DECODE)
-    choose = Apart(long_prompt_tokens=1000).choose
-    assert choose(SHORT, IDLE, [IDLE, apart]) == "apart"
-    assert choose(LONG, IDLE, [IDLE, apart]) == "idle"
-    assert choose(SHORT, IDLE, [IDLE]) == "idle"
-    assert choose(LONG, IDLE, [apart]) == "apart"
+    place = Apart(long_prompt_tokens=1000)
+    assert sorted([IDLE, apart], key=place.key) == [apart, IDLE]
+    assert not place.stays(SHORT, IDLE, apart)
+    assert place.stays(LONG, IDLE, apart)
+    assert place.stays(SHORT, IDLE, IDLE)
 
 
 @pytest.mark.parametrize(("preempts", "line"), [(True, [SHORT, LONG]), (False, [LONG, SHORT])])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import Command, ForgetRequest, FreeKv, GrantTransfer, Outcome, PauseTransfer, Reject, Restart
@@ -22,9 +22,8 @@ class Books:
         self.instances: dict[InstanceId, Instance] = {}
         self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
         self.num_joined = 0
-        self.groups: dict[str, list[Instance]] = {}  # of those that compute long prompts together
-        self.decoders: dict[InstanceId, Instance] = {}
-        self.kinds: list[Instance] = []  # one of each: what fits none of them fits no instance, even if it were empty
+        self._groups: dict[str, list[Instance]] | None = None  # None: to be looked up
+        self._kinds: list[Instance] | None = None
         self.queue = WaitingQueue()
         self.broker = TransferBroker(self._is_preempted)
         self.commands: list[Command] = []
@@ -40,12 +39,24 @@ class Books:
 
     def regroup(self) -> None:
         """An instance came or went, or has another role."""
-        self.groups.clear()
-        self.decoders = {name: instance for name, instance in self.instances.items() if instance.role.can_decode}
-        self.kinds = list({instance.kind: instance for instance in self.instances.values()}.values())
-        for instance in self.instances.values():
-            if instance.profile.group_id:
-                self.groups.setdefault(instance.profile.group_id, []).append(instance)
+        self._groups = self._kinds = None
+
+    @property
+    def groups(self) -> Mapping[str, Sequence[Instance]]:
+        """Instances that compute long prompts together, by the name that they declared."""
+        if self._groups is None:
+            self._groups = {}
+            for instance in self.instances.values():
+                if instance.profile.group_id:
+                    self._groups.setdefault(instance.profile.group_id, []).append(instance)
+        return self._groups
+
+    @property
+    def kinds(self) -> Sequence[Instance]:
+        """One instance of each kind: what fits none of them fits no instance, even if it were empty."""
+        if self._kinds is None:
+            self._kinds = list({instance.kind: instance for instance in self.instances.values()}.values())
+        return self._kinds
 
     # --- a request begins ---
 

@@ -8,13 +8,22 @@ Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.c
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.openings import Openings
-from pdmesh.core.placing import Placement, Wait, could_place, needs_group, place, place_in_group, place_locally
+from pdmesh.core.placing import (
+    Placement,
+    Wait,
+    could_place,
+    needs_group,
+    place,
+    place_in_group,
+    place_locally,
+    room_or_turn,
+)
 from pdmesh.core.queue import in_order
 from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
 from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
@@ -31,29 +40,36 @@ class Opening:
     urgent: bool = False  # the instance has its plans; what may interrupt them can be added
     group: GroupChunk | None = None  # in the step
     held: bool = False  # it takes no more: a group's chunk is next here, and waits for another member
+    is_late: bool = False  # the instance was idle, and takes its turn behind those that were not
+
+    @property
+    def place(self) -> tuple[bool, int]:
+        """Late ones stay as they come."""
+        return self.is_late, 0 if self.is_late else self.instance.number
 
 
 class Packer:
     """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
 
-    def __init__(self, books: Books, plans_in_flight: int, rng: random.Random) -> None:
+    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle, rng: random.Random) -> None:
         self._books = books
-        self._openings = Openings(books, plans_in_flight)
+        self._openings = Openings(books, plans_in_flight, bundle)
         self._rng = rng
 
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
-        self._openings.update(bundle)
-        instances, idle = self._openings.instances(), self._openings.idle()
-        while instances or idle:
+        openings = self._openings
+        openings.update(bundle)
+        instances, for_waiting = openings.computing(), openings.for_waiting()
+        while instances or for_waiting:
             # Those that get nothing now get nothing in the next round either: room only shrinks.
-            instances = Round(self._books, self._openings, self._rng, bundle, now_s, instances, idle).pack()
-            idle = {}
-            self._openings.update(bundle)
+            instances = Round(self._books, openings, self._rng, bundle, now_s, instances, for_waiting).pack()
+            for_waiting = False
+            openings.update(bundle)
 
 
 class Round:
-    """One more plan for each of ``instances``, and for those of ``idle`` where a request is placed.
+    """One more plan for each of ``instances``; with ``for_waiting``, also for others where a request is placed.
 
     A group's chunk is packed when every member has room for a plan, and goes to all of them at once: so the plans of
     two groups come in the same order to every instance, and never wait for each other in a circle. Until then the
@@ -68,14 +84,15 @@ class Round:
         bundle: Bundle,
         now_s: float,
         instances: Iterable[Instance],
-        idle: dict[InstanceId, Instance],
+        for_waiting: bool,
     ) -> None:
         self._books = books
         self._known = openings
         self._rng = rng
         self._bundle = bundle
         self._now_s = now_s
-        self._idle = idle  # they have an opening from when they get something
+        self._for_waiting = for_waiting
+        self._least_prompt_tokens = books.queue.least_prompt_tokens
         self._openings: dict[InstanceId, Opening] = {}
         self._waiting_lanes: set[float] = set()
         for instance in instances:
@@ -84,7 +101,7 @@ class Round:
     def pack(self) -> list[Instance]:
         """The instances that were given a plan."""
         self._place_waiting()
-        for opening in self._openings.values():
+        for opening in list(self._openings.values()):
             self._plan_running(opening, self._in_order(opening.running))
         return [opening.instance for opening in self._openings.values() if self._send(opening)]
 
@@ -106,6 +123,9 @@ class Round:
             match self._place_for(head):
                 case Placement() as placement:
                     self._place(head, placement)
+                    self._known.refresh(
+                        {i.instance_id for i in (placement.prefill, placement.decode, *placement.members)}
+                    )
                     self._begin(head, placement)
                 case Wait.FOR_TURN:
                     self._waiting_lanes |= self._lanes_behind(head)
@@ -119,24 +139,31 @@ class Round:
         books, bundle, request = self._books, self._bundle, head.request
         if needs_group(request, books.groups, bundle):
             return place_in_group(request, books.groups, bundle)
-        offers = [instance for instance in self._idle.values() if _takes_prompts(instance)]
-        for opening in self._openings.values():
+        for opening in list(self._openings.values()):
             if opening.running:
                 line = self._in_order([*opening.running, head])
                 self._plan_running(opening, line[: line.index(head)])
-            if _takes_prompts(opening.instance) and self._fits(opening, head):
-                offers.append(opening.instance)
-        if offers:
-            placement = place(request, offers, books.decoders, books.instances.values(), bundle)
-            if placement is Wait.FOR_ROOM and not could_place(request, books.kinds, books.groups, bundle):
-                return Wait.FOR_INSTANCE
+        offers = (instance for instance in self._may_take() if self._fits(instance, head))
+        placement = place(request, offers, self._known.decoders, bundle)
+        if placement is Wait.FOR_ROOM:
+            wait = room_or_turn(request, self._known.any_long, bundle)
+            never = wait is Wait.FOR_ROOM and not could_place(request, books.kinds, books.groups, bundle)
+            return Wait.FOR_INSTANCE if never else wait
+        if placement is not Wait.FOR_OPENING:
             return placement
-        if (local := place_locally(request, self._idle.values(), bundle)) is not None:
+        spare = (instance for instance in self._known.spare if instance.instance_id not in self._openings)
+        if self._for_waiting and (local := place_locally(request, spare, bundle)) is not None:
             return local
         others = bundle.is_long(request) and any(
             opening.step.longest_prompt_tokens >= bundle.long_prompt_tokens for opening in self._openings.values()
         )
         return Wait.FOR_TURN if others else Wait.FOR_OPENING
+
+    def _may_take(self) -> Iterator[Instance]:
+        """The instances that take prompts and may have an opening, in the order of the placement."""
+        opened = {instance_id: opening.instance for instance_id, opening in self._openings.items()}
+        found = self._known.for_prompts(opened, others=self._for_waiting)
+        return (instance for instance in found if instance.takes_prompts)
 
     def _lanes_behind(self, head: RequestState) -> set[float]:
         """The lanes that wait if the head waits for its turn: its own; with a long one those of all as long."""
@@ -145,12 +172,17 @@ class Round:
             lanes |= self._books.queue.lanes_from(head.request.num_prompt_tokens)
         return lanes
 
-    def _fits(self, opening: Opening, state: RequestState) -> bool:
-        """Whether the step takes a first chunk of a waiting request; an empty one takes any."""
-        if opening.held or (opening.urgent and not self._may_interrupt(opening.instance, state)):
+    def _fits(self, instance: Instance, head: RequestState) -> bool:
+        """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""
+        opening = self._openings.get(instance.instance_id)
+        if opening is None:
+            return self._known.has_room(instance) or self._may_interrupt(instance, head)
+        if opening.held or (opening.urgent and not self._may_interrupt(instance, head)):
             return False
-        step, view = opening.step, opening.instance.view
-        return not step.chunks or self._bundle.packing.num_tokens(view, step, state.request, 0, shared=True) > 0
+        step = opening.step
+        return not step.chunks or (
+            self._bundle.packing.num_tokens(instance.view, step, head.request, 0, shared=True) > 0
+        )
 
     def _place(self, state: RequestState, placement: Placement) -> None:
         books, request, (prefill, decode, members) = self._books, state.request, placement
@@ -197,15 +229,31 @@ class Round:
 
     def _begin(self, state: RequestState, placement: Placement) -> None:
         """Its first chunk goes into a step; that of a group waits until its members are looked at."""
-        for instance in placement.members or (placement.prefill,):
-            if self._idle.pop(instance.instance_id, None) is not None:
-                self._openings[instance.instance_id] = Opening(instance, PartialStep(self._now_s))
         if not placement.members:
-            self._plan_chunk(self._openings[placement.prefill.instance_id], state)
+            self._plan_chunk(self._opening_of(placement.prefill), state)
             return
-        for opening in self._openings.values():
-            if opening.instance in placement.members:
-                opening.running.append(state)
+        for instance in placement.members:
+            if self._for_waiting and self._known.is_idle(instance):
+                self._opening_of(instance)
+            if self._is_open(instance):
+                self._opening_of(instance).running.append(state)
+
+    def _is_open(self, instance: Instance) -> bool:
+        """Whether it has an opening, be it for those before whom nothing else may go."""
+        is_open = instance.instance_id in self._openings
+        return is_open or (self._for_waiting and self._known.is_interruptible(instance))
+
+    def _opening_of(self, instance: Instance) -> Opening:
+        """Of an instance that has one. Those that were idle come last."""
+        opening = self._openings.get(instance.instance_id)
+        if opening is None:
+            is_late = not self._known.is_interruptible(instance, self._least_prompt_tokens)
+            urgent = not self._known.has_room(instance)
+            opening = Opening(instance, PartialStep(self._now_s), urgent=urgent, is_late=is_late)
+            self._openings[instance.instance_id] = opening
+            if not is_late:
+                self._openings = dict(sorted(self._openings.items(), key=lambda item: item[1].place))
+        return opening
 
     # --- prompts that are being computed ---
 
@@ -233,7 +281,8 @@ class Round:
 
     def _plan_group(self, state: RequestState) -> None:
         """A chunk for all members of a group at once, behind what goes first at each; or hold those with room."""
-        members = [self._openings[instance_id] for instance_id in state.members if instance_id in self._openings]
+        instances = [self._books.instances[instance_id] for instance_id in state.members]
+        members = [self._opening_of(instance) for instance in instances if self._is_open(instance)]
         for member in members:
             if state in member.running:
                 line = self._in_order(member.running)
@@ -299,10 +348,6 @@ class Round:
 
     def _may_interrupt(self, instance: Instance, state: RequestState) -> bool:
         return self._known.may_interrupt(instance, state, self._now_s)
-
-
-def _takes_prompts(instance: Instance) -> bool:
-    return instance.takes_new and instance.role.can_prefill
 
 
 def _next_chunk(state: RequestState, num_tokens: int) -> ChunkPlan:

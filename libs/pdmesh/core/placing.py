@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from itertools import chain
 from typing import NamedTuple
 
+from pdmesh.core.ranking import Decoders
 from pdmesh.core.state import Instance
 from pdmesh.model import InstanceId, Request
 from pdmesh.policy.base import Bundle
@@ -31,65 +31,38 @@ class Placement(NamedTuple):
     decode: Instance
     members: tuple[Instance, ...] = ()
 
+    @property
+    def instance_ids(self) -> Collection[InstanceId]:
+        """Of all that have a part in it."""
+        return dict.fromkeys(instance.instance_id for instance in (self.prefill, self.decode, *self.members))
 
-def place(
-    request: Request,
-    offers: Sequence[Instance],
-    decoders: Mapping[InstanceId, Instance],
-    instances: Collection[Instance],
-    bundle: Bundle,
-) -> Placement | Wait:
-    """A place for ``request``, its prompt computed on one of ``offers``."""
-    # Those where prompt and output fit now, with a seat to decode. There may be many: no call for each.
-    num_tokens, num_prompt_tokens = request.max_total_tokens, request.num_prompt_tokens
-    key = (request.request_id, request.epoch)
-    decodes = {
-        name: instance
-        for name, instance in decoders.items()
-        if num_tokens <= instance.decode_room * instance.block_size
-        and num_tokens < instance.profile.max_model_len
-        and key not in instance.holds
-    }
-    if not decodes:
-        return _room_or_turn(request, instances, bundle)
-    # On a mixed instance with room for all of it the request can stay; from any other its KV must have somewhere to go.
-    kv_groups = {instance.kv_group for instance in decodes.values()}
-    candidates = [
-        instance.view
-        for instance in offers
-        if num_prompt_tokens <= instance.prefill_room * instance.block_size
-        and num_tokens < instance.profile.max_model_len
-        and instance.kv_group in kv_groups
-        and key not in instance.holds
-    ]
-    if not candidates:
-        return _room_or_turn(request, instances, bundle)
-    prefill_id = bundle.prefill_placement.choose(request, candidates)
-    if prefill_id is None:
-        return Wait.FOR_TURN
-    prefill = next(instance for instance in offers if instance.instance_id == prefill_id)
-    targets = [instance.view for instance in decodes.values() if instance.kv_group == prefill.kv_group]
-    decode_id = bundle.decode_placement.choose(request, prefill.view, targets)
-    return Wait.FOR_TURN if decode_id is None else Placement(prefill, decodes[decode_id])
+
+def place(request: Request, offers: Iterable[Instance], decoders: Decoders, bundle: Bundle) -> Placement | Wait:
+    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy."""
+    wait = Wait.FOR_OPENING
+    firsts = decoders.firsts(request)
+    for prefill in offers:
+        if not firsts:
+            return Wait.FOR_ROOM
+        first = firsts.get(prefill.kv_group)
+        if first is None or not prefill.can_prefill(request):
+            wait = Wait.FOR_ROOM if wait is Wait.FOR_OPENING else wait
+        elif not bundle.prefill_placement.takes(request, prefill.view):
+            wait = Wait.FOR_TURN
+        else:
+            stays = prefill.can_decode(request) and bundle.decode_placement.stays(request, prefill.view, first.view)
+            return Placement(prefill, prefill if stays else first)
+    return wait
 
 
 def place_locally(request: Request, spare: Iterable[Instance], bundle: Bundle) -> Placement | None:
     """Where an instance of ``spare`` that only decodes has room for it: it is computed there, and no KV moves."""
-    num_tokens = request.max_total_tokens
     if request.num_prompt_tokens > bundle.local_prompt_tokens:
         return None
-    candidates = {
-        instance.instance_id: instance
-        for instance in spare
-        if num_tokens <= instance.decode_room * instance.block_size
-        and not instance.role.can_prefill
-        and num_tokens < instance.profile.max_model_len
-        and (request.request_id, request.epoch) not in instance.holds
-    }
-    if not candidates:
-        return None
-    chosen = bundle.prefill_placement.choose(request, [instance.view for instance in candidates.values()])
-    return None if chosen is None else Placement(candidates[chosen], candidates[chosen])
+    for instance in spare:
+        if instance.can_decode(request) and bundle.prefill_placement.takes(request, instance.view):
+            return Placement(instance, instance)
+    return None
 
 
 def needs_group(request: Request, groups: Groups, bundle: Bundle) -> bool:
@@ -108,15 +81,12 @@ def place_in_group(request: Request, groups: Groups, bundle: Bundle) -> Placemen
         if all(instance.can_share(request, len(members)) for instance in members):
             return Placement(members[0], members[0], tuple(members))
         del views[name]
-    return _room_or_turn(request, chain.from_iterable(groups.values()), bundle)
+    return room_or_turn(request, any(instance.has_long for group in groups.values() for instance in group), bundle)
 
 
-def _room_or_turn(request: Request, instances: Iterable[Instance], bundle: Bundle) -> Wait:
-    """There is no room. A long request that other long ones leave none waits for its turn: short ones may go on."""
-    others = bundle.is_long(request) and any(
-        instance.view.num_long_prefilling or instance.view.num_long_decoding for instance in instances
-    )
-    return Wait.FOR_TURN if others else Wait.FOR_ROOM
+def room_or_turn(request: Request, others: bool, bundle: Bundle) -> Wait:
+    """There is no room. A long request waits for its turn if there are ``others`` of its kind: short ones may go on."""
+    return Wait.FOR_TURN if others and bundle.is_long(request) else Wait.FOR_ROOM
 
 
 def could_place(request: Request, instances: Collection[Instance], groups: Groups, bundle: Bundle) -> bool:

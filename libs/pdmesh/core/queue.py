@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from operator import itemgetter
 
+from pdmesh.core.lengths import Lengths
 from pdmesh.core.state import RequestKey, RequestState
 from pdmesh.model import RequestId
 from pdmesh.policy.base import PrefillOrder
@@ -34,7 +35,7 @@ class WaitingQueue:
         # dict, finds its first entry at once after many deletions at the front.)
         self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
         self.num_tokens = 0
-        self._prompt_tokens: list[int] = []  # of all that wait, sorted
+        self._prompt_tokens = Lengths()  # of all that wait
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -65,8 +66,8 @@ class WaitingQueue:
 
     @property
     def least_prompt_tokens(self) -> int:
-        """Nobody who waits has a shorter prompt. There must be someone."""
-        return self._prompt_tokens[0]
+        """Nobody who waits has a shorter prompt."""
+        return self._prompt_tokens.least
 
     def lanes_from(self, num_prompt_tokens: int) -> set[float]:
         """The lanes whose first request has at least so many prompt tokens."""
@@ -89,12 +90,12 @@ class WaitingQueue:
         self._join_line(state)
         self._deadlines[state.key] = deadline_s, state
         self.num_tokens += state.request.num_prompt_tokens
-        insort(self._prompt_tokens, state.request.num_prompt_tokens)
+        self._prompt_tokens.add(state.request.num_prompt_tokens)
 
     def remove(self, state: RequestState) -> None:
         del self._deadlines[state.key]
         self.num_tokens -= state.request.num_prompt_tokens
-        del self._prompt_tokens[bisect_left(self._prompt_tokens, state.request.num_prompt_tokens)]
+        self._prompt_tokens.remove(state.request.num_prompt_tokens)
         if self._parked.pop(state.key, None) is None:
             self._leave_line(state)
 
@@ -142,7 +143,7 @@ class WaitingQueue:
         )
         prompt_tokens = sorted(state.request.num_prompt_tokens for _, state in self._deadlines.values())
         num_tokens = sum(prompt_tokens)
-        assert prompt_tokens == self._prompt_tokens, "the lengths are not those of the prompts that wait"
+        assert prompt_tokens == self._prompt_tokens.all(), "the lengths are not those of the prompts that wait"
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, books say {self.num_tokens}"
         for lane in self._lanes.values():
             places = [_place(state) for state in lane]

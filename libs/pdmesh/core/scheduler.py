@@ -62,7 +62,7 @@ class SchedulerCore:
         self._bundle = bundle
         self._books = Books()
         self._reunion = Reunion(self._books, config.orphan_grace_s)
-        self._packer = Packer(self._books, config.plans_in_flight, rng)
+        self._packer = Packer(self._books, config.plans_in_flight, bundle, rng)
         self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._now_s = 0.0
         self._wake_s: float | None = None

@@ -248,6 +248,35 @@ class Instance:
         return self._prefill_room
 
     @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the largest request that could decode here now; 0 if it takes none."""
+        return max(0, min(self.decode_room * self.block_size, self.profile.max_model_len - 1))
+
+    def can_decode(self, request: Request) -> bool:
+        """Whether the whole request fits now, with a seat."""
+        return (
+            request.max_total_tokens <= self.num_decode_tokens and (request.request_id, request.epoch) not in self.holds
+        )
+
+    def can_prefill(self, request: Request) -> bool:
+        """Whether the prompt fits now."""
+        return (
+            request.num_prompt_tokens <= self.prefill_room * self.block_size
+            and request.max_total_tokens < self.profile.max_model_len
+            and (request.request_id, request.epoch) not in self.holds
+        )
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether prompts are placed on it, to compute them here."""
+        return self.takes_new and self.role.can_prefill
+
+    @property
+    def has_long(self) -> bool:
+        """Whether it computes or decodes a long request."""
+        return self._num_long_decoding > 0 or self._long_prefill_tokens.total() > 0
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What decides what it could take if it were empty."""
         profile = self.profile

@@ -126,10 +126,17 @@ class Packing(Protocol):
 
 
 class PrefillPlacement(Protocol):
-    """Where a prompt is computed."""
+    """Where a prompt is computed: on the first instance that has room and an opening for it, and `takes` it.
 
-    def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        """One of ``candidates`` (never empty), or None to let it wait; others may go past it meanwhile."""
+    The core keeps the instances sorted by their keys, which so depend on nothing but the view.
+    """
+
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        """Smaller is earlier; equal keys are in the order of instance ids."""
+        ...
+
+    def takes(self, request: Request, instance: InstanceView) -> bool:
+        """Whether the request may go there now. If no instance that could takes it, it waits; others may go past it."""
         ...
 
 
@@ -142,13 +149,14 @@ class GroupPlacement(Protocol):
 
 
 class DecodePlacement(Protocol):
-    """Where the output is generated."""
+    """Where the output is generated: on the first instance with room for it, or where its prompt is computed."""
 
-    def choose(self, request: Request, prefill: InstanceView, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        """One of ``candidates`` (never empty), or None to let the request wait.
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        """Smaller is earlier; equal keys are in the order of instance ids."""
+        ...
 
-        If ``prefill`` is among them the request can stay where its prompt is computed, without a transfer.
-        """
+    def stays(self, request: Request, prefill: InstanceView, first: InstanceView) -> bool:
+        """Whether it decodes on ``prefill``, which has room for all of it, without a transfer, and not on ``first``."""
         ...
 
 

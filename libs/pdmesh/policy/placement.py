@@ -1,4 +1,4 @@
-"""Placements. Ties go to the smaller instance id."""
+"""Placements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from pdmesh.model import InstanceId, Request, Role
+from pdmesh.model import Request, Role
 from pdmesh.policy.base import InstanceView
 
 
@@ -14,17 +14,22 @@ from pdmesh.policy.base import InstanceView
 class LeastQueuedTokens:
     """The instance with the fewest prompt tokens placed and not yet computed."""
 
-    def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        return min(candidates, key=_queued_tokens).instance_id
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        return (instance.num_queued_tokens,)
+
+    def takes(self, request: Request, instance: InstanceView) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """A static pool: instances that form groups are for long prompts, the others for short ones."""
 
-    def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        pool = [view for view in candidates if not view.grouped]
-        return min(pool, key=_queued_tokens).instance_id if pool else None
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        return (instance.num_queued_tokens,)
+
+    def takes(self, request: Request, instance: InstanceView) -> bool:
+        return not instance.grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +48,15 @@ class ShortAroundLong:
     preempts: bool = True
     give_way: float = inf
 
-    def choose(self, request: Request, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        if request.num_prompt_tokens >= self.long_prompt_tokens:
-            least = self.give_way * request.num_prompt_tokens
-            candidates = [v for v in candidates if (v.shortest_long_prefill_tokens or inf) >= least]
-        elif not self.preempts:
-            candidates = [view for view in candidates if not view.num_long_prefilling]
-        return min(candidates, key=self._key).instance_id if candidates else None
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        full = instance.num_queued_tokens >= self.colocate_tokens
+        tier = 2 if full or instance.num_long_prefilling else bool(instance.num_long_decoding)
+        return tier, instance.num_queued_tokens
 
-    def _key(self, view: InstanceView) -> tuple[int, int, InstanceId]:
-        full = view.num_queued_tokens >= self.colocate_tokens
-        tier = 2 if full or view.num_long_prefilling else bool(view.num_long_decoding)
-        return tier, *_queued_tokens(view)
+    def takes(self, request: Request, instance: InstanceView) -> bool:
+        if request.num_prompt_tokens >= self.long_prompt_tokens:
+            return (instance.shortest_long_prefill_tokens or inf) >= self.give_way * request.num_prompt_tokens
+        return self.preempts or not instance.num_long_prefilling
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,11 @@ class Freeness:
     Freeness is (free slots - virtual usage) / active batch size (Llumnix, as used by Tetris §4.2).
     """
 
-    def choose(self, request: Request, prefill: InstanceView, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        if any(view.instance_id == prefill.instance_id for view in candidates):
-            return prefill.instance_id
-        return min(candidates, key=_negative_freeness).instance_id
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        return (-_freeness(instance),)
+
+    def stays(self, request: Request, prefill: InstanceView, first: InstanceView) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +101,16 @@ class Apart:
 
     long_prompt_tokens: int
 
-    def choose(self, request: Request, prefill: InstanceView, candidates: Sequence[InstanceView]) -> InstanceId | None:
-        can_stay = any(view.instance_id == prefill.instance_id for view in candidates)
-        apart = [view for view in candidates if view.role is Role.DECODE]
-        if can_stay and (request.num_prompt_tokens >= self.long_prompt_tokens or not apart):
-            return prefill.instance_id
-        return min(apart or candidates, key=_negative_freeness).instance_id
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        return instance.role is not Role.DECODE, -_freeness(instance)
+
+    def stays(self, request: Request, prefill: InstanceView, first: InstanceView) -> bool:
+        return request.num_prompt_tokens >= self.long_prompt_tokens or first.role is not Role.DECODE
 
 
 def _has_long(view: InstanceView) -> bool:
     return view.num_long_prefilling + view.num_long_decoding > 0
 
 
-def _queued_tokens(view: InstanceView) -> tuple[int, InstanceId]:
-    return view.num_queued_tokens, view.instance_id
-
-
-def _negative_freeness(view: InstanceView) -> tuple[float, InstanceId]:
-    return -view.num_free_blocks / max(1, view.num_seats_taken), view.instance_id
+def _freeness(view: InstanceView) -> float:
+    return view.num_free_blocks / max(1, view.num_seats_taken)

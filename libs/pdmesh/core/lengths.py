@@ -1,0 +1,38 @@
+"""Whole numbers, kept sorted, for whoever asks for the least or the greatest of many that come and go."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+
+class Lengths:
+    """A sorted bag of lengths, in tokens."""
+
+    def __init__(self) -> None:
+        self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, length: int) -> None:
+        insort(self._sorted, length)
+
+    def remove(self, length: int) -> None:
+        """One of this length, which must be there."""
+        index = bisect_left(self._sorted, length)
+        assert self._sorted[index] == length, f"there is no {length}"
+        del self._sorted[index]
+
+    @property
+    def least(self) -> int:
+        """0 if there is none."""
+        return self._sorted[0] if self._sorted else 0
+
+    @property
+    def greatest(self) -> int:
+        """0 if there is none."""
+        return self._sorted[-1] if self._sorted else 0
+
+    def all(self) -> list[int]:
+        """From the least to the greatest."""
+        return list(self._sorted)
