@@ -18,13 +18,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     _scheduled: list[asyncio.TimerHandle]  # a heap
 
     def __init__(self, agenda: Agenda, settle: Callable[[], bool]) -> None:
-        self._agenda = agenda
+        self.agenda = agenda
         self._settle = settle
         self._instant_ends: list[asyncio.Future[None]] = []
         super().__init__(_NeverWaiting(self._idle))
 
     def time(self) -> float:
-        return self._agenda.now_s
+        return self.agenda.now_s
 
     async def end_of_instant(self) -> None:
         """Return when all has happened that happens now, before the clock moves."""
@@ -40,12 +40,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
                 end.set_result(None)
             self._instant_ends.clear()
             return
-        timer_s = min((timer.when() for timer in self._scheduled if not timer.cancelled()), default=None)
-        appointment_s = self._agenda.next_s
+        timer_s = self._scheduled[0].when() if self._scheduled else None  # asyncio has removed what was cancelled
+        appointment_s = self.agenda.next_s
         if appointment_s is not None and (timer_s is None or appointment_s <= timer_s):
-            self._agenda.advance()
+            self.agenda.advance()
         elif timer_s is not None:
-            self._agenda.now_s = max(self._agenda.now_s, timer_s)
+            self.agenda.now_s = max(self.agenda.now_s, timer_s)
         else:
             raise RuntimeError("every task waits, and nothing is due")
 

@@ -1,0 +1,112 @@
+"""The laws of every simulation, but for those that only clients can see (`pdmesh.testing.dst.clients`)."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator
+
+from pdmesh.core.commands import Command, ForgetRequest, PlaceDecode, Reject, Restart, RunStep
+from pdmesh.core.events import Event, LoadReported
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import Epoch, RequestId
+from pdmesh.testing.dst.process import Process
+from pdmesh.testing.dst.services import Gateway
+from pdmesh.testing.dst.timeline import Timeline
+from pdmesh.worker.instance import Instance
+
+BLOCKS = "blocks balance"
+CAPABILITY = "no capability twice"
+ENDS_ONCE = "each request ends once"
+FREE = "all is free when nothing runs"
+NO_FAILURE = "no service fails"
+PROGRESS = "something progresses once faults stop"
+
+
+class Laws:
+    """Checks what cores decide and what instances hold."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._capabilities: set[int] = set()
+        self._ended: dict[int, set[tuple[RequestId, Epoch]]] = {}  # by core
+        self._plan_ids: dict[int, set[tuple[str, int]]] = {}
+        self._cores: list[SchedulerCore] = []  # kept, so that no two have the same id()
+        self.num_events = 0
+
+    def on_decision(self, core: SchedulerCore, event: Event, now_s: float, commands: list[Command]) -> None:
+        """A core has handled an event."""
+        timeline = self._timeline
+        self.num_events += 1
+        if id(core) not in self._ended:
+            self._cores.append(core)
+            self._ended[id(core)], self._plan_ids[id(core)] = set(), set()
+        if timeline.wanted and not isinstance(event, LoadReported):
+            timeline.note("core", event)
+            for command in commands:
+                timeline.note("core", f"    -> {command}")
+        if commands or not isinstance(event, LoadReported):
+            try:
+                core.check_integrity()
+            except AssertionError as error:
+                timeline.broke(BLOCKS, f"the core's books after {event}: {error}")
+        for command in commands:
+            match command:
+                case PlaceDecode():
+                    if command.capability in self._capabilities:
+                        timeline.broke(CAPABILITY, str(command))
+                    self._capabilities.add(command.capability)
+                case ForgetRequest():
+                    key = (command.request_id, command.epoch)
+                    if key in self._ended[id(core)]:
+                        timeline.broke(ENDS_ONCE, f"the core forgot {key} twice")
+                    self._ended[id(core)].add(key)
+                case RunStep():
+                    plan = (command.instance_id, command.plan.plan_id)
+                    if plan in self._plan_ids[id(core)]:
+                        timeline.broke(ENDS_ONCE, f"plan {plan} was given twice")
+                    self._plan_ids[id(core)].add(plan)
+                case Reject() | Restart() | _:
+                    pass
+
+    def on_failure(self, process: Process, error: BaseException) -> None:
+        """A process, or a handler of its streams, has ended with an error that nobody caught."""
+        trace = "".join(traceback.format_exception(error, limit=-6)[-8:])
+        self._timeline.broke(NO_FAILURE, f"{process.name}: {type(error).__name__}: {error}\n{trace}")
+
+    def check_instances(self, processes: Iterable[Process]) -> None:
+        """Free + held + quarantined = total on every instance, and tables are what is held."""
+        for process in processes:
+            instance: Instance | None = process.parts.get("instance")
+            if instance is not None and not process.is_dead:
+                try:
+                    instance.check_integrity()
+                except AssertionError as error:
+                    self._timeline.broke(BLOCKS, f"{process.name}: {error}")
+
+    def not_free(self, processes: Iterable[Process]) -> list[str]:
+        """What is still held, though no request runs."""
+        return [held for process in processes if not process.is_dead for held in _held(process)]
+
+
+def _held(process: Process) -> Iterator[str]:
+    instance: Instance | None = process.parts.get("instance")
+    if instance is not None:
+        beat = instance.heartbeat()
+        if beat.num_held_blocks or beat.num_quarantined_blocks or beat.num_decoding:
+            yield f"{process.name}: {beat}"
+        counters = instance._mover.counters()
+        if counters.num_sending or counters.num_receiving:
+            yield f"{process.name}: {counters.num_sending} transfers go out, {counters.num_receiving} come in"
+    gateway: Gateway | None = process.parts.get("gateway")
+    if gateway is not None and len(gateway.transcripts):
+        yield f"{process.name}: {len(gateway.transcripts)} transcripts"
+    driver = process.parts.get("driver")
+    if driver is not None:
+        core: SchedulerCore = driver._core
+        if core.num_waiting or core.num_running:
+            yield f"{process.name}: {core.num_waiting} requests wait, {core.num_running} run"
+        for view in core.instances:
+            if view.num_free_blocks != view.num_blocks or view.num_seats_taken or view.num_queued_tokens:
+                yield f"{process.name}: books of {view}"
+        if driver._waiting:
+            yield f"{process.name}: {len(driver._waiting)} prompts kept"

@@ -1,0 +1,122 @@
+"""Simulated processes on one event loop: each can stop, go on, die, and has a clock of its own.
+
+Which process a callback belongs to is a context variable, so tasks and timers inherit it. The callbacks of a stopped
+process are kept and run when it goes on, timers that have run out in the meantime among them, as after SIGSTOP and SIGCONT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdmesh.sim.agenda import Agenda
+from pdmesh.testing.virtual_time import VirtualTimeLoop
+
+
+@dataclass(eq=False)
+class Process:
+    """One simulated process. ``parts`` is what its composition root built, for laws and operators to look at."""
+
+    name: str
+    clock_offset_s: float = 0.0  # its monotonic clock is ahead of the mesh's by this
+    slowness: float = 1.0  # its steps take so many times as long
+    is_dead: bool = False  # killed: nothing it still does reaches anybody
+    is_stopped: bool = False
+    busy_s: float = 0.0  # seconds of steps that were computed at one instant of virtual time
+    parts: dict[str, Any] = field(default_factory=dict[str, Any])
+    _frozen: list[asyncio.Handle] = field(default_factory=list[asyncio.Handle])
+
+    def context(self) -> Context:
+        """A context whose tasks belong to this process."""
+        context = copy_context()
+        context.run(_CURRENT.set, self)
+        return context
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def go_on(self, loop: ProcessLoop) -> None:
+        self.is_stopped = False
+        frozen, self._frozen = self._frozen, []
+        loop.run_again(frozen)
+
+    def freeze(self, handle: asyncio.Handle) -> None:
+        self._frozen.append(handle)
+
+
+_CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+def current_process() -> Process | None:
+    """Whose code runs; None for the simulation itself."""
+    return _CURRENT.get()
+
+
+def running_process() -> Process:
+    """Whose code runs, where that must be a process."""
+    process = _CURRENT.get()
+    assert process is not None, "this is no process's code"
+    return process
+
+
+class _Handle(asyncio.Handle):
+    __slots__ = ()
+
+    def _run(self) -> None:
+        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]  # asyncio's own
+        if process is not None and process.is_stopped:
+            process.freeze(self)
+        else:
+            super()._run()  # type: ignore[misc]
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    __slots__ = ()
+
+    def _run(self) -> None:
+        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
+        if process is not None and process.is_stopped:
+            process.freeze(self)
+        else:
+            super()._run()  # type: ignore[misc]
+
+
+class ProcessLoop(VirtualTimeLoop):
+    """Virtual time for several processes."""
+
+    _ready: Any
+    _check_closed: Callable[[], None]
+
+    def __init__(self, agenda: Agenda) -> None:
+        super().__init__(agenda, lambda: False)
+
+    def time(self) -> float:
+        process = _CURRENT.get()
+        now_s = super().time()
+        return now_s if process is None else now_s + process.clock_offset_s
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        process = _CURRENT.get()
+        if process is not None:
+            when -= process.clock_offset_s
+        timer = _TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def _call_soon(self, callback: Callable[..., Any], args: Any, context: Context | None) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def _write_to_self(self) -> None:
+        """Nobody has to be woken: there is one thread, and the loop never waits."""
+
+    def run_again(self, handles: list[asyncio.Handle]) -> None:
+        self._ready.extend(handles)

@@ -1,0 +1,158 @@
+"""Run one plan and say whether the laws held."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+
+from pdmesh.errors import RequestRejected
+from pdmesh.sim.agenda import Agenda
+from pdmesh.testing.dst.clients import MAY_REFUSE, Client
+from pdmesh.testing.dst.data_plane import DataPlane, PieceWeather
+from pdmesh.testing.dst.laws import FREE, NO_FAILURE, PROGRESS, Laws
+from pdmesh.testing.dst.network import Network, Weather
+from pdmesh.testing.dst.plan import SCHEDULER, Ask, FaultKind, Plan
+from pdmesh.testing.dst.process import ProcessLoop
+from pdmesh.testing.dst.simulation import Simulation
+from pdmesh.testing.dst.surroundings import simulated_surroundings
+from pdmesh.testing.dst.timeline import LawBroken, Timeline
+
+#: Virtual seconds after the last fault within which all requests must have ended, and all must be free again.
+PROGRESS_S = 90.0
+FREE_S = 60.0
+
+#: How often processes are looked at from outside, virtual seconds.
+LOOK_S = 0.1
+
+#: Turns of the event loop, far more than any plan needs: tasks wake each other without end.
+MAX_TURNS = 3_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run showed."""
+
+    plan: Plan
+    broken: LawBroken | None
+    timeline: list[str]
+    num_events: int  # that cores handled
+    virtual_s: float
+    num_tokens: int
+
+
+def run(plan: Plan, *, with_timeline: bool = False) -> Result:
+    """Simulate a plan: the same plan gives the same run, to the last bit, in one build and with one hash seed."""
+    agenda = Agenda()
+    loop = BoundedLoop(agenda)
+    rng = random.Random(plan.seed)
+    timeline = Timeline(lambda: agenda.now_s, with_timeline)
+    laws = Laws(timeline)
+    network = Network(loop, rng, Weather(delay_s=(0.0002, plan.delay_s), window=plan.window))
+    plane = DataPlane(rng, PieceWeather(delay_s=(0.0001, plan.delay_s)))
+    network.on_failure = laws.on_failure
+    simulation = Simulation(plan, loop, network, plane, rng, laws, timeline)
+    loop.set_exception_handler(lambda _loop, context: _unhandled(timeline, context))
+    with simulated_surroundings(loop, network, rng, laws.on_decision), asyncio.Runner(loop_factory=lambda: loop) as runner:
+        try:
+            runner.run(_run(simulation, laws, timeline))
+        except TooManyTurns:
+            timeline.broke(PROGRESS, f"more than {MAX_TURNS} turns of the event loop")
+    num_tokens = sum(len(tokens) for client in simulation.clients for tokens in client.tokens.values())
+    return Result(plan, timeline.broken, timeline.lines, laws.num_events, agenda.now_s, num_tokens)
+
+
+class TooManyTurns(BaseException):
+    """The simulation does not come to an end."""
+
+
+class BoundedLoop(ProcessLoop):
+    """Ends a simulation that does not end by itself."""
+
+    _num_turns = 0
+
+    def _run_once(self) -> None:
+        self._num_turns += 1
+        if self._num_turns > MAX_TURNS:
+            self._num_turns = 0
+            raise TooManyTurns
+        super()._run_once()  # type: ignore[misc]  # asyncio's own
+
+
+async def _run(simulation: Simulation, laws: Laws, timeline: Timeline) -> None:
+    plan = simulation.plan
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, ProcessLoop)
+    for name in (SCHEDULER, *plan.gateways, *plan.instances):
+        simulation.start(name)
+    await asyncio.sleep(_START_S)
+    for ask in plan.asks:
+        loop.agenda.at(_START_S + ask.at_s, lambda ask=ask: simulation.ask(ask))  # type: ignore[misc]
+    for fault in plan.faults:
+        loop.agenda.at(_START_S + fault.at_s, lambda fault=fault: simulation.begin(fault))  # type: ignore[misc]
+    await _until_ended(simulation, laws, timeline, _START_S + plan.quiet_from_s)
+    if timeline.broken is None:
+        await _probe(simulation, laws, timeline)
+    for client in simulation.clients:
+        if client.has_ended and timeline.broken is None:
+            client.judge(lambda error, client=client: _allows(plan, client, error))  # type: ignore[misc]
+    await simulation.shut_down()
+
+
+#: For processes to find each other before the first request.
+_START_S = 2.0
+
+
+async def _until_ended(simulation: Simulation, laws: Laws, timeline: Timeline, quiet_from_s: float) -> None:
+    """Return when every client has its end, or a law broke."""
+    while timeline.broken is None:
+        await asyncio.sleep(LOOK_S)
+        laws.check_instances(simulation.processes.values())
+        if simulation.now_s < quiet_from_s:
+            continue
+        waiting = [client.name for client in simulation.clients if not client.has_ended]
+        if not waiting:
+            return
+        if simulation.now_s > quiet_from_s + PROGRESS_S:
+            timeline.broke(PROGRESS, f"{', '.join(waiting)} wait {PROGRESS_S:g} s after the last fault")
+
+
+async def _probe(simulation: Simulation, laws: Laws, timeline: Timeline) -> None:
+    """The mesh serves again, and when it has nothing to do it holds nothing."""
+    plan = simulation.plan
+    asks = [
+        Ask(at_s=0.0, gateway=name, label="probe", prompt=(index, 2, 3, 4, 5, 6), max_tokens=4)
+        for index, name in enumerate(plan.gateways)
+    ]
+    if plan.can_serve:
+        probes = [simulation.ask(ask) for ask in asks]
+        await _until_ended(simulation, laws, timeline, simulation.now_s)
+        for probe in probes:
+            if timeline.broken is None and (probe is None or probe.error is not None):
+                timeline.broke(PROGRESS, f"a new request after all faults: {probe and probe.error!r}")
+    deadline_s = simulation.now_s + FREE_S
+    while timeline.broken is None and (held := laws.not_free(simulation.processes.values())):
+        if simulation.now_s > deadline_s:
+            timeline.broke(FREE, "; ".join(held))
+        await asyncio.sleep(LOOK_S)
+
+
+def _allows(plan: Plan, client: Client, error: RequestRejected) -> bool:
+    kinds = {fault.kind for fault in plan.faults}
+    if error.code == "generation_failed":
+        return FaultKind.BREAK in kinds
+    if error.code == "restarted_too_often":
+        return FaultKind.PIECES in kinds
+    if not plan.can_serve:
+        return error.status in MAY_REFUSE
+    return not client.tokens and error.status in MAY_REFUSE and bool(kinds)
+
+
+def _unhandled(timeline: Timeline, context: dict[str, object]) -> None:
+    error = context.get("exception")
+    timeline.broke(NO_FAILURE, f"{context.get('message')}: {error!r}")
+
+
+def replayed(result: Result) -> Result:
+    """The same run again, with its timeline."""
+    return run(replace(result.plan), with_timeline=True)

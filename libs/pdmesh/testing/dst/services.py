@@ -1,0 +1,128 @@
+"""The composition roots of the simulated processes: those of the services, and a gateway without its HTTP edge."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import anyio
+
+import pdmesh_scheduler.main as scheduler_main
+import pdmesh.worker.runtime as worker_runtime
+from pdmesh.config import MeshConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from pdmesh.model import GatewayId, Role
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.service import ServiceContext
+from pdmesh.telemetry.tracing import NoTracing
+from pdmesh.testing.dst.data_plane import DataPlane, SimulatedTransport
+from pdmesh.testing.dst.engine import STEP_S, TOKEN_S, SimulatedEngine, SimulatedThread
+from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Plan
+from pdmesh.testing.dst.process import running_process
+from pdmesh.testing.engine import FAKE_LAYOUT
+from pdmesh_gateway.generate import Generator
+from pdmesh_gateway.limits import RecentIds
+from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.token_server import serve_tokens
+from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.transcripts import Transcripts
+
+SCHEDULER_ADDRESS = "127.0.0.1:7000"
+
+
+def config_of(plan: Plan) -> MeshConfig:
+    """What all services of a plan are configured with."""
+    return MeshConfig(
+        model="simulated",
+        scheduler_address=SCHEDULER_ADDRESS,
+        scheduler=SchedulerConfig(port=7000, bundle=plan.bundle, max_queue_s=40.0),
+        policy=PolicyConfig(
+            chunk_tokens=plan.chunk_tokens,
+            latency=LinearLatencyModel(a_s=STEP_S, b_s=TOKEN_S, c_s=0.0, d_s=0.0),
+            prefill_step_s=STEP_S + TOKEN_S * plan.chunk_tokens,
+            local_prompt_tokens=8,
+            local_step_share=1.0,
+        ),
+        worker=WorkerConfig(engine="fake", max_num_seqs=4),
+        transfer=TransferConfig(
+            transport="memory",
+            num_backends=plan.num_backends,
+            max_payload_bytes=plan.blocks_per_piece * FAKE_LAYOUT.block_bytes,
+            num_send_buffers=plan.num_buffers,
+            num_receive_buffers=plan.num_buffers,
+            deadline_s=8.0,
+            no_progress_s=2.0,
+        ),
+    )
+
+
+async def serve_scheduler(config: MeshConfig, context: ServiceContext) -> None:
+    await scheduler_main.serve(config, context)
+
+
+async def serve_instance(
+    config: MeshConfig, context: ServiceContext, *, role: Role, plan: Plan, plane: DataPlane, rng: random.Random
+) -> None:
+    process = running_process()
+    if plan.keeps_ids:
+        config = replace(config, worker=replace(config.worker, instance_id=process.name))
+    engine = SimulatedEngine(
+        num_blocks=plan.num_blocks, max_model_len=MAX_MODEL_LEN, copies_on_threads=plan.copies_on_threads
+    )
+    process.parts["engine"] = engine
+    async with SimulatedThread(rng) as thread, SimulatedTransport(config.transfer, plane) as transport:
+        await worker_runtime.serve_instance(config, context, role, thread=thread, engine=engine, transport=transport)
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What a client's connection meets in a gateway."""
+
+    generator: Generator
+    transcripts: Transcripts
+    recent_ids: RecentIds
+    link: SchedulerLink
+
+
+async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
+    """As `pdmesh_gateway.main.serve`, without HTTP and a model's files."""
+    transcripts = Transcripts()
+    gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
+    link = SchedulerLink(gateway_id, config.scheduler_address, config.security)
+    async with serve_tokens(transcripts, config.gateway, config.security) as token_port:
+        generator = Generator(
+            gateway_id=gateway_id,
+            token_address=f"127.0.0.1:{token_port}",
+            tokenizer=cast(ModelTokenizer, _Tokenizer()),
+            transcripts=transcripts,
+            link=link,
+            metrics=GatewayMetrics("simulated", transcripts, lambda: link.state),
+            tracing=NoTracing(),
+            model="simulated",
+        )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.run, generator)
+            running_process().parts["gateway"] = Gateway(generator, transcripts, RecentIds(), link)
+            await context.stopping.wait()
+            tasks.cancel_scope.cancel()
+
+
+class _Tokenizer:
+    """Text of token ids, for a gateway whose model nobody reads."""
+
+    def detokenizer(self, prompt_tail: Sequence[int], **_: Any) -> _Detokenizer:
+        return _Detokenizer()
+
+
+class _Detokenizer:
+    def push(self, token_id: int) -> str:
+        return f"{token_id} "
+
+    def flush(self) -> str:
+        return ""
+
+

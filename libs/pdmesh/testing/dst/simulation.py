@@ -1,0 +1,246 @@
+"""A mesh of simulated processes: starts, stops and kills them, applies a plan's faults, and brings its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from pdmesh.core.events import BundleChangeRequested, RoleChangeRequested
+from pdmesh.errors import InstanceUnavailable
+from pdmesh.model import Epoch, InstanceId, RequestId, Role, SamplingParams
+from pdmesh.service import ServiceContext
+from pdmesh.testing.dst.clients import Client
+from pdmesh.testing.dst.data_plane import DataPlane
+from pdmesh.testing.dst.laws import Laws
+from pdmesh.testing.dst.network import Network
+from pdmesh.testing.dst.plan import SCHEDULER, Ask, Fault, FaultKind, Plan
+from pdmesh.testing.dst.process import Process, ProcessLoop
+from pdmesh.testing.dst.services import Gateway, config_of, serve_gateway, serve_instance, serve_scheduler
+from pdmesh.testing.dst.timeline import Timeline
+from pdmesh.wire.messages import Generation, Submit, pack_token_ids
+from pdmesh.worker.instance import Instance
+
+Serve = Callable[[ServiceContext], Awaitable[None]]
+
+
+class Simulation:
+    """See the module's docstring. Everything here runs beside the processes, in none of them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        loop: ProcessLoop,
+        network: Network,
+        plane: DataPlane,
+        rng: random.Random,
+        laws: Laws,
+        timeline: Timeline,
+    ) -> None:
+        self.plan = plan
+        self.processes: dict[str, Process] = {}
+        self.clients: list[Client] = []
+        self._loop = loop
+        self._network = network
+        self._plane = plane
+        self._rng = rng
+        self._laws = laws
+        self._timeline = timeline
+        self._contexts: dict[Process, ServiceContext] = {}
+        self._tasks: dict[Process, list[asyncio.Task[None]]] = {}
+        config = config_of(plan)
+        self._serve: dict[str, Serve] = {SCHEDULER: partial(serve_scheduler, config)}
+        for name in plan.gateways:
+            self._serve[name] = partial(serve_gateway, config)
+        for name, role in zip(plan.instances, plan.roles, strict=True):
+            self._serve[name] = partial(serve_instance, config, role=role, plan=plan, plane=plane, rng=rng)
+
+    @property
+    def now_s(self) -> float:
+        return self._loop.agenda.now_s
+
+    # --- processes ---
+
+    def start(self, name: str) -> None:
+        """Start a process, unless it runs."""
+        if name in self.processes:
+            return
+        process = Process(name, clock_offset_s=self.plan.clocks.get(name, 0.0))
+        self.processes[name] = process
+        self._contexts[process] = context = ServiceContext(ready_fd=None)
+        self._timeline.note(name, "starts")
+        task = self._loop.create_task(self._live(process, context), context=process.context())
+        self._tasks[process] = [task]
+
+    async def _live(self, process: Process, context: ServiceContext) -> None:
+        """A process's whole life. What ends it, other than a kill or being told to, is a failure."""
+        failure: BaseException | None = None
+        try:
+            await self._serve[process.name](context)
+        except BaseException as error:
+            failure = error
+        if process.is_dead:
+            return
+        self._timeline.note(process.name, "ends" if failure is None else f"ends with {failure!r}")
+        is_expected = failure is None if context.stopping.is_set() else _device_broke(process, failure)
+        self._bury(process)
+        if not is_expected:
+            self._laws.on_failure(process, failure or RuntimeError("the service ended by itself"))
+            self._later(0.2, partial(self.start, process.name))
+
+    def kill(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is None:
+            return
+        self._timeline.note(name, "is killed")
+        self._bury(process)
+        if process.is_stopped:
+            process.go_on(self._loop)
+        for task in self._tasks[process]:
+            task.cancel()
+
+    def _bury(self, process: Process) -> None:
+        process.is_dead = True
+        self._network.died(process)
+        del self.processes[process.name]
+        for client in process.parts.get("clients", ()):
+            client.lose_connection()
+
+    def terminate(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is not None:
+            self._timeline.note(name, "is told to stop")
+            process.context().run(self._contexts[process].stopping.set)
+
+    # --- requests ---
+
+    def ask(self, ask: Ask) -> Client | None:
+        """Let a client ask; None if its gateway is not there."""
+        process = self.processes.get(ask.gateway)
+        gateway: Gateway | None = None if process is None else process.parts.get("gateway")
+        if process is None or gateway is None:
+            return None
+        client = Client(f"c{len(self.clients)}", ask, self._timeline)
+        self.clients.append(client)
+        process.parts.setdefault("clients", []).append(client)
+        task = self._loop.create_task(client.run(gateway), context=process.context())
+        self._tasks[process].append(task)
+        return client
+
+    # --- faults ---
+
+    def begin(self, fault: Fault) -> None:
+        """Let a fault begin, and see to its end."""
+        self._timeline.note("FAULT", fault)
+        process = self.processes.get(fault.target)
+        match fault.kind:
+            case FaultKind.KILL:
+                self.kill(fault.target)
+            case FaultKind.TERMINATE:
+                self.terminate(fault.target)
+            case FaultKind.STOP if process is not None:
+                process.stop()
+                self._network.stopped(process)
+            case FaultKind.CUT:
+                self._network.cut(lambda c, s: fault.target in (c.name, s.name), "the connection was cut")
+            case FaultKind.AWAY:
+                pair = frozenset((fault.target, fault.other))
+                self._network.weather.away[pair] = fault.end_s
+                self._later(min(15.0, fault.duration_s + 1e-6), partial(self._lose_those_away, fault))
+            case FaultKind.SLOW if process is not None:
+                process.slowness = 10.0
+            case FaultKind.FRAMES:
+                self._network.weather.slow_share, self._network.weather.slow_s = 0.2, 1.0
+            case FaultKind.PIECES:
+                weather = self._plane.weather
+                weather.lost_share, weather.damaged_share, weather.repeated_share = 0.1, 0.05, 0.3
+                weather.slow_share, weather.slow_s = 0.3, 0.5
+            case FaultKind.BREAK if process is not None and "engine" in process.parts:
+                process.parts["engine"].breaks = True
+            case FaultKind.ROLE:
+                self._operate(RoleChangeRequested(self._instance_id(fault.target), Role(fault.other)))
+            case FaultKind.BUNDLE:
+                self._operate(BundleChangeRequested(fault.other))
+            case FaultKind.NONSENSE if process is not None:
+                _submit_nonsense(process)
+            case _:
+                pass  # what it would harm is not there
+        self._later(fault.duration_s, partial(self._end, fault, process))
+
+    def _end(self, fault: Fault, process: Process | None) -> None:
+        match fault.kind:
+            case FaultKind.KILL | FaultKind.TERMINATE | FaultKind.BREAK:
+                self._start_again(fault.target)
+            case FaultKind.STOP if process is not None and process.is_stopped:
+                self._timeline.note(process.name, "goes on")
+                process.go_on(self._loop)
+            case FaultKind.SLOW if process is not None:
+                process.slowness = 1.0
+            case FaultKind.FRAMES:
+                self._network.weather.slow_share = 0.0
+            case FaultKind.PIECES:
+                weather = self._plane.weather
+                weather.lost_share = weather.damaged_share = weather.repeated_share = weather.slow_share = 0.0
+            case _:
+                pass
+
+    def _start_again(self, name: str) -> None:
+        """As a supervisor does; one that is still stopping is waited for."""
+        if name in self.processes and self._contexts[self.processes[name]].stopping.is_set():
+            self._later(0.2, partial(self._start_again, name))
+        else:
+            self.start(name)
+
+    def _lose_those_away(self, fault: Fault) -> None:
+        """Keepalive has noticed, or TCP would have by now."""
+        if fault.duration_s >= 15.0:
+            pair = {fault.target, fault.other}
+            self._network.cut(lambda c, s: {c.name, s.name} == pair, "keepalive: no answer")
+
+    def _operate(self, event: RoleChangeRequested | BundleChangeRequested) -> None:
+        scheduler = self.processes.get(SCHEDULER)
+        if scheduler is not None and "driver" in scheduler.parts:
+            scheduler.context().run(scheduler.parts["driver"].post, event)
+
+    def _instance_id(self, name: str) -> InstanceId:
+        process = self.processes.get(name)
+        instance: Instance | None = None if process is None else process.parts.get("instance")
+        return InstanceId("nobody") if instance is None else instance._instance_id
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._loop.agenda.at(self.now_s + delay_s, action)
+
+    # --- the end ---
+
+    async def shut_down(self) -> None:
+        """Let every process end, however it is."""
+        for process in list(self.processes.values()):
+            self.kill(process.name)
+        tasks = [task for tasks in self._tasks.values() for task in tasks if not task.done()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=60.0)
+
+
+def _device_broke(process: Process, failure: BaseException | None) -> bool:
+    engine = process.parts.get("engine")
+    return engine is not None and engine.breaks and isinstance(failure, InstanceUnavailable)
+
+
+def _submit_nonsense(process: Process) -> None:
+    """What a newer or broken gateway might send: a request that cannot be, on the stream that others use too."""
+    gateway: Gateway | None = process.parts.get("gateway")
+    link = None if gateway is None else gateway.link._link
+    if gateway is None or link is None:
+        return
+    generation = Generation(
+        request_id=RequestId("nonsense"),
+        epoch=Epoch(0),
+        gateway_id=gateway.generator._gateway_id,
+        token_address="127.0.0.1:1",
+        token_ids=pack_token_ids([1, 2, 3]),
+        num_prompt_tokens=3,
+        params=SamplingParams(max_tokens=1),
+    )
+    link.post(Submit(generation=generation, slo_ttft_s=0.0))
+
