@@ -16,7 +16,7 @@ from pdmesh.worker.threads import EngineThread
 T = TypeVar("T")
 
 #: Seconds of a step: for itself, and for each token of it.
-STEP_S = 0.01
+STEP_S = 0.03
 TOKEN_S = 0.001
 
 

@@ -11,9 +11,8 @@ from enum import StrEnum
 
 from pdmesh.model import Role
 
-#: Requests arrive and faults begin within these seconds.
+#: Requests arrive within these seconds.
 ARRIVALS_S = 3.0
-FAULTS_S = 5.0
 
 SCHEDULER = "scheduler"
 
@@ -115,13 +114,6 @@ class Plan:
         return tuple(f"g{index}" for index in range(self.num_gateways))
 
     @property
-    def can_serve(self) -> bool:
-        """Whether, after all operator's changes of roles, there are instances for prefill and for decode."""
-        roles = dict(zip(self.instances, self.roles, strict=True))
-        roles |= {fault.target: Role(fault.other) for fault in self.faults if fault.kind is FaultKind.ROLE}
-        return Role.MIXED in roles.values() or {Role.PREFILL, Role.DECODE} <= set(roles.values())
-
-    @property
     def quiet_from_s(self) -> float:
         """When the last request has come and the last fault is over."""
         return max([ask.at_s for ask in self.asks] + [fault.end_s for fault in self.faults])
@@ -136,7 +128,12 @@ def draw(seed: int) -> Plan:
     gateways = [f"g{index}" for index in range(num_gateways)]
     names = [SCHEDULER, *gateways, *instances]
     asks = tuple(_ask(rng, gateways) for _ in range(rng.randint(1, 8)))
-    faults = tuple(_fault(rng, gateways, instances) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))))
+    faults: list[Fault] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
+        at_s = max(0.0, rng.choice(asks).at_s + rng.uniform(-0.1, rng.choice((0.2, 1.0, 3.0))))
+        if faults and rng.random() < 0.4:
+            at_s = faults[-1].at_s + rng.choice((0.0, rng.uniform(0, 0.3)))
+        faults.append(_fault(rng, at_s, gateways, instances))
     return Plan(
         seed=seed,
         roles=roles,
@@ -174,7 +171,7 @@ def _ask(rng: random.Random, gateways: list[str]) -> Ask:
     )
 
 
-def _fault(rng: random.Random, gateways: list[str], instances: list[str]) -> Fault:
+def _fault(rng: random.Random, at_s: float, gateways: list[str], instances: list[str]) -> Fault:
     kind = rng.choice(tuple(FaultKind))
     target, other, duration_s = rng.choice(instances), "", rng.choice((rng.uniform(0, 0.5), rng.uniform(0, 3.0)))
     match kind:
@@ -199,5 +196,4 @@ def _fault(rng: random.Random, gateways: list[str], instances: list[str]) -> Fau
             target = rng.choice(gateways)
         case FaultKind.SLOW | FaultKind.FRAMES | FaultKind.PIECES | FaultKind.BREAK:
             pass
-    at_s = rng.choice((rng.uniform(0, 0.3), rng.uniform(0, 1.5), rng.uniform(0, FAULTS_S)))
     return Fault(at_s=at_s, kind=kind, target=target, duration_s=duration_s, other=other)

@@ -23,7 +23,7 @@ PROGRESS_S = 90.0
 FREE_S = 60.0
 
 #: How often processes are looked at from outside, virtual seconds.
-LOOK_S = 0.1
+LOOK_S = 0.25
 
 #: Turns of the event loop, far more than any plan needs: tasks wake each other without end.
 MAX_TURNS = 3_000_000
@@ -110,6 +110,8 @@ async def _until_ended(simulation: Simulation, laws: Laws, timeline: Timeline, q
         laws.check_instances(simulation.processes.values())
         if simulation.now_s < quiet_from_s:
             continue
+        for name in simulation.plan.instances:
+            simulation.restore_role(name)
         waiting = [client.name for client in simulation.clients if not client.has_ended]
         if not waiting:
             return
@@ -121,15 +123,15 @@ async def _probe(simulation: Simulation, laws: Laws, timeline: Timeline) -> None
     """The mesh serves again, and when it has nothing to do it holds nothing."""
     plan = simulation.plan
     asks = [
-        Ask(at_s=0.0, gateway=name, label="probe", prompt=(index, 2, 3, 4, 5, 6), max_tokens=4)
+        Ask(at_s=0.0, gateway=name, label=f"probe{index}", prompt=(index, 2, 3, 4, 5, 6), max_tokens=4)
         for index, name in enumerate(plan.gateways)
     ]
-    if plan.can_serve:
-        probes = [simulation.ask(ask) for ask in asks]
-        await _until_ended(simulation, laws, timeline, simulation.now_s)
-        for probe in probes:
-            if timeline.broken is None and (probe is None or probe.error is not None):
-                timeline.broke(PROGRESS, f"a new request after all faults: {probe and probe.error!r}")
+    await asyncio.sleep(_START_S)  # for services that have just been started again
+    probes = [simulation.ask(ask) for ask in asks]
+    await _until_ended(simulation, laws, timeline, simulation.now_s)
+    for probe in probes:
+        if timeline.broken is None and (probe is None or probe.error is not None):
+            timeline.broke(PROGRESS, f"a new request after all faults: {probe and probe.error!r}")
     deadline_s = simulation.now_s + FREE_S
     while timeline.broken is None and (held := laws.not_free(simulation.processes.values())):
         if simulation.now_s > deadline_s:
@@ -143,8 +145,6 @@ def _allows(plan: Plan, client: Client, error: RequestRejected) -> bool:
         return FaultKind.BREAK in kinds
     if error.code == "restarted_too_often":
         return FaultKind.PIECES in kinds
-    if not plan.can_serve:
-        return error.status in MAY_REFUSE
     return not client.tokens and error.status in MAY_REFUSE and bool(kinds)
 
 

@@ -170,8 +170,14 @@ class Simulation:
 
     def _end(self, fault: Fault, process: Process | None) -> None:
         match fault.kind:
-            case FaultKind.KILL | FaultKind.TERMINATE | FaultKind.BREAK:
+            case FaultKind.KILL | FaultKind.TERMINATE:
                 self._start_again(fault.target)
+            case FaultKind.BREAK:
+                if process is not None and "engine" in process.parts:
+                    process.parts["engine"].breaks = False
+                self._start_again(fault.target)
+            case FaultKind.ROLE:
+                self.restore_role(fault.target)
             case FaultKind.STOP if process is not None and process.is_stopped:
                 self._timeline.note(process.name, "goes on")
                 process.go_on(self._loop)
@@ -197,6 +203,14 @@ class Simulation:
         if fault.duration_s >= 15.0:
             pair = {fault.target, fault.other}
             self._network.cut(lambda c, s: {c.name, s.name} == pair, "keepalive: no answer")
+
+    def restore_role(self, name: str) -> None:
+        """Give an instance the role that it was started with, if it has another."""
+        process = self.processes.get(name)
+        instance: Instance | None = None if process is None else process.parts.get("instance")
+        role = self.plan.roles[self.plan.instances.index(name)]
+        if instance is not None and instance.role is not role:
+            self._operate(RoleChangeRequested(instance._instance_id, role))
 
     def _operate(self, event: RoleChangeRequested | BundleChangeRequested) -> None:
         scheduler = self.processes.get(SCHEDULER)
