@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, FreeKv, Outcome, Reject, Restart, WakeAt
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, FreeKv, Outcome, Reject, Restart, RunStep, WakeAt
 from pdmesh.core.events import (
     GatewayJoined,
     GatewayLost,
     InstanceJoined,
+    InstanceUnreachable,
     KvReleased,
     RequestArrived,
     RequestCancelled,
@@ -147,3 +148,15 @@ def test_a_lost_gateways_missing_requests_are_not_asked_for() -> None:
     bench.feed(waits_for(("a", 0)))
     bench.feed(GatewayLost(GATEWAY))
     assert not of(Restart, bench.feed(Tick(), at_s=9.0))
+
+
+def test_an_instance_whose_last_report_was_lost_rejoins_with_its_resident_and_no_chunk_in_flight() -> None:
+    """Found by simulation: the stream broke between the prompt's last chunk and the report of it."""
+    mixed = modelled_profile("m", Role.MIXED)
+    bench = CoreBench(mixed)
+    assert of(RunStep, bench.arrive("a"))
+    bench.feed(InstanceUnreachable(InstanceId("m")))
+    assert not of(FreeKv, bench.feed(InstanceJoined(mixed, (resident("a"),))))
+    bench.feed(RequestFinished(InstanceId("m"), RequestId("a"), Epoch(0), FinishReason.STOP, 4))
+    bench.released("m", "a")
+    assert bench.free_blocks("m") == 64

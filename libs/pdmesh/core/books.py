@@ -115,6 +115,13 @@ class Books:
                 self.instances[instance_id].settle(state.key)
             self.grant(self.broker.release(state.decode_id, state.key))
 
+    def drop_plans(self, instance: Instance) -> None:
+        """Nobody will report the plans that were in flight on an instance that has gone, or has begun anew."""
+        for plan in instance.plans.values():
+            for chunk in plan.chunks:
+                if state := self.find((chunk.request_id, chunk.epoch)):
+                    state.num_chunks_in_flight -= 1
+
     # --- it ends ---
 
     def end(self, state: RequestState, outcome: Outcome, *, spare: Iterable[InstanceId | None] = ()) -> None:

@@ -118,6 +118,7 @@ class Reunion:
         if old is not None:
             cut_off = [key for key in old.holds if key not in instance.holds]
             self._restart_without(instance_id, cut_off, f"instance {instance_id} was cut off")
+            books.drop_plans(old)
         books.queue.unpark()
 
     def instance_lost(self, instance_id: InstanceId) -> None:
@@ -130,6 +131,7 @@ class Reunion:
         self._books.broker.close(instance_id)
         self._unclaimed.drop_owner(instance_id)
         self._restart_without(instance_id, instance.holds, f"instance {instance_id} was lost")
+        self._books.drop_plans(instance)
 
     def _restart_without(self, instance_id: InstanceId, keys: Iterable[RequestKey], reason: str) -> None:
         for key in keys:

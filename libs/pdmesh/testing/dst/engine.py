@@ -38,9 +38,11 @@ class SimulatedEngine(FakeEngine):
         self.kv = store = _Store(FAKE_LAYOUT, num_blocks)
         store.inline_bytes = 0 if copies_on_threads else 1 << 20
         self.breaks = False  # its next step fails, as with a broken device
+        self.broke = False
 
     def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
         if self.breaks:
+            self.broke = True
             raise RuntimeError("the simulated device broke")
         process = running_process()
         process.busy_s += process.slowness * (STEP_S + TOKEN_S * sum(part.num_tokens for part in batch))

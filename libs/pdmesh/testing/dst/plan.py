@@ -48,6 +48,23 @@ class FaultKind(StrEnum):
     NONSENSE = "nonsense"  # a gateway submits what no gateway may, beside its other requests
 
 
+#: How often each is drawn.
+WEIGHTS = {
+    FaultKind.KILL: 4,
+    FaultKind.TERMINATE: 1,
+    FaultKind.STOP: 3,
+    FaultKind.CUT: 2,
+    FaultKind.AWAY: 2,
+    FaultKind.SLOW: 1,
+    FaultKind.FRAMES: 1,
+    FaultKind.PIECES: 2,
+    FaultKind.BREAK: 1,
+    FaultKind.ROLE: 1,
+    FaultKind.BUNDLE: 1,
+    FaultKind.NONSENSE: 1,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One fault; ``target`` and ``other`` name processes or, for an operator's change, what it changes to."""
@@ -172,11 +189,11 @@ def _ask(rng: random.Random, gateways: list[str]) -> Ask:
 
 
 def _fault(rng: random.Random, at_s: float, gateways: list[str], instances: list[str]) -> Fault:
-    kind = rng.choice(tuple(FaultKind))
+    (kind,) = rng.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))
     target, other, duration_s = rng.choice(instances), "", rng.choice((rng.uniform(0, 0.5), rng.uniform(0, 3.0)))
     match kind:
         case FaultKind.KILL | FaultKind.STOP:
-            target = rng.choice((SCHEDULER, *instances, *instances, gateways[-1]))
+            target = rng.choice((SCHEDULER, SCHEDULER, *instances, gateways[-1]))
             if kind is FaultKind.STOP:
                 duration_s = rng.choice((duration_s, rng.uniform(4, 8), rng.uniform(15, 35)))
         case FaultKind.TERMINATE:

@@ -87,6 +87,7 @@ class Simulation:
         self._bury(process)
         if not is_expected:
             self._laws.on_failure(process, failure or RuntimeError("the service ended by itself"))
+        if not context.stopping.is_set():
             self._later(0.2, partial(self.start, process.name))
 
     def kill(self, name: str) -> None:
@@ -175,7 +176,6 @@ class Simulation:
             case FaultKind.BREAK:
                 if process is not None and "engine" in process.parts:
                     process.parts["engine"].breaks = False
-                self._start_again(fault.target)
             case FaultKind.ROLE:
                 self.restore_role(fault.target)
             case FaultKind.STOP if process is not None and process.is_stopped:
@@ -238,7 +238,7 @@ class Simulation:
 
 def _device_broke(process: Process, failure: BaseException | None) -> bool:
     engine = process.parts.get("engine")
-    return engine is not None and engine.breaks and isinstance(failure, InstanceUnavailable)
+    return engine is not None and engine.broke and isinstance(failure, InstanceUnavailable)
 
 
 def _submit_nonsense(process: Process) -> None:
