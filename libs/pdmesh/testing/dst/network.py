@@ -115,14 +115,22 @@ class Network:
     def insecure_channel(self, target: str, options: Any = None) -> Channel:
         return Channel(self, target)
 
-    def server(self, *_args: Any, **_options: Any) -> Server:
-        return Server(self)
+    def server(self, *_args: Any, interceptors: Sequence[Any] = (), **_options: Any) -> Server:
+        return Server(self, interceptors)
 
     def reachable(self, client: Process, address: str) -> Server | None:
         server = self.listeners.get(address)
         if server is None or server.process.is_stopped:
             return None
         return None if self.away_until_s(client, server.process) > self.loop.agenda.now_s else server
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """`grpc.HandlerCallDetails`."""
+
+    method: str
+    invocation_metadata: tuple[tuple[str, str], ...] = ()
 
 
 _RESET = Status(grpc.StatusCode.UNAVAILABLE, "connection reset by peer")
@@ -225,18 +233,21 @@ class Channel:
             await asyncio.sleep(self._network.rng.uniform(*RETRY_S))
         await asyncio.sleep(self._network.delay_s())
 
-    def stream_stream(self, method: str) -> Callable[[], Call]:
-        return lambda: Call(self._network, self._process, self._address, method)
+    def stream_stream(self, method: str) -> Callable[..., Call]:
+        def multi(metadata: Sequence[tuple[str, str]] = ()) -> Call:
+            return Call(self._network, self._process, self._address, Details(method, tuple(metadata)))
+
+        return multi
 
 
 class Call:
     """The client's end of a stream."""
 
-    def __init__(self, network: Network, client: Process, address: str, method: str) -> None:
+    def __init__(self, network: Network, client: Process, address: str, details: Details) -> None:
         self._network = network
         self.client = client
         self.address = address
-        self._method = method
+        self.details = details
         self._status: Status | None = None
         self._cancelled = False
         self._connected = asyncio.Event()  # gRPC's "metadata sent"
@@ -325,17 +336,13 @@ class Call:
         if network.reachable(self.client, self.address) is None:
             network.after(0.25, self._connect)  # the connection is not refused; nobody answers
             return
-        handler = server.handler_of(self._method)
-        if handler is None:
-            self._end(Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
-            return
         self.server = server
         self.up = _Pipe(network, self.client, server.process)
         self.down = _Pipe(network, server.process, self.client)
         self._trailing = OK
         network.calls[self] = None
         self._connected.set()
-        self._handler = server.begin(handler, self)
+        self._handler = server.begin(self)
 
     def trailing(self, status: Status) -> None:
         """The server's handler has ended."""
@@ -393,8 +400,9 @@ class _Context:
 class Server:
     """`grpc.aio.Server`, of which our services use this much."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, interceptors: Sequence[Any]) -> None:
         self._network = network
+        self._interceptors = interceptors
         self.process = running_process()
         self._handlers: list[grpc.GenericRpcHandler[Any, Any]] = []
         self._addresses: list[str] = []
@@ -422,26 +430,32 @@ class Server:
         if self._running:
             await asyncio.wait(list(self._running))
 
-    def handler_of(self, method: str) -> Any:
-        for generic in self._handlers:
-            handler = generic.service(_Details(method))
-            if handler is not None:
-                return handler.stream_stream
-        return None
-
-    def begin(self, handler: Any, call: Call) -> asyncio.Task[None]:
+    def begin(self, call: Call) -> asyncio.Task[None]:
         context = self.process.context()
-        task = self._network.loop.create_task(self._serve(handler, call), context=context)
+        task = self._network.loop.create_task(self._serve(call), context=context)
         self._running[task] = None
         task.add_done_callback(lambda task: self._running.pop(task, None))
         return task
 
-    async def _serve(self, handler: Any, call: Call) -> None:
+    async def _handler(self, details: Details, position: int = 0) -> Any:
+        """The method's handler, or what an interceptor puts in its place; None if there is no such method."""
+        if position < len(self._interceptors):
+            return await self._interceptors[position].intercept_service(
+                lambda details: self._handler(details, position + 1), details
+            )
+        found = (generic.service(details) for generic in self._handlers)
+        return next((handler for handler in found if handler is not None), None)
+
+    async def _serve(self, call: Call) -> None:
         context = _Context(call)
         status = Status(grpc.StatusCode.CANCELLED, "the handler was cancelled")
         try:
-            await handler(None, context)
-            status = OK
+            handler = await self._handler(call.details)
+            if handler is None:
+                status = Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            else:
+                await handler.stream_stream(None, context)
+                status = OK
         except _Aborted:
             status = context.status
         except asyncio.CancelledError:
@@ -458,11 +472,3 @@ class Server:
         for address in self._addresses:
             if self._network.listeners.get(address) is self:
                 del self._network.listeners[address]
-
-
-@dataclass(frozen=True, slots=True)
-class _Details:
-    """`grpc.HandlerCallDetails`."""
-
-    method: str
-    invocation_metadata: tuple[()] = ()

@@ -12,7 +12,7 @@ import anyio
 
 import pdmesh_scheduler.main as scheduler_main
 import pdmesh.worker.runtime as worker_runtime
-from pdmesh.config import MeshConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.model import GatewayId, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -39,6 +39,7 @@ def config_of(plan: Plan) -> MeshConfig:
     return MeshConfig(
         model="simulated",
         scheduler_address=SCHEDULER_ADDRESS,
+        security=SecurityConfig(mesh_token="simulated"),
         scheduler=SchedulerConfig(port=7000, bundle=plan.bundle, max_queue_s=40.0),
         policy=PolicyConfig(
             chunk_tokens=plan.chunk_tokens,
