@@ -24,7 +24,6 @@ from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Plan
 from pdmesh.testing.dst.process import running_process
 from pdmesh.testing.engine import FAKE_LAYOUT
 from pdmesh_gateway.generate import Generator
-from pdmesh_gateway.limits import RecentIds
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import SchedulerLink
 from pdmesh_gateway.token_server import serve_tokens
@@ -85,7 +84,6 @@ class Gateway:
 
     generator: Generator
     transcripts: Transcripts
-    recent_ids: RecentIds
     link: SchedulerLink
 
 
@@ -107,7 +105,7 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.run, generator)
-            running_process().parts["gateway"] = Gateway(generator, transcripts, RecentIds(), link)
+            running_process().parts["gateway"] = Gateway(generator, transcripts, link)
             await context.stopping.wait()
             tasks.cancel_scope.cancel()
 

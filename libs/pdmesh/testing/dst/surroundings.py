@@ -85,6 +85,7 @@ def simulated_surroundings(
             (random, "_urandom", rng.randbytes),
             (random, "uniform", rng.uniform),
             (os, "urandom", rng.randbytes),
+            (os, "getpid", lambda: 1),
             (anyio.to_thread, "run_sync", run_sync),
             (grpc.aio, "insecure_channel", network.insecure_channel),
             (grpc.aio, "server", network.server),
