@@ -1,5 +1,6 @@
 # make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
 # make test   everything CI runs
+# make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing.md)
 # make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results.md
 # make docs   write the tables of docs/configuration.md from the settings' types
 # make fmt    format and fix what can be fixed
@@ -11,6 +12,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+SEEDS ?= 1000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ TEST_STAMP := $(VENV)/.test-$(STATE)
 # Two cores and many processes: one thread for each. Tests never ask a hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: up test lint results docs fmt clean
+.PHONY: up test lint dst results docs fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up $(ARGS)
@@ -36,6 +38,9 @@ lint: $(TEST_STAMP)
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+dst: $(TEST_STAMP)
+	$(TEST_ENV) $(BIN)/python benchmarks/dst.py --seeds $(SEEDS) $(ARGS)
 
 results: $(TEST_STAMP)
 	$(BIN)/python benchmarks/results.py $(ARGS)

@@ -63,7 +63,7 @@ BASELINE = Path(__file__).with_suffix(".json")
 RENAMED: Mapping[str, str] = {}
 
 #: Fields that did not exist, as "Type.field" or "Type.field.field of that".
-ADDED: Sequence[str] = ("RequestCancelled.gateway_id",)
+ADDED: Sequence[str] = ("RequestCancelled.gateway_id", "ForgetRequest.gateway_id")
 
 #: Types whose fields had another shape: what makes the old fields of the new ones.
 TRANSLATED: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}

@@ -11,7 +11,6 @@ A seed that breaks a law is cut down to what the failure needs, and its timeline
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from dataclasses import replace
@@ -85,6 +84,4 @@ def _print_run(result: Result) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":  # sets are walked in the order of hashes
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     sys.exit(main())

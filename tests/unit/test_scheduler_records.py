@@ -64,7 +64,7 @@ class Told:
 
     def ended(self, request_id: str, at_s: float, outcome: Outcome, *, epoch: int = 0) -> None:
         key: dict[str, Any] = {"request_id": RequestId(request_id), "epoch": Epoch(epoch)}
-        commands: list[Command] = [ForgetRequest(**key, outcome=outcome)]
+        commands: list[Command] = [ForgetRequest(**key, gateway_id=G, outcome=outcome)]
         if outcome is Outcome.FINISHED:
             event: Any = RequestFinished(I, RequestId(request_id), Epoch(epoch), FinishReason.LENGTH, 20)
         elif outcome is Outcome.CANCELLED:

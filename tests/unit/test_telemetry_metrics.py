@@ -95,7 +95,9 @@ async def test_the_schedulers() -> None:
         message="",
         retry_after_s=None,
     )
-    forget = ForgetRequest(request_id=request.request_id, epoch=request.epoch, outcome=Outcome.REJECTED)
+    forget = ForgetRequest(
+        gateway_id=request.gateway_id, request_id=request.request_id, epoch=request.epoch, outcome=Outcome.REJECTED
+    )
     metrics.observe(Tick(), [reject, forget], 3.0, decision_s=0.0)
     assert 'request_prefill_time_seconds_sum{model_name="m"} 1.0' in generate_latest(registry).decode()
     assert served(registry) == documented("Scheduler")

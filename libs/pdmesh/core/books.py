@@ -139,7 +139,8 @@ class Books:
         for instance_id in dict.fromkeys((state.prefill_id, state.decode_id, *state.members)):
             if instance_id is not None and instance_id not in spare:
                 self.free(instance_id, key)
-        self.commands.append(ForgetRequest(request_id=request_id, epoch=epoch, outcome=outcome))
+        gateway_id = state.request.gateway_id
+        self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
 
     def reject(self, state: RequestState, reason: RejectReason, message: str, retry_after_s: float | None) -> None:
         request_id, epoch = state.key

@@ -113,6 +113,7 @@ class Outcome(StrEnum):
 class ForgetRequest:
     """Drop what is kept for the request: it ended. Comes exactly once for each accepted (request, epoch)."""
 
+    gateway_id: GatewayId
     request_id: RequestId
     epoch: Epoch
     outcome: Outcome

@@ -334,6 +334,13 @@ class Restarted(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Finished(Message, frozen=True, kw_only=True):
+    """The request's last token was drawn, as its instance says. A gateway that does not have it soon has lost it."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
 class InstanceStatus(Message, frozen=True, kw_only=True):
     """One row of `pdmesh status`."""
 
@@ -365,7 +372,7 @@ class MeshState(Message, frozen=True, kw_only=True):
     num_gateways: int = 0
 
 
-GatewayDown = WelcomeGateway | Rejected | Restarted | MeshState
+GatewayDown = WelcomeGateway | Rejected | Restarted | Finished | MeshState
 
 
 # --- worker -> gateway -------------------------------------------------------------------------------------------

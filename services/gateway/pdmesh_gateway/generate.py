@@ -14,7 +14,16 @@ from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
-from pdmesh.wire.messages import OtherChoice, Rejected, Restarted, Submit, TokenLogprobs, TokenOut, pack_token_ids
+from pdmesh.wire.messages import (
+    Finished,
+    OtherChoice,
+    Rejected,
+    Restarted,
+    Submit,
+    TokenLogprobs,
+    TokenOut,
+    pack_token_ids,
+)
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import SchedulerLink
@@ -361,6 +370,11 @@ class Generator:
         transcript = self._transcripts.current(message.request_id, message.epoch)
         if transcript is not None:
             self.resume(transcript, message.reason)
+
+    def on_finished(self, message: Finished) -> None:
+        transcript = self._transcripts.current(message.request_id, message.epoch)
+        if transcript is not None:
+            transcript.suspect()
 
     def _submit(self, transcript: Transcript, *others: Transcript) -> None:
         """Send a request to the scheduler, with ``others`` of the same prompt. Raises RequestRejected."""

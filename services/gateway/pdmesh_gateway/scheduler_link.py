@@ -20,6 +20,7 @@ from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.link import FrameLink, open_link
 from pdmesh.wire.messages import (
     Cancel,
+    Finished,
     GatewayDown,
     GatewayHeartbeat,
     GatewayUp,
@@ -54,6 +55,8 @@ class Waiting(Protocol):
     def on_rejected(self, message: Rejected) -> None: ...
 
     def on_restarted(self, message: Restarted) -> None: ...
+
+    def on_finished(self, message: Finished) -> None: ...
 
 
 class SchedulerLink:
@@ -151,6 +154,8 @@ class SchedulerLink:
                     waiting.on_rejected(message)
                 case Restarted():
                     waiting.on_restarted(message)
+                case Finished():
+                    waiting.on_finished(message)
                 case WelcomeGateway():
                     raise ProtocolError("WelcomeGateway twice")
 

@@ -145,7 +145,7 @@ class Transcript:
                 self.prompt_logprobs[position] = logprobs
 
     def suspect(self) -> None:
-        """The stream that the last token came from broke: what was on it may be lost."""
+        """What is still to come may be lost: its stream broke, or it should be here by now."""
         if not self.finished and self.stalled_since_s is None:
             self.stalled_since_s = self.clock()
             self.mailbox.put(self)

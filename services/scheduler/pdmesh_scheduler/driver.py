@@ -22,6 +22,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    Outcome,
     PauseTransfer,
     PlaceDecode,
     Reject,
@@ -51,6 +52,7 @@ from pdmesh.wire.messages import (
     Admit,
     ChangeRole,
     ExpectKv,
+    Finished,
     Free,
     GatewayDown,
     Generation,
@@ -261,6 +263,10 @@ class Driver:
                 restarted = Restarted(request_id=command.request_id, epoch=command.epoch, reason=command.reason)
                 self._gateways.post(command.gateway_id, restarted)
             case ForgetRequest():
+                if command.outcome is Outcome.FINISHED:
+                    # Its last token goes to the gateway on another way, and may be lost there with its instance.
+                    finished = Finished(request_id=command.request_id, epoch=command.epoch)
+                    self._gateways.post(command.gateway_id, finished)
                 self._waiting.pop((command.request_id, command.epoch), None)
                 log.debug(
                     "request ended", request_id=command.request_id, epoch=command.epoch, outcome=str(command.outcome)

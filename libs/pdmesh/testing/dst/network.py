@@ -125,12 +125,12 @@ class Network:
         return None if self.away_until_s(client, server.process) > self.loop.agenda.now_s else server
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Details:
     """`grpc.HandlerCallDetails`."""
 
     method: str
-    invocation_metadata: tuple[tuple[str, str], ...] = ()
+    invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
 _RESET = Status(grpc.StatusCode.UNAVAILABLE, "connection reset by peer")
@@ -229,12 +229,12 @@ class Channel:
             call.cancel()
 
     async def channel_ready(self) -> None:
-        while self._network.reachable(self._process, self._address) is None:
+        while self._network.reachable(self._process, self._address) is None:  # noqa: ASYNC110  # as gRPC does
             await asyncio.sleep(self._network.rng.uniform(*RETRY_S))
         await asyncio.sleep(self._network.delay_s())
 
     def stream_stream(self, method: str) -> Callable[..., Call]:
-        def multi(metadata: Sequence[tuple[str, str]] = ()) -> Call:
+        def multi(metadata: Sequence[tuple[str, str | bytes]] = ()) -> Call:
             return Call(self._network, self._process, self._address, Details(method, tuple(metadata)))
 
         return multi
@@ -404,11 +404,11 @@ class Server:
         self._network = network
         self._interceptors = interceptors
         self.process = running_process()
-        self._handlers: list[grpc.GenericRpcHandler[Any, Any]] = []
+        self._handlers: list[grpc.GenericRpcHandler] = []
         self._addresses: list[str] = []
         self._running: dict[asyncio.Task[None], None] = {}
 
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler[Any, Any]]) -> None:
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         self._handlers += handlers
 
     def add_insecure_port(self, address: str) -> int:

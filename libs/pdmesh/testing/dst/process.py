@@ -1,7 +1,8 @@
 """Simulated processes on one event loop: each can stop, go on, die, and has a clock of its own.
 
 Which process a callback belongs to is a context variable, so tasks and timers inherit it. The callbacks of a stopped
-process are kept and run when it goes on, timers that have run out in the meantime among them, as after SIGSTOP and SIGCONT.
+process are kept and run when it goes on, also those of timers that have run out in the meantime, as after SIGSTOP and
+SIGCONT.
 """
 
 from __future__ import annotations
@@ -67,18 +68,18 @@ class _Handle(asyncio.Handle):
     __slots__ = ()
 
     def _run(self) -> None:
-        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]  # asyncio's own
+        process = self._context.get(_CURRENT)
         if process is not None and process.is_stopped:
             process.freeze(self)
         else:
-            super()._run()  # type: ignore[misc]
+            super()._run()  # type: ignore[misc]  # asyncio's own
 
 
 class _TimerHandle(asyncio.TimerHandle):
     __slots__ = ()
 
     def _run(self) -> None:
-        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
+        process = self._context.get(_CURRENT)
         if process is not None and process.is_stopped:
             process.freeze(self)
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from pdmesh.errors import RequestRejected
 from pdmesh.sim.agenda import Agenda
@@ -42,7 +43,7 @@ class Result:
 
 
 def run(plan: Plan, *, with_timeline: bool = False) -> Result:
-    """Simulate a plan: the same plan gives the same run, to the last bit, in one build and with one hash seed."""
+    """Simulate a plan: the same plan gives the same run, to the last bit, whatever the hash seed."""
     agenda = Agenda()
     loop = BoundedLoop(agenda)
     rng = random.Random(plan.seed)
@@ -53,7 +54,10 @@ def run(plan: Plan, *, with_timeline: bool = False) -> Result:
     network.on_failure = laws.on_failure
     simulation = Simulation(plan, loop, network, plane, rng, laws, timeline)
     loop.set_exception_handler(lambda _loop, context: _unhandled(timeline, context))
-    with simulated_surroundings(loop, network, rng, laws.on_decision), asyncio.Runner(loop_factory=lambda: loop) as runner:
+    with (
+        simulated_surroundings(loop, network, rng, laws.on_decision),
+        asyncio.Runner(loop_factory=lambda: loop) as runner,
+    ):
         try:
             runner.run(_run(simulation, laws, timeline))
         except TooManyTurns:
@@ -87,15 +91,15 @@ async def _run(simulation: Simulation, laws: Laws, timeline: Timeline) -> None:
         simulation.start(name)
     await asyncio.sleep(_START_S)
     for ask in plan.asks:
-        loop.agenda.at(_START_S + ask.at_s, lambda ask=ask: simulation.ask(ask))  # type: ignore[misc]
+        loop.agenda.at(_START_S + ask.at_s, partial(simulation.bring, ask))
     for fault in plan.faults:
-        loop.agenda.at(_START_S + fault.at_s, lambda fault=fault: simulation.begin(fault))  # type: ignore[misc]
+        loop.agenda.at(_START_S + fault.at_s, partial(simulation.begin, fault))
     await _until_ended(simulation, laws, timeline, _START_S + plan.quiet_from_s)
     if timeline.broken is None:
         await _probe(simulation, laws, timeline)
     for client in simulation.clients:
         if client.has_ended and timeline.broken is None:
-            client.judge(lambda error, client=client: _allows(plan, client, error))  # type: ignore[misc]
+            client.judge(partial(_allows, plan, client))
     await simulation.shut_down()
 
 
@@ -151,8 +155,3 @@ def _allows(plan: Plan, client: Client, error: RequestRejected) -> bool:
 def _unhandled(timeline: Timeline, context: dict[str, object]) -> None:
     error = context.get("exception")
     timeline.broke(NO_FAILURE, f"{context.get('message')}: {error!r}")
-
-
-def replayed(result: Result) -> Result:
-    """The same run again, with its timeline."""
-    return run(replace(result.plan), with_timeline=True)

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import anyio
 
-import pdmesh_scheduler.main as scheduler_main
 import pdmesh.worker.runtime as worker_runtime
+import pdmesh_scheduler.main as scheduler_main
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.model import GatewayId, Role
 from pdmesh.policy.base import PolicyConfig
@@ -123,5 +123,3 @@ class _Detokenizer:
 
     def flush(self) -> str:
         return ""
-
-

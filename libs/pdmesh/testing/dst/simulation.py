@@ -129,6 +129,10 @@ class Simulation:
         self._tasks[process].append(task)
         return client
 
+    def bring(self, ask: Ask) -> None:
+        """As `ask`, for one whose client nobody waits for."""
+        self.ask(ask)
+
     # --- faults ---
 
     def begin(self, fault: Fault) -> None:
@@ -257,4 +261,3 @@ def _submit_nonsense(process: Process) -> None:
         params=SamplingParams(max_tokens=1),
     )
     link.post(Submit(generation=generation, slo_ttft_s=0.0))
-

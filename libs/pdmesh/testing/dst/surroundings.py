@@ -26,6 +26,7 @@ from pdmesh.core.commands import Command
 from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.mover import KvMover
+from pdmesh.testing.dst.engine import sleep_through
 from pdmesh.testing.dst.network import Network
 from pdmesh.testing.dst.process import ProcessLoop, current_process, running_process
 from pdmesh.worker.instance import Instance
@@ -60,11 +61,11 @@ def simulated_surroundings(
 
     async def run_sync(call: Callable[..., Any], *args: Any, limiter: Any = None, **_: Any) -> Any:
         async with limiter or nullcontext():
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep(rng.uniform(0, COPY_S))
-                result = call(*args)
-                await anyio.sleep(rng.uniform(0, COPY_S))
-        return result
+            await sleep_through(rng.uniform(0, COPY_S))
+            try:
+                return call(*args)
+            finally:
+                await sleep_through(rng.uniform(0, COPY_S))
 
     class WatchedCore(SchedulerCore):
         def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -118,7 +119,9 @@ def _remembered(made: type[Any], name: str) -> type[Any]:
 def _quiet_log() -> Generator[None]:
     """Log nothing: what matters is in the timeline. Bound loggers of modules look at the configuration at each call."""
     before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL), cache_logger_on_first_use=False)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL), cache_logger_on_first_use=False
+    )
     try:
         yield
     finally:

@@ -1,0 +1,67 @@
+"""The real services on virtual time, under faults drawn from seeds, keep their laws. See ``docs/testing.md``."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from pdmesh.model import Role
+from pdmesh.testing.dst.plan import SCHEDULER, Ask, Fault, FaultKind, Plan, draw
+from pdmesh.testing.dst.run import run
+
+#: ``make dst SEEDS=…`` runs more. What a failing seed does: ``python benchmarks/dst.py --show SEED``.
+NUM_SEEDS = 240
+SEEDS_A_TEST = 20
+
+ASK = Ask(at_s=0.0, gateway="g0", label="a", prompt=(1, 2, 3, 4, 5, 6), max_tokens=20)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_A_TEST))
+def test_the_laws_hold_under_drawn_faults(first: int) -> None:
+    broken = {seed: str(law) for seed in range(first, first + SEEDS_A_TEST) if (law := run(draw(seed)).broken)}
+    assert not broken
+
+
+def test_the_same_plan_runs_the_same_way_twice() -> None:
+    digests = [
+        hashlib.sha256("\n".join(run(draw(seed), with_timeline=True).timeline).encode()).hexdigest()
+        for seed in (7, 8, 7, 8)
+    ]
+    assert digests[:2] == digests[2:]
+    assert digests[0] != digests[1]
+
+
+def test_all_kinds_of_faults_are_drawn_and_tokens_are_served_beside_them() -> None:
+    plans = [draw(seed) for seed in range(NUM_SEEDS)]
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(FaultKind)
+    assert {len(plan.gateways) for plan in plans} == {1, 2}
+    result = run(draw(0))
+    assert result.num_tokens > 0
+    assert result.num_events > 0
+
+
+def a_plan(
+    *faults: Fault, asks: tuple[Ask, ...] = (ASK,), roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+) -> Plan:
+    return Plan(seed=1, roles=roles, num_gateways=1, bundle="pdmesh", asks=asks, faults=faults)
+
+
+def test_a_request_whose_last_token_dies_with_its_instance_is_resumed() -> None:
+    """The scheduler has heard that it finished; its gateway waits for tokens that nobody has any more."""
+    plan = a_plan(
+        Fault(at_s=0.0, kind=FaultKind.AWAY, target="i1", other="g0", duration_s=12.0),
+        Fault(at_s=2.5, kind=FaultKind.KILL, target="i1", duration_s=0.5),
+    )
+    result = run(plan)
+    assert result.broken is None
+    assert result.num_tokens == ASK.max_tokens + 4  # of the probe that comes last
+
+
+@pytest.mark.parametrize("target", [SCHEDULER, "i0", "i1"])
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP, FaultKind.TERMINATE, FaultKind.CUT])
+def test_a_stream_survives(kind: FaultKind, target: str) -> None:
+    for at_s in (0.02, 0.2):
+        result = run(a_plan(Fault(at_s=at_s, kind=kind, target=target, duration_s=6.0)))
+        assert result.broken is None
+        assert result.num_tokens == ASK.max_tokens + 4
