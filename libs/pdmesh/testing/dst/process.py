@@ -68,22 +68,22 @@ class _Handle(asyncio.Handle):
     __slots__ = ()
 
     def _run(self) -> None:
-        process = self._context.get(_CURRENT)
+        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
         if process is not None and process.is_stopped:
             process.freeze(self)
         else:
-            super()._run()  # type: ignore[misc]  # asyncio's own
+            super()._run()
 
 
 class _TimerHandle(asyncio.TimerHandle):
     __slots__ = ()
 
     def _run(self) -> None:
-        process = self._context.get(_CURRENT)
+        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
         if process is not None and process.is_stopped:
             process.freeze(self)
         else:
-            super()._run()  # type: ignore[misc]
+            super()._run()
 
 
 class ProcessLoop(VirtualTimeLoop):
