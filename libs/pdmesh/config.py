@@ -111,6 +111,9 @@ class WorkerConfig:
         int | None, COUNT, "of one instance; if not set, 256 MiB of the host, or kv_cache_share of a device"
     ] = None
     kv_cache_share: Annotated[float, Range(0.01, 0.99), "of the memory that a device has free after the weights"] = 0.85
+    prefill_attention: Annotated[
+        str, one_of("auto", "fa2", "fa3"), "FlashInfer's way for chunks on a device; auto: by the chunk's length"
+    ] = "auto"
     max_model_len: Annotated[int | None, COUNT, "default: the checkpoint's"] = None
     max_num_seqs: Annotated[int, COUNT, "requests an instance decodes at once"] = 64
     num_threads: Annotated[int, Range(0, 4096), "0: a fair share of the machine's cores"] = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from pdmesh.engine.base import SequenceSlice, SliceResult
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.cuda.forward import DeviceForward, paced
 from pdmesh.engine.cuda.graphs import MAX_BATCH_SIZE, graph_batch_size
+from pdmesh.engine.cuda.staging import Turns
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
@@ -31,13 +34,31 @@ class FakeDevice:
     streams: FakeStreams = field(default_factory=FakeStreams)
     recorder: FakeRecorder = field(default_factory=FakeRecorder)
 
-    def engine(self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int = 64) -> TorchEngine:
+    def engine(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int = 64, max_num_seqs: int = 256
+    ) -> TorchEngine:
         def choose(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
             return fake_cuda_compute(loaded, self.library, self.streams, self.recorder)
 
         with monkeypatch.context() as patched:
             patched.setattr(runner, "choose_compute", choose)
-            return TorchEngine(directory, num_blocks=num_blocks, num_threads=1, device="cpu")
+            return TorchEngine(directory, num_blocks=num_blocks, max_num_seqs=max_num_seqs, num_threads=1, device="cpu")
+
+    def calls(self, method: str) -> int:
+        return sum(call.method == method for call in self.library.calls)
+
+
+def prefilled(engine: TorchEngine, lengths: list[int]) -> list[Generation]:
+    """Generations whose prompts have been computed."""
+    tables = separate_tables(engine, [length + MAX_TOKENS for length in lengths])
+    generations = [
+        Generation(
+            new_sequence(prompt_of(length), table, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)), MAX_TOKENS
+        )
+        for length, table in zip(lengths, tables, strict=True)
+    ]
+    step(engine, [(generation, 1000) for generation in generations])
+    return generations
 
 
 @pytest.fixture
@@ -101,10 +122,70 @@ def test_decodes_run_as_few_graphs_whose_padding_changes_nothing(
         step(engine, [(generation, 1) for generation in running[: 1 + len(running[0].output_ids) % 5]])
     assert [generation.output_ids for generation in generations] == expected
     assert fake.recorder.num_recorded == len({graph_batch_size(size) for size in (1, 2, 3, 4, 5)})
-    plans = [call for call in fake.library.calls if call.method == "plan"]
-    runs = [call for call in fake.library.calls if call.method == "run"]
-    assert not [call for call in plans if call.wrapper.startswith("BatchPrefill")]
-    assert len(runs) == 3 * (len(plans) + fake.recorder.num_recorded)  # one plan serves the three layers
+    assert not [call for call in fake.library.calls if call.wrapper.startswith("BatchPrefill")]
+    assert fake.calls("plan") == fake.recorder.num_recorded  # the first of each size, which chooses its kernels
+
+
+@pytest.mark.parametrize("length", [10, 16, 31])
+def test_a_step_is_prepared_while_the_one_before_is_computed(
+    engine: TorchEngine, reference: TorchEngine, fake: FakeDevice, length: int
+) -> None:
+    """The same sequences, one token on: the step finds its integers, its plan and its tokens on the device."""
+    expected = [generate(reference, prompt_of(length + i), MAX_TOKENS).output_ids for i in range(3)]
+    generations = prefilled(engine, [length, length + 1, length + 2])
+    step(engine, [(generation, 1) for generation in generations])
+    for _ in range(MAX_TOKENS - 3):
+        planned, sent = fake.calls("fast_decode_plan"), fake.streams.num_recorded
+        step(engine, [(generation, 1) for generation in generations])
+        assert fake.calls("fast_decode_plan") == planned + 1  # the next one's
+        assert fake.streams.num_recorded == sent + 2  # its turn, and the tokens; no other wait
+    step(engine, [(generation, 1) for generation in generations])
+    planned = fake.calls("fast_decode_plan")
+    assert [generation.output_ids for generation in generations] == expected
+    assert all(generation.done for generation in generations)
+    assert fake.calls("fast_decode_plan") == planned  # nothing follows the last token
+
+
+def test_what_was_prepared_for_another_batch_changes_nothing(
+    engine: TorchEngine, reference: TorchEngine, fake: FakeDevice
+) -> None:
+    lengths = [10, 20, 30]
+    expected = [generate(reference, prompt_of(length), MAX_TOKENS).output_ids for length in lengths]
+    generations = prefilled(engine, lengths)
+    a, b, c = generations
+    orders = itertools.cycle([[a, b], [a, b], [b, a], [a, b, c], [a, c], [c], [c], [a, b, c], [c, b, a]])
+    while any(not generation.done for generation in generations):
+        if running := [generation for generation in next(orders) if not generation.done]:
+            step(engine, [(generation, 1) for generation in running])
+    assert [generation.output_ids for generation in generations] == expected
+
+
+def test_a_token_that_is_not_the_drawn_one_is_computed(engine: TorchEngine, reference: TorchEngine) -> None:
+    """The engine believes the sequence, not what it prepared."""
+    outputs: list[list[int]] = []
+    for tested in (engine, reference):
+        (generation,) = prefilled(tested, [12])
+        for forced in (None, 7, None, 9, 11):
+            step(tested, [(generation, 1)])
+            if forced is not None:
+                generation.sequence.token_ids[-1] = forced
+        step(tested, [(generation, 1)])
+        outputs.append(generation.sequence.token_ids.tolist())
+    assert outputs[0] == outputs[1]
+
+
+def test_pinned_memory_is_written_again_only_when_the_device_has_read_it() -> None:
+    streams = FakeStreams()
+    turns = Turns(streams)
+    first, second = turns.next(), turns.next()
+    assert first is not second
+    streams.held = True
+    assert turns.next() is first  # read long ago
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(turns.next)
+        assert not wait([waiting], timeout=0.05).done
+        streams.events[-2].complete()
+        assert waiting.result(10) is second
 
 
 def test_a_warm_up_compiles_everything_and_touches_no_requests_kv(engine: TorchEngine, fake: FakeDevice) -> None:
@@ -116,7 +197,19 @@ def test_a_warm_up_compiles_everything_and_touches_no_requests_kv(engine: TorchE
         for wrapper in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper")
         for method in ("__init__", "plan", "run")
     }
-    assert fake.recorder.num_recorded == 1
+    sizes = [
+        len(call.kwargs["paged_kv_last_page_len_buffer"])
+        for call in fake.library.calls
+        if "use_cuda_graph" in call.kwargs
+    ]
+    assert sizes == [256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]  # the largest first
+    assert fake.recorder.num_recorded == 16
+    backends = [
+        call.kwargs["backend"]
+        for call in fake.library.calls
+        if call.wrapper.startswith("BatchPrefill") and call.method == "__init__"
+    ]
+    assert backends == ["auto", "fa2"]
     for cache in engine.kv.layers:
         assert not cache[: engine.kv.num_blocks].any()
 
@@ -129,10 +222,14 @@ def test_graph_sizes() -> None:
 
 
 def test_batches_too_large_for_graphs_are_computed_directly(
-    engine: TorchEngine, reference: TorchEngine, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+    reference: TorchEngine, tmp_path: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdmesh.engine.cuda.forward.MAX_BATCH_SIZE", 0)
-    assert generate(engine, prompt_of(20), 5).output_ids == generate(reference, prompt_of(20), 5).output_ids
+    engine = fake.engine(tmp_path, monkeypatch, max_num_seqs=2)
+    expected = [generate(reference, prompt_of(length), MAX_TOKENS).output_ids for length in (5, 6, 7)]
+    generations = prefilled(engine, [5, 6, 7])
+    while not generations[0].done:
+        step(engine, [(generation, 1) for generation in generations])
+    assert [generation.output_ids for generation in generations] == expected
     assert fake.recorder.num_recorded == 0
 
 
@@ -192,8 +289,8 @@ def test_what_is_sent_of_block_tables_is_what_is_new(engine: TorchEngine, fake: 
     assert tables.num_sent == 3
     for _ in range(6):
         step(engine, [(generation, 7)])
-    assert tables.num_sent == 3
+    assert tables.num_sent == 4  # and the scratch block, for the first graph
     generation.sequence.block_table.append(2)
     while generation.num_computed < 49:
         step(engine, [(generation, 1)])
-    assert tables.num_sent == 4
+    assert tables.num_sent == 5

@@ -11,7 +11,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="needs Triton")
 
-from pdmesh.engine.cuda.kernels import TritonKernels
+from pdmesh.engine.cuda.kernels import TritonKernels, write_pages_kernel
+from pdmesh.engine.cuda.page_tables import lengths_of, write_pages
 from pdmesh.engine.kernels import Rotation, TorchKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,3 +56,17 @@ def test_rotate_and_store(num_heads: int, num_kv_heads: int, head_dim: int) -> N
     torch.testing.assert_close(query, expected, atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(caches[1], caches[0], atol=4e-2, rtol=2e-2)
     assert torch.equal(caches[1][:, 1], caches[0][:, 1])  # values are not rotated
+
+
+@pytest.mark.parametrize("ends", [[1], [16, 17, 1, 4000], [20000, 3]])
+def test_write_pages(ends: list[int]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    table = torch.randint(0, 1 << 30, (6, 1300), generator=generator, dtype=torch.int32).to(DEVICE)
+    rows = torch.tensor([3, 0, 5, 3][: len(ends)], dtype=torch.int32, device=DEVICE)
+    indptr = torch.from_numpy(lengths_of(ends, 16).indptr).to(DEVICE)
+    total = int(indptr[-1])
+    expected, pages = (torch.full((total + 9,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    write_pages(table, rows, indptr, expected)
+    write_pages_kernel(table, rows, indptr, pages)
+    assert torch.equal(pages[:total], expected[:total])
+    assert (pages[total:] == -1).all()

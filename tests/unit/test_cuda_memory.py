@@ -12,7 +12,7 @@ import torch
 
 from pdmesh.engine.attention import Span
 from pdmesh.engine.cuda.kv_store import DeviceKvStore, block_runs
-from pdmesh.engine.cuda.page_tables import PageTables
+from pdmesh.engine.cuda.page_tables import NUM_ROWS, PageTables, write_pages
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
@@ -161,10 +161,10 @@ class Tables:
         self.staging.restart()
         index = self.tables.index([Span(0, 1, length - 1, table) for table, length in requests], self.staging)
         used = [num_blocks_for(length, self.block_size) for _, length in requests]
-        assert index.indptr.tolist() == [0, *np.cumsum(used).tolist()]
-        assert index.last_page_len.tolist() == [(length - 1) % self.block_size + 1 for _, length in requests]
+        assert index.lengths.indptr.tolist() == [0, *np.cumsum(used).tolist()]
+        assert index.lengths.last_page_len.tolist() == [(length - 1) % self.block_size + 1 for _, length in requests]
         assert index.pages.tolist() == [b for (table, _), n in zip(requests, used, strict=True) for b in table[:n]]
-        assert index.indptr.dtype == np.int32
+        assert index.lengths.indptr.dtype == np.int32
         assert index.pages.dtype == torch.int32
 
 
@@ -181,31 +181,39 @@ def test_an_index_is_that_of_the_block_tables() -> None:
     assert tables.tables.num_sent == 8
 
 
-def test_pages_of_the_step_before_are_used_again_until_something_changes() -> None:
+def test_tables_that_are_equal_are_not_the_same() -> None:
     tables = Tables()
     table, other = [7, 1, 4], [7, 1, 5]
-    spans = [Span(0, 1, 5, table)]
-    pages = tables.tables.index(spans, tables.staging).pages
-    assert tables.tables.index([Span(0, 1, 6, table)], tables.staging).pages is pages
-    assert tables.tables.index([Span(0, 1, 8, table)], tables.staging).pages.tolist() == [7, 1, 4]
-    tables.check([(other, 9)])
     tables.check([(table, 9)])
+    tables.check([(other, 9)])
+    tables.check([(table, 9), (other, 5)])
 
 
-def test_rows_are_those_used_last_and_grow_with_the_step() -> None:
+def test_rows_are_those_used_last_and_stay_where_they_are() -> None:
     tables = Tables()
-    requests = [([number, number + 1000], 5) for number in range(200)]
-    for first in range(0, 200, 10):
-        tables.check(requests[first : first + 10])
-    assert len(tables.tables._table) == 64
-    assert tables.tables.num_sent == 400
-    tables.check(requests[150:200])  # still there
-    assert tables.tables.num_sent == 400
+    memory = tables.tables.table.data_ptr()
+    requests = [([number, number + 1000], 5) for number in range(NUM_ROWS + 100)]
+    for first in range(0, NUM_ROWS + 100, 50):
+        tables.check(requests[first : first + 50])
+    num_sent = 2 * (NUM_ROWS + 100)
+    assert tables.tables.num_sent == num_sent
+    tables.check(requests[-50:])  # still there
+    assert tables.tables.num_sent == num_sent
     tables.check(requests[:60])  # given up since
-    assert tables.tables.num_sent == 520
-    tables.check(requests)  # more at once than there were rows
-    assert len(tables.tables._table) == 256
+    assert tables.tables.num_sent == num_sent + 120
+    tables.check(requests)  # more at once than there are rows: sent for this step alone
     tables.check(requests[::-1])
+    assert tables.tables.num_sent == num_sent + 120
+    assert tables.tables.table.data_ptr() == memory
+
+
+def test_pages_are_written_in_place() -> None:
+    """Whatever lies behind the last of them, as in a graph's buffer."""
+    table = torch.tensor([[5, 6, 7], [8, 9, 10]], dtype=torch.int32)
+    pages = torch.full((8,), -1, dtype=torch.int32)
+    rows, indptr = torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([0, 2, 5, 6], dtype=torch.int32)
+    write_pages(table, rows, indptr, pages)
+    assert pages[:6].tolist() == [8, 9, 5, 6, 7, 8]
 
 
 def test_a_longer_reservation_than_the_context_is_cut() -> None:

@@ -36,6 +36,8 @@ class Loaded:
     layout: KvLayout
     num_blocks: int
     max_model_len: int
+    max_num_seqs: int  # decodes of one step
+    prefill_attention: str  # which of a device's ways, by name; "auto": by the chunk's length
     deterministic: bool
 
     @property

@@ -6,6 +6,7 @@ import array
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +23,59 @@ from pdmesh.model import num_blocks_for
 Upload = Callable[[Sequence[npt.NDArray[np.int64]]], Sequence[Tensor]]
 
 
+#: Rows of a step.
+Rows = Sequence[int]
+
+
+class StepOutput(Protocol):
+    """What a step gives, computed when asked for, if it was not before. It belongs to the step's block."""
+
+    def logits(self, rows: Rows) -> Tensor:
+        """Scores of the next token, fp32, (len(rows), vocab_size)."""
+        ...
+
+    def best(self, rows: Rows) -> Tensor:
+        """The most likely next tokens, of equal ones the lowest ids, (len(rows),)."""
+        ...
+
+    def token_ids(self, drawn: Tensor) -> list[int]:
+        """The ids drawn for all rows that draw, on the host. A device gets ready for the next step meanwhile."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenOutput:
+    """`StepOutput` of hidden states (num_tokens, hidden_size)."""
+
+    transformer: Transformer
+    hidden: Tensor
+
+    def logits(self, rows: Rows) -> Tensor:
+        return self.transformer.logits(take_rows(self.hidden, rows))
+
+    def best(self, rows: Rows) -> Tensor:
+        return self.logits(rows).argmax(dim=-1)
+
+    def token_ids(self, drawn: Tensor) -> list[int]:
+        token_ids: list[int] = drawn.tolist()
+        return token_ids
+
+
+def take_rows(values: Tensor, rows: Rows) -> Tensor:
+    """Neighbours are taken without an index, which a device would have to be sent."""
+    first, last = rows[0], rows[-1]
+    if list(rows) == list(range(first, last + 1)):
+        return values[first : last + 1]
+    return values[list(rows)]
+
+
 class Forward(Protocol):
     """Runs the transformer over a batch. A layer hook may run another step inside."""
 
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None
-    ) -> AbstractContextManager[Tensor]:
-        """Hidden states (num_tokens, hidden_size), which belong to the block; it ends when all computing has."""
+    ) -> AbstractContextManager[StepOutput]:
+        """The block ends when all computing has."""
         ...
 
     def settle(self) -> None:
@@ -57,9 +104,10 @@ class DirectForward:
     @contextlib.contextmanager
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[StepOutput]:
         inputs = step_inputs(batch, self._block_size, self._upload)
-        yield self._transformer.forward(inputs, self._caches, self._attention.plan(spans), on_layer)
+        plan = self._attention.plan(spans)
+        yield HiddenOutput(self._transformer, self._transformer.forward(inputs, self._caches, plan, on_layer))
         self.settle()
 
     def settle(self) -> None:

@@ -27,7 +27,7 @@ from pdmesh.engine.rope import RotaryEmbedding
 _DETERMINISTIC_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """A step's tokens, flattened, and where their keys and values go."""
 
@@ -35,7 +35,7 @@ class StepInputs:
     positions: Tensor  # (num_tokens,)
     num_prompt_tokens: Tensor  # (num_tokens,), of each token's sequence
     slots: Tensor  # (num_tokens,): block * block_size + offset
-    new_blocks: Tensor  # blocks written for the first time by their sequences
+    new_blocks: Tensor | None  # blocks written for the first time by their sequences; None: attention ignores the rest
 
 
 class Transformer:
@@ -47,6 +47,10 @@ class Transformer:
         self._kernels = kernels
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, weights.norm.device)
         self._deterministic = deterministic
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
 
     def forward(
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
@@ -60,7 +64,8 @@ class Transformer:
         for number, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
             # A block's former content is wiped when a sequence begins it: a NaN left there by another sequence would
             # pass the mask (0 x NaN).
-            cache.index_fill_(0, inputs.new_blocks, 0)
+            if inputs.new_blocks is not None:
+                cache.index_fill_(0, inputs.new_blocks, 0)
             hidden, normed = kernels.add_norm(hidden, delta, layer.input_norm)
             query = kernels.rotate_and_store(self._project(layer, normed), self._config.num_heads, rotation, cache)
             if on_layer is not None:
@@ -71,10 +76,15 @@ class Transformer:
             delta = self._linear(kernels.gated_silu(self._linear(normed, layer.gate_up)), layer.down)
         return hidden if delta is None else hidden + delta
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
         _, normed = self._kernels.add_norm(hidden, None, self._weights.norm)
-        return self._linear(normed, self._weights.lm_head).float()
+        scores = self._linear(normed, self._weights.lm_head)
+        return scores.float() if out is None else out.copy_(scores)
+
+    def tabulate_rotation(self, num_positions: int, dtype: torch.dtype) -> None:
+        """Look rotations up from now on, for tokens before ``num_positions``: on a device, fewer kernels a step."""
+        self._rotary.tabulate(num_positions, dtype)
 
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """Queries, keys and values: (num_tokens, heads, head_dim)."""

@@ -25,9 +25,19 @@ class RotaryEmbedding:
         self._head_dim = head_dim
         self._attention_factor = _yarn_attention_factor(config) if config.rope_type is RopeType.YARN else 1.0
         self._inverse_frequencies = self._fixed_inverse_frequencies()
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def tabulate(self, num_positions: int, dtype: torch.dtype) -> None:
+        """Keep what `cos_sin` gives for positions before ``num_positions``, unless it depends on lengths, too."""
+        if self._config.rope_type is not RopeType.DYNAMIC:
+            positions = torch.arange(num_positions, device=self._inverse_frequencies.device)
+            self._tables = self.cos_sin(positions, positions, dtype)
 
     def cos_sin(self, positions: Tensor, num_prompt_tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables for tokens at ``positions`` of sequences with ``num_prompt_tokens``: two of (n, head_dim / 2)."""
+        if self._tables is not None:
+            cos, sin = self._tables
+            return cos[positions], sin[positions]
         frequencies = self._inverse_frequencies
         if self._config.rope_type is RopeType.DYNAMIC:
             frequencies = self._dynamic_inverse_frequencies(torch.maximum(positions + 1, num_prompt_tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from pdmesh.engine.checkpoint import load_weights, random_weights
 from pdmesh.engine.choosing import choose_compute
 from pdmesh.engine.compute import Loaded, PagedStore
 from pdmesh.engine.files import load_model_config
-from pdmesh.engine.forward import step_spans
+from pdmesh.engine.forward import StepOutput, step_spans
 from pdmesh.engine.kv_cache import TORCH_DTYPES
-from pdmesh.engine.sampler import sample, token_logprobs
+from pdmesh.engine.sampler import sample, takes_best, token_logprobs
 from pdmesh.errors import ConfigError
 
 log = structlog.get_logger()
@@ -30,6 +30,8 @@ _TILE_LOGITS = 1 << 22
 class TorchEngine:
     """Implements `pdmesh.engine.base.Engine` for a Hugging Face checkpoint.
 
+    ``max_num_seqs`` is how many decodes of one step a device gets ready for; more are computed more slowly.
+    ``prefill_attention`` names FlashInfer's backend for chunks; "auto" chooses by their length.
     ``num_blocks`` of the KV cache may follow from the bytes that a device has free after the weights (None: the host).
     ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``native`` allows what is
     faster than plain torch: compiled kernels, reordered weights, on CUDA FlashInfer and graphs; without it, this is the
@@ -46,7 +48,9 @@ class TorchEngine:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
+        max_num_seqs: int = 256,
         num_threads: int = 0,
+        prefill_attention: str = "auto",
         deterministic: bool = False,
         native: bool = True,
         has_random_weights: bool = False,
@@ -73,11 +77,13 @@ class TorchEngine:
             layout=layout,
             num_blocks=num_blocks if isinstance(num_blocks, int) else num_blocks(_free_bytes(self._device)),
             max_model_len=self._max_model_len,
+            max_num_seqs=max_num_seqs,
+            prefill_attention=prefill_attention,
             deterministic=deterministic,
         )
         compute = choose_compute(loaded, self._device, native=native)
         log.info("compute path", kernels=compute.name)
-        self._transformer, self._forward, self._kv = compute.transformer, compute.forward, compute.kv
+        self._forward, self._kv = compute.forward, compute.kv
 
     @property
     def kv(self) -> PagedStore:
@@ -92,12 +98,10 @@ class TorchEngine:
         if not batch:
             return []
         spans = step_spans(batch)
-        with self._forward.step(batch, spans, on_layer) as hidden:
-            drawn = self._sample(batch, spans, hidden)
+        with self._forward.step(batch, spans, on_layer) as output:
+            drawn = self._sample(batch, spans, output)
             prompts = [
-                self._prompt_logprobs(part, hidden[span.row : span.row + span.num_tokens])
-                if part.prompt_logprobs
-                else ()
+                self._prompt_logprobs(part, span.row, output) if part.prompt_logprobs else ()
                 for part, span in zip(batch, spans, strict=True)
             ]
         return [_result(part, token, prompt) for part, token, prompt in zip(batch, drawn, prompts, strict=True)]
@@ -105,30 +109,26 @@ class TorchEngine:
     def settle(self) -> None:
         self._forward.settle()
 
-    def _sample(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], hidden: Tensor) -> list[_Drawn | None]:
+    def _sample(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], output: StepOutput) -> list[_Drawn | None]:
         sampling = [index for index, part in enumerate(batch) if part.sample]
         drawn: list[_Drawn | None] = [None] * len(batch)
         if not sampling:
             return drawn
         rows = [spans[index].row + spans[index].num_tokens - 1 for index in sampling]
-        # all of them, as in a decode step, are taken without an index that a device would have to be sent
-        logits = self._transformer.logits(hidden if len(rows) == len(hidden) else hidden[rows])
-        token_ids = sample(logits, [batch[index].sequence for index in sampling])
-        for index, token_id in zip(sampling, token_ids, strict=True):
-            drawn[index] = _Drawn(token_id)
-        wanted = [(row, params.logprobs) for row, params in enumerate(batch[i].sequence.params for i in sampling)]
-        with_logprobs = [(row, num_top) for row, num_top in wanted if num_top is not None]
-        if with_logprobs:
-            rows = [row for row, _ in with_logprobs]
-            chosen = [token_ids[row] for row in rows]
-            for row, logprobs in zip(
-                rows, token_logprobs(logits[rows], chosen, [num_top for _, num_top in with_logprobs]), strict=True
-            ):
-                drawn[sampling[row]] = _Drawn(token_ids[row], logprobs)
+        sequences = [batch[index].sequence for index in sampling]
+        num_top = {row: n for row, s in enumerate(sequences) if (n := s.params.logprobs) is not None}
+        if not num_top and all(takes_best(sequence) for sequence in sequences):
+            token_ids, logprobs = output.token_ids(output.best(rows)), {}
+        else:
+            logits = output.logits(rows)
+            token_ids = sample(logits, sequences)
+            logprobs = _logprobs_of(logits, token_ids, num_top)
+        for row, index in enumerate(sampling):
+            drawn[index] = _Drawn(token_ids[row], logprobs.get(row))
         return drawn
 
-    def _prompt_logprobs(self, part: SequenceSlice, hidden: Tensor) -> tuple[Logprobs, ...]:
-        """Log-probabilities of the prompt tokens that follow those of the slice."""
+    def _prompt_logprobs(self, part: SequenceSlice, row: int, output: StepOutput) -> tuple[Logprobs, ...]:
+        """Log-probabilities of the prompt tokens that follow those of the slice, which begins at ``row``."""
         sequence = part.sequence
         targets = sequence.token_ids[part.start + 1 : min(part.start + part.num_tokens + 1, sequence.num_prompt_tokens)]
         num_top = sequence.params.prompt_logprobs or 0
@@ -136,7 +136,7 @@ class TorchEngine:
         result: list[Logprobs] = []
         for first in range(0, len(targets), tile_rows):
             tile = targets[first : first + tile_rows].tolist()
-            logits = self._transformer.logits(hidden[first : first + len(tile)])
+            logits = output.logits(range(row + first, row + first + len(tile)))
             result += token_logprobs(logits, tile, [num_top] * len(tile))
         return tuple(result)
 
@@ -163,6 +163,15 @@ def _free_bytes(device: torch.device) -> int | None:
     torch.cuda.empty_cache()  # what loading needed for a moment
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes
+
+
+def _logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: Mapping[int, int]) -> dict[int, Logprobs]:
+    """By row, of the rows that want ``num_top`` of them."""
+    rows = list(num_top)
+    if not rows:
+        return {}
+    found = token_logprobs(logits[rows], [token_ids[row] for row in rows], list(num_top.values()))
+    return dict(zip(rows, found, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

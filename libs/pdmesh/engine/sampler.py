@@ -84,6 +84,11 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def takes_best(sequence: EngineSequence) -> bool:
+    """Whether its next token is the most likely one of the logits as they are."""
+    return sequence.params.temperature <= 0 and not _changes_logits(sequence)
+
+
 def _changes_logits(sequence: EngineSequence) -> bool:
     params = sequence.params
     return (

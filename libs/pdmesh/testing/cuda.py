@@ -12,7 +12,6 @@ from torch import Tensor
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.cuda.flashinfer import FlashInfer
 from pdmesh.engine.cuda.forward import DeviceForward
-from pdmesh.engine.cuda.graphs import Recording
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.kernels import TorchKernels
 from pdmesh.testing.flashinfer import FakeFlashInfer
@@ -44,8 +43,10 @@ class FakeStreams:
         self.held = False
         self.events: list[FakeEvent] = []
         self.num_pinned = 0
+        self.num_recorded = 0
 
-    def record(self) -> FakeEvent:
+    def record(self, *, spins: bool = False) -> FakeEvent:
+        self.num_recorded += 1
         event = FakeEvent(done=not self.held)
         self.events.append(event)
         return event
@@ -65,23 +66,37 @@ class FakeStreams:
 
 
 class FakeRecorder:
-    """`pdmesh.engine.cuda.graphs.Recorder`: a replay does the work again, into the same output."""
+    """`pdmesh.engine.cuda.graphs.Recorder`: a replay does the work again."""
 
     def __init__(self) -> None:
         self.num_recorded = 0
 
-    def record(self, work: Callable[[], Tensor]) -> Recording:
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
         self.num_recorded += 1
-        output = torch.full_like(work(), torch.nan)
-        return Recording(output, lambda: output.copy_(work()))
+        work()
+        return work
 
 
 def fake_cuda_compute(loaded: Loaded, library: FakeFlashInfer, streams: FakeStreams, recorder: FakeRecorder) -> Compute:
     """What `pdmesh.engine.cuda.compute.cuda_compute` puts together, on the host and for any dtype."""
     store = DeviceKvStore(loaded.layout, loaded.num_blocks, streams)
     flashinfer = FlashInfer(
-        library, loaded.layout, num_heads=loaded.config.num_heads, scale=loaded.scale, device=streams.device
+        library,
+        loaded.layout,
+        num_heads=loaded.config.num_heads,
+        scale=loaded.scale,
+        max_decodes=loaded.max_num_seqs,
+        num_multiprocessors=4,
+        device=streams.device,
     )
     transformer = loaded.transformer(TorchKernels(loaded.config.rms_norm_eps))
-    forward = DeviceForward(transformer, flashinfer, store, streams, recorder, max_model_len=loaded.max_model_len)
+    forward = DeviceForward(
+        transformer,
+        flashinfer,
+        store,
+        streams,
+        recorder,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=loaded.max_num_seqs,
+    )
     return Compute(name="fake", transformer=transformer, forward=forward, kv=store)

@@ -29,14 +29,19 @@ class FakeFlashInfer:
     """What ``import flashinfer`` would give."""
 
     calls: list[Call] = field(default_factory=list[Call])
+    last_pinned: Tensor | None = None  # of the wrappers for graphs, where the last plan was written
 
     @property
     def BatchPrefillWithPagedKVCacheWrapper(self) -> partial[FakePrefillWrapper]:
-        return partial(FakePrefillWrapper, self.calls)
+        return partial(FakePrefillWrapper, self)
 
     @property
     def BatchDecodeWithPagedKVCacheWrapper(self) -> partial[FakeDecodeWrapper]:
-        return partial(FakeDecodeWrapper, self.calls)
+        return partial(FakeDecodeWrapper, self)
+
+    def fast_decode_plan(self, wrapper: FakeDecodeWrapper, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(Call("", "fast_decode_plan", (wrapper, *args), kwargs))
+        wrapper.plan_fast(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -51,8 +56,9 @@ class _Pages:
 class _FakeWrapper:
     name = ""
 
-    def __init__(self, calls: list[Call], *args: Any, **kwargs: Any) -> None:
-        self._calls = calls
+    def __init__(self, library: FakeFlashInfer, *args: Any, **kwargs: Any) -> None:
+        self._library = library
+        self._calls = library.calls
         self._calls.append(Call(self.name, "__init__", args, kwargs))
         workspace, kv_layout = args
         assert kv_layout == "HND"
@@ -78,7 +84,7 @@ class _FakeWrapper:
         assert indptr.is_cpu
         assert last_page_len.is_cpu
         assert len(indptr) == len(last_page_len) + 1
-        assert len(indices) == indptr[-1]
+        assert len(indices) == indptr[-1] or self._buffers is not None
         assert ((last_page_len >= 1) & (last_page_len <= shape[3])).all()
         self._num_heads, self._num_kv_heads, self._head_dim, self._page_size = shape
         self._query_lengths = query_lengths
@@ -147,9 +153,10 @@ class FakePrefillWrapper(_FakeWrapper):
 class FakeDecodeWrapper(_FakeWrapper):
     name = "BatchDecodeWithPagedKVCacheWrapper"
 
-    def __init__(self, calls: list[Call], *args: Any, **kwargs: Any) -> None:
-        super().__init__(calls, *args, **kwargs)
+    def __init__(self, library: FakeFlashInfer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(library, *args, **kwargs)
         assert kwargs["use_tensor_cores"]
+        self._pin_memory_int_workspace_buffer = torch.empty(0)
         if kwargs.get("use_cuda_graph", False):
             self._buffers = _Pages(
                 kwargs["paged_kv_indptr_buffer"],
@@ -159,5 +166,33 @@ class FakeDecodeWrapper(_FakeWrapper):
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         self._calls.append(Call(self.name, "plan", args, kwargs))
+        self._claim_pinned()
         indptr, indices, last_page_len, *shape = args
         self._take_plan([1] * len(last_page_len), indptr, indices, last_page_len, tuple(shape), kwargs)
+
+    def plan_fast(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        *shape: int,
+        global_override_indptr_cpu: Tensor,
+        **options: Any,
+    ) -> None:
+        """Plans without touching the buffers: they hold what is to be computed, or will when it is."""
+        assert self._pages is not None, "the first plan of a wrapper chooses its kernels"
+        assert self._buffers is not None
+        assert shape == (self._num_heads, self._num_kv_heads, self._head_dim, self._page_size)
+        assert options == self._options
+        assert global_override_indptr_cpu.is_cpu
+        assert last_page_len.is_cpu
+        assert len(indices) <= len(self._buffers.indices)
+        assert len(last_page_len) == len(self._buffers.last_page_len)
+        self._claim_pinned()
+
+    def _claim_pinned(self) -> None:
+        """What a plan writes to pinned memory, the device reads later: the next plan must write elsewhere."""
+        if self._buffers is not None:
+            pinned = self._pin_memory_int_workspace_buffer
+            assert pinned is not self._library.last_pinned, "the device may not have read the last plan"
+            self._library.last_pinned = pinned

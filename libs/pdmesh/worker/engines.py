@@ -47,7 +47,9 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
         dtype=worker.dtype,
         device=worker.device,
         max_model_len=worker.max_model_len,
+        max_num_seqs=worker.max_num_seqs,
         num_threads=num_threads,
+        prefill_attention=worker.prefill_attention,
         deterministic=worker.deterministic,
     )
 

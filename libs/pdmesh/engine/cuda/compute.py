@@ -8,14 +8,15 @@ import torch
 
 from pdmesh.engine.attention import TorchAttention
 from pdmesh.engine.compute import Compute, Loaded
-from pdmesh.engine.cuda import flashinfer
-from pdmesh.engine.cuda.flashinfer import FlashInfer
+from pdmesh.engine.cuda.flashinfer import FlashInfer, load_library, suits
 from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.graphs import CudaRecorder
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
+from pdmesh.engine.cuda.page_tables import PageWriter, write_pages
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Kernels, TorchKernels
+from pdmesh.engine.kv_cache import TORCH_DTYPES
 
 
 def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
@@ -24,7 +25,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     layout = loaded.layout
     streams = CudaStreams(device)
     store = DeviceKvStore(layout, loaded.num_blocks, streams)
-    library = flashinfer.load_library() if native and flashinfer.suits(layout) else None
+    library = load_library() if native and suits(layout) else None
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))
     if library is None:
         attention = TorchAttention(layout, loaded.scale, streams.device)
@@ -32,21 +33,46 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
             transformer, attention, store.layers, block_size=layout.block_size, device=streams.device
         )
         return Compute(name="torch on cuda", transformer=transformer, forward=direct, kv=store)
+    transformer.tabulate_rotation(loaded.max_model_len, TORCH_DTYPES[layout.dtype])
+    flashinfer = FlashInfer(
+        library,
+        layout,
+        num_heads=loaded.config.num_heads,
+        scale=loaded.scale,
+        max_decodes=loaded.max_num_seqs,
+        num_multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
+        device=device,
+        prefill_backend=loaded.prefill_attention,
+    )
     forward = DeviceForward(
         transformer,
-        FlashInfer(library, layout, num_heads=loaded.config.num_heads, scale=loaded.scale, device=streams.device),
+        flashinfer,
         store,
         streams,
         CudaRecorder(),
         max_model_len=loaded.max_model_len,
+        max_num_seqs=loaded.max_num_seqs,
+        write=_page_writer(native=native),
     )
     forward.warm_up()
     return Compute(name="flashinfer", transformer=transformer, forward=forward, kv=store)
 
 
+def _page_writer(*, native: bool) -> PageWriter:
+    if native and _has_triton():
+        from pdmesh.engine.cuda.kernels import write_pages_kernel
+
+        return write_pages_kernel
+    return write_pages
+
+
 def _kernels(loaded: Loaded, *, native: bool) -> Kernels:
-    if native and importlib.util.find_spec("triton") is not None:
+    if native and _has_triton():
         from pdmesh.engine.cuda.kernels import TritonKernels
 
         return TritonKernels(loaded.config.rms_norm_eps)
     return TorchKernels(loaded.config.rms_norm_eps)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

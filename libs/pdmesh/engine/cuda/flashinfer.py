@@ -22,8 +22,11 @@ from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.model import KvLayout
 
-#: FlashInfer's own advice is 128 MiB; with CUDA graphs of up to 256 decodes, 64 heads of 128 lanes need 170.
-_WORKSPACE_BYTES = 256 * 1024 * 1024
+#: FlashInfer aligns each of its parts of the workspace.
+_ALIGNMENT_BYTES = 4096
+
+#: Queries of a chunk up to which "fa2" computes it, which splits long contexts over the device; "fa3" does not.
+MAX_SHORT_CHUNK = 128
 
 _HEAD_DIMS = (64, 128, 256)
 
@@ -54,70 +57,109 @@ def suits(layout: KvLayout) -> bool:
 
 
 class FlashInfer:
-    """Makes and plans wrappers for one model. They share a workspace: one stream runs them one after the other."""
+    """Makes and plans wrappers for one model. They share a workspace: one stream runs them one after the other.
 
-    def __init__(self, library: Any, layout: KvLayout, *, num_heads: int, scale: float, device: torch.device) -> None:
+    ``prefill_backend`` is FlashInfer's name of one, or "auto": its own choice for long chunks, "fa2" for short ones.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        layout: KvLayout,
+        *,
+        num_heads: int,
+        scale: float,
+        max_decodes: int,
+        num_multiprocessors: int,
+        device: torch.device,
+        prefill_backend: str = "auto",
+    ) -> None:
         self._library = library
         self._layout = layout
         self._num_heads = num_heads
-        self._device = device
+        self._prefill_backend = prefill_backend
         dtype = TORCH_DTYPES[layout.dtype]
         self._options = {"sm_scale": scale, "q_data_type": dtype, "kv_data_type": dtype}
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        size = workspace_bytes(
+            layout, num_heads=num_heads, max_decodes=max_decodes, num_multiprocessors=num_multiprocessors
+        )
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
-    def prefill(self) -> Any:
-        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+    def backend_for(self, num_queries: int) -> str:
+        """Of a chunk of so many tokens. "auto" is "fa3" on Hopper: one tile of 128 queries of a head to a processor."""
+        if self._prefill_backend == "auto" and num_queries <= MAX_SHORT_CHUNK:
+            return "fa2"
+        return self._prefill_backend
+
+    def prefill(self, backend: str) -> Any:
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=backend)
 
     def decode(self) -> Any:
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_tensor_cores=True, backend=_DECODE_BACKEND
         )
 
-    def graph_decode(self, batch_size: int, max_pages: int) -> Any:
-        """A wrapper that a CUDA graph can hold: its plans are written to the same device memory each time."""
-
-        def buffer(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=self._device)
-
-        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+    def graph_decode(self, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> GraphDecode:
+        """For the batch size of ``last_page_len``; where a graph finds, on the device, what it is to read."""
+        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=buffer(batch_size + 1),
-            paged_kv_indices_buffer=buffer(max_pages),
-            paged_kv_last_page_len_buffer=buffer(batch_size),
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=pages,
+            paged_kv_last_page_len_buffer=last_page_len,
             backend=_DECODE_BACKEND,
         )
+        return GraphDecode(self, wrapper, pages, len(last_page_len))
 
-    def plan_prefill(self, wrapper: Any, lengths: Ints, index: PageIndex, staging: Staging) -> None:
-        """``lengths``: how many tokens of each sequence are queries, its last ones."""
-        qo_indptr = np.zeros(len(lengths) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=qo_indptr[1:])
+    def plan_prefill(self, wrapper: Any, num_queries: Ints, index: PageIndex, staging: Staging) -> None:
+        """``num_queries``: how many tokens of each sequence are queries, its last ones."""
+        qo_indptr = np.zeros(len(num_queries) + 1, dtype=np.int32)
+        np.cumsum(num_queries, out=qo_indptr[1:])
         wrapper.plan(
             staging.host(qo_indptr),
-            staging.host(index.indptr),
+            staging.host(index.lengths.indptr),
             index.pages,
-            staging.host(index.last_page_len),
-            self._num_heads,
-            self._layout.num_kv_heads,
-            self._layout.head_dim,
-            self._layout.block_size,
+            staging.host(index.lengths.last_page_len),
+            *self._shape,
             causal=True,
             **self._options,
         )
 
     def plan_decode(self, wrapper: Any, index: PageIndex, staging: Staging) -> None:
-        wrapper.plan(
-            staging.host(index.indptr),
-            index.pages,
-            staging.host(index.last_page_len),
-            self._num_heads,
-            self._layout.num_kv_heads,
-            self._layout.head_dim,
-            self._layout.block_size,
-            **self._options,
+        indptr, last_page_len = staging.host(index.lengths.indptr), staging.host(index.lengths.last_page_len)
+        wrapper.plan(indptr, index.pages, last_page_len, *self._shape, **self._options)
+
+    def plan_graph_decode(self, wrapper: Any, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> None:
+        """The wrapper's first plan: it chooses the kernels that the graph will hold."""
+        wrapper.plan(indptr, pages, last_page_len, *self._shape, **self._options)
+
+    def replan_graph_decode(self, wrapper: Any, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> None:
+        """Any later one; neither copies what the wrapper's buffers hold already, nor looks at every length twice."""
+        self._library.fast_decode_plan(
+            wrapper, indptr, pages, last_page_len, *self._shape, global_override_indptr_cpu=indptr, **self._options
         )
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        layout = self._layout
+        return self._num_heads, layout.num_kv_heads, layout.head_dim, layout.block_size
+
+
+def workspace_bytes(layout: KvLayout, *, num_heads: int, max_decodes: int, num_multiprocessors: int) -> int:
+    """What FlashInfer's "fa2" kernels need for partial results, where they split contexts over the device.
+
+    From its planner (``scheduler.cuh`` of 0.6.3): outputs and log-sums in fp32 of every head, for as many tiles of
+    queries as it may run at once. A graph's decodes are tiles of their own, each of the next size that holds the heads
+    of a group; what is planned without a graph is split only as far as two tiles of 128 fit each multiprocessor.
+    """
+    group = num_heads // layout.num_kv_heads
+    at_once = 2 * num_multiprocessors // layout.num_kv_heads
+    tile = next((rows for rows in (16, 64) if group <= rows), 128)
+    graph_tiles = max(at_once, -(-max_decodes * group // tile) + max_decodes - 1)
+    num_rows = num_heads * max(graph_tiles * tile, at_once * 128)
+    return num_rows * (layout.head_dim + 1) * 4 + _ALIGNMENT_BYTES
 
 
 class FlashInferAttention:
@@ -127,16 +169,20 @@ class FlashInferAttention:
         self._flashinfer = flashinfer
         self._tables = tables
         self._staging = staging
-        self._prefill = flashinfer.prefill()
+        self._prefill: dict[str, Any] = {}  # by backend
         self._decode = flashinfer.decode()
 
     def plan(self, spans: Sequence[Span]) -> AttentionPlan:
         parts: list[_Part] = []
-        if chunks := [span for span in spans if span.num_tokens > 1]:
-            lengths = np.asarray([span.num_tokens for span in chunks], dtype=np.int32)
-            index = self._tables.index(chunks, self._staging)
-            self._flashinfer.plan_prefill(self._prefill, lengths, index, self._staging)
-            parts.append(_Part(self._prefill, self._rows(chunks)))
+        chunks = [span for span in spans if span.num_tokens > 1]
+        for backend in dict.fromkeys(self._flashinfer.backend_for(span.num_tokens) for span in chunks):
+            mine = [span for span in chunks if self._flashinfer.backend_for(span.num_tokens) == backend]
+            wrapper = self._prefill.get(backend)
+            if wrapper is None:
+                wrapper = self._prefill[backend] = self._flashinfer.prefill(backend)
+            num_queries = np.asarray([span.num_tokens for span in mine], dtype=np.int32)
+            self._flashinfer.plan_prefill(wrapper, num_queries, self._tables.index(mine, self._staging), self._staging)
+            parts.append(_Part(wrapper, self._rows(mine)))
         if decodes := [span for span in spans if span.num_tokens == 1]:
             self._flashinfer.plan_decode(self._decode, self._tables.index(decodes, self._staging), self._staging)
             parts.append(_Part(self._decode, self._rows(decodes)))
@@ -151,20 +197,32 @@ class FlashInferAttention:
         return device_rows
 
 
-class GraphAttention:
-    """The same for a CUDA graph of ``batch_size`` decodes: every plan lets the graph, once captured, compute it."""
+class GraphDecode:
+    """`pdmesh.engine.attention.AttentionPlan` of a fixed number of decodes, which a CUDA graph can hold.
 
-    def __init__(
-        self, flashinfer: FlashInfer, tables: PageTables, staging: Staging, *, batch_size: int, max_pages: int
-    ) -> None:
+    Every `plan` lets the graph, once captured, compute what the wrapper's buffers then say.
+    """
+
+    def __init__(self, flashinfer: FlashInfer, wrapper: Any, pages: Tensor, batch_size: int) -> None:
         self._flashinfer = flashinfer
-        self._tables = tables
-        self._staging = staging
-        self._wrapper = flashinfer.graph_decode(batch_size, max_pages)
+        self._wrapper = wrapper
+        self._pages = pages
+        self._attention = FlashInferPlan((_Part(wrapper, slice(0, batch_size)),))
+        self._planned = False
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
-        self._flashinfer.plan_decode(self._wrapper, self._tables.index(spans, self._staging), self._staging)
-        return FlashInferPlan((_Part(self._wrapper, slice(0, len(spans))),))
+    def plan(self, indptr: Tensor, last_page_len: Tensor, pinned: Tensor) -> None:
+        """Lengths on the host; the plan goes to the device by way of ``pinned``, which is the caller's until it did.
+
+        FlashInfer has no call for this: every wrapper has pinned memory of its own, which its next plan overwrites, and
+        which the device may not have read by then.
+        """
+        self._wrapper._pin_memory_int_workspace_buffer = pinned
+        plan = self._flashinfer.replan_graph_decode if self._planned else self._flashinfer.plan_graph_decode
+        plan(self._wrapper, indptr, self._pages, last_page_len)
+        self._planned = True
+
+    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+        return self._attention.attend(query, cache, with_lse=with_lse)
 
 
 @dataclass(frozen=True, slots=True)

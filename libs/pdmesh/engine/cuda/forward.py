@@ -12,15 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionBackend, Span
+from pdmesh.engine.attention import Span
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
-from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention, GraphAttention
-from pdmesh.engine.cuda.graphs import MAX_BATCH_SIZE, DecodeGraphs, Recorder
+from pdmesh.engine.cuda.flashinfer import MAX_SHORT_CHUNK, FlashInfer, FlashInferAttention
+from pdmesh.engine.cuda.graphs import DecodeGraphs, GraphOutput, Recorder
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
-from pdmesh.engine.cuda.page_tables import PageTables
+from pdmesh.engine.cuda.page_tables import PageTables, PageWriter, write_pages
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.cuda.streams import Event, Streams
-from pdmesh.engine.forward import step_inputs, step_spans
+from pdmesh.engine.forward import HiddenOutput, StepOutput, step_inputs, step_spans
 from pdmesh.engine.model import Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
@@ -31,8 +31,9 @@ _LARGE_STEP = 2048
 class DeviceForward:
     """`pdmesh.engine.forward.Forward` on a device.
 
-    A step inside a step (a layer hook may run one) has staging and wrappers of its own. A step ends by waiting for its
-    own event: then its staging can be used again, its KV is written, and its time is that of the computation.
+    A step inside a step (a layer hook may run one) has staging and wrappers of its own. A step of chunks ends by
+    waiting for its own event: then its staging can be used again, its KV is written, and its time is that of the
+    computation. A step of decodes ends when its tokens have come: what prepares the next one may still be under way.
     """
 
     def __init__(
@@ -44,65 +45,85 @@ class DeviceForward:
         recorder: Recorder,
         *,
         max_model_len: int,
+        max_num_seqs: int,
+        write: PageWriter = write_pages,
     ) -> None:
         layout = store.layout
         self._transformer = transformer
         self._flashinfer = flashinfer
         self._store = store
         self._streams = streams
+        self._max_model_len = max_model_len
         max_blocks = num_blocks_for(max_model_len, layout.block_size)
-        self._tables = PageTables(block_size=layout.block_size, max_blocks=max_blocks, device=streams.device)
+        self._tables = PageTables(
+            block_size=layout.block_size, max_blocks=max_blocks, device=streams.device, write=write
+        )
         self._free = [self._make_lane()]
-        graph_staging = Staging(streams)
-
-        def make_attention(batch_size: int) -> AttentionBackend:
-            max_pages = store.num_blocks + batch_size
-            return GraphAttention(flashinfer, self._tables, graph_staging, batch_size=batch_size, max_pages=max_pages)
-
         self._graphs = DecodeGraphs(
             lambda inputs, plan: transformer.forward(inputs, store.layers, plan, None),
-            make_attention,
+            transformer.logits,
+            flashinfer,
+            self._tables,
             recorder,
-            graph_staging,
+            streams,
+            max_batch_size=max_num_seqs,
+            vocab_size=transformer.vocab_size,
+            num_blocks=store.num_blocks,
             block_size=layout.block_size,
             scratch_block=store.scratch_block,
         )
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a chunk and a decode on the scratch block: libraries compile their kernels when they are first used."""
+        """Compute on the scratch block: libraries compile their kernels when they are first used, graphs are recorded.
+
+        Recorded now, because recording waits for the whole device.
+        """
+        self._graphs.record_all()
+        num_tokens = min(MAX_SHORT_CHUNK + 1, self._max_model_len)
         sequence = EngineSequence(
             request_id=RequestId("warm-up"),
             params=SamplingParams(max_tokens=1),
-            token_ids=array.array("i", [0, 0]),
-            num_prompt_tokens=2,
-            block_table=[self._store.scratch_block],
+            token_ids=array.array("i", bytes(4 * num_tokens)),
+            num_prompt_tokens=num_tokens,
+            block_table=[self._store.scratch_block] * num_blocks_for(num_tokens, self._store.layout.block_size),
         )
-        for start, num_tokens in ((0, 2), (1, 1)):
-            batch = [SequenceSlice(sequence=sequence, start=start, num_tokens=num_tokens, sample=False)]
-            with self.step(batch, step_spans(batch), None):
-                pass
+        lengths = (num_tokens, 2, 1)  # a long chunk, a short one and a decode are computed by different kernels
+        batch = [SequenceSlice(sequence=sequence, start=0, num_tokens=length, sample=False) for length in lengths]
+        with self.step(batch, step_spans(batch), None) as output:
+            output.best([0])
 
     @contextlib.contextmanager
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[StepOutput]:
+        if len(batch) <= self._graphs.max_batch_size and all(part.num_tokens == 1 for part in batch):
+            with self._decode(batch, on_layer) as output:
+                yield output
+            return
+        self._graphs.forget()
         try:
-            if len(batch) <= MAX_BATCH_SIZE and all(part.num_tokens == 1 for part in batch):
-                hidden = self._graphs.step(batch)
-                if on_layer is not None:  # a graph is not interrupted; a step that the hook runs may replay it
-                    self._streams.record().synchronize()
-                    for layer in range(self._store.layout.num_layers):
-                        on_layer(layer)
-                yield hidden
-            else:
-                with self._lane() as lane:
-                    yield lane.forward(batch, spans, on_layer)
+            with self._lane() as lane:
+                yield lane.forward(batch, spans, on_layer)
         finally:
             self.settle()
 
     def settle(self) -> None:
         self._streams.record().synchronize()
+
+    @contextlib.contextmanager
+    def _decode(self, batch: Sequence[SequenceSlice], on_layer: LayerHook | None) -> Iterator[GraphOutput]:
+        output = self._graphs.step(batch)
+        try:
+            if on_layer is not None:  # a graph is not interrupted; a step that the hook runs may replay it
+                output = output.kept()
+                self.settle()
+                for layer in range(self._store.layout.num_layers):
+                    on_layer(layer)
+            yield output
+        finally:
+            if not output.ended:
+                self.settle()
 
     @contextlib.contextmanager
     def _lane(self) -> Iterator[_Lane]:
@@ -136,11 +157,12 @@ class _Lane:
         self._streams = streams
         self.staging = staging
 
-    def forward(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None) -> Tensor:
+    def forward(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None) -> StepOutput:
         inputs = step_inputs(batch, self._store.layout.block_size, self._upload)
         layers_ahead = 1 if len(inputs.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
-        return self._transformer.forward(inputs, self._store.layers, self._attention.plan(spans), hook)
+        plan = self._attention.plan(spans)
+        return HiddenOutput(self._transformer, self._transformer.forward(inputs, self._store.layers, plan, hook))
 
     def _upload(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[Tensor]:
         return [values.long() for values in self.staging.upload(*arrays)]

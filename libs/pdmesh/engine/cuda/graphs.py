@@ -2,8 +2,12 @@
 
 A step of few tokens launches its kernels more slowly than the device runs them. A graph replays them at once, but with
 the same shapes and addresses: a batch is padded to the next size in `graph_batch_size`, by rows that read and write
-the cache's scratch block, and its integers are copied to where the graph reads them. A graph is captured when its size
-is first needed.
+the cache's scratch block, and its integers are copied to where the graph reads them. What a graph leaves, logits and
+their best tokens, lies in memory that all sizes share.
+
+While a step is computed, the next one is *prepared*, as if the same sequences went on: its integers and FlashInfer's
+plan are on their way before the tokens are known, which never leave the device for it. If another batch comes, the
+preparation is worth nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionBackend, AttentionPlan, Span
-from pdmesh.engine.base import SequenceSlice
-from pdmesh.engine.cuda.staging import Staging
+from pdmesh.engine.attention import AttentionPlan
+from pdmesh.engine.base import EngineSequence, SequenceSlice
+from pdmesh.engine.cuda.flashinfer import FlashInfer, GraphDecode
+from pdmesh.engine.cuda.page_tables import PageTables, lengths_of
+from pdmesh.engine.cuda.staging import Turns
+from pdmesh.engine.cuda.streams import Streams
+from pdmesh.engine.forward import Rows, take_rows
 from pdmesh.engine.model import StepInputs
 
 #: Larger batches are worth launching kernel by kernel; this bounds how many graphs there are: 16.
 MAX_BATCH_SIZE = 256
-
-_NUM_FIELDS = 5  # of StepInputs
 
 
 def graph_batch_size(num_decodes: int) -> int:
@@ -34,14 +40,9 @@ def graph_batch_size(num_decodes: int) -> int:
     return between if power >= 4 and num_decodes <= between else power
 
 
-class Recording(NamedTuple):
-    output: Tensor  # the same memory after every replay
-    replay: Callable[[], object]
-
-
 class Recorder(Protocol):
-    def record(self, work: Callable[[], Tensor]) -> Recording:
-        """Do ``work`` once or more, and keep it for replays; `Recording.output` holds nothing before the first."""
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Do ``work`` once or more, and return what does it again, with the same memory."""
         ...
 
 
@@ -51,7 +52,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Callable[[], Tensor]) -> Recording:
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -60,84 +61,196 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # thread_local: transfers go on copying from other threads
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = work()
-        return Recording(output, graph.replay)
+            work()
+        return graph.replay
+
+
+class _Batch(NamedTuple):
+    """Decodes of one step: the token at ``starts[i]`` of each sequence is computed."""
+
+    sequences: list[EngineSequence]
+    starts: list[int]
+
+    def following(self) -> _Batch | None:
+        """The same one token later, if every sequence certainly goes on: the token before must have been its last."""
+        for sequence, start in zip(self.sequences, self.starts, strict=True):
+            if start != len(sequence.token_ids) - 1 or sequence.num_output_tokens + 1 >= sequence.params.max_tokens:
+                return None
+        return _Batch(self.sequences, [start + 1 for start in self.starts])
+
+    def has_blocks(self, block_size: int) -> bool:
+        parts = zip(self.sequences, self.starts, strict=True)
+        return all(start // block_size < len(sequence.block_table) for sequence, start in parts)
 
 
 @dataclass(slots=True)
+class _Prepared:
+    batch: _Batch
+    token_ids: list[int]  # drawn by the step before, once they are known
+
+    def serves(self, batch: _Batch) -> bool:
+        mine, parts = self.batch, list(zip(batch.sequences, batch.starts, strict=True))
+        return (
+            mine.starts == batch.starts
+            and all(a is b for a, b in zip(mine.sequences, batch.sequences, strict=True))
+            and [sequence.token_ids[start] for sequence, start in parts] == self.token_ids
+        )
+
+
 class _Graph:
-    inputs: Tensor  # (_NUM_FIELDS, batch size), int64, where the graph reads them
-    attention: AttentionBackend
-    recording: Recording | None = None
+    """One batch size: where its integers lie on the device, and what computes a step of them."""
+
+    def __init__(self, size: int, max_pages: int, device: torch.device) -> None:
+        self.size = size
+        self.packed = torch.zeros(7 * size + 1, dtype=torch.int32, device=device)
+        *fields, self.rows, self.last_page_len, self.indptr = torch.split(self.packed, [size] * 6 + [size + 1])
+        self.token_ids = fields[0]
+        self.fields = self.packed[: 4 * size].view(4, size)
+        self.pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
+
+    def inputs(self) -> StepInputs:
+        token_ids, positions, num_prompt_tokens, slots = self.fields.long().unbind()
+        return StepInputs(token_ids, positions, num_prompt_tokens, slots, new_blocks=None)
 
 
 class DecodeGraphs:
-    """Runs batches of decodes, at most `MAX_BATCH_SIZE`. One staging for all: they run one after the other."""
+    """Runs batches of decodes, at most ``max_batch_size``, one after the other.
+
+    ``forward`` and ``head`` are the transformer's: from a step's inputs to hidden states, from these to logits.
+    """
 
     def __init__(
         self,
         forward: Callable[[StepInputs, AttentionPlan], Tensor],
-        make_attention: Callable[[int], AttentionBackend],
+        head: Callable[[Tensor, Tensor], object],
+        flashinfer: FlashInfer,
+        tables: PageTables,
         recorder: Recorder,
-        staging: Staging,
+        streams: Streams,
         *,
+        max_batch_size: int,
+        vocab_size: int,
+        num_blocks: int,
         block_size: int,
         scratch_block: int,
     ) -> None:
         self._forward = forward
-        self._make_attention = make_attention
+        self._head = head
+        self._flashinfer = flashinfer
+        self._tables = tables
         self._recorder = recorder
-        self._staging = staging
+        self._streams = streams
+        self.max_batch_size = graph_batch_size(min(max_batch_size, MAX_BATCH_SIZE))
+        self._num_blocks = num_blocks
         self._block_size = block_size
         self._scratch_block = scratch_block
         self._scratch_table = [scratch_block]
-        self._graphs: dict[int, _Graph] = {}
+        self._turns = Turns(streams)
+        self._graphs: dict[int, tuple[_Graph, GraphDecode, Callable[[], object]]] = {}
+        self._prepared: _Prepared | None = None
+        self._logits = torch.empty(self.max_batch_size, vocab_size, dtype=torch.float32, device=streams.device)
+        self._best = torch.empty(self.max_batch_size, dtype=torch.int64, device=streams.device)
+        self._host_ids = streams.host_buffer(self.max_batch_size, torch.int64)
 
-    def step(self, batch: Sequence[SequenceSlice]) -> Tensor:
-        """Hidden states (len(batch), hidden_size); the caller's own."""
-        self._staging.restart()
-        size = graph_batch_size(len(batch))
-        graph = self._graphs.get(size)
-        if graph is None:
-            inputs = torch.zeros(_NUM_FIELDS, size, dtype=torch.int64, device=self._staging.device)
-            graph = self._graphs[size] = _Graph(inputs, self._make_attention(size))
-        self._fill(graph.inputs, batch)
-        plan = graph.attention.plan(self._spans(batch, size))
-        if graph.recording is None:
-            step = _step_inputs(graph.inputs)
-            graph.recording = self._recorder.record(lambda: self._forward(step, plan))
-        graph.recording.replay()
-        return graph.recording.output[: len(batch)].clone()
+    def record_all(self) -> None:
+        """Of every size, the largest first, whose memory the others use again."""
+        for size in sorted({graph_batch_size(n) for n in range(1, self.max_batch_size + 1)}, reverse=True):
+            self._graph(size)
 
-    def _fill(self, inputs: Tensor, batch: Sequence[SequenceSlice]) -> None:
-        size = self._block_size
-        values = np.zeros(inputs.shape, dtype=np.int32)
+    def step(self, parts: Sequence[SequenceSlice]) -> GraphOutput:
+        """Start a step. Its output lasts until the next one."""
+        batch = _Batch([part.sequence for part in parts], [part.start for part in parts])
+        graph, decode, replay = self._graph(graph_batch_size(len(parts)))
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or not prepared.serves(batch):
+            tokens = [sequence.token_ids[start] for sequence, start in zip(*batch, strict=True)]
+            self._send(graph, decode, batch, tokens)
+        replay()
+        size = len(parts)
+        draws = all(part.sample for part in parts)
+        return GraphOutput(self, self._logits[:size], self._best[:size], batch if draws else None)
+
+    def forget(self) -> None:
+        """Another kind of step comes in between, and may use rows of the page tables that are prepared for."""
+        self._prepared = None
+
+    def take(self, drawn: Tensor, batch: _Batch | None) -> list[int]:
+        """The drawn token ids on the host; meanwhile the step that probably follows ``batch`` is prepared."""
+        host = self._host_ids[: len(drawn)]
+        host.copy_(drawn, non_blocking=True)
+        arrived = self._streams.record(spins=True)
+        following = None if batch is None else batch.following()
+        if following is not None and following.has_blocks(self._block_size):
+            graph, decode, _ = self._graph(graph_batch_size(len(drawn)))
+            self._send(graph, decode, following, None)
+            graph.token_ids[: len(drawn)].copy_(drawn)
+            self._prepared = _Prepared(following, [])
+        arrived.synchronize()
+        token_ids: list[int] = host.tolist()
+        if self._prepared is not None:
+            self._prepared.token_ids = token_ids
+        return token_ids
+
+    def _graph(self, size: int) -> tuple[_Graph, GraphDecode, Callable[[], object]]:
+        found = self._graphs.get(size)
+        if found is None:
+            graph = _Graph(size, self._num_blocks + size, self._streams.device)
+            decode = self._flashinfer.graph_decode(graph.indptr, graph.pages, graph.last_page_len)
+            self._send(graph, decode, _Batch([], []), [])
+
+            def work() -> None:
+                self._tables.write(graph.rows, graph.indptr, graph.pages)
+                logits = self._logits[:size]
+                self._head(self._forward(graph.inputs(), decode), logits)
+                torch.argmax(logits, dim=-1, out=self._best[:size])
+
+            found = self._graphs[size] = graph, decode, self._recorder.record(work)
+        return found
+
+    def _send(self, graph: _Graph, decode: GraphDecode, batch: _Batch, token_ids: list[int] | None) -> None:
+        """Integers and plan of a step, behind what the device has been given. No ``token_ids``: they come later."""
+        turn = self._turns.next()
+        size, used = self._block_size, len(batch.starts)
+        starts = np.zeros(graph.size, dtype=np.int32)
+        starts[:used] = batch.starts
+        values = np.zeros((4, graph.size), dtype=np.int32)
+        if token_ids is not None:
+            values[0, :used] = token_ids
+        values[1] = starts
+        values[2, :used] = [sequence.num_prompt_tokens for sequence in batch.sequences]
         values[3] = self._scratch_block * size
-        values[4] = self._scratch_block
-        starts = [part.start for part in batch]
-        blocks = [part.sequence.block_table[start // size] for part, start in zip(batch, starts, strict=True)]
-        offsets = np.asarray(starts) % size
-        rows = slice(0, len(batch))
-        values[0, rows] = [part.sequence.token_ids[start] for part, start in zip(batch, starts, strict=True)]
-        values[1, rows] = starts
-        values[2, rows] = [part.sequence.num_prompt_tokens for part in batch]
-        values[3, rows] = np.asarray(blocks) * size + offsets
-        # a decode that begins no block wipes the scratch block instead
-        values[4, rows] = np.where(offsets == 0, blocks, self._scratch_block)
-        (packed,) = self._staging.upload(values.reshape(-1))
-        inputs.copy_(packed.view(inputs.shape))
-
-    def _spans(self, batch: Sequence[SequenceSlice], size: int) -> list[Span]:
-        spans = [Span(row, 1, part.start, part.sequence.block_table) for row, part in enumerate(batch)]
-        return spans + [Span(row, 1, 0, self._scratch_table) for row in range(len(batch), size)]
+        tables = [sequence.block_table for sequence in batch.sequences]
+        blocks = [table[start // size] for table, start in zip(tables, batch.starts, strict=True)]
+        values[3, :used] = np.asarray(blocks, dtype=np.int32) * size + starts[:used] % size
+        rows = self._tables.rows([*tables, *[self._scratch_table] * (graph.size - used)], turn.staging)
+        lengths = lengths_of(starts + 1, size)
+        packed = turn.staging.host(np.concatenate([values.ravel(), rows, lengths.last_page_len, lengths.indptr]))
+        graph.packed.copy_(packed, non_blocking=True)
+        _, last_page_len, indptr = torch.split(packed, [5 * graph.size, graph.size, graph.size + 1])
+        decode.plan(indptr, last_page_len, turn.plan)
 
 
-def _step_inputs(fields: Tensor) -> StepInputs:
-    token_ids, positions, num_prompt_tokens, slots, new_blocks = fields.unbind()
-    return StepInputs(
-        token_ids=token_ids,
-        positions=positions,
-        num_prompt_tokens=num_prompt_tokens,
-        slots=slots,
-        new_blocks=new_blocks,
-    )
+class GraphOutput:
+    """`pdmesh.engine.forward.StepOutput`: what a graph leaves, until the next one runs."""
+
+    def __init__(self, graphs: DecodeGraphs, logits: Tensor, best: Tensor, batch: _Batch | None) -> None:
+        self._graphs = graphs
+        self._logits = logits
+        self._best = best
+        self._batch = batch
+        self.ended = False  # its tokens have come, and so all that was computed before them
+
+    def kept(self) -> GraphOutput:
+        """The same in memory of its own: another graph may run first."""
+        return GraphOutput(self._graphs, self._logits.clone(), self._best.clone(), None)
+
+    def logits(self, rows: Rows) -> Tensor:
+        return take_rows(self._logits, rows)
+
+    def best(self, rows: Rows) -> Tensor:
+        return take_rows(self._best, rows)
+
+    def token_ids(self, drawn: Tensor) -> list[int]:
+        token_ids = self._graphs.take(drawn, self._batch)
+        self.ended = True
+        return token_ids

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdmesh.engine.kernels import Rotation
 
-#: Values of a row that one program of `_gated_silu_kernel` computes.
+#: Values of a row that one program computes.
 _TILE = 1024
 
 
@@ -70,7 +70,7 @@ def _rotate_and_store_kernel(
     is_query = inside & (head < num_heads)
     tl.store(place, turned_first, is_query)
     tl.store(place + HALF, turned_second, is_query)
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)
     # keys, then values: the heads of a block lie in the order of the row
     row = (slot // block_size * (2 * num_kv_heads) + (head - num_heads)) * block_size + slot % block_size
     stored = cache + row * (2 * HALF) + lane
@@ -89,6 +89,24 @@ def _gated_silu_kernel(gate_up, output, size, WIDTH: tl.constexpr):  # one progr
     wide = gate.to(tl.float32)
     activated = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     tl.store(output + row * size + column, (activated * up.to(tl.float32)).to(gate.dtype), inside)
+
+
+@triton.jit
+def _write_pages_kernel(
+    table, rows, indptr, pages, table_width, WIDTH: tl.constexpr
+):  # one program for WIDTH pages of a sequence
+    sequence = tl.program_id(0)
+    first = tl.load(indptr + sequence)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < tl.load(indptr + sequence + 1) - first
+    row = tl.load(rows + sequence).to(tl.int64) * table_width
+    tl.store(pages + first + column, tl.load(table + row + column, inside, other=0), inside)
+
+
+def write_pages_kernel(table: Tensor, rows: Tensor, indptr: Tensor, pages: Tensor) -> None:
+    """`pdmesh.engine.cuda.page_tables.PageWriter`."""
+    width = table.shape[1]
+    _write_pages_kernel[(len(rows), triton.cdiv(width, _TILE))](table, rows, indptr, pages, width, WIDTH=_TILE)
 
 
 @dataclass(frozen=True, slots=True)

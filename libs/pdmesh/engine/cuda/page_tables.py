@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,22 +14,50 @@ from torch import Tensor
 
 from pdmesh.engine.attention import Span
 from pdmesh.engine.cuda.staging import Staging
+from pdmesh.model import num_blocks_for
 
 Ints = npt.NDArray[np.int32]
 
-#: Rows to begin with; more are made when one step needs more.
-_NUM_ROWS = 64
+#: Block tables kept, and so the sequences of one step that need no other way; twice the largest graph's.
+NUM_ROWS = 512
 
 
-class PageIndex(NamedTuple):
-    """Which pages the sequences of a step read, as FlashInfer takes it; ``pages`` on the device, the rest on the host.
+class Lengths(NamedTuple):
+    """How much sequences read, as FlashInfer takes it, on the host.
 
     Sequence ``i`` reads ``pages[indptr[i] : indptr[i + 1]]``, and of the last of these ``last_page_len[i]`` tokens.
     """
 
     indptr: Ints
     last_page_len: Ints
+
+
+class PageIndex(NamedTuple):
+    """Which pages the sequences of a step read; ``pages`` is on the device."""
+
+    lengths: Lengths
     pages: Tensor
+
+
+#: ``write(table, rows, indptr, pages)``: into ``pages[indptr[i] : indptr[i + 1]]`` the first entries of row ``rows[i]``
+#: of ``table``, all on the device, int32. What lies behind the last of these may be overwritten. A graph can hold it.
+PageWriter = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+def write_pages(table: Tensor, rows: Tensor, indptr: Tensor, pages: Tensor) -> None:
+    """`PageWriter` in torch."""
+    places = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
+    sequence = (torch.searchsorted(indptr, places, right=True) - 1).clamp_(max=len(rows) - 1)
+    column = (places - indptr[sequence]).clamp_(max=table.shape[1] - 1)
+    pages.copy_(table[rows[sequence], column])
+
+
+def lengths_of(ends: Sequence[int] | Ints, block_size: int) -> Lengths:
+    """Of sequences that read up to ``ends``, at least one token each."""
+    end = np.asarray(ends, dtype=np.int32)
+    indptr = np.zeros(len(end) + 1, dtype=np.int32)
+    np.cumsum(-(-end // block_size), out=indptr[1:])
+    return Lengths(indptr, (end - 1) % block_size + 1)
 
 
 @dataclass(slots=True)
@@ -40,29 +68,36 @@ class _Row:
 
 
 class PageTables:
-    """A row of block ids for each of the block tables used last.
+    """A row of block ids for each of the block tables used last, always in the same memory: graphs read it.
 
     A table is known by its identity, and may grow at its end; nothing else of it may change.
     """
 
-    def __init__(self, *, block_size: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, *, block_size: int, max_blocks: int, device: torch.device, write: PageWriter = write_pages
+    ) -> None:
         self._block_size = block_size
         self._width = max_blocks
-        self._table = torch.zeros(_NUM_ROWS, max_blocks, dtype=torch.int32, device=device)
+        self._write = write
+        self.table = torch.zeros(NUM_ROWS, max_blocks, dtype=torch.int32, device=device)
         self._rows: OrderedDict[int, _Row] = OrderedDict()  # by id(table), used longest ago first
-        self._last: tuple[Ints, Ints, Tensor] | None = None
         self.num_sent = 0  # entries sent to the device so far
 
     def index(self, spans: Sequence[Span], staging: Staging) -> PageIndex:
         """The pages that ``spans`` read: their sequences up to the spans' ends."""
-        rows = self._update([span.block_table for span in spans], staging)
-        ends = np.fromiter((span.end for span in spans), dtype=np.int32, count=len(spans))
-        indptr = np.zeros(len(spans) + 1, dtype=np.int32)
-        np.cumsum(-(-ends // self._block_size), out=indptr[1:])
-        return PageIndex(indptr, (ends - 1) % self._block_size + 1, self._pages(rows, indptr, staging))
+        lengths = lengths_of([span.end for span in spans], self._block_size)
+        if len(spans) > NUM_ROWS:
+            used = [span.block_table[: num_blocks_for(span.end, self._block_size)] for span in spans]
+            (pages,) = staging.upload(np.concatenate([np.asarray(blocks, dtype=np.int32) for blocks in used]))
+            return PageIndex(lengths, pages)
+        numbers = self.rows([span.block_table for span in spans], staging)
+        rows, indptr = staging.upload(numbers, lengths.indptr)
+        pages = torch.empty(int(lengths.indptr[-1]), dtype=torch.int32, device=staging.device)
+        self._write(self.table, rows, indptr, pages)
+        return PageIndex(lengths, pages)
 
-    def _update(self, tables: Sequence[Sequence[int]], staging: Staging) -> Ints:
-        """Row numbers of ``tables``; what the device does not have yet is sent."""
+    def rows(self, tables: Sequence[Sequence[int]], staging: Staging) -> Ints:
+        """Row numbers of at most `NUM_ROWS` tables; what the device does not have yet is sent."""
         numbers = np.empty(len(tables), dtype=np.int32)
         used = {id(table) for table in tables}
         places: list[Ints] = []
@@ -80,33 +115,19 @@ class PageTables:
             self._send(np.concatenate(places), np.concatenate(blocks), staging)
         return numbers
 
+    def write(self, rows: Tensor, indptr: Tensor, pages: Tensor) -> None:
+        """`PageWriter` over these tables."""
+        self._write(self.table, rows, indptr, pages)
+
     def _send(self, places: Ints, blocks: Ints, staging: Staging) -> None:
         device_places, device_blocks = staging.upload(places, blocks)
-        self._table.view(-1).index_copy_(0, device_places.long(), device_blocks)
+        self.table.view(-1).index_copy_(0, device_places.long(), device_blocks)
         self.num_sent += len(blocks)
-        self._last = None
 
     def _new_row(self, table: Sequence[int], used: set[int]) -> _Row:
         number = len(self._rows)
-        if number == len(self._table):
-            oldest = next((key for key in self._rows if key not in used), None)
-            if oldest is None:
-                self._table = torch.cat([self._table, torch.zeros_like(self._table)])
-            else:
-                number = self._rows.pop(oldest).number
+        if number == NUM_ROWS:
+            oldest = next(key for key in self._rows if key not in used)
+            number = self._rows.pop(oldest).number
         row = self._rows[id(table)] = _Row(table, number, 0)
         return row
-
-    def _pages(self, rows: Ints, indptr: Ints, staging: Staging) -> Tensor:
-        """The rows' pages, one sequence after the other. Most decode steps read the pages of the step before."""
-        if self._last is not None:
-            last_rows, last_indptr, pages = self._last
-            if np.array_equal(last_rows, rows) and np.array_equal(last_indptr, indptr):
-                return pages
-        total = int(indptr[-1])
-        device_rows, starts, counts = staging.upload(rows, indptr[:-1], np.diff(indptr))
-        sequence = torch.repeat_interleave(counts, output_size=total)  # a known size spares waiting for the device
-        column = torch.arange(total, dtype=torch.int32, device=staging.device) - starts[sequence]
-        pages = self._table[device_rows[sequence], column]
-        self._last = (rows, indptr, pages)
-        return pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdmesh.engine.cuda.streams import Streams
+from pdmesh.engine.cuda.streams import Event, Streams
 
 _NUM_VALUES = 1 << 16
+
+#: What FlashInfer's own pinned memory for a plan holds.
+PLAN_BYTES = 8 * 1024 * 1024
 
 
 class Staging:
@@ -49,3 +53,30 @@ class Staging:
         """The arrays on the device, as int32, by one copy."""
         packed = self.host(np.concatenate(arrays)).to(self.device, non_blocking=True)
         return torch.split(packed, [len(array) for array in arrays])
+
+
+@dataclass(slots=True)
+class Turn:
+    """Pinned memory for what one step sends: its integers, and FlashInfer's plan."""
+
+    staging: Staging
+    plan: Tensor  # uint8
+    sent: Event | None = None  # comes about when the device has read all of it
+
+
+class Turns:
+    """Two, used in turns, so that a step can be prepared while the one before is computed."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._turns = [Turn(Staging(streams), streams.host_buffer(PLAN_BYTES, torch.uint8)) for _ in range(2)]
+
+    def next(self) -> Turn:
+        """The other one, once the device has read what it held. What was written to the last one has been sent."""
+        self._turns[0].sent = self._streams.record()
+        self._turns.reverse()
+        turn = self._turns[0]
+        if turn.sent is not None:
+            turn.sent.synchronize()
+        turn.staging.restart()
+        return turn

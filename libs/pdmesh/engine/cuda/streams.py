@@ -28,8 +28,11 @@ class Streams(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def record(self) -> Event:
-        """The point after all that the calling thread has given to its current stream."""
+    def record(self, *, spins: bool = False) -> Event:
+        """The point after all that the calling thread has given to its current stream.
+
+        Who waits for it sleeps; with ``spins``, it is awake at once, and holds a core until then.
+        """
         ...
 
     def copying(self) -> AbstractContextManager[None]:
@@ -56,8 +59,8 @@ class CudaStreams:
     def device(self) -> torch.device:
         return self._device
 
-    def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits sleeps
+    def record(self, *, spins: bool = False) -> Event:
+        event = torch.cuda.Event(blocking=not spins)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
