@@ -22,7 +22,7 @@ from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import Generation, Restarted, TokenOut, unpack_token_ids
-from pdmesh_gateway import generate
+from pdmesh_gateway import generate, scheduler_link, transcripts
 from pdmesh_gateway.http import server
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 from pdmesh_gateway.transcripts import MAX_RESTARTS
@@ -152,7 +152,7 @@ async def test_a_request_that_is_restarted_for_ever_ends_with_503(model: Path) -
 
 
 async def test_a_lost_token_resumes_the_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "STALL_GRACE_S", 0.01)
+    monkeypatch.setattr(transcripts, "STALL_GRACE_S", 0.01)
 
     def loses_one(generation: Generation) -> list[TokenOut]:
         tokens = first_tokens(generation, 6)
@@ -165,7 +165,7 @@ async def test_a_lost_token_resumes_the_request(model: Path, monkeypatch: pytest
 
 
 async def test_a_broken_worker_stream_resumes_its_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "STALL_GRACE_S", 0.01)
+    monkeypatch.setattr(transcripts, "BREAK_GRACE_S", 0.01)
 
     def breaks_once(generation: Generation) -> list[TokenOut]:
         return first_tokens(generation, 6) if generation.epoch else first_tokens(generation, 2)
@@ -204,6 +204,56 @@ async def test_running_generations_survive_a_scheduler_restart(model: Path) -> N
             assert mesh.registrations[1].gateway_id == mesh.registrations[0].gateway_id
             mesh.send_tokens(*first_tokens(generation, 6)[2:])
         assert texts == [WHOLE]
+
+
+async def test_a_new_scheduler_hears_of_what_nobody_works_on(model: Path) -> None:
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            first = (await mesh.next_submit(0)).generation
+            mesh.drop_gateway()
+            again = (await mesh.next_submit(1)).generation
+            assert again == first
+            mesh.send_tokens(*first_tokens(again, 6))
+        assert texts == [WHOLE]
+
+
+async def test_a_resume_waits_for_a_scheduler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scheduler and decode instance die together: the stream goes on when there is a scheduler again."""
+    monkeypatch.setattr(transcripts, "BREAK_GRACE_S", 0.01)
+    monkeypatch.setattr(scheduler_link, "FIRST_PAUSE_S", 1.0)
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            generation = (await mesh.next_submit(0)).generation
+            mesh.send_tokens(*first_tokens(generation, 2))
+            await delivered(running, 2)
+            mesh.drop_gateway()
+            mesh.drop_worker()
+            resumed = (await mesh.next_submit(1)).generation
+            assert (resumed.request_id, resumed.epoch) == (generation.request_id, Epoch(1))
+            assert mesh.registrations[1].waiting == ()  # the scheduler is to look for nothing
+            mesh.send_tokens(*first_tokens(resumed, 4))
+        assert texts == [WHOLE]
+
+
+async def test_a_scheduler_that_stands_still_does_not_end_the_gateway(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes connections, as a stopped process does, and never says a word."""
+    monkeypatch.setattr(scheduler_link, "WELCOME_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(generate, "CONNECT_GRACE_S", 0.01)
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as stopped:
+        port = stopped.extra(anyio.abc.SocketAttribute.local_port)
+        async with (
+            running_gateway(model, f"127.0.0.1:{port}") as running,
+            httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+        ):
+            await anyio.sleep(1.0)  # several attempts to register
+            response = await client.post("/v1/completions", json=BODY)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
 
 
 async def test_without_a_scheduler_requests_wait_a_little_and_get_503(

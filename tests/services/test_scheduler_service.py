@@ -83,6 +83,7 @@ from pdmesh.wire.messages import (
     WorkerDown,
     pack_token_ids,
 )
+from pdmesh_scheduler import peers
 from pdmesh_scheduler.main import serve
 
 pytestmark = pytest.mark.anyio
@@ -362,7 +363,20 @@ async def test_the_others_are_told_of_a_data_address_that_is_gone() -> None:
             assert (await d.expect(PeerGone)).data_address == b"started again"
 
 
-async def test_a_broken_stream_is_no_loss_while_the_lease_lasts() -> None:
+async def test_a_broken_stream_is_a_death_unless_the_instance_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BROKEN_STREAM_GRACE_S", 0.01)
+    async with running() as mesh, mesh.gateway() as g:
+        async with mesh.worker(mixed()) as m:
+            g.post(submit())
+            await m.expect(RunPlan)
+        assert (await g.expect(Restarted)).request_id == R
+        status = await mesh.ask(GetStatus())
+        assert isinstance(status, MeshState)
+        assert status.instances == ()
+
+
+async def test_a_broken_stream_is_no_loss_if_the_instance_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BROKEN_STREAM_GRACE_S", 60.0)
     resident = Resident(request_id=R, epoch=ZERO, gateway_id=GATEWAY, num_blocks=3, num_context_tokens=9, decoding=True)
     async with running() as mesh, mesh.gateway() as g:
         async with mesh.worker(mixed()) as m:

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, pack_token_ids, unpack_token_ids
-from pdmesh_gateway.transcripts import MAX_AHEAD, MAX_RESTARTS, MAX_SOURCES_AHEAD, Mailbox, Transcript, Transcripts
+from pdmesh_gateway.transcripts import (
+    BREAK_GRACE_S,
+    MAX_AHEAD,
+    MAX_RESTARTS,
+    MAX_SOURCES_AHEAD,
+    STALL_GRACE_S,
+    Mailbox,
+    Transcript,
+    Transcripts,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +60,7 @@ async def test_tokens_are_delivered_in_order_and_once() -> None:
     assert [out.index for out in t.take()] == [0, 1, 2]
     assert list(t.output) == [100, 101, 102]
     assert t.num_dropped == 2
-    assert t.stalled_since_s is None
+    assert t.resume_at_s is None
 
 
 async def test_a_late_epoch_is_dropped() -> None:
@@ -68,11 +77,11 @@ async def test_a_gap_is_known_until_it_closes() -> None:
     t = transcript()
     t.offer(token(1), A)
     assert t.take() == []
-    assert t.stalled_since_s == 5.0
+    assert t.resume_at_s == 5.0 + STALL_GRACE_S
     assert t.mailbox.take() is t  # its consumer watches the clock from now on
     t.offer(token(0), A)
     assert [out.index for out in t.take()] == [0, 1]
-    assert t.stalled_since_s is None
+    assert t.resume_at_s is None
 
 
 async def test_a_resumed_request_goes_on_from_what_was_delivered() -> None:
@@ -124,17 +133,31 @@ async def test_restarts_are_bounded() -> None:
     assert [t.restart() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [False]
 
 
+async def test_progress_renews_what_a_request_may_be_restarted() -> None:
+    t = transcript()
+    for epoch in range(3 * MAX_RESTARTS):
+        t.offer(token(epoch, epoch=epoch), A)
+        assert t.restart()
+    assert t.num_restarts == 3 * MAX_RESTARTS
+
+
+async def test_what_is_not_its_fault_is_not_counted() -> None:
+    t = transcript()
+    assert all(t.restart(counts=False) for _ in range(3 * MAX_RESTARTS))
+    assert [t.restart() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [False]
+
+
 async def test_a_broken_stream_makes_its_requests_suspect() -> None:
     transcripts = Transcripts()
     t = transcript()
     transcripts.add(t)
     transcripts.deliver([token(0)], A)
     transcripts.source_lost(InstanceId("b"))
-    assert t.stalled_since_s is None
+    assert t.resume_at_s is None
     transcripts.source_lost(A)
-    assert t.stalled_since_s == 5.0
+    assert t.resume_at_s == 5.0 + BREAK_GRACE_S
     transcripts.deliver([token(1)], A)  # it was only slow
-    assert t.stalled_since_s is None
+    assert t.resume_at_s is None
 
 
 async def test_prompt_logprobs_of_another_epoch_or_place_are_dropped() -> None:
@@ -234,6 +257,8 @@ async def test_waiting_names_what_is_not_finished() -> None:
     transcripts = Transcripts()
     t = transcript()
     transcripts.add(t)
+    assert transcripts.waiting() == ()  # no scheduler has heard of it
+    t.submitted_on = 1
     assert transcripts.waiting() == ((RequestId("r"), Epoch(0)),)
     transcripts.deliver([token(0, finish=FinishReason.STOP)], A)
     assert transcripts.waiting() == ()

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.abc
 import grpc
 import grpc.aio
 import msgspec
@@ -48,6 +49,38 @@ async def echo_server() -> AsyncGenerator[str]:
     methods = {"Echo": serve_link(serve, WorkerUp)}
     async with serving(SERVICE, methods, host="127.0.0.1", port=0, security=SecurityConfig()) as port:
         yield f"127.0.0.1:{port}"
+
+
+async def test_a_peer_that_stands_still_unwinds_nobody() -> None:
+    """gRPC answers our timeout with a cancellation that no task group knows: it must not reach any."""
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as stopped:
+        address = f"127.0.0.1:{stopped.extra(anyio.abc.SocketAttribute.local_port)}"
+        num_timeouts = 0
+        async with anyio.create_task_group() as service:
+
+            async def attempts() -> None:
+                nonlocal num_timeouts
+                async with open_channel(address, SecurityConfig()) as channel:
+                    for _ in range(3):
+                        try:
+                            async with (
+                                open_link(channel, f"/{SERVICE}/Echo", WorkerDown) as link,
+                                anyio.create_task_group() as tasks,
+                            ):
+                                tasks.start_soon(link.pump)
+                                link.post(
+                                    Heartbeat(
+                                        num_free_blocks=0, num_held_blocks=0, num_quarantined_blocks=0, num_decoding=0
+                                    )
+                                )
+                                with anyio.fail_after(0.1):
+                                    await anext(aiter(link.frames()))
+                        except* (TimeoutError, InstanceUnavailable):
+                            num_timeouts += 1
+
+            service.start_soon(attempts)
+        assert num_timeouts == 3
+        assert not service.cancel_scope.cancel_called
 
 
 async def echo(address: str, names: list[str]) -> list[str]:

@@ -37,8 +37,8 @@ def print_choices(console: Console, request_id: str, choices: RequestList) -> No
         f"request [bold]{request_id}[/] fits {len(choices.requests)} requests; give one of their ids", highlight=False
     )
     table = Table(box=None, pad_edge=False)
-    for column in ("id", "state"):
-        table.add_column(column)
+    table.add_column("id", min_width=max(len(record.request_id) for record in choices.requests))  # never cut
+    table.add_column("state")
     for column in ("prompt", "output", "first token ms", "last token ms"):
         table.add_column(column, justify="right")
     for record in choices.requests:

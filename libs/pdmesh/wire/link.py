@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
+import anyio.lowlevel
 import grpc
 import grpc.aio
 import msgspec
@@ -22,6 +23,7 @@ from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
 
 SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
+T = TypeVar("T")
 
 #: A frame may carry a prompt of 1M tokens (4 MB) and more; what is larger is refused by gRPC before it is read.
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -111,9 +113,9 @@ class FrameLink(Generic[SendT, RecvT]):
                     self._wake = anyio.Event()
                     await self._wake.wait()
                     continue
-                await self._write(self._next_frame())
+                await _of_call(self._write(self._next_frame()))
             if self._finish is not None:
-                await self._finish()
+                await _of_call(self._finish())
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:  # the last: RPC finished
             self._closed = True
             raise InstanceUnavailable(f"the peer's stream broke: {_describe(error)}") from error
@@ -135,7 +137,7 @@ class FrameLink(Generic[SendT, RecvT]):
         """
         while True:
             try:
-                data = await self._read()
+                data = await _of_call(self._read())
             except grpc.RpcError as error:
                 raise InstanceUnavailable(f"the peer's stream broke: {_describe(error)}") from error
             if data is grpc.aio.EOF:
@@ -144,6 +146,22 @@ class FrameLink(Generic[SendT, RecvT]):
                 yield self._decoder.decode(data)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
                 raise ProtocolError(f"malformed frame of {len(data)} bytes: {error}") from error
+
+
+async def _of_call(operation: Awaitable[T]) -> T:
+    """Await what a gRPC call does. Raises InstanceUnavailable for a call that was cancelled while nobody cancelled us.
+
+    grpc.aio answers a cancellation with a new, bare CancelledError, and raises one for a call that has been cancelled
+    already. Task groups do not know it for their own: it would unwind the whole service, without an error.
+    """
+    try:
+        return await operation
+    except asyncio.CancelledError:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # raises the cancellation of our own scope, if it was that
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # so gRPC's server ends a handler
+            raise
+        raise InstanceUnavailable("the call was cancelled") from None
 
 
 def _describe(error: Exception) -> str:

@@ -30,18 +30,15 @@ from pdmesh_gateway.scheduler_link import SchedulerLink
 from pdmesh_gateway.spans import FIRST_TOKEN, REQUEST, request_attributes, response_attributes
 from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcripts import FIRST_EPOCH, Mailbox, Transcript, Transcripts, finish_of
+from pdmesh_gateway.transcripts import FIRST_EPOCH, STALL_GRACE_S, Mailbox, Transcript, Transcripts, finish_of
 
 log = structlog.get_logger()
 
 #: What became of a generation whose client went away.
 CANCELLED = "cancelled"
 
-#: How long a request waits for a scheduler that is gone for a moment.
-CONNECT_GRACE_S = 5.0
-
-#: How long a missing token may be late before its request is resumed: far more than two streams of one mesh differ.
-STALL_GRACE_S = 2.0
+#: How long a new request waits for a scheduler that is gone for a moment. Those under way wait until their deadline.
+CONNECT_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,22 +203,21 @@ class Generation:
     async def _wait(self) -> None:
         """Until there is news, resuming what lost a token on the way."""
         while True:
-            stalled = [choice.transcript for choice in self._choices if choice.transcript.stalled_since_s is not None]
+            stalled = [
+                (resume_at_s, choice.transcript)
+                for choice in self._choices
+                if (resume_at_s := choice.transcript.resume_at_s) is not None
+            ]
             if not stalled:
                 await self._mailbox.wait()
                 return
-            resume_at_s = min(map(_resume_at_s, stalled))
-            with anyio.move_on_after(resume_at_s - time.monotonic()):
+            first_s = min(resume_at_s for resume_at_s, _ in stalled)
+            with anyio.move_on_after(first_s - time.monotonic()):
                 await self._mailbox.wait()
                 return
-            for transcript in stalled:
-                if transcript.stalled_since_s is not None and _resume_at_s(transcript) <= time.monotonic():
+            for resume_at_s, transcript in stalled:
+                if resume_at_s <= time.monotonic():
                     self._generator.resume(transcript, "a token was lost on the way", cancel=True)
-
-
-def _resume_at_s(transcript: Transcript) -> float:
-    assert transcript.stalled_since_s is not None
-    return transcript.stalled_since_s + STALL_GRACE_S
 
 
 class Generator:
@@ -302,7 +298,9 @@ class Generator:
         log.warning("resuming", request_id=transcript.request_id, epoch=transcript.epoch, reason=reason)
         if cancel:
             self._link.cancel(transcript.request_id, transcript.epoch)
-        if not transcript.restart():
+        # Where the scheduler is another one than it was, or gone, it is to blame.
+        is_suspect = self._link.is_connected and transcript.submitted_on == self._link.num_connections
+        if not transcript.restart(counts=is_suspect):
             transcript.fail(
                 RequestRejected(
                     f"The request was restarted too often; the last time: {reason}",
@@ -314,10 +312,7 @@ class Generator:
             )
             return
         self.metrics.restarted()
-        try:
-            self._submit(transcript)
-        except RequestRejected as error:
-            transcript.fail(error)
+        self._submit_when_possible(transcript)
 
     def _span(self, job: GenerationJob) -> Span:
         if not self._tracing.on:
@@ -374,7 +369,19 @@ class Generator:
     def on_finished(self, message: Finished) -> None:
         transcript = self._transcripts.current(message.request_id, message.epoch)
         if transcript is not None:
-            transcript.suspect()
+            transcript.suspect(STALL_GRACE_S)
+
+    def on_connected(self) -> None:
+        """Tell a scheduler that may be new of all that nobody seems to work on. What it knows already it ignores."""
+        for transcript in self._transcripts.unopened():
+            self._submit_when_possible(transcript)
+
+    def _submit_when_possible(self, transcript: Transcript) -> None:
+        """Now, or when there is a scheduler: a request under way waits for one until its deadline."""
+        try:
+            self._submit(transcript)
+        except RequestRejected:
+            log.info("waiting for a scheduler", request_id=transcript.request_id, epoch=transcript.epoch)
 
     def _submit(self, transcript: Transcript, *others: Transcript) -> None:
         """Send a request to the scheduler, with ``others`` of the same prompt. Raises RequestRejected."""
@@ -386,6 +393,8 @@ class Generator:
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)
+        for submitted in (transcript, *others):
+            submitted.submitted_on = self._link.num_connections
 
     def _choice(
         self,

@@ -52,6 +52,8 @@ class Waiting(Protocol):
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]: ...
 
+    def on_connected(self) -> None: ...
+
     def on_rejected(self, message: Rejected) -> None: ...
 
     def on_restarted(self, message: Restarted) -> None: ...
@@ -69,8 +71,14 @@ class SchedulerLink:
         self._link: FrameLink[GatewayUp, GatewayDown] | None = None
         self._connected = anyio.Event()
         self._jitter = random.Random()
+        #: Ever made; the last of them may have broken.
+        self.num_connections = 0
         #: The scheduler's last word on the mesh; None while it is gone.
         self.state: MeshState | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link is not None
 
     @property
     def unready_reason(self) -> str | None:
@@ -113,7 +121,7 @@ class SchedulerLink:
                 try:
                     await self._run_once(channel, waiting)
                     log.warning("the scheduler ended the stream")
-                except* (InstanceUnavailable, ProtocolError, TimeoutError) as group:
+                except* (InstanceUnavailable, OutboxFull, ProtocolError, TimeoutError) as group:
                     log.warning("no stream to the scheduler", address=self._address, error=str(group.exceptions[0]))
                 if was_connected.is_set():  # it had been up
                     pause_s = FIRST_PAUSE_S
@@ -127,9 +135,11 @@ class SchedulerLink:
             link.post(RegisterGateway(gateway_id=self._gateway_id, waiting=waiting.waiting()))
             welcome, rest = await _welcome(frames)
             self._link = link
+            self.num_connections += 1
             self._connected.set()
             log.info("registered with the scheduler", gateway_id=self._gateway_id)
             try:
+                waiting.on_connected()
                 tasks.start_soon(_beat, link, welcome.heartbeat_s)
                 self._handle(rest, waiting)
                 frame: list[GatewayDown] | None

@@ -33,8 +33,14 @@ MAX_SOURCES_AHEAD = 4
 
 FIRST_EPOCH = Epoch(0)
 
-#: How often a request is restarted before its client is told to try again.
+#: How often in a row a request is restarted, without a token in between, before its client is told to try again.
 MAX_RESTARTS = 5
+
+#: How long a missing token may be late before its request is resumed: far more than two streams of one mesh differ.
+STALL_GRACE_S = 2.0
+
+#: The same once the stream that it would come on broke: an instance that lives opens it again within a tenth of this.
+BREAK_GRACE_S = 0.5
 
 
 class Mailbox:
@@ -86,11 +92,14 @@ class Transcript:
     inbox: list[TokenOut] = field(default_factory=list[TokenOut])
     failure: RequestRejected | None = None
     finished: bool = False  # the last token was delivered, or the request failed, or its consumer has enough
-    #: Since when a token is known or suspected to be missing.
-    stalled_since_s: float | None = None
+    #: A token is known or suspected to be missing: when the request is resumed, unless it comes before.
+    resume_at_s: float | None = None
+    #: Which connection to the scheduler this epoch was submitted on; None while it waits for one.
+    submitted_on: int | None = None
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     num_dropped: int = 0
     num_restarts: int = 0
+    num_fruitless: int = 0  # restarts since the last token
     is_posted: bool = False
     _ahead: dict[InstanceId, dict[int, TokenOut]] = field(default_factory=dict[InstanceId, dict[int, TokenOut]])
 
@@ -124,7 +133,7 @@ class Transcript:
             self._deliver(token, source)
             while self._ahead and not self.finished and (following := self._pop_ahead()) is not None:
                 self._deliver(following, self.source)
-            self.stalled_since_s = self.clock() if self._ahead and not self.finished else None
+            self.resume_at_s = self.clock() + STALL_GRACE_S if self._ahead and not self.finished else None
             self.mailbox.put(self)
         else:
             self.num_dropped += 1
@@ -144,20 +153,26 @@ class Transcript:
             if position < self.num_prompt_tokens:
                 self.prompt_logprobs[position] = logprobs
 
-    def suspect(self) -> None:
+    def suspect(self, grace_s: float) -> None:
         """What is still to come may be lost: its stream broke, or it should be here by now."""
-        if not self.finished and self.stalled_since_s is None:
-            self.stalled_since_s = self.clock()
+        resume_at_s = self.clock() + grace_s
+        if not self.finished and (self.resume_at_s is None or resume_at_s < self.resume_at_s):
+            self.resume_at_s = resume_at_s
             self.mailbox.put(self)
 
-    def restart(self) -> bool:
-        """Move to the next epoch, so that `generation` resumes the request. False if that was done too often."""
+    def restart(self, *, counts: bool = True) -> bool:
+        """Move to the next epoch, so that `generation` resumes the request. False if that was done too often.
+
+        It does not count if the request cannot have been the cause.
+        """
         self.num_restarts += 1
-        if self.num_restarts > MAX_RESTARTS:
+        self.num_fruitless += counts
+        if self.num_fruitless > MAX_RESTARTS:
             return False
         self.epoch = Epoch(self.epoch + 1)
         self._ahead.clear()
-        self.stalled_since_s = None
+        self.resume_at_s = None
+        self.submitted_on = None
         self.source = None
         return True
 
@@ -183,9 +198,7 @@ class Transcript:
             ahead = self._ahead[source] = {}
         if len(ahead) < MAX_AHEAD:
             ahead[token.index] = token
-            if self.stalled_since_s is None:
-                self.stalled_since_s = self.clock()
-                self.mailbox.put(self)
+            self.suspect(STALL_GRACE_S)
 
     def _pop_ahead(self) -> TokenOut | None:
         """The next token, if it is here already; what can no longer be next is dropped."""
@@ -204,6 +217,7 @@ class Transcript:
         self.source = token.next_instance_id or source
         if token.token_id is not None:
             self.output.append(token.token_id)
+            self.num_fruitless = 0
         self.inbox.append(token)
         if token.finish_reason is not None:
             self.finished = True
@@ -252,7 +266,7 @@ class Transcripts:
         """A worker's stream broke."""
         for transcript in self._by_id.values():
             if transcript.source == source:
-                transcript.suspect()
+                transcript.suspect(BREAK_GRACE_S)
 
     def fail_all(self, error: RequestRejected) -> None:
         """The gateway stops: no request goes on."""
@@ -261,7 +275,13 @@ class Transcripts:
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
         """What a scheduler must know after a reconnect."""
-        return tuple((t.request_id, t.epoch) for t in self._by_id.values() if not t.finished)
+        return tuple(
+            (t.request_id, t.epoch) for t in self._by_id.values() if not t.finished and t.submitted_on is not None
+        )
+
+    def unopened(self) -> list[Transcript]:
+        """Those that no instance has begun to answer, as far as we know: what to submit to a scheduler that is new."""
+        return [t for t in self._by_id.values() if not t.finished and t.source is None]
 
 
 def finish_of(token: TokenOut) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,13 @@ log = structlog.get_logger()
 IdT = TypeVar("IdT", bound=str)
 DownT = TypeVar("DownT")
 MessageT = TypeVar("MessageT")
+
+#: For a peer whose stream broke to open another. One that lives tries within a tenth of a second, but may have to let a
+#: step end first.
+BROKEN_STREAM_GRACE_S = 0.5
+
+#: A lease that ran out so long ago, and nobody noticed: this process stood still.
+STOOD_STILL_S = 0.5
 
 #: For a peer that has opened a stream to say who it is.
 REGISTRATION_LIMIT_S = 10.0
@@ -75,16 +83,38 @@ class Peers(Generic[IdT, DownT]):
 
 
 class Leases(Generic[IdT]):
-    """Who must be heard of, and until when. All leases are equally long."""
+    """Who must be heard of, and until when.
+
+    All leases are equally long, but that of a peer whose stream broke: it is most likely dead, and one that lives comes
+    back at once. If *we* stood still, nobody is given up for it: what peers have said meanwhile is read first, and
+    those that took us for dead have a whole lease to come back.
+    """
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._deadlines: dict[IdT, float] = {}
-        self._first = anyio.Event()
+        self._changed = anyio.Event()
+        self._still_until_s = -math.inf  # so long nobody is given up early
 
     def renew(self, peer_id: IdT) -> None:
         self._deadlines[peer_id] = anyio.current_time() + self._lease_s
-        self._first.set()
+        self._changed.set()
+
+    def stream_broke(self, peer_id: IdT) -> None:
+        """Give the peer up soon, unless it comes back."""
+        now_s = anyio.current_time()
+        self._excuse_standing_still(now_s)
+        deadline_s = self._deadlines.get(peer_id)
+        if deadline_s is not None and now_s >= self._still_until_s:
+            self._deadlines[peer_id] = min(deadline_s, now_s + BROKEN_STREAM_GRACE_S)
+            self._changed.set()
+
+    def _excuse_standing_still(self, now_s: float) -> None:
+        """If deadlines passed long ago and nobody looked, give everybody another lease."""
+        if self._deadlines and min(self._deadlines.values()) < now_s - STOOD_STILL_S:
+            self._still_until_s = now_s + self._lease_s
+            for peer_id in self._deadlines:
+                self._deadlines[peer_id] = self._still_until_s
 
     def drop(self, peer_id: IdT) -> None:
         self._deadlines.pop(peer_id, None)
@@ -92,11 +122,12 @@ class Leases(Generic[IdT]):
     async def run(self, expired: Callable[[IdT], None]) -> None:
         """Call ``expired`` once for each lease that runs out."""
         while True:
-            if not self._deadlines:
-                self._first = anyio.Event()
-                await self._first.wait()
-            await anyio.sleep_until(min(self._deadlines.values()))
+            self._changed = changed = anyio.Event()
+            with anyio.CancelScope(deadline=min(self._deadlines.values(), default=math.inf)):
+                await changed.wait()
+                continue
             now_s = anyio.current_time()
+            self._excuse_standing_still(now_s)
             for peer_id in [peer_id for peer_id, deadline_s in self._deadlines.items() if deadline_s <= now_s]:
                 del self._deadlines[peer_id]
                 expired(peer_id)

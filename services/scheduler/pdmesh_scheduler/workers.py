@@ -92,6 +92,7 @@ class WorkerStreams:
             finally:
                 if self.peers.remove(connection):
                     log.warning("instance's stream broke", instance_id=instance_id)
+                    self.leases.stream_broke(instance_id)
                     self.driver.post(InstanceUnreachable(instance_id))
         if scope.cancelled_caught:
             raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
