@@ -56,7 +56,9 @@ class GatewayConfig:
     token_port: Annotated[int, PORT, "0 takes a free port"] = 0
     token_address: Annotated[str | None, "what workers dial; default: token_host:token_port"] = None
     max_body_bytes: Annotated[int, COUNT, "of an HTTP request; more is a 413"] = 32 * 1024 * 1024
-    max_n: Annotated[int, COUNT, "choices of one request (`n` times prompts)"] = 128
+    max_body_values: Annotated[int, COUNT, "values in the JSON of an HTTP request, at most; more is a 413"] = 2_000_000
+    max_messages: Annotated[int, COUNT, "of a conversation"] = 8192
+    max_n: Annotated[int, COUNT, "choices of one prompt (`n`)"] = 128
     max_concurrent_requests: Annotated[int, COUNT, "under way at once; more is a 429"] = 4096
     max_queued_bytes: Annotated[int, COUNT, "bodies and prompts held for requests under way"] = 512 * 1024 * 1024
     body_timeout_s: Annotated[float, "a body that does not end"] = 30.0

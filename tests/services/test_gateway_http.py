@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -546,3 +546,87 @@ async def test_what_could_never_run_is_refused_before_it_is_built(
         response = await client.post("/v1/completions", json=body)
         assert (response.status_code, error_of(response)["param"]) == (400, param)
         assert not mesh.submitted
+
+
+async def test_tokenizing_has_the_limits_of_a_prompt(model: Path) -> None:
+    async with served(model) as (client, _mesh, _running):
+        for path, body in (
+            ("/tokenize", {"prompt": "word " * 200_000}),
+            ("/tokenize", {"messages": [{"role": "user", "content": "word " * 200_000}]}),
+            ("/detokenize", {"tokens": [1] * (CONTEXT + 1)}),
+        ):
+            response = await client.post(path, json=body)
+            assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /" + b"a" * 400_000 + b" HTTP/1.1\r\n",
+        b"GET /live HTTP/1.1\r\nx: " + b"a" * 400_000 + b"\r\n",
+        b"GET /live HTTP/1.1\r\n" + b"x: y\r\n" * 60_000,
+    ],
+)
+async def test_an_endless_head_is_refused(model: Path, sent: bytes) -> None:
+    async with served(model) as (client, _mesh, running):
+        host, port = running.facts["http_address"].split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            answer = b""
+            with anyio.fail_after(20), suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                await stream.send(sent)
+                while True:
+                    answer += await stream.receive()
+            assert not answer or answer.startswith(b"HTTP/1.1 431 ")
+        assert (await client.get("/live")).status_code == 200
+
+
+async def test_endless_trailers_end_the_connection(model: Path) -> None:
+    async with served(model) as (client, _mesh, running):
+        host, port = running.facts["http_address"].split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+            with anyio.fail_after(20), suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                await stream.send(head)
+                while True:  # until it is closed
+                    await stream.send(b"x: " + b"y" * 10_000 + b"\r\n")
+        assert (await client.get("/live")).status_code == 200
+
+
+async def test_idle_uploads_keep_nobody_out(model: Path) -> None:
+    config = GatewayConfig(max_queued_bytes=4_000_000, max_body_bytes=500_000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 500000\r\n\r\n"
+    async with served(model, gateway=config) as (client, _mesh, running), AsyncExitStack() as stack:
+        host, port = running.facts["http_address"].split(":")
+        for _ in range(16):
+            stream = await stack.enter_async_context(await anyio.connect_tcp(host, int(port)))
+            await stream.send(head + b" " * 100_000)
+        for _ in range(5):
+            response = await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+            assert response.status_code == 200
+
+
+@pytest.mark.parametrize("depth", [900, 985, 990, 995, 1000, 1005, 3000])
+async def test_arguments_nested_deep_are_no_failure_of_ours(model: Path, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    start, end = '{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":', "}}]}]}"
+    async with served(model) as (client, _mesh, _running):
+        for arguments in (nested, json.dumps(nested)):
+            for path in ("/v1/chat/completions", "/tokenize"):
+                response = await client.post(path, content=start + arguments + end)
+                assert response.status_code in (200, 400), response.text
+        for field in ("metadata", "response_format", "chat_template_kwargs", "tools"):
+            value = f"[{nested}]" if field == "tools" else nested
+            body = f'{{"messages":[{{"role":"user"}}],"max_tokens":1,"{field}":{value}}}'
+            response = await client.post("/v1/chat/completions", content=body)
+            assert response.status_code in (200, 400), response.text
+
+
+async def test_half_a_surrogate_pair_is_no_text(model: Path) -> None:
+    async with served(model) as (client, _mesh, _running):
+        for body in (
+            b'{"prompt": "\\ud800"}',
+            b'{"prompt": "\\ud800", "min_p": NaN}',
+            b'{"prompt": ["\\udfff"], "n": NaN}',
+        ):
+            response = await client.post("/v1/completions", content=body)
+            assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")

@@ -14,9 +14,10 @@ from pdmesh.engine.files import DefaultSampling, ModelInfo
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.testing.tokenizers import write_tokenizer
 from pdmesh_gateway.auth import ApiKeys
-from pdmesh_gateway.http.body import ClientGone, decode_body, read_body
-from pdmesh_gateway.limits import Admission
-from pdmesh_gateway.protocol import ChatRequest, CompletionRequest
+from pdmesh_gateway.http.body import ClientGone, decode_body, may_hold_more_values, read_body
+from pdmesh_gateway.http.chat import template_messages
+from pdmesh_gateway.limits import SMALL_BODY_BYTES, Admission
+from pdmesh_gateway.protocol import ChatMessage, ChatRequest, CompletionRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
 from pdmesh_gateway.templates import TemplateFailed, compile_template, render_untrusted
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -45,18 +46,23 @@ def receiver(*parts: bytes, ends: bool = True) -> Callable[[], Awaitable[Any]]:
     return receive
 
 
+async def read(receive: Callable[[], Awaitable[Any]], **limits: Any) -> bytes:
+    with Admission(max_requests=1, max_bytes=1_000_000).upload() as upload:
+        return await read_body(receive, upload, **limits)
+
+
 async def test_a_body_is_read_within_its_limit() -> None:
-    whole = await read_body(receiver(b"ab", b"cd"), content_length=None, max_bytes=4, timeout_s=10)
+    whole = await read(receiver(b"ab", b"cd"), content_length=None, max_bytes=4, timeout_s=10)
     assert whole == b"abcd"
     for content_length, parts in ((5, []), (None, [b"abc", b"de"])):
         with pytest.raises(RequestRejected, match="larger than 4 bytes") as refused:
-            await read_body(receiver(*parts), content_length=content_length, max_bytes=4, timeout_s=10)
+            await read(receiver(*parts), content_length=content_length, max_bytes=4, timeout_s=10)
         assert refused.value.status == 413
 
 
 async def test_a_body_that_never_ends_is_given_up() -> None:
     with pytest.raises(RequestRejected, match="did not arrive") as refused:
-        await read_body(receiver(b"{", ends=False), content_length=None, max_bytes=100, timeout_s=0.01)
+        await read(receiver(b"{", ends=False), content_length=None, max_bytes=100, timeout_s=0.01)
     assert refused.value.status == 408
 
 
@@ -65,7 +71,7 @@ async def test_a_client_that_leaves_while_sending_is_gone() -> None:
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientGone):
-        await read_body(receive, content_length=None, max_bytes=100, timeout_s=10)
+        await read(receive, content_length=None, max_bytes=100, timeout_s=10)
 
 
 @pytest.mark.parametrize(
@@ -85,23 +91,24 @@ async def test_a_client_that_leaves_while_sending_is_gone() -> None:
         (b'{"colour": 1}', "colour", "Unrecognized request argument supplied: colour"),
         (b'{"prompt": "\xff"}', None, "could not parse|Invalid"),
         (b'{"temperature": NaN, "colour": 1}', "colour", "Unrecognized request argument"),
+        (b'{"temperature": NaN, "prompt": "\\ud800"}', None, "could not parse"),
     ],
 )
 async def test_a_bad_body_is_refused_by_field(body: bytes, param: str | None, message: str) -> None:
     with pytest.raises(RequestRejected, match=message) as refused:
-        await decode_body(msgspec.json.Decoder(CompletionRequest), body)
+        await decode_body(msgspec.json.Decoder(CompletionRequest), body, max_values=1_000_000)
     assert refused.value.status == 400
     assert refused.value.param == param
 
 
 async def test_a_missing_field_is_named() -> None:
     with pytest.raises(RequestRejected, match="messages") as refused:
-        await decode_body(msgspec.json.Decoder(ChatRequest), b"{}")
+        await decode_body(msgspec.json.Decoder(ChatRequest), b"{}", max_values=9)
     assert refused.value.param == "messages"
 
 
 async def test_nan_is_read_so_that_its_field_can_be_named() -> None:
-    request = await decode_body(msgspec.json.Decoder(CompletionRequest), b'{"temperature": NaN}')
+    request = await decode_body(msgspec.json.Decoder(CompletionRequest), b'{"temperature": NaN}', max_values=9)
     assert request.temperature is not None
     assert math.isnan(request.temperature)
 
@@ -263,3 +270,80 @@ def test_a_broken_checkpoint_template_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
         ModelTokenizer.load(tmp_path)
+
+
+def test_values_are_counted_before_they_are_built() -> None:
+    values: list[Any] = [list(range(1000)), [[]] * 1000, {str(i): i for i in range(500)}, [{"a": [1]}] * 250]
+    for value in values:
+        body = msgspec.json.encode(value)
+        assert may_hold_more_values(body, 900)
+        assert not may_hold_more_values(body, 5000)
+    assert may_hold_more_values(b"[" + b"1," * 3_000_000 + b"1]", 2_999_999)
+
+
+async def test_a_body_of_too_many_values_is_not_decoded() -> None:
+    body = b'{"prompt": [' + b'"",' * 1_000_000 + b'""]}'
+    with pytest.raises(RequestRejected, match="more than 1000 values") as refused:
+        await decode_body(msgspec.json.Decoder(CompletionRequest), body, max_values=1000)
+    assert refused.value.status == 413
+
+
+async def test_large_bodies_on_their_way_never_keep_small_ones_out() -> None:
+    admission = Admission(max_requests=1, max_bytes=10_000_000)
+    with admission.upload() as slow, admission.upload() as small:
+        slow.add(5_000_000)
+        with pytest.raises(RequestRejected, match="large requests"):
+            slow.add(100_000)
+        small.add(SMALL_BODY_BYTES)
+    assert admission.num_bytes == 0
+
+
+async def test_the_oldest_large_body_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh_gateway.limits.UPLOAD_GRACE_S", 0.0)
+    admission = Admission(max_requests=1, max_bytes=2_000_000)
+    texts: list[str] = []
+
+    async def stand_still(ready: anyio.Event) -> None:
+        with admission.upload() as upload:
+            with pytest.raises(RequestRejected) as refused:
+                await read_body(sends_and_waits(ready), upload, content_length=None, max_bytes=10**7, timeout_s=60)
+            texts.append(refused.value.message)
+
+    def sends_and_waits(ready: anyio.Event) -> Callable[[], Awaitable[Any]]:
+        async def receive() -> Any:
+            if not ready.is_set():
+                ready.set()
+                return {"type": "http.request", "body": bytes(400_000), "more_body": True}
+            return await anyio.sleep_forever()
+
+        return receive
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                ready = anyio.Event()
+                tasks.start_soon(stand_still, ready)
+                await ready.wait()
+            await anyio.wait_all_tasks_blocked()
+            with admission.upload() as quick:
+                quick.add(700_000)
+                await anyio.wait_all_tasks_blocked()
+                assert texts == ["The request body did not arrive before others needed the room."]
+                quick.add(360_000)
+    assert len(texts) == 2
+    assert admission.num_bytes == 0
+
+
+@pytest.mark.parametrize("num_messages", [10, 1000])
+async def test_messages_nested_too_deep_are_refused(num_messages: int) -> None:
+    deep = "[" * 1990 + "]" * 1990
+    call = {"function": {"name": "f", "arguments": '{"a":' + deep + "}"}}
+    message = ChatMessage(role="assistant", tool_calls=[call])
+    with pytest.raises(RequestRejected) as refused:
+        await template_messages([message] * num_messages, most=1000)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+async def test_there_are_so_many_messages_at_most() -> None:
+    with pytest.raises(RequestRejected, match="holds 11 messages; 10 are allowed"):
+        await template_messages([ChatMessage(role="user")] * 11, most=10)

@@ -23,6 +23,9 @@ _LABEL = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 #: What one message of a frame can carry, with room for all else.
 MAX_PROMPT_TOKENS = MAX_FRAME_BYTES // 8
 
+#: Characters of a text, for each token of the context, that are looked at before the rest is.
+PART_CHARS = 16
+
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -77,6 +80,11 @@ class Serving:
         at_least = self.tokenizer.min_tokens_of(text)
         if at_least > self.max_model_len:
             raise too_long(at_least, self.max_model_len, what=what, at_least=True)
+        # Text has some four characters a token. Of one that is far longer than would fit, a part tells.
+        if len(text) > (num_chars := PART_CHARS * self.max_model_len):
+            part = await self.tokenizer.encode(text[:num_chars], add_special_tokens=False)
+            if len(part) > 2 * self.max_model_len:
+                raise too_long(len(part), self.max_model_len, what=what, at_least=True)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def check_prompt(self, token_ids: Sequence[int], *, what: str, truncate: int | None = None) -> Sequence[int]:

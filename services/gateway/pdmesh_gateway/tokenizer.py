@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 from tokenizers import Tokenizer
 
@@ -15,8 +17,13 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.templates import TemplateFailed, compile_template, render_untrusted
 
+T = TypeVar("T")
+
 #: Texts shorter than this are worked on at once: tokenizing takes less than a trip to another thread and back.
 INLINE_CHARS = 4096
+
+#: Longer ones take long enough to keep others waiting; they wait for each other.
+HEAVY_CHARS = 128 * 1024
 
 #: Placed in front of a conversation's last message to find where it ends (`continue_final_message`).
 _MARKER = "\ue000pdmesh-final\ue000"
@@ -44,6 +51,9 @@ class ModelTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_level = _is_byte_level(tokenizer)
         self._texts: dict[int, str] = {}
+        num_cores = len(os.sched_getaffinity(0))
+        self._light = anyio.CapacityLimiter(num_cores)
+        self._heavy = anyio.CapacityLimiter(max(1, num_cores // 2))
 
     @classmethod
     def load(cls, directory: Path) -> ModelTokenizer:
@@ -76,18 +86,32 @@ class ModelTokenizer:
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``."""
-        if len(text) < INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await anyio.to_thread.run_sync(self._encode, text, add_special_tokens)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: unlike the plain call, the library lets go of the interpreter meanwhile.
+        def encode() -> list[int]:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+        return await self._work(encode, len(text))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         def decode() -> str:
-            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
-        return decode() if len(token_ids) < INLINE_CHARS else await anyio.to_thread.run_sync(decode)
+        return await self._work(decode, len(token_ids))
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them (``token_strs`` of ``/tokenize``)."""
+
+        def pieces() -> list[str]:
+            return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+        return await self._work(pieces, len(token_ids))
+
+    async def _work(self, work: Callable[[], T], size: int) -> T:
+        """Do ``work`` at once if its ``size`` is small, else on a thread, with others of that size only."""
+        if size < INLINE_CHARS:
+            return work()
+        return await anyio.to_thread.run_sync(work, limiter=self._heavy if size > HEAVY_CHARS else self._light)
 
     def detokenizer(self, prompt_tail: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """An incremental decoder for one generation."""
@@ -112,10 +136,6 @@ class ModelTokenizer:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace("\u2581", " ").encode()
-
-    def token_piece(self, token_id: int) -> str:
-        """A token as the vocabulary writes it (``token_strs`` of ``/tokenize``)."""
-        return self._tokenizer.id_to_token(token_id) or ""
 
     async def render_chat(
         self,

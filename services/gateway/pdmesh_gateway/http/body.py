@@ -12,11 +12,15 @@ import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
+from pdmesh_gateway.limits import Upload
 
 T = TypeVar("T")
 
 #: Larger bodies are decoded on a thread.
 INLINE_BYTES = 64 * 1024
+
+#: Counted at a time, before other threads get their turn.
+_COUNT_BYTES = 1024 * 1024
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>.*)`)?$")
 _PATH = re.compile(r" - at `\$\.?(?P<field>[^`.\[]*)(?P<rest>[^`]*)`$")
@@ -27,41 +31,65 @@ class ClientGone(Exception):
 
 
 async def read_body(
-    receive: Callable[[], Awaitable[Any]], *, content_length: int | None, max_bytes: int, timeout_s: float
+    receive: Callable[[], Awaitable[Any]],
+    upload: Upload,
+    *,
+    content_length: int | None,
+    max_bytes: int,
+    timeout_s: float,
 ) -> bytes:
-    """The whole body. Raises RequestRejected (413, 408) and ClientGone."""
+    """The whole body. Raises RequestRejected (413, 408, 429) and ClientGone."""
     if content_length is not None and content_length > max_bytes:
         raise _too_big(max_bytes)
     parts: list[bytes] = []
-    num_bytes = 0
-    try:
-        with anyio.fail_after(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                part = message.get("body", b"")
-                num_bytes += len(part)
-                if num_bytes > max_bytes:
-                    raise _too_big(max_bytes)
-                parts.append(part)
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise RequestRejected(
-            f"The request body did not arrive within {timeout_s:g} s.", status=408, code="body_timeout"
-        ) from None
+    with anyio.move_on_after(timeout_s), upload.scope:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            if upload.num_bytes + len(part) > max_bytes:
+                raise _too_big(max_bytes)
+            upload.add(len(part))
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+    parts.clear()
+    why = "before others needed the room" if upload.scope.cancelled_caught else f"within {timeout_s:g} s"
+    raise RequestRejected(f"The request body did not arrive {why}.", status=408, code="body_timeout")
 
 
 def _too_big(max_bytes: int) -> RequestRejected:
     return RequestRejected(f"The request body is larger than {max_bytes} bytes.", status=413, code="body_too_large")
 
 
-async def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """A body as its struct. Raises RequestRejected naming the field and what is wrong with it."""
+async def decode_body(decoder: msgspec.json.Decoder[T], body: bytes, *, max_values: int) -> T:
+    """A body as its struct. Raises RequestRejected naming the field and what is wrong with it, or 413 if it may hold
+    more than ``max_values`` values: to build them would hold the interpreter up for everybody.
+    """
     if len(body) <= INLINE_BYTES:
         return _decode(decoder, body)
-    return await anyio.to_thread.run_sync(_decode, decoder, body)
+
+    def decode() -> T:
+        if may_hold_more_values(body, max_values):
+            raise RequestRejected(
+                f"The request body holds more than {max_values} values.", status=413, code="too_many_values"
+            )
+        return _decode(decoder, body)
+
+    return await anyio.to_thread.run_sync(decode)
+
+
+def may_hold_more_values(body: bytes, most: int) -> bool:
+    """Whether a JSON text may hold more than ``most`` values and keys: each but the first follows one of four
+    characters, which a string may hold too.
+    """
+    num_marks = 0
+    for start in range(0, len(body), _COUNT_BYTES):
+        num_marks += sum(body.count(mark, start, start + _COUNT_BYTES) for mark in (b",", b":", b"[", b"{"))
+        if num_marks >= most:
+            return True
+    return False
 
 
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -74,7 +102,9 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
             raise _not_json(error) from None
     # Python's own encoder writes NaN and Infinity, which are not JSON: read them, so that the field can be named.
     try:
-        return msgspec.convert(json.loads(body), decoder.type)
+        value = json.loads(body)
+        msgspec.json.encode(value)  # refuses halves of a surrogate pair, which Python's decoder lets through
+        return msgspec.convert(value, decoder.type)
     except msgspec.ValidationError as error:
         raise invalid_body(error) from None
     except (ValueError, RecursionError) as error:

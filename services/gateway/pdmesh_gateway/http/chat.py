@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
@@ -18,6 +19,9 @@ from pdmesh_gateway.protocol import ChatChoice, ChatMessage, ChatRequest, ChatRe
 from pdmesh_gateway.sampling import MAX_LOGPROBS, check_supported, fit_max_tokens, num_choices, number, sampling_params
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.tokenizer import ModelTokenizer
+
+#: Longer conversations are prepared on a thread.
+INLINE_MESSAGES = 256
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
@@ -51,7 +55,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     async def _prompt(self, request: ChatRequest) -> Sequence[int]:
         serving = self._serving
         text = await serving.tokenizer.render_chat(
-            template_messages(request.messages),
+            await template_messages(request.messages, most=serving.config.max_messages),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
             template=request.chat_template,
@@ -80,11 +84,25 @@ def _num_top_logprobs(request: ChatRequest) -> int | None:
     return request.top_logprobs or 0
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+async def template_messages(messages: Sequence[ChatMessage], *, most: int) -> list[dict[str, Any]]:
     """Messages as templates know them: text content, and tool arguments as objects. Raises RequestRejected."""
     if not messages:
         raise RequestRejected("`messages` must not be empty.", param="messages", code="invalid_value")
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if len(messages) > most:
+        raise RequestRejected(
+            f"`messages` holds {len(messages)} messages; {most} are allowed.", param="messages", code="invalid_value"
+        )
+
+    def convert() -> list[dict[str, Any]]:
+        try:
+            return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        except RecursionError:
+            raise RequestRejected("`messages` are nested too deep.", param="messages", code="invalid_value") from None
+
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if len(messages) + num_parts <= INLINE_MESSAGES:
+        return convert()
+    return await anyio.to_thread.run_sync(convert)
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -105,7 +123,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = msgspec.json.decode(function["arguments"])
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, ValueError) as error:
                 raise RequestRejected(
                     f"`{where}.tool_calls` has arguments that are not JSON: {error}", param="messages"
                 ) from None

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.http.body import ClientGone, read_body
 from pdmesh_gateway.http.errors import error_headers, error_json, internal_error
+from pdmesh_gateway.limits import Admission
 
 JSON = b"application/json"
 
@@ -49,10 +50,12 @@ class Exchange:
         value = self.headers.get(b"content-length", b"")
         return int(value) if value.isdigit() else None
 
-    async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
-        return await read_body(
-            self.receive, content_length=self.content_length, max_bytes=max_bytes, timeout_s=timeout_s
-        )
+    async def body(self, admission: Admission, *, max_bytes: int, timeout_s: float) -> bytes:
+        """The whole body, counted as it comes. Raises RequestRejected and ClientGone."""
+        with admission.upload() as upload:
+            return await read_body(
+                self.receive, upload, content_length=self.content_length, max_bytes=max_bytes, timeout_s=timeout_s
+            )
 
     async def respond(
         self,

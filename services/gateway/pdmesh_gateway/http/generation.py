@@ -83,17 +83,13 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
     async def __call__(self, exchange: Exchange) -> None:
         config = self._serving.config
         admission = self._serving.admission
-        expected = exchange.content_length
-        # While its length is not known a body counts as the largest allowed.
-        num_bytes = config.max_body_bytes if expected is None else min(expected, config.max_body_bytes)
-        with admission.hold(num_bytes=num_bytes):
-            body = await exchange.body(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        body = await exchange.body(admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
         with admission.hold(num_bytes=len(body)):
             await exchange.run_until_gone(lambda: self._serve(exchange, body))
 
     async def _serve(self, exchange: Exchange, body: bytes) -> None:
         serving = self._serving
-        request = await decode_body(self._decoder, body)
+        request = await decode_body(self._decoder, body, max_values=serving.config.max_body_values)
         options = request.stream_options
         if options is not None and not request.stream:
             raise RequestRejected(

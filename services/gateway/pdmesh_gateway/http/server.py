@@ -13,13 +13,17 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdmesh.config import SecurityConfig
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh_gateway.http.errors import error_json
 
 #: Longer than the idle time of usual load balancers (60 s), so that it is them who close.
 KEEP_ALIVE_S = 65
 
 #: For a request's head to come, from the connection's beginning or its own first byte. uvicorn has no limit for it.
 HEAD_LIMIT_S = 10.0
+
+#: Of a request's line and headers together. (What is read at once may be as much again.)
+MAX_HEAD_BYTES = 64 * 1024
 
 BACKLOG = 2048
 
@@ -41,10 +45,19 @@ def open_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _PunctualProtocol(HttpToolsProtocol):
-    """Closes a connection that keeps a request's head waiting. Bodies and answers take what time they need."""
+_HEAD_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
+)
+
+
+class _LimitedProtocol(HttpToolsProtocol):
+    """Closes a connection that keeps a request's head waiting, or sends too long a one. Bodies and answers take what
+    time they need.
+    """
 
     _head_is_due: asyncio.TimerHandle | None = None
+    #: Bytes since the last that the application was told of: of a head, a trailer or a chunk's extension.
+    _num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,11 +66,29 @@ class _PunctualProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self._await_head()
+        self._num_head_bytes += len(data)
         super().data_received(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse_head()
 
     def on_headers_complete(self) -> None:
         self._forget_head()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_head_bytes = 0
+        super().on_message_complete()
+
+    def _refuse_head(self) -> None:
+        if self._head_is_due is not None:  # else it was answered, or is being answered
+            message = f"The head of the request is longer than {MAX_HEAD_BYTES} bytes."
+            body = error_json(RequestRejected(message, status=431, code="headers_too_large"))
+            self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (_HEAD_TOO_LARGE, len(body), body))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
@@ -68,6 +99,7 @@ class _PunctualProtocol(HttpToolsProtocol):
             self._head_is_due = self.loop.call_later(HEAD_LIMIT_S, self.transport.close)
 
     def _forget_head(self) -> None:
+        self._num_head_bytes = 0
         if self._head_is_due is not None:
             self._head_is_due.cancel()
             self._head_is_due = None
@@ -85,7 +117,7 @@ async def serve_http(app: ASGIApp, listener: socket.socket, security: SecurityCo
     """Serve until ``stopping``, then take no new connection, let what runs end, and return."""
     config = uvicorn.Config(
         app,
-        http=_PunctualProtocol,
+        http=_LimitedProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -20,6 +20,7 @@ from pdmesh_gateway.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from pdmesh_gateway.sampling import too_long
 from pdmesh_gateway.serving import Serving, check_token_ids
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class UtilityEndpoints:
             raise RequestRejected("Send either `prompt` or `messages`.", param="prompt")
         if request.messages is not None:
             text = await serving.tokenizer.render_chat(
-                template_messages(request.messages),
+                await template_messages(request.messages, most=serving.config.max_messages),
                 add_generation_prompt=request.add_generation_prompt is not False,
                 continue_final_message=bool(request.continue_final_message),
                 template=request.chat_template,
@@ -61,8 +62,9 @@ class UtilityEndpoints:
         else:
             text = request.prompt or ""
             add_special_tokens = request.add_special_tokens is not False
-        token_ids = await serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        strings = [serving.tokenizer.token_piece(i) for i in token_ids] if request.return_token_strs else None
+        what = "prompt" if request.messages is None else "messages"
+        token_ids = await serving.encode(text, add_special_tokens=add_special_tokens, what=what)
+        strings = await serving.tokenizer.pieces(token_ids) if request.return_token_strs else None
         await exchange.respond_json(
             TokenizeResponse(
                 count=len(token_ids), max_model_len=serving.max_model_len, tokens=token_ids, token_strs=strings
@@ -73,6 +75,8 @@ class UtilityEndpoints:
         serving = self._serving
         request = await self._read(exchange, self._detokenize)
         serving.check_model(request.model)
+        if len(request.tokens) > serving.max_model_len:
+            raise too_long(len(request.tokens), serving.max_model_len, what="tokens")
         check_token_ids(request.tokens, serving.info.vocab_size, what="tokens")
         text = await serving.tokenizer.decode(request.tokens, skip_special_tokens=False)
         await exchange.respond_json(DetokenizeResponse(text))
@@ -110,7 +114,7 @@ class UtilityEndpoints:
 
     async def _read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
         config = self._serving.config
-        num_bytes = min(exchange.content_length or config.max_body_bytes, config.max_body_bytes)
-        with self._serving.admission.hold(num_bytes=num_bytes):
-            body = await exchange.body(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-        return await decode_body(decoder, body)
+        admission = self._serving.admission
+        body = await exchange.body(admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        with admission.hold(num_bytes=len(body)):
+            return await decode_body(decoder, body, max_values=config.max_body_values)
