@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+NO_DEVICE = "torch finds no CUDA device"
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -44,4 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+            item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much of the engine on a device was not tested."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_DEVICE in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {NO_DEVICE}. See tests/gpu/recipe.sh.")

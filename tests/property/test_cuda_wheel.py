@@ -1,6 +1,6 @@
 """Our calls through the real FlashInfer's Python, where its wheel is installed; only its compiled kernels are torch.
 
-What the wrappers check, copy and keep between `plan` and `run` is theirs; a stand-in takes what they hand to the kernels.
+What the wrappers check, copy and keep between `plan` and `run` is theirs; a stand-in takes what they hand to kernels.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Kernels:
 
     def paged_run(self, workspace: Tensor, _int: Tensor, plan: list[int], q: Tensor, keys: Tensor, values: Tensor,
                   qo_indptr: Tensor, indptr: Tensor, pages: Tensor, last_page_len: Tensor, out: Tensor,
-                  lse: Tensor | None, mask_mode: int, layout: int, window: int, pdl: bool, *rest: Any) -> None:  # fmt: skip
+                  lse: Tensor | None, mask_mode: int, layout: int, *rest: Any) -> None:  # fmt: skip
         assert plan == [1]
         assert layout == 1  # HND
-        assert rest[7] == SCALE
+        assert rest[9] == SCALE
         for number in range(len(last_page_len)):
             rows = slice(int(qo_indptr[number]), int(qo_indptr[number + 1]))
             used = pages[int(indptr[number]) : int(indptr[number + 1])].long()

@@ -1,0 +1,60 @@
+#!/bin/sh
+# A first session on a machine that has a CUDA device, torch for CUDA, nvcc and ninja, but no network.
+#
+#   recipe.sh fetch [PYTHON_VERSION]   here, with a network: the wheels that such a machine lacks, into .carry/wheels
+#   recipe.sh build                    there: compile FlashInfer's kernels, into .carry/modules (to be brought back)
+#   recipe.sh test                     there: the device's tests
+#   recipe.sh bench [OPTIONS]          there: benchmarks/engine_gpu.py
+#   recipe.sh all                      there: build, test, bench, as long as each succeeds
+#
+# Carry the repository with its folder .carry, and bring .carry/modules back after the first `build`: carried along the next
+# time, the modules are loaded as they are and need no compiler. WORK names the folder of what is unpacked there (default:
+# .carry/work), MAX_JOBS how many compilers run at once (each takes 4 GiB and more). If linking -lcuda fails, set
+# FLASHINFER_EXTRA_LDFLAGS to -L and the driver's folder.
+set -eu
+cd "$(dirname "$0")/../.."
+carry=$PWD/.carry
+work=${WORK:-$carry/work}
+site=$work/site
+python=${PYTHON:-python3}
+
+pinned() { sed -n "s/^\($1==.*\)$/\1/p" constraints.txt; }
+
+fetch() {
+    version=${1:-3.12}
+    mkdir -p "$carry/wheels"
+    $python -m pip download --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 \
+        --platform manylinux2014_x86_64 -d "$carry/wheels" \
+        "$(pinned flashinfer-python)" "$(pinned apache-tvm-ffi)" "$(pinned structlog)"
+    du -sh "$carry/wheels"
+}
+
+unpack() {
+    if [ ! -d "$site/flashinfer" ]; then
+        $python -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$carry"/wheels/*.whl
+    fi
+    if [ -d "$carry/modules" ]; then
+        mkdir -p "$site/flashinfer/data/aot"
+        cp -r "$carry/modules/." "$site/flashinfer/data/aot/"
+    fi
+    export PYTHONPATH="$site:$PWD/libs:$PWD" FLASHINFER_WORKSPACE_BASE="$work" MAX_JOBS="${MAX_JOBS:-6}" PYTHONUNBUFFERED=1
+}
+
+build() { $python tests/gpu/build_flashinfer.py "$carry/modules"; }
+
+# Warnings of other people's packages are not ours: there the tests do not turn them into errors.
+run_tests() { $python -m pytest -p no:cacheprovider -q -W default tests/gpu tests/unit/test_cuda_kernels.py tests/property/test_cuda_attention.py; }
+
+bench() { $python benchmarks/engine_gpu.py "$@"; }
+
+what=${1:-}
+[ $# -gt 0 ] && shift
+case $what in
+fetch) fetch "$@" ;;
+build) unpack && build ;;
+test) unpack && run_tests ;;
+bench) unpack && bench "$@" ;;
+all) unpack && build && run_tests && bench "$@" ;;
+*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 64 ;;
+esac
