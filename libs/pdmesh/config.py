@@ -66,6 +66,7 @@ class GatewayConfig:
     default_max_tokens: Annotated[
         int | None, COUNT, "for requests that do not say; if not set, up to the context length"
     ] = None
+    ui: Annotated[bool, "serve the page at /ui; without API keys it answers this machine alone"] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

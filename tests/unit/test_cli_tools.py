@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pdmesh.cli.admin import ask_scheduler, instances_table
+from pdmesh.cli.admin import instances_table
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import Verdict, check_memory, check_port, check_ptrace, check_transports
 from pdmesh.cli.state import MeshState
@@ -25,6 +25,7 @@ from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.model import InstanceId, Role
 from pdmesh.wire import messages
+from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import serving
 
 LOOPBACK = "127.0.0.1"

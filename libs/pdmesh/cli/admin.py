@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
-import grpc
 import msgspec
 import typer
 from rich.console import Console
@@ -17,33 +16,9 @@ from pdmesh.cli.options import Output
 from pdmesh.cli.request_view import print_choices, print_request
 from pdmesh.cli.state import MeshRecord, MeshState
 from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
+from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.wire import messages
-from pdmesh.wire.endpoint import open_channel
-
-ADMIN_METHOD = "/pdmesh.v1.Scheduler/Admin"
-_DEADLINE_S = 5.0
-
-
-async def ask_scheduler(
-    address: str, security: SecurityConfig, question: messages.AdminRequest
-) -> messages.AdminResponse:
-    """One question, one answer. Raises InstanceUnavailable, ProtocolError, or PdmeshError with the scheduler's no."""
-    async with open_channel(address, security) as channel:
-        call: Any = channel.unary_unary(ADMIN_METHOD)
-        try:
-            frame = await call(msgspec.msgpack.encode([question]), timeout=_DEADLINE_S, wait_for_ready=False)
-        except grpc.aio.AioRpcError as error:
-            raise InstanceUnavailable(
-                f"the scheduler at {address} does not answer: {error.code().name}: {error.details()}"
-            ) from error
-    try:
-        (answer,) = msgspec.msgpack.decode(frame, type=list[messages.AdminResponse])
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise ProtocolError(f"the scheduler at {address} sent a malformed answer: {error}") from error
-    if isinstance(answer, messages.AdminError):
-        raise PdmeshError(answer.message)
-    return answer
+from pdmesh.wire.admin import ask_scheduler
 
 
 def show_status(config: MeshConfig, state: MeshState, output: Output) -> None:

@@ -6,11 +6,12 @@ import anyio
 import msgspec
 import typer
 
-from pdmesh.cli.admin import ask_scheduler, target
+from pdmesh.cli.admin import target
 from pdmesh.cli.options import Output
 from pdmesh.cli.state import MeshState
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ProtocolError
+from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetPolicies, Policies, SetPolicy
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain, islice
 from typing import assert_never
 
 from pdmesh.core.books import Books
@@ -46,9 +47,9 @@ from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
-from pdmesh.core.state import Instance, Phase, RequestKey
+from pdmesh.core.state import Instance, Phase, RequestKey, RequestView
 from pdmesh.errors import ConfigError
-from pdmesh.model import GatewayId, InstanceId, RejectReason, Request
+from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId
 from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
@@ -89,6 +90,18 @@ class SchedulerCore:
     @property
     def instances(self) -> list[InstanceView]:
         return [instance.view for instance in self._books.instances.values()]
+
+    def requests(self, limit: int) -> list[RequestView]:
+        """The first ``limit`` requests in the order in which they came, those that run before those that wait."""
+        states = self._books.requests.values()
+        running = (state for state in states if state.phase is not Phase.WAITING)
+        waiting = (state for state in states if state.phase is Phase.WAITING)
+        return [state.view for state in islice(chain(running, waiting), limit)]
+
+    def request(self, request_id: RequestId) -> RequestView | None:
+        """A request that waits or runs."""
+        state = self._books.requests.get(request_id)
+        return None if state is None else state.view
 
     @property
     def ignored(self) -> Mapping[str, int]:

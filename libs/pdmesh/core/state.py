@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
+from typing import NamedTuple
 
 from pdmesh.model import (
     Epoch,
@@ -25,10 +26,21 @@ from pdmesh.policy.base import InstanceView, PrefillOrder, Rank
 RequestKey = tuple[RequestId, Epoch]
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     WAITING = auto()  # in the queue
     PREFILLING = auto()  # placed; its KV is being computed or on its way
     DECODING = auto()  # its whole KV is where it decodes
+
+
+class RequestView(NamedTuple):
+    """A request as others may see it."""
+
+    request_id: RequestId
+    phase: Phase
+    instance_ids: tuple[InstanceId, ...]  # where its prompt is computed, then where it decodes
+    num_prompt_tokens: int
+    num_planned_tokens: int
+    arrival_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +70,18 @@ class RequestState:
     def is_preempted(self) -> bool:
         """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
         return self.phase is Phase.PREFILLING and not self.is_planned and not self.num_chunks_in_flight
+
+    @property
+    def view(self) -> RequestView:
+        names = (*(self.members or (self.prefill_id,)), self.decode_id)
+        return RequestView(
+            request_id=self.request.request_id,
+            phase=self.phase,
+            instance_ids=tuple(dict.fromkeys(name for name in names if name is not None)),
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_planned_tokens=self.num_planned_tokens,
+            arrival_s=self.request.arrival_s,
+        )
 
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""

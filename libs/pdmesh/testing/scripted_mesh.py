@@ -26,6 +26,7 @@ from pdmesh.wire.messages import (
     Generation,
     InstanceStatus,
     MeshState,
+    NextActivity,
     PromptLogprobs,
     RegisterGateway,
     RegisterTokens,
@@ -141,6 +142,7 @@ class ScriptedMesh:
     submitted: list[Submit] = field(default_factory=list[Submit])
     cancelled: list[tuple[RequestId, Epoch]] = field(default_factory=list[tuple[RequestId, Epoch]])
     registrations: list[RegisterGateway] = field(default_factory=list[RegisterGateway])
+    num_activity_asked: int = 0
     _gateway: FrameLink[GatewayDown, GatewayUp] | None = None
     _gateway_scope: anyio.CancelScope | None = None
     _worker: FrameLink[TokensUp, TokensDown] | None = None
@@ -234,6 +236,8 @@ class ScriptedMesh:
                     self.send_tokens(*self.script(generation))
             case Cancel():
                 self.cancelled.append((message.request_id, message.epoch))
+            case NextActivity():
+                self.num_activity_asked += 1
             case _:  # a heartbeat
                 link.post(self.state)
 

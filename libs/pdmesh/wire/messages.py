@@ -310,7 +310,11 @@ class Cancel(Message, frozen=True, kw_only=True):
     epoch: Epoch
 
 
-GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | Cancel
+class NextActivity(Message, frozen=True, kw_only=True):
+    """Somebody watches the mesh: send an `Activity` when there is one. Each is asked for by itself."""
+
+
+GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | Cancel | NextActivity
 
 
 class WelcomeGateway(Message, frozen=True, kw_only=True):
@@ -357,6 +361,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     num_prefilling: int
     num_decoding: int
     num_queued_tokens: int
+    num_taken_blocks: int = 0  # held, or promised to requests on their way
 
 
 class MeshState(Message, frozen=True, kw_only=True):
@@ -372,7 +377,61 @@ class MeshState(Message, frozen=True, kw_only=True):
     num_gateways: int = 0
 
 
-GatewayDown = WelcomeGateway | Rejected | Restarted | Finished | MeshState
+class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request that waits or runs."""
+
+    id: RequestId
+    label: str = ""  # what its client calls it
+    phase: str  # "waiting", "prefilling" or "decoding"
+    where: tuple[InstanceId, ...]  # where its prompt is computed, then where it decodes
+    num_prompt_tokens: int
+    num_planned_tokens: int  # of the prompt, computed or in a plan
+    age_s: float
+
+
+class StepBar(msgspec.Struct, frozen=True, array_like=True):
+    """A planned step that ended. Times are on the scheduler's clock."""
+
+    instance_id: InstanceId
+    begin_s: float
+    end_s: float
+    num_tokens: int  # of prompts
+    num_decodes: int
+    urgent: bool
+
+
+class KvMove(msgspec.Struct, frozen=True, array_like=True):
+    """A KV transfer that was acknowledged."""
+
+    source_id: InstanceId
+    destination_id: InstanceId
+    begin_s: float
+    end_s: float
+    num_bytes: int
+    request_id: RequestId
+
+
+class ActivityMark(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened at one moment: "preempted", "restarted", "transfer failed", "lost" or "joined"."""
+
+    instance_id: InstanceId
+    at_s: float
+    what: str
+    request_id: str
+
+
+class Activity(Message, frozen=True, kw_only=True):
+    """What the mesh does, and did since the last one; only so much of each as one can look at."""
+
+    now_s: float  # the scheduler's clock
+    state: MeshState
+    requests: tuple[RequestActivity, ...]
+    steps: tuple[StepBar, ...]
+    moves: tuple[KvMove, ...]
+    marks: tuple[ActivityMark, ...]
+
+
+GatewayDown = WelcomeGateway | Rejected | Restarted | Finished | MeshState | Activity
 
 
 # --- worker -> gateway -------------------------------------------------------------------------------------------

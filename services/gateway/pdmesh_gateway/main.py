@@ -17,6 +17,7 @@ from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import watch_event_loop
 from pdmesh.wire.endpoint import check_bind
+from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grpc_service import serve_grpc
@@ -54,6 +55,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
     link = SchedulerLink(gateway_id, config.scheduler_address, config.security)
     metrics = GatewayMetrics(model, transcripts, lambda: link.state)
+    activity = ActivityHub(model, metrics.latencies, link.ask_activity)
     watch_event_loop(metrics.registry)
     async with serve_tokens(transcripts, gateway, config.security) as token_port:
         token_address = gateway.token_address or _address(gateway.token_host, token_port)
@@ -79,6 +81,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             admission=Admission(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
             keys=keys,
             metrics=metrics,
+            activity=activity,
+            scheduler=(config.scheduler_address, config.security),
         )
         listener = open_socket(gateway.host, gateway.port)
         # The edge's clients show keys, not certificates of ours.
@@ -87,7 +91,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             anyio.create_task_group() as tasks,
             serve_grpc(serving, edge_security, context.stopping) as grpc_port,
         ):
-            tasks.start_soon(link.run, generator)
+            tasks.start_soon(link.run, generator, activity)
             tasks.start_soon(_end_streams, context, transcripts)
             context.announce(
                 http_address=_address(gateway.host, listener.getsockname()[1]),

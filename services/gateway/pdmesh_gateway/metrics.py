@@ -5,7 +5,9 @@ The latency histograms and the gauges that routers read are exposed a second tim
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from statistics import quantiles
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -25,11 +27,40 @@ _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _LENGTH_BUCKETS = tuple(scale * step for scale in (1, 10, 100, 1000, 10_000, 100_000) for step in (1, 2, 5))
 
+#: Of the latest tokens, for the percentiles on the page. Dashboards read the histograms of ``/metrics``.
+NUM_LATENCIES = 2048
+
+
+class RecentLatencies:
+    """The latest TTFTs and ITLs of this gateway, in seconds."""
+
+    def __init__(self) -> None:
+        self._ttft_s: deque[float] = deque(maxlen=NUM_LATENCIES)
+        self._itl_s: deque[float] = deque(maxlen=NUM_LATENCIES)
+
+    def first_token(self, ttft_s: float) -> None:
+        self._ttft_s.append(ttft_s)
+
+    def next_token(self, itl_s: float) -> None:
+        self._itl_s.append(itl_s)
+
+    def percentiles(self) -> dict[str, dict[str, float] | None]:
+        """Median and 99th percentile of each; None of what has been measured fewer than two times."""
+        return {"ttft_s": _percentiles(self._ttft_s), "itl_s": _percentiles(self._itl_s)}
+
+
+def _percentiles(values: deque[float]) -> dict[str, float] | None:
+    if len(values) < 2:
+        return None
+    cuts = quantiles(values, n=100, method="inclusive")
+    return {"p50": cuts[49], "p99": cuts[98]}
+
 
 class GatewayMetrics:
     """All metrics of one gateway, in a registry of its own."""
 
     def __init__(self, model: str, transcripts: Transcripts, mesh_state: Callable[[], MeshState | None]) -> None:
+        self.latencies = RecentLatencies()
         self.registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -97,8 +128,10 @@ class GatewayMetrics:
         self._output_tokens.inc(num_tokens)
         if last_s is None:
             self._ttft.observe(now_s - started_s)
+            self.latencies.first_token(now_s - started_s)
         elif num_tokens:
             gap_s = (now_s - last_s) / num_tokens
+            self.latencies.next_token(gap_s)
             for _ in range(num_tokens):
                 self._itl.observe(gap_s)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 import anyio
@@ -19,12 +20,14 @@ from pdmesh.model import Epoch, GatewayId, RequestId
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.link import FrameLink, open_link
 from pdmesh.wire.messages import (
+    Activity,
     Cancel,
     Finished,
     GatewayDown,
     GatewayHeartbeat,
     GatewayUp,
     MeshState,
+    NextActivity,
     RegisterGateway,
     Rejected,
     Restarted,
@@ -59,6 +62,15 @@ class Waiting(Protocol):
     def on_restarted(self, message: Restarted) -> None: ...
 
     def on_finished(self, message: Finished) -> None: ...
+
+
+class Watchers(Protocol):
+    """Who looks at the mesh."""
+
+    @property
+    def is_watched(self) -> bool: ...
+
+    def publish(self, activity: Activity) -> None: ...
 
 
 class SchedulerLink:
@@ -112,14 +124,20 @@ class SchedulerLink:
         except (InstanceUnavailable, OutboxFull) as error:
             log.warning("cancel not sent", request_id=request_id, epoch=epoch, error=str(error))
 
-    async def run(self, waiting: Waiting) -> None:
+    def ask_activity(self) -> None:
+        """Ask for the next `Activity`. While the scheduler is gone it is asked when it is back."""
+        if self._link is not None:
+            with suppress(InstanceUnavailable, OutboxFull):  # the stream is about to end
+                self._link.post(NextActivity())
+
+    async def run(self, waiting: Waiting, watchers: Watchers) -> None:
         """Connect, and connect again whenever the stream ends, until cancelled."""
         pause_s = FIRST_PAUSE_S
         async with open_channel(self._address, self._security) as channel:
             while True:
                 was_connected = self._connected
                 try:
-                    await self._run_once(channel, waiting)
+                    await self._run_once(channel, waiting, watchers)
                     log.warning("the scheduler ended the stream")
                 except* (InstanceUnavailable, OutboxFull, ProtocolError, TimeoutError) as group:
                     log.warning("no stream to the scheduler", address=self._address, error=str(group.exceptions[0]))
@@ -128,7 +146,7 @@ class SchedulerLink:
                 await anyio.sleep(pause_s * self._jitter.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    async def _run_once(self, channel: Any, waiting: Waiting) -> None:
+    async def _run_once(self, channel: Any, waiting: Waiting, watchers: Watchers) -> None:
         async with open_link(channel, METHOD, GatewayDown) as link, anyio.create_task_group() as tasks:
             tasks.start_soon(link.pump)
             frames = link.frames()
@@ -141,21 +159,23 @@ class SchedulerLink:
             try:
                 waiting.on_connected()
                 tasks.start_soon(_beat, link, welcome.heartbeat_s)
-                self._handle(rest, waiting)
+                if watchers.is_watched:
+                    self.ask_activity()
+                self._handle(rest, waiting, watchers)
                 frame: list[GatewayDown] | None
                 while True:
                     with anyio.fail_after(SILENT_LEASES * welcome.lease_s):
                         frame = await anext(frames, None)
                     if frame is None:
                         break
-                    self._handle(frame, waiting)
+                    self._handle(frame, waiting, watchers)
                 tasks.cancel_scope.cancel()
             finally:
                 self._link = None
                 self.state = None
                 self._connected = anyio.Event()
 
-    def _handle(self, frame: list[GatewayDown], waiting: Waiting) -> None:
+    def _handle(self, frame: list[GatewayDown], waiting: Waiting, watchers: Watchers) -> None:
         for message in frame:
             match message:
                 case MeshState():
@@ -166,6 +186,10 @@ class SchedulerLink:
                     waiting.on_restarted(message)
                 case Finished():
                     waiting.on_finished(message)
+                case Activity():
+                    watchers.publish(message)
+                    if watchers.is_watched:
+                        self.ask_activity()
                 case WelcomeGateway():
                     raise ProtocolError("WelcomeGateway twice")
 

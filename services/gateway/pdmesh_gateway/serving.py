@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pdmesh.config import GatewayConfig
+from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.engine.files import ModelInfo
 from pdmesh.errors import RequestRejected
 from pdmesh.wire.link import MAX_FRAME_BYTES
+from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.limits import Admission
@@ -44,6 +45,8 @@ class Serving:
     admission: Admission
     keys: ApiKeys
     metrics: GatewayMetrics
+    activity: ActivityHub
+    scheduler: tuple[str, SecurityConfig]  # whom to ask, and with which secrets
 
     @property
     def max_model_len(self) -> int:

@@ -66,6 +66,7 @@ from pdmesh.wire.messages import (
     RunPlan,
     WorkerDown,
 )
+from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.peers import Peers
 from pdmesh_scheduler.records import RequestRecords
@@ -109,6 +110,7 @@ class Driver:
         self._records = records
         self._metrics = metrics
         self._spans = spans
+        self.activity = ActivityFeed(core, gateways, clock=clock, label=records.label)
         self._event_log = event_log
         self._inbox: deque[tuple[Event, Generation | None]] = deque()
         self._filled = anyio.Event()
@@ -137,6 +139,7 @@ class Driver:
         """Apply events until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tick)
+            tasks.start_soon(self.activity.run, self.state)
             while True:
                 if not self._inbox:
                     self._filled = anyio.Event()
@@ -172,6 +175,7 @@ class Driver:
             self._event_log.record_commands(commands)
         self._records.observe(event, generation, commands, now_s, self._core.bundle)
         self._spans.observe(event, generation, commands, now_s)
+        self.activity.observe(event, commands, now_s)
         for command in commands:
             self._carry_out(command)
         self._follow_up(event)
@@ -333,6 +337,7 @@ class Driver:
                     num_prefilling=view.num_prefilling,
                     num_decoding=view.num_decoding,
                     num_queued_tokens=view.num_queued_tokens,
+                    num_taken_blocks=view.num_blocks - view.num_free_blocks,
                 )
             )
         return tuple(statuses)

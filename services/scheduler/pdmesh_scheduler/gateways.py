@@ -21,6 +21,7 @@ from pdmesh.wire.messages import (
     GatewayHeartbeat,
     GatewayUp,
     Generation,
+    NextActivity,
     RegisterGateway,
     Rejected,
     Submit,
@@ -95,6 +96,8 @@ class GatewayStreams:
                             await self.driver.submit(RequestArrived(request), generation)
                         else:
                             self._refuse(gateway_id, generation, why)
+                case NextActivity():
+                    self.driver.activity.asked(gateway_id)
                 case Cancel():
                     await self.driver.submit(RequestCancelled(gateway_id, message.request_id, message.epoch))
 

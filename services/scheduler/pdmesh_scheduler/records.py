@@ -103,6 +103,11 @@ class RequestRecords:
             ]
         return tuple(record for key in found if (record := self.get(key)) is not None)
 
+    def label(self, request_id: RequestId) -> str:
+        """What the client of a request that is under way calls it."""
+        record = self._active.get(request_id)
+        return "" if record is None else record.label
+
     def get(self, request_id: str) -> RequestRecord | None:
         key = RequestId(request_id)
         record = self._active.get(key) or self._ended.get(key)

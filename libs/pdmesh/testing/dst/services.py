@@ -23,6 +23,7 @@ from pdmesh.testing.dst.engine import STEP_S, TOKEN_S, SimulatedEngine, Simulate
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Plan
 from pdmesh.testing.dst.process import running_process
 from pdmesh.testing.engine import FAKE_LAYOUT
+from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import SchedulerLink
@@ -93,18 +94,19 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
     link = SchedulerLink(gateway_id, config.scheduler_address, config.security)
     async with serve_tokens(transcripts, config.gateway, config.security) as token_port:
+        metrics = GatewayMetrics("simulated", transcripts, lambda: link.state)
         generator = Generator(
             gateway_id=gateway_id,
             token_address=f"127.0.0.1:{token_port}",
             tokenizer=cast(ModelTokenizer, _Tokenizer()),
             transcripts=transcripts,
             link=link,
-            metrics=GatewayMetrics("simulated", transcripts, lambda: link.state),
+            metrics=metrics,
             tracing=NoTracing(),
             model="simulated",
         )
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(link.run, generator)
+            tasks.start_soon(link.run, generator, ActivityHub("simulated", metrics.latencies, link.ask_activity))
             running_process().parts["gateway"] = Gateway(generator, transcripts, link)
             await context.stopping.wait()
             tasks.cancel_scope.cancel()

@@ -13,6 +13,7 @@ from pdmesh_gateway.http.body import ClientGone
 from pdmesh_gateway.http.chat import ChatEndpoint
 from pdmesh_gateway.http.completions import CompletionsEndpoint
 from pdmesh_gateway.http.exchange import Exchange, as_rejection
+from pdmesh_gateway.http.ui import UiEndpoints
 from pdmesh_gateway.http.utility import UtilityEndpoints
 from pdmesh_gateway.serving import Serving, check_label, new_request_id
 
@@ -46,6 +47,10 @@ def build_app(serving: Serving) -> ASGIApp:
         ("/docs", "GET", utility.docs),
         ("/openapi.json", "GET", utility.openapi),
     ]
+    if serving.config.ui:
+        ui = UiEndpoints(serving)
+        guarded += [("/ui/events", "GET", ui.events), ("/ui/requests/{request_id}", "GET", ui.request)]
+        open_to_all += [("/ui", "GET", ui.page), ("/ui/{name}", "GET", ui.file)]
     routes = [
         *(_Endpoint(serving, path, handler, guarded=True).route(method) for path, method, handler in guarded),
         *(_Endpoint(serving, path, handler, guarded=False).route(method) for path, method, handler in open_to_all),

@@ -1,0 +1,117 @@
+"""The page that shows the mesh at work: its files, its stream, and one request's life."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from ipaddress import ip_address
+
+import anyio
+import msgspec
+
+from pdmesh.errors import InstanceUnavailable, PdmeshError, RequestRejected
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import GetRequest, RequestList, RequestRecord
+from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.serving import Serving
+
+#: A comment goes out when there was no frame for so long, so that a proxy, and we, notice a page that is gone.
+SILENCE_S = 5.0
+
+#: Nothing from elsewhere, no frame around it, no guessing of types.
+_HEADERS = [
+    (b"content-security-policy", b"default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+]
+
+_TYPES = {"html": b"text/html", "css": b"text/css", "js": b"text/javascript"}
+
+
+class UiEndpoints:
+    """The handlers. What they tell of the mesh needs a key, or, where there are no keys, a client on this machine."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        folder = files("pdmesh_gateway").joinpath("ui")
+        self._files = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+
+    async def page(self, exchange: Exchange) -> None:
+        await self._send(exchange, "index.html")
+
+    async def file(self, exchange: Exchange) -> None:
+        name = exchange.scope["path_params"]["name"]
+        if name not in self._files:
+            raise RequestRejected(f"The page has no file {name[:100]!r}.", status=404, code="not_found")
+        await self._send(exchange, name)
+
+    async def _send(self, exchange: Exchange, name: str) -> None:
+        content_type = _TYPES[name.rpartition(".")[2]] + b"; charset=utf-8"
+        await exchange.respond(self._files[name], content_type=content_type, headers=list(_HEADERS))
+
+    async def events(self, exchange: Exchange) -> None:
+        """Frames of the mesh's activity as server-sent events, until the page goes."""
+        self._check_place(exchange)
+        serving = self._serving
+
+        async def stream() -> None:
+            async with serving.activity.frames() as frames:
+                await exchange.start_events()
+                while True:
+                    frame = b": no news\n\n"
+                    with anyio.move_on_after(SILENCE_S) as silence:
+                        frame = await frames.receive()
+                    if silence.cancelled_caught and serving.link.unready_reason is not None:
+                        frame = (
+                            b"data: " + msgspec.json.encode({"unready_reason": serving.link.unready_reason}) + b"\n\n"
+                        )
+                    await exchange.send_events(frame)
+
+        await exchange.run_until_gone(stream)
+
+    async def request(self, exchange: Exchange) -> None:
+        """One request's life, by any of its names."""
+        self._check_place(exchange)
+        name = exchange.scope["path_params"]["request_id"]
+        try:
+            address, security = self._serving.scheduler
+            answer = await ask_scheduler(address, security, GetRequest(request_id=name))
+        except InstanceUnavailable as error:
+            raise RequestRejected(
+                f"{error}", status=503, type="server_error", code="unavailable", retry_after_s=1
+            ) from error
+        except PdmeshError as error:
+            raise RequestRejected(f"{error}", status=404, code="not_found") from error
+        record = answer.requests[0] if isinstance(answer, RequestList) and answer.requests else answer
+        if not isinstance(record, RequestRecord):
+            raise RequestRejected("The scheduler answered another question.", status=500, type="server_error")
+        await exchange.respond_json(_life(record))
+
+    def _check_place(self, exchange: Exchange) -> None:
+        """Without keys, only this machine may look. Raises RequestRejected (403)."""
+        if self._serving.keys:
+            return
+        client = exchange.scope.get("client")
+        try:
+            local = client is not None and ip_address(client[0]).is_loopback
+        except ValueError:
+            local = False
+        if not local:
+            raise RequestRejected(
+                "The page is for this machine alone unless keys are set (security.api_keys_file).",
+                status=403,
+                code="not_local",
+            )
+
+
+def _life(record: RequestRecord) -> dict[str, object]:
+    state = record.state or "under way"
+    output = "" if record.num_output_tokens is None else f", {record.num_output_tokens} output tokens"
+    ended = (
+        bool(record.entries) and record.entries[-1].what in ("ended", "released") and state not in ("queued", "placed")
+    )
+    return {
+        "title": f"{record.request_id}: {record.num_prompt_tokens} prompt tokens{output}, {state}",
+        "ended": ended,
+        "steps": [[entry.at_s, entry.what, entry.instance_id or "", entry.detail] for entry in record.entries],
+    }

@@ -1,0 +1,208 @@
+// What the mesh does now: the page's parts, each redrawn from the last frame.
+
+import { openChat } from "./chat.js";
+import { follow, onKeyNeeded, reason, request } from "./feed.js";
+import { KINDS, Timeline } from "./timeline.js";
+
+const $ = (id) => document.getElementById(id);
+const timeline = new Timeline($("timeline"));
+let frame = null;
+let chosen = null;
+let modelName = "";
+
+// --- small helpers ---
+
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.1) return `${(value * 1000).toFixed(1)} ms`;
+  if (value < 1) return `${(value * 1000).toFixed(0)} ms`;
+  return value < 100 ? `${value.toFixed(1)} s` : `${Math.round(value)} s`;
+}
+
+const count = (value) => (value < 10000 ? String(value) : `${(value / 1000).toFixed(0)}K`);
+
+// Rows that stay what they are: made once for each key, changed in place.
+class Rows {
+  constructor(parent, make) { this.parent = parent; this.make = make; this.rows = new Map(); }
+
+  show(items, key, update) {
+    const seen = new Set();
+    let place = this.parent.firstElementChild;
+    for (const item of items) {
+      const name = key(item);
+      seen.add(name);
+      let row = this.rows.get(name);
+      if (!row) this.rows.set(name, (row = this.make(item)));
+      update(row, item);
+      if (row !== place) this.parent.insertBefore(row, place);
+      else place = place.nextElementSibling;
+    }
+    for (const [name, row] of this.rows) if (!seen.has(name)) { row.remove(); this.rows.delete(name); }
+  }
+}
+
+function put(node, text) { if (node.textContent !== text) node.textContent = text; }
+
+// --- the parts ---
+
+const instances = new Rows($("instances"), () => {
+  const row = element("div", "instance");
+  const blocks = element("span", "blocks");
+  blocks.append(element("i", "held"), element("i", "reserved"), element("i", "stuck"));
+  row.append(element("span", "name"), element("span", "role"), blocks, element("span", "doing"));
+  return row;
+});
+
+function showInstances() {
+  instances.show(frame.instances, (item) => item.id, (row, item) => {
+    const [name, role, blocks, doing] = row.children;
+    row.classList.toggle("away", item.state !== "serving");
+    put(name, item.id);
+    role.className = `role ${item.role}`;
+    put(role, item.role);
+    const [held, reserved, stuck] = blocks.children;
+    const share = (blocks) => `${(100 * blocks) / Math.max(item.num_blocks, 1)}%`;
+    held.style.width = share(item.num_held_blocks);
+    reserved.style.width = share(Math.max(item.num_taken_blocks - item.num_held_blocks, 0));
+    stuck.style.width = share(item.num_quarantined_blocks);
+    const title = `${item.num_held_blocks} of ${item.num_blocks} KV blocks held, ${item.num_taken_blocks} taken or promised, ${item.num_quarantined_blocks} quarantined`;
+    if (blocks.title !== title) blocks.title = title;
+    const parts = [];
+    if (item.state !== "serving") parts.push(item.state);
+    if (item.num_decoding) parts.push(`${item.num_decoding} decoding`);
+    if (item.num_prefilling) parts.push(`${item.num_prefilling} in prefill`);
+    if (item.num_queued_tokens) parts.push(`${count(item.num_queued_tokens)} tokens to go`);
+    put(doing, parts.join(", ") || "idle");
+  });
+}
+
+const requests = new Rows($("requests"), (item) => {
+  const row = element("tr");
+  row.append(element("td", "id"), element("td"), element("td", "number"), element("td"), element("td", "number"));
+  row.children[3].append(element("progress"));
+  row.children[3].firstChild.max = 1;
+  row.onclick = () => choose(item.id);
+  return row;
+});
+
+function showRequests() {
+  put($("work-count"), `${frame.num_running} running, ${frame.num_waiting} waiting`);
+  requests.show(frame.requests, (item) => item.id, (row, item) => {
+    const [id, where, prompt, progress, age] = row.children;
+    row.classList.toggle("chosen", item.id === chosen);
+    put(id, item.label || item.id);
+    id.title = item.id;
+    put(where, item.where.join(" → ") || "waiting");
+    put(prompt, count(item.num_prompt_tokens));
+    const done = item.phase === "decoding" ? 1 : item.num_planned_tokens / Math.max(item.num_prompt_tokens, 1);
+    progress.firstChild.value = done;
+    progress.title = item.phase === "decoding" ? "decoding" : `${Math.round(100 * done)} % of its prompt`;
+    put(age, seconds(item.age_s));
+  });
+}
+
+function showFigures() {
+  const health = $("health");
+  const good = frame.unready_reason === null;
+  health.className = `health ${good ? "good" : "bad"}`;
+  put(health, good ? "serving" : frame.unready_reason);
+  const [ttft, itl] = [frame.ttft_s, frame.itl_s];
+  const figures = [
+    ["policy", frame.bundle],
+    ["TTFT p50 / p99", ttft ? `${seconds(ttft.p50)} / ${seconds(ttft.p99)}` : "–"],
+    ["ITL p50 / p99", itl ? `${seconds(itl.p50)} / ${seconds(itl.p99)}` : "–"],
+    ["running", String(frame.num_running)],
+    ["waiting", String(frame.num_waiting)],
+  ];
+  const list = $("figures");
+  for (const [index, [name, value]] of figures.entries()) {
+    let pair = list.children[index];
+    if (!pair) { pair = element("div"); pair.append(element("dt", "", name), element("dd")); list.append(pair); }
+    put(pair.lastChild, value);
+  }
+}
+
+// --- one request's life ---
+
+let asking = 0;
+
+async function choose(id) {
+  chosen = id;
+  timeline.chosen = id;
+  await showLife();
+}
+
+async function showLife() {
+  const id = chosen, turn = (asking += 1);
+  if (id === null) return;
+  let life, problem = "";
+  try {
+    const response = await request(`ui/requests/${encodeURIComponent(id)}`);
+    if (response.ok) life = await response.json();
+    else problem = await reason(response);
+  } catch (error) {
+    problem = error.message;
+  }
+  if (turn !== asking) return;
+  $("life").hidden = false;
+  put($("life-title"), life ? `${life.title}` : problem);
+  const rows = (life?.steps ?? []).map(([at_s, what, where, detail]) => {
+    const row = element("tr");
+    row.append(element("td", "number", (at_s * 1000).toFixed(1)), element("td", "", what), element("td", "", where), element("td", "quiet", detail));
+    return row;
+  });
+  $("life-rows").replaceChildren(...rows);
+  if (life && !life.ended) setTimeout(showLife, 700);
+}
+
+// --- start ---
+
+for (const [kind, text] of KINDS) {
+  const entry = element("li");
+  const patch = element("i");
+  patch.style.background = `var(--${kind})`;
+  entry.append(patch, text);
+  $("legend").append(entry);
+}
+$("zoom").oninput = () => { timeline.span_s = Number($("zoom").value); put($("span"), $("zoom").value); };
+$("pause").onclick = () => {
+  const on = $("pause").getAttribute("aria-pressed") !== "true";
+  $("pause").setAttribute("aria-pressed", String(on));
+  put($("pause"), on ? "go on" : "pause");
+  timeline.pause(on);
+};
+onKeyNeeded(() => new Promise((resolve) => {
+  const dialog = $("ask-key");
+  dialog.addEventListener("close", () => resolve($("key").value), { once: true });
+  if (!dialog.open) dialog.showModal();
+}));
+openChat({ form: $("ask"), question: $("question"), log: $("chat"), model: () => modelName, choose });
+
+window.pdmesh = { timeline }; // for whoever looks into the page by its console, and for its test
+
+follow("ui/events", (next) => {
+  if (!next.instances) { // the gateway has no news of the mesh, and says why
+    const health = $("health");
+    health.className = "health bad";
+    put(health, next.unready_reason);
+    return;
+  }
+  frame = next;
+  modelName = next.model;
+  put($("talk-model"), next.model);
+  timeline.take(next);
+  showFigures();
+  showInstances();
+  showRequests();
+}, (why) => {
+  const health = $("health");
+  health.className = "health bad";
+  put(health, `no news of the mesh: ${why}`);
+});

@@ -1,0 +1,151 @@
+"""What the mesh does now, in frames for those who watch: gateways, for their pages.
+
+A gateway asks for each frame and gets one a few times a second, so that one that stops reading costs nothing. While
+nobody asks, nothing is kept. Frames leave out what does not fit: they are to be looked at, not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from pdmesh.core.commands import Command, Restart, RunStep
+from pdmesh.core.events import Event, InstanceJoined, InstanceLost, StepDone, TransferFailed, TransferSent
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import GatewayId, InstanceId, RequestId
+from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, KvMove, MeshState, RequestActivity, StepBar
+from pdmesh_scheduler.peers import Peers
+
+#: Between two frames, seconds: smooth enough to look at.
+FRAME_S = 0.2
+
+#: Nobody has asked for so long: nobody watches any more.
+IDLE_S = 3.0
+
+#: Of one frame. A mesh of 64 instances ends some 1,300 steps a second at most.
+MAX_STEPS = 1024
+MAX_MOVES = 512
+MAX_MARKS = 256
+MAX_REQUESTS = 60
+
+
+class ActivityFeed:
+    """Collects while it is asked, and answers."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        gateways: Peers[GatewayId, GatewayDown],
+        *,
+        clock: Callable[[], float],
+        label: Callable[[RequestId], str],
+    ) -> None:
+        """``label`` gives a request's name by its client."""
+        self._core = core
+        self._gateways = gateways
+        self._clock = clock
+        self._label = label
+        self._asked: dict[GatewayId, None] = {}
+        self._asking = anyio.Event()
+        self._collects = False
+        self._urgent: set[tuple[InstanceId, int]] = set()
+        self._steps: list[StepBar] = []
+        self._moves: list[KvMove] = []
+        self._marks: list[ActivityMark] = []
+
+    def asked(self, gateway_id: GatewayId) -> None:
+        """A gateway wants the next frame."""
+        self._asked[gateway_id] = None
+        self._collects = True
+        self._asking.set()
+
+    def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
+        """Note what an event and its commands look like on a timeline."""
+        if not self._collects:
+            return
+        match event:
+            case StepDone():
+                urgent = (event.instance_id, event.plan_id) in self._urgent
+                self._urgent.discard((event.instance_id, event.plan_id))
+                if len(self._steps) < MAX_STEPS:
+                    num_tokens = sum(chunk.num_tokens for chunk in event.chunks)
+                    begin_s = now_s - event.duration_s
+                    self._steps.append(
+                        StepBar(event.instance_id, begin_s, now_s, num_tokens, event.num_decodes, urgent)
+                    )
+            case TransferSent():
+                self._moved(event, now_s)
+            case TransferFailed():
+                self._mark(event.instance_id, now_s, "transfer failed", event.request_id)
+            case InstanceLost():
+                self._mark(event.instance_id, now_s, "lost", "")
+                self._urgent = {key for key in self._urgent if key[0] != event.instance_id}
+            case InstanceJoined():
+                self._mark(event.profile.instance_id, now_s, "joined", "")
+            case _:
+                pass
+        for command in commands:
+            match command:
+                case RunStep() if command.plan.urgent:
+                    self._urgent.add((command.instance_id, command.plan.plan_id))
+                    self._mark(command.instance_id, now_s, "preempted", command.plan.chunks[0].request_id)
+                case Restart():
+                    where: InstanceId | None = getattr(event, "instance_id", None)
+                    if where is not None:
+                        self._mark(where, now_s, "restarted", command.request_id)
+                case _:
+                    pass
+
+    def _moved(self, event: TransferSent, now_s: float) -> None:
+        view = self._core.request(event.request_id)
+        if view is not None and view.instance_ids and len(self._moves) < MAX_MOVES:
+            begin_s, destination = now_s - event.duration_s, view.instance_ids[-1]
+            self._moves.append(
+                KvMove(event.instance_id, destination, begin_s, now_s, event.num_bytes, event.request_id)
+            )
+
+    def _mark(self, instance_id: InstanceId, at_s: float, what: str, request_id: str) -> None:
+        if len(self._marks) < MAX_MARKS:
+            self._marks.append(ActivityMark(instance_id, at_s, what, request_id))
+
+    async def run(self, state: Callable[[], MeshState]) -> None:
+        """Answer until cancelled."""
+        while True:
+            with anyio.move_on_after(IDLE_S if self._collects else None):
+                await self._asking.wait()
+            if self._asked:
+                frame = self._frame(state())
+                for gateway_id in self._asked:
+                    self._gateways.post(gateway_id, frame)
+                self._asked.clear()
+            else:
+                self._collects = False
+                self._urgent.clear()
+            self._asking = anyio.Event()
+            await anyio.sleep(FRAME_S)
+
+    def _frame(self, state: MeshState) -> Activity:
+        now_s = self._clock()
+        requests = [
+            RequestActivity(
+                id=view.request_id,
+                label=self._label(view.request_id),
+                phase=view.phase,
+                where=view.instance_ids,
+                num_prompt_tokens=view.num_prompt_tokens,
+                num_planned_tokens=view.num_planned_tokens,
+                age_s=now_s - view.arrival_s,
+            )
+            for view in self._core.requests(MAX_REQUESTS)
+        ]
+        frame = Activity(
+            now_s=now_s,
+            state=state,
+            requests=tuple(requests),
+            steps=tuple(self._steps),
+            moves=tuple(self._moves),
+            marks=tuple(self._marks),
+        )
+        self._steps, self._moves, self._marks = [], [], []
+        return frame

@@ -1,0 +1,72 @@
+"""The page in a real Chromium, in front of a real mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from pdmesh.testing.browser import find_chromium, open_page
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+CHROMIUM = find_chromium()
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.e2e,
+    pytest.mark.ucx,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
+    with running_mesh(tmp_path_factory.mktemp("page"), model=None) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_one_sees_the_own_request_travel(mesh: RunningMesh, tmp_path: Path, dark: bool) -> None:
+    assert CHROMIUM is not None
+    async with open_page(CHROMIUM) as page:
+        await page.open(f"{mesh.base_url}/ui", dark=dark)
+        await page.until("document.querySelectorAll('.instance').length === 2")
+        await page.until("document.getElementById('health').textContent === 'serving'")
+        await page.run(
+            "document.getElementById('question').value = 'Why separate prefill and decode?';"
+            "document.getElementById('ask').requestSubmit()"
+        )
+        await page.until("document.querySelectorAll('#chat button').length === 1")
+        answer = await page.run("document.querySelector('#chat .model').textContent")
+        assert answer.startswith("Because they want different things.")
+        # its life: from the queue to the end, with the KV's way if it moved
+        await page.until("document.getElementById('life-title').textContent.endsWith('finished')")
+        life = await page.run(
+            "[...document.querySelectorAll('#life-rows tr')].map((row) => row.children[1].textContent)"
+        )
+        assert life[0] == "queued"
+        assert "chunk" in life
+        assert "finished" in life
+        # its step is on the timeline, and the figures have been filled in
+        await page.until("pdmesh.timeline.steps.some((step) => step[3] > 0)")
+        await page.until("document.getElementById('figures').textContent.includes('ms')")
+        background = await page.run("getComputedStyle(document.body).backgroundColor")
+        assert background == ("rgb(15, 18, 22)" if dark else "rgb(255, 255, 255)")
+        await page.screenshot(tmp_path / "page.png")
+        assert (tmp_path / "page.png").stat().st_size > 10_000
+        assert page.console == []
+
+
+async def test_what_clients_call_their_requests_is_text_to_the_page(mesh: RunningMesh) -> None:
+    assert CHROMIUM is not None
+    async with open_page(CHROMIUM) as page, mesh.client() as client:
+        await page.open(f"{mesh.base_url}/ui")
+        await page.until("document.getElementById('health').textContent === 'serving'")
+        body = {"model": mesh.model, "prompt": [5] * 50, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        async with client.stream(
+            "POST", "/v1/completions", json=body, headers={"X-Request-Id": "a/b:c@d=e+f"}
+        ) as response:
+            assert response.status_code == 200
+            await page.until("[...document.querySelectorAll('td.id')].some((id) => id.textContent === 'a/b:c@d=e+f')")
+        assert page.console == []

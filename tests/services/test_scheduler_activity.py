@@ -1,0 +1,139 @@
+"""Frames of the scheduler's activity: what they hold, and who gets them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from pdmesh.core.commands import Restart, RunStep
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, StepDone
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import ChunkDone, Epoch, GatewayId, InstanceId, Request, RequestId, Role
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.testing.modelled import modelled_profile
+from pdmesh.testing.scripted_mesh import READY
+from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, StepBar
+from pdmesh_scheduler.activity import MAX_REQUESTS, MAX_STEPS, ActivityFeed
+from pdmesh_scheduler.peers import Peers
+
+pytestmark = pytest.mark.anyio
+
+GATEWAY = GatewayId("g")
+ZERO = Epoch(0)
+
+
+class Mailboxes:
+    """In the place of the gateways' streams."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[GatewayId, Activity]] = []
+        self.changed = anyio.Event()
+
+    def post(self, gateway_id: GatewayId, frame: Activity) -> None:
+        self.frames.append((gateway_id, frame))
+        self.changed.set()
+
+
+def request(number: int) -> Request:
+    return Request(
+        request_id=RequestId(f"r{number}"),
+        epoch=ZERO,
+        gateway_id=GATEWAY,
+        num_prompt_tokens=8,
+        max_tokens=4,
+        arrival_s=float(number),
+    )
+
+
+@asynccontextmanager
+async def running() -> AsyncGenerator[tuple[ActivityFeed, SchedulerCore, Mailboxes]]:
+    core = SchedulerCore(CoreConfig(), make_bundle("fcfs", PolicyConfig()), random.Random(0))
+    mailboxes = Mailboxes()
+    peers = cast("Peers[GatewayId, GatewayDown]", mailboxes)
+    feed = ActivityFeed(core, peers, clock=lambda: 100.0, label=lambda request_id: f"label of {request_id}")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed.run, lambda: READY)
+        yield feed, core, mailboxes
+        tasks.cancel_scope.cancel()
+
+
+async def next_frame(feed: ActivityFeed, mailboxes: Mailboxes) -> Activity:
+    mailboxes.changed = anyio.Event()
+    feed.asked(GATEWAY)
+    with anyio.fail_after(10):
+        await mailboxes.changed.wait()
+    gateway_id, frame = mailboxes.frames[-1]
+    assert gateway_id == GATEWAY
+    return frame
+
+
+def drive(feed: ActivityFeed, core: SchedulerCore, event: Any, now_s: float) -> list[Any]:
+    commands = core.handle(event, now_s)
+    feed.observe(event, commands, now_s)
+    return commands
+
+
+async def test_nobody_gets_what_nobody_asked_for() -> None:
+    async with running() as (feed, core, mailboxes):
+        drive(feed, core, InstanceJoined(modelled_profile("m", Role.MIXED), ()), 0.0)
+        await anyio.wait_all_tasks_blocked()
+        assert mailboxes.frames == []
+        first = await next_frame(feed, mailboxes)
+        assert first.marks == ()  # of before anyone watched
+        await anyio.wait_all_tasks_blocked()
+        assert len(mailboxes.frames) == 1  # each is asked for by itself
+
+
+async def test_steps_marks_and_requests_are_told_once() -> None:
+    async with running() as (feed, core, mailboxes):
+        await next_frame(feed, mailboxes)
+        drive(feed, core, InstanceJoined(modelled_profile("m", Role.MIXED), ()), 1.0)
+        commands = drive(feed, core, RequestArrived(request(1)), 2.0)
+        (plan,) = [command.plan for command in commands if isinstance(command, RunStep)]
+        done = tuple(
+            ChunkDone(request_id=c.request_id, epoch=ZERO, num_tokens=c.num_tokens, is_last=True) for c in plan.chunks
+        )
+        drive(feed, core, StepDone(InstanceId("m"), plan.plan_id, 0.25, done, 2), 3.0)
+        frame = await next_frame(feed, mailboxes)
+        assert frame.marks == (ActivityMark(InstanceId("m"), 1.0, "joined", ""),)
+        assert frame.steps == (StepBar(InstanceId("m"), 2.75, 3.0, 8, 2, False),)
+        (told,) = frame.requests
+        assert (told.id, told.label, told.phase, told.where) == ("r1", "label of r1", "decoding", ("m",))
+        assert (told.num_planned_tokens, told.age_s) == (8, 99.0)
+        again = await next_frame(feed, mailboxes)
+        assert not again.steps
+        assert not again.marks
+
+
+async def test_a_lost_instance_and_the_restarts_that_it_causes_are_marked() -> None:
+    async with running() as (feed, core, mailboxes):
+        await next_frame(feed, mailboxes)
+        drive(feed, core, InstanceJoined(modelled_profile("m", Role.MIXED), ()), 1.0)
+        drive(feed, core, RequestArrived(request(1)), 2.0)
+        commands = drive(feed, core, InstanceLost(InstanceId("m")), 3.0)
+        assert any(isinstance(command, Restart) for command in commands)
+        frame = await next_frame(feed, mailboxes)
+        assert [(mark.what, mark.request_id) for mark in frame.marks] == [
+            ("joined", ""),
+            ("lost", ""),
+            ("restarted", "r1"),
+        ]
+
+
+async def test_a_frame_is_bounded_whatever_happens() -> None:
+    async with running() as (feed, core, mailboxes):
+        await next_frame(feed, mailboxes)
+        for number in range(2 * MAX_REQUESTS):
+            core.handle(RequestArrived(request(number)), float(number))
+        for number in range(2 * MAX_STEPS):
+            feed.observe(StepDone(InstanceId("m"), number, 0.01, (), 1), [], float(number))
+        frame = await next_frame(feed, mailboxes)
+        assert len(frame.steps) == MAX_STEPS
+        assert [told.id for told in frame.requests] == [f"r{number}" for number in range(MAX_REQUESTS)]
