@@ -42,8 +42,14 @@ async def receive(pipe: Connection, config: TransferConfig) -> None:
             async with transport.lend() as buffer:
                 await transport.send(address, buffer, 0)
 
+    async def be_told_of_peers() -> None:
+        while True:
+            transport.admit(await anyio.to_thread.run_sync(pipe.recv, abandon_on_cancel=True))
+            pipe.send("admitted")
+
     async with UcxTransport(config) as transport, anyio.create_task_group() as tasks:
         pipe.send(transport.address)
+        tasks.start_soon(be_told_of_peers)
         async for piece in transport.receive():
             if address_bytes := int.from_bytes(piece.header[:4], "little"):
                 tasks.start_soon(answer, bytes(piece.payload[:address_bytes]))
@@ -61,6 +67,9 @@ async def flood(pipe: Connection, config: TransferConfig, destination: bytes, wa
                 begun.set()
 
         begun = anyio.Event()
+        transport.admit(destination)
+        pipe.send(transport.address)
+        await anyio.to_thread.run_sync(pipe.recv)  # the receiver knows us
         if wants_answer:
             async with transport.lend() as buffer:
                 buffer.header[:4] = len(transport.address).to_bytes(4, "little")
@@ -88,6 +97,13 @@ def start(side: Any, *arguments: Any) -> tuple[Any, Connection]:
     return process, ours
 
 
+def introduce(address: bytes, receiver: Connection) -> None:
+    """What the scheduler does before a transfer."""
+    with contextlib.suppress(OSError, EOFError):  # it has died: the next piece will tell
+        receiver.send(address)
+        receiver.recv()
+
+
 async def kill_senders(config: TransferConfig, num_kills: int, within_s: float, rng: random.Random) -> Counter[str]:
     ends: Counter[str] = Counter()
     left = num_kills
@@ -96,9 +112,12 @@ async def kill_senders(config: TransferConfig, num_kills: int, within_s: float, 
         receiver, pipe = start(receive, config)
         address = pipe.recv()
         async with UcxTransport(config) as witness:
+            introduce(witness.address, pipe)
             while left > 0:
                 left -= 1
                 victim, begun = start(flood, config, address, left % 2 == 0)
+                introduce(await anyio.to_thread.run_sync(begun.recv), pipe)
+                begun.send("go")
                 await anyio.to_thread.run_sync(begun.recv)
                 await anyio.sleep(rng.uniform(0, within_s))
                 victim.kill()

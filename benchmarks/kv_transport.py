@@ -58,6 +58,7 @@ def layout_for(piece_bytes: int) -> KvLayout:
 
 async def send_raw(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
     async with UcxTransport(config) as transport:
+        pipe.send(transport.address)
         destination = await anyio.to_thread.run_sync(pipe.recv)
         left = num_pieces
 
@@ -78,6 +79,8 @@ async def send_raw(pipe: Connection, config: TransferConfig, num_pieces: int) ->
 async def receive_raw(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
     async with UcxTransport(config) as transport:
         pipe.send(transport.address)
+        transport.admit(await anyio.to_thread.run_sync(pipe.recv))
+        pipe.send("ready")
         left = num_pieces
         async for piece in transport.receive():
             piece.release()
@@ -172,9 +175,16 @@ def two_processes(sender: Any, receiver: Any, config: TransferConfig, num_pieces
                 process.kill()
 
 
+def introduce(sender: Connection, receiver: Connection) -> None:
+    receiver.send(sender.recv())
+    address = receiver.recv()
+    assert receiver.recv() == "ready"
+    sender.send(address)
+
+
 def measure_raw(config: TransferConfig, num_pieces: int) -> float:
     with two_processes(send_raw, receive_raw, config, num_pieces) as (sender, receiver):
-        sender.send(receiver.recv())
+        introduce(sender, receiver)
         started_s = sender.recv()
         return float(num_pieces * config.max_payload_bytes / (receiver.recv() - started_s) / 1e9)
 

@@ -143,8 +143,10 @@ class TransferConfig:
         "passed to UCX as it is, and must leave a network transport; if not set, UCX's own choice (and UCX_TLS)",
     ] = None
     ucx_net_devices: Annotated[
-        str, "network devices UCX may listen on; 'all' or names for several hosts. UCX_NET_DEVICES wins"
-    ] = "lo"
+        str,
+        "network devices UCX listens on, for KV between hosts: names or 'all', on a `trusted_network` only; "
+        "if not set, UCX listens nowhere and KV stays inside this host. UCX_NET_DEVICES wins",
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,18 +16,20 @@ from dataclasses import replace
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import psutil
 import pytest
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError
-from pdmesh.testing.kv import SMALL_TRANSFER
-from pdmesh.transport import ucx_ring
+from pdmesh.testing.kv import SMALL_TRANSFER, introduce
+from pdmesh.transport import ring
 from pdmesh.transport.address import pack_address, unpack_address
 from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.prefix import PREFIX_BYTES
 from pdmesh.transport.reading import read_memory
 from pdmesh.transport.ucx import UcxTransport
-from pdmesh.transport.ucx_api import PREFIX, names_shared_memory
+from pdmesh.transport.ucx_api import names_shared_memory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ucx]
 
@@ -43,6 +45,17 @@ class Peer:
         self.process = process
         self.address = address
 
+    def echo(self, transport: UcxTransport, address: bytes | None = None) -> None:
+        """Have it send back to the transport whatever arrives from there."""
+        transport.admit(self.address)
+        self.say("echo", (address or transport.address).hex())
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def flood(self, transport: UcxTransport, num_pieces: int) -> None:
+        transport.admit(self.address)
+        self.say("flood", transport.address.hex(), str(num_pieces))
+
     def say(self, *words: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(words) + "\n")
@@ -50,10 +63,12 @@ class Peer:
 
 
 @asynccontextmanager
-async def open_peer(tls: str | None = None, max_payload_bytes: int = 4096) -> AsyncIterator[Peer]:
+async def open_peer(
+    tls: str | None = None, max_payload_bytes: int = 4096, devices: str | None = None
+) -> AsyncIterator[Peer]:
     command = [sys.executable, "-m", "pdmesh.testing.ucx_peer", "--max-payload-bytes", str(max_payload_bytes)]
     with subprocess.Popen(  # noqa: ASYNC220 - it starts at once; what it says is waited for on a thread
-        command + (["--tls", tls] if tls else []),
+        [*command, *(["--tls", tls] if tls else []), *(["--net-devices", devices] if devices else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -92,7 +107,7 @@ async def take(pieces: AsyncIterator[ReceivedPiece]) -> tuple[bytes, bytes]:
 async def test_there_and_back(tls: str | None, size: int) -> None:
     config = replace(CONFIG, ucx_tls=tls, max_payload_bytes=max(size, 1))
     async with open_peer(tls, max(size, 1)) as peer, UcxTransport(config) as transport:
-        peer.say("echo", transport.address.hex())
+        peer.echo(transport)
         pieces = aiter(transport.receive())
         for number in range(8):
             payload = os.urandom(size)
@@ -104,7 +119,7 @@ async def test_there_and_back(tls: str | None, size: int) -> None:
 @BOTH
 async def test_a_stopped_peer_is_noticed_and_reached_again_when_it_goes_on(tls: str | None) -> None:
     async with open_peer(tls) as peer, UcxTransport(replace(CONFIG, ucx_tls=tls, num_send_buffers=1)) as transport:
-        peer.say("echo", transport.address.hex())
+        peer.echo(transport)
         pieces = aiter(transport.receive())
         await send(transport, peer.address, b"before")
         assert await take(pieces) == (b"before", b"")
@@ -130,7 +145,7 @@ async def test_a_stopped_peer_is_noticed_and_reached_again_when_it_goes_on(tls: 
 async def test_a_cancelled_send_keeps_its_buffer_quarantined_until_the_endpoint_is_closed(tls: str | None) -> None:
     config = replace(CONFIG, ucx_tls=tls, num_send_buffers=1, no_progress_s=60.0)
     async with open_peer(tls) as peer, UcxTransport(config) as transport:
-        peer.say("echo", transport.address.hex())
+        peer.echo(transport)
         await send(transport, peer.address, b"before")
         assert await take(aiter(transport.receive())) == (b"before", b"")
         peer.process.send_signal(signal.SIGSTOP)
@@ -160,7 +175,7 @@ async def test_a_cancelled_send_keeps_its_buffer_quarantined_until_the_endpoint_
 @BOTH
 async def test_a_killed_peer_is_an_error(tls: str | None) -> None:
     async with open_peer(tls) as peer, UcxTransport(replace(CONFIG, ucx_tls=tls)) as transport:
-        peer.say("echo", transport.address.hex())
+        peer.echo(transport)
         await send(transport, peer.address, b"before")
         assert await take(aiter(transport.receive())) == (b"before", b"")
         peer.process.kill()
@@ -176,7 +191,7 @@ async def test_a_killed_peer_is_an_error(tls: str | None) -> None:
 async def test_a_peer_that_dies_is_noticed_before_any_limit(tls: str | None) -> None:
     config = replace(CONFIG, ucx_tls=tls, no_progress_s=600.0)
     async with open_peer(tls) as peer, UcxTransport(config) as transport:
-        peer.say("echo", transport.address.hex())
+        peer.echo(transport)
         await send(transport, peer.address, b"before")
         assert await take(aiter(transport.receive())) == (b"before", b"")
         peer.process.send_signal(signal.SIGSTOP)
@@ -199,7 +214,7 @@ async def test_closing_does_not_wait_for_a_stopped_sender(tls: str | None) -> No
     async with open_peer(tls) as peer:
         async with UcxTransport(replace(CONFIG, ucx_tls=tls)) as transport:
             pieces = aiter(transport.receive())
-            peer.say("flood", transport.address.hex(), "16")
+            peer.flood(transport, 16)
             held = [await anext(pieces) for _ in range(CONFIG.num_receive_buffers)]
             for _ in range(100):
                 await anyio.lowlevel.checkpoint()
@@ -217,7 +232,7 @@ async def test_senders_killed_in_the_middle_of_their_pieces_cost_nothing(tls: st
         pieces = aiter(transport.receive())
         for _ in range(4):
             async with open_peer(tls, config.max_payload_bytes) as peer:
-                peer.say("flood", transport.address.hex(), "64")
+                peer.flood(transport, 64)
                 (await anext(pieces)).release()
                 peer.process.kill()
                 peer.process.wait()
@@ -242,8 +257,10 @@ async def test_a_receiver_that_may_not_read_a_sender_gets_messages(monkeypatch: 
         refusals.append(num_bytes)
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(ucx_ring, "read_memory", refuse)
-    async with UcxTransport(CONFIG) as a, UcxTransport(CONFIG) as b:
+    monkeypatch.setattr(ring, "read_memory", refuse)
+    config = replace(CONFIG, ucx_net_devices="lo")
+    async with UcxTransport(config) as a, UcxTransport(config) as b:
+        introduce(a, b)
         pieces = aiter(b.receive())
         for number in range(3):
             async with anyio.create_task_group() as tasks:
@@ -264,10 +281,11 @@ async def test_an_offer_that_leads_nowhere_is_dropped(monkeypatch: pytest.Monkey
             ctypes.memset(out_address, 0xFF, num_bytes)
         else:
             read_memory(pid, address, num_bytes, out_address)
-            ctypes.memset(out_address + PREFIX.size - 8, 0xFF, 8)
+            ctypes.memset(out_address + PREFIX_BYTES - 8, 0xFF, 8)
 
-    monkeypatch.setattr(ucx_ring, "read_memory", misread)
+    monkeypatch.setattr(ring, "read_memory", misread)
     async with UcxTransport(CONFIG) as a, UcxTransport(CONFIG) as b:
+        introduce(a, b)
         async with anyio.create_task_group() as tasks:
 
             async def send_both() -> None:
@@ -282,8 +300,8 @@ async def test_an_offer_that_leads_nowhere_is_dropped(monkeypatch: pytest.Monkey
 
 async def test_a_piece_larger_than_the_buffers_is_dropped_and_counted() -> None:
     async with open_peer(max_payload_bytes=8192) as large, open_peer() as peer, UcxTransport(CONFIG) as transport:
-        large.say("flood", transport.address.hex(), "3")
-        peer.say("echo", transport.address.hex())
+        large.flood(transport, 3)
+        peer.echo(transport)
         pieces = aiter(transport.receive())
         while transport.num_malformed < 3:
             await send(transport, peer.address, b"ok", b"payload")
@@ -291,19 +309,28 @@ async def test_a_piece_larger_than_the_buffers_is_dropped_and_counted() -> None:
         transport.check_integrity()
 
 
-async def test_an_address_of_another_host_gets_error_handling_and_works_as_well() -> None:
-    async with open_peer() as peer, UcxTransport(CONFIG) as transport:
+async def test_an_address_of_another_host_goes_over_ucx() -> None:
+    config = replace(CONFIG, ucx_net_devices="lo")
+    async with open_peer(devices="lo") as peer, UcxTransport(config) as transport:
         here, elsewhere = (
             pack_address(unpack_address(address)._replace(host_id=bytes(8)))
             for address in (transport.address, peer.address)
         )
-        peer.say("echo", here.hex())
+        peer.echo(transport, here)
         await send(transport, elsewhere, b"there", bytes(4096))
         assert await take(aiter(transport.receive())) == (b"there", bytes(4096))
         peer.process.kill()
         peer.process.wait()
         with pytest.raises(KvTransferError):
             await send(transport, elsewhere, b"gone", bytes(4096))
+
+
+async def test_without_a_network_device_nothing_listens_and_another_host_is_an_error() -> None:
+    async with open_peer() as peer, UcxTransport(CONFIG) as transport:
+        assert psutil.Process(peer.process.pid).net_connections("inet") == []
+        elsewhere = pack_address(unpack_address(peer.address)._replace(host_id=bytes(8)))
+        with pytest.raises(KvTransferError, match="ucx_net_devices"):
+            await send(transport, elsewhere, b"there")
 
 
 async def test_a_transport_that_ucx_does_not_have_is_a_configuration_error() -> None:

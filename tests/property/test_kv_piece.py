@@ -96,9 +96,22 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
     )
 
 
-@given(st.binary(min_size=8, max_size=8), st.integers(0, 2**32 - 1), st.binary(max_size=1000))
-def test_an_address_is_read_back(host_id: bytes, max_payload_bytes: int, worker: bytes) -> None:
-    address = WorkerAddress(host_id, max_payload_bytes, worker)
+UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+ADDRESSES = st.builds(
+    WorkerAddress,
+    host_id=st.binary(min_size=8, max_size=8),
+    max_payload_bytes=UINT32,
+    pid=UINT32,
+    local_name=st.binary(min_size=16, max_size=16),
+    memory_address=UINT64,
+    buffer_stride=UINT64,
+    num_buffers=UINT32,
+    worker=st.binary(max_size=1000),
+)
+
+
+@given(ADDRESSES)
+def test_an_address_is_read_back(address: WorkerAddress) -> None:
     assert unpack_address(pack_address(address)) == address
 
 
@@ -108,9 +121,9 @@ def test_garbage_is_no_address(data: bytes) -> None:
         unpack_address(data)
 
 
-@given(st.binary(min_size=8, max_size=8), st.binary(max_size=300), st.data())
-def test_a_changed_byte_of_an_address_is_noticed(host_id: bytes, worker: bytes, data: st.DataObject) -> None:
-    address = bytearray(pack_address(WorkerAddress(host_id, 4096, worker)))
+@given(ADDRESSES, st.data())
+def test_a_changed_byte_of_an_address_is_noticed(facts: WorkerAddress, data: st.DataObject) -> None:
+    address = bytearray(pack_address(facts))
     address[data.draw(st.integers(0, len(address) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(KvTransferError):
         unpack_address(bytes(address))

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ import pytest
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull
 from pdmesh.model import Epoch, GatewayId, RequestId, SamplingParams
-from pdmesh.wire.endpoint import check_bind, open_channel, serving
+from pdmesh.wire.endpoint import check_bind, check_kv_devices, open_channel, serving
 from pdmesh.wire.link import FRAME_BYTES, FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
     Free,
@@ -194,6 +195,16 @@ def test_a_wide_bind_needs_tls_and_a_key() -> None:
     check_bind("0.0.0.0", SecurityConfig(trusted_network=True), what="gateway", has_key=False)
     with pytest.raises(ConfigError, match=r"TLS .* and a key"):
         check_bind("0.0.0.0", SecurityConfig(), what="gateway", has_key=False)
+
+
+@pytest.mark.parametrize("devices", ["eth0", "all", "lo,mlx5_0:1"])
+def test_kv_on_a_network_needs_somebody_who_vouches_for_it(devices: str) -> None:
+    """UCX has neither TLS nor keys: `transfer.ucx_net_devices=all` used to start without a word."""
+    for inside in ("", "lo"):
+        check_kv_devices(inside, SecurityConfig())
+    check_kv_devices(devices, SecurityConfig(trusted_network=True))
+    with pytest.raises(ConfigError, match="in the clear"):
+        check_kv_devices(devices, SecurityConfig(mesh_token="secret", tls_cert=Path("cert"), tls_key=Path("key")))
 
 
 async def test_a_stranger_is_answered_before_it_has_said_a_word() -> None:

@@ -148,6 +148,7 @@ class KvMover:
         """Let an offered transfer start. Ignored if it is not there (the request was freed meanwhile)."""
         sender, _ = self._senders.get(request_key(request_id), (None, None))
         if sender is not None and sender.epoch == epoch:
+            self._admit(destination_address)
             sender.grant(destination_address, capability)
 
     def pause(self, request_id: RequestId, epoch: Epoch) -> None:
@@ -180,6 +181,7 @@ class KvMover:
             layout=self._store.layout,
         )
         self._receivers[receiver.key] = receiver
+        self._admit(source_address)
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
         """Stop sending and receiving this epoch and older, without an outcome. Idempotent."""
@@ -211,6 +213,12 @@ class KvMover:
             receiver.check_integrity()
 
     # --- sending ------------------------------------------------------------------------------------------------------
+
+    def _admit(self, address: bytes) -> None:
+        try:
+            self._transport.admit(address)
+        except KvTransferError as error:  # then nothing comes from there, and sending there fails
+            log.warning("the scheduler named a peer that cannot be", reason=str(error))
 
     def _cancel_sender(self, key: bytes, epoch: Epoch) -> None:
         sender, scope = self._senders.get(key, (None, None))

@@ -58,12 +58,19 @@ class ByteStore(HostKvStore):
             self.block(layer, block_id)[:] = data[i * size : (i + 1) * size]
 
 
+def introduce(one: KvTransport, other: KvTransport) -> None:
+    """What a scheduler does."""
+    one.admit(other.address)
+    other.admit(one.address)
+
+
 class TransportMaker:
     """Opens transports of one kind that can reach each other."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.fabric = MemoryFabric()
+        self._opened: list[KvTransport] = []
 
     def make(self, config: TransferConfig) -> MemoryTransport | UcxTransport:
         if self.kind == "memory":
@@ -73,5 +80,9 @@ class TransportMaker:
     @contextlib.asynccontextmanager
     async def open(self, config: TransferConfig = SMALL_TRANSFER) -> AsyncIterator[KvTransport]:
         async with self.make(config) as transport:
+            for other in self._opened:
+                introduce(transport, other)
+            self._opened.append(transport)
             yield transport
             transport.check_integrity()
+            self._opened.remove(transport)

@@ -1,8 +1,9 @@
 """A UCX transport in a process of its own, for tests that stop, kill or overload it.
 
-``python -m pdmesh.testing.ucx_peer [--max-payload-bytes N] [--tls T]`` prints its address in hex, then reads lines:
-``echo ADDRESS`` sends back there whatever arrives from now on, if it can; ``flood ADDRESS N`` sends N pieces there at
-once; ``end``, or the end of its input, ends it.
+``python -m pdmesh.testing.ucx_peer [--max-payload-bytes N] [--tls T] [--net-devices D]`` prints its address in hex, and
+then reads lines: ``echo ADDRESS`` sends back there whatever arrives from now on, if it can, and prints a line when
+pieces from there will be taken; ``flood ADDRESS N`` sends N pieces there at once; ``end``, or the end of its input,
+ends it.
 """
 
 from __future__ import annotations
@@ -40,10 +41,17 @@ async def _send_one(transport: UcxTransport, address: bytes, number: int) -> Non
             await transport.send(address, buffer, transport.max_payload_bytes)
 
 
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 async def _obey(transport: UcxTransport, tasks: anyio.abc.TaskGroup) -> None:
     while line := await anyio.to_thread.run_sync(sys.stdin.readline):
         command, *arguments = line.split()
         if command == "echo":
+            transport.admit(bytes.fromhex(arguments[0]))
+            _print("ready")
             tasks.start_soon(_echo, transport, bytes.fromhex(arguments[0]))
         elif command == "flood":
             for number in range(int(arguments[1])):
@@ -55,8 +63,7 @@ async def _obey(transport: UcxTransport, tasks: anyio.abc.TaskGroup) -> None:
 
 async def _serve(config: TransferConfig) -> None:
     async with UcxTransport(config) as transport:
-        sys.stdout.write(transport.address.hex() + "\n")
-        sys.stdout.flush()
+        _print(transport.address.hex())
         async with anyio.create_task_group() as tasks:
             await _obey(transport, tasks)
 
@@ -65,8 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-payload-bytes", type=int, default=4096)
     parser.add_argument("--tls")
+    parser.add_argument("--net-devices", default="")
     options = parser.parse_args()
-    config = TransferConfig(max_payload_bytes=options.max_payload_bytes, ucx_tls=options.tls, no_progress_s=0.3)
+    config = TransferConfig(
+        max_payload_bytes=options.max_payload_bytes,
+        ucx_tls=options.tls,
+        ucx_net_devices=options.net_devices,
+        no_progress_s=0.3,
+    )
     anyio.run(partial(_serve, config))
 
 

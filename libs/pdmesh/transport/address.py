@@ -1,9 +1,11 @@
-"""What an instance's data address says: which transport, on which host, and the transport's own bytes.
+"""What an instance's data address says: on which host it is, where its buffers lie, and UCX's own bytes.
 
 UCX trusts a worker address blindly (a damaged one aborts the process), so ours are framed and checked::
 
-    magic "pdKV" | version u8 | host id 8 bytes | largest payload u32 | length u16 | UCX worker address
-    | xxh3_64 of all before
+    magic "pdKV" | version u8 | host id 8 bytes | largest payload u32
+    | pid u32 | name of its Unix socket 16 bytes
+    | send buffers: where the first begins u64, bytes from one to the next u64, how many u32
+    | length u16 | UCX worker address (none where it stays inside its host) | xxh3_64 of all before
 
 """
 
@@ -21,16 +23,26 @@ import xxhash
 
 from pdmesh.errors import KvTransferError
 
-_FRAME = struct.Struct("<4sB8sIH")
+_FRAME = struct.Struct("<4sB8sII16sQQIH")
 _CHECK = struct.Struct("<Q")
 _MAGIC = b"pdKV"
-_VERSION = 2
+_VERSION = 3
 
 
 class WorkerAddress(NamedTuple):
     host_id: bytes
     max_payload_bytes: int  # what its receive buffers hold
+    pid: int
+    local_name: bytes  # where peers on the same host connect
+    memory_address: int  # of its send buffers, which peers on the same host may read
+    buffer_stride: int
+    num_buffers: int
     worker: bytes
+
+
+def peer_id(address: bytes) -> bytes:
+    """Eight bytes that stand for a data address."""
+    return hashlib.blake2b(address, digest_size=8).digest()
 
 
 def host_id() -> bytes:
@@ -49,8 +61,7 @@ def host_id() -> bytes:
 
 
 def pack_address(address: WorkerAddress) -> bytes:
-    fields = (address.host_id, address.max_payload_bytes, len(address.worker))
-    frame = _FRAME.pack(_MAGIC, _VERSION, *fields) + address.worker
+    frame = _FRAME.pack(_MAGIC, _VERSION, *address[:-1], len(address.worker)) + address.worker
     return frame + _CHECK.pack(xxhash.xxh3_64_intdigest(frame))
 
 
@@ -58,10 +69,10 @@ def unpack_address(data: bytes) -> WorkerAddress:
     """Inverse of `pack_address`. Raises KvTransferError for anything else."""
     if len(data) < _FRAME.size + _CHECK.size:
         raise KvTransferError(f"not a data address: {len(data)} bytes are too few")
-    magic, version, host, max_payload_bytes, length = _FRAME.unpack_from(data)
+    magic, version, *facts, length = _FRAME.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         raise KvTransferError("not a data address of this version")
     frame, (check,) = data[: -_CHECK.size], _CHECK.unpack(data[-_CHECK.size :])
     if len(frame) != _FRAME.size + length or xxhash.xxh3_64_intdigest(frame) != check:
         raise KvTransferError("damaged data address")
-    return WorkerAddress(host, max_payload_bytes, frame[_FRAME.size :])
+    return WorkerAddress._make((*facts, frame[_FRAME.size :]))

@@ -64,6 +64,13 @@ class KvTransport(Protocol):
         """
         ...
 
+    def admit(self, address: bytes) -> None:
+        """The scheduler has named a peer: pieces may come from there. One that is sent to need not be admitted.
+
+        Raises KvTransferError if it is no data address.
+        """
+        ...
+
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
         """Send the header and the first ``payload_bytes``; returns when the buffer may be reused.
 

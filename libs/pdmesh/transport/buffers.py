@@ -16,9 +16,10 @@ HEADER_BYTES = 128
 class PieceBuffer:
     """Room for one message: a transport's own prefix, a header and a payload, one after the other."""
 
-    __slots__ = ("address", "header", "memory", "payload")
+    __slots__ = ("address", "header", "memory", "number", "payload")
 
-    def __init__(self, memory: memoryview, payload_bytes: int, prefix_bytes: int) -> None:
+    def __init__(self, number: int, memory: memoryview, payload_bytes: int, prefix_bytes: int) -> None:
+        self.number = number  # its place among those allocated with it, one after the other
         self.memory = memory
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # where it begins
         self.header = memory[prefix_bytes : prefix_bytes + HEADER_BYTES]
@@ -40,7 +41,7 @@ def allocate_buffers(num_buffers: int, payload_bytes: int, prefix_bytes: int = 0
         arena[page] = 0
     view = memoryview(arena)
     memories = [view[start : start + stride] for start in range(0, num_buffers * stride, stride)]
-    return [PieceBuffer(memory, payload_bytes, prefix_bytes) for memory in memories]
+    return [PieceBuffer(number, memory, payload_bytes, prefix_bytes) for number, memory in enumerate(memories)]
 
 
 class SendPool:

@@ -121,6 +121,9 @@ class MemoryTransport:
     def lend(self) -> AbstractAsyncContextManager[PieceBuffer]:
         return self._pool.lend()
 
+    def admit(self, address: bytes) -> None:
+        """Within one process, everybody may send."""
+
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
         assert payload_bytes <= self._config.max_payload_bytes
         peer = self._fabric.find(address)

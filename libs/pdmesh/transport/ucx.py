@@ -1,13 +1,14 @@
-"""KV pieces over UCX: tagged messages between UCX workers, progressed by the event loop.
+"""KV pieces over UCX between hosts, and inside a host read where they lie.
 
-Each transport is one UCX worker. Between hosts a piece is one tagged message, ``prefix | header | payload``; the
+Between hosts each transport is one UCX worker. A piece is one tagged message, ``prefix | header | payload``; the
 receiver keeps posted receives, so that nothing is allocated for what arrives. Such a message is never below the
 rendezvous threshold: a send ends when the peer has *taken* the piece into a posted buffer, so a receiver without
 buffers makes senders wait, and "no progress" means the same for a small piece as for a large one.
 
-Inside a host the message is an *offer*, which says where the piece lies. The receiver reads it there, into the buffer
-that it used last, and answers; the send ends with the answer. So nothing that a sender does, dying included, can
-be more than a failed read, and a sender that stops holds no buffer of the receiver's.
+Inside a host a sender says where the piece lies (`pdmesh.transport.local`). The receiver reads it there, into the
+buffer that it used last, and answers; the send ends with the answer. So nothing that a sender does, dying included, can
+be more than a failed read, and a sender that stops holds no buffer of the receiver's. Where no network device is set,
+all peers are on this host: UCX is not opened and listens nowhere.
 
 UCX is driven by callbacks of the event loop: after something was posted, for a moment after something happened, and
 when its event descriptor, armed when nothing is left to do, is readable. Hence asyncio's own interface: a task with
@@ -18,6 +19,7 @@ to 100 µs a MiB.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -26,15 +28,23 @@ from typing import Self
 
 import anyio
 import anyio.lowlevel
+import structlog
 
 from pdmesh.config import TransferConfig
-from pdmesh.transport.address import WorkerAddress, host_id, pack_address, unpack_address
+from pdmesh.errors import KvTransferError
+from pdmesh.transport.address import WorkerAddress, host_id, pack_address
 from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
+from pdmesh.transport.links import Link, Links
+from pdmesh.transport.local import LocalLink, LocalPort
+from pdmesh.transport.peers import KnownPeers
+from pdmesh.transport.prefix import PREFIX_BYTES
 from pdmesh.transport.reading import allow_readers
-from pdmesh.transport.ucx_api import PREFIX, open_ucx
+from pdmesh.transport.ring import MAX_POSTED, Piece, ReceiveRing
+from pdmesh.transport.ucx_api import names_shared_memory, open_ucx, ucx_devices, ucx_tls
 from pdmesh.transport.ucx_links import UcxLinks
-from pdmesh.transport.ucx_ring import MAX_POSTED, UcxPiece, UcxRing
+
+log = structlog.get_logger()
 
 #: Calls of UCX's progress before other tasks get their turn.
 PROGRESS_ROUNDS = 8
@@ -52,41 +62,51 @@ class UcxTransport:
 
     async def __aenter__(self) -> Self:
         config = self._config
-        self._api = open_ucx(config.ucx_tls, config.ucx_net_devices)
-        worker = self._api.worker.address.tobytes()
-        self._address = pack_address(WorkerAddress(host_id(), config.max_payload_bytes, worker))
-        allow_readers()
-        send_buffers = allocate_buffers(config.num_send_buffers, config.max_payload_bytes, PREFIX.size)
-        receive_buffers = allocate_buffers(config.num_receive_buffers, config.max_payload_bytes, PREFIX.size)
+        self._loop = asyncio.get_running_loop()
+        self._api = open_ucx(config) if ucx_devices(config) else None
+        num_posted = min(MAX_POSTED, config.num_receive_buffers) if self._api is not None else 0
+        send_buffers = allocate_buffers(config.num_send_buffers, config.max_payload_bytes, PREFIX_BYTES)
+        num_buffers = config.num_receive_buffers + num_posted
+        receive_buffers = allocate_buffers(num_buffers, config.max_payload_bytes, PREFIX_BYTES)
         self._memory = [buffer.memory for buffer in (*send_buffers, *receive_buffers)]
         self._pool = SendPool(send_buffers)
-        self._ring = UcxRing(
-            self._api,
+        self._soon: asyncio.Handle | None = None
+        self._lingers_until_s = 0.0
+        self._ring = ReceiveRing(
             receive_buffers,
-            MAX_POSTED,
-            answer=self._answer,
+            config.num_receive_buffers,
+            api=self._api,
             wake=self._wake,
-            call_later=asyncio.get_running_loop().call_later,
+            call_later=self._loop.call_later,
         )
+        self._peers = KnownPeers()
+        self._port = LocalPort(self._peers, on_offer=self._ring.offer, on_gone=self._ring.withdraw)
+        allow_readers()
+        facts = WorkerAddress(
+            host_id=host_id(),
+            max_payload_bytes=config.max_payload_bytes,
+            pid=os.getpid(),
+            local_name=self._port.name,
+            memory_address=send_buffers[0].address,
+            buffer_stride=len(send_buffers[0].memory),
+            num_buffers=len(send_buffers),
+            worker=b"" if self._api is None else self._api.worker.address.tobytes(),
+        )
+        self._own = self._peers.admit(pack_address(facts))
+        self._reads_memory = names_shared_memory(ucx_tls(config))
+        self._unreadable: set[bytes] = set()  # ids of peers that may not read our memory
         self._stack = AsyncExitStack()
         self._stack.callback(self._shut_down)
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
-        self._links = UcxLinks(
-            self._api,
-            self._pool,
-            own_address=self._address,
-            no_progress_s=config.no_progress_s,
-            wake=self._wake,
-        )
-        self._loop = asyncio.get_running_loop()
-        self._lingers_until_s = 0.0
-        self._soon: asyncio.Handle | None = None
+        self._links = Links(self._pool, self._open_link, no_progress_s=config.no_progress_s)
         self._failed = anyio.Event()
         self._failure: BaseException | None = None
         self._tasks.start_soon(self._links.watch)
         self._tasks.start_soon(self._raise_failure)
-        self._loop.add_reader(self._api.worker.epoll_file_descriptor, self._wake)
-        self._progress()
+        if self._api is not None:
+            self._ucx_links = UcxLinks(self._api, self._links, wake=self._wake)
+            self._loop.add_reader(self._api.worker.epoll_file_descriptor, self._wake)
+            self._progress()
         return self
 
     async def __aexit__(
@@ -96,23 +116,28 @@ class UcxTransport:
         await self._stack.__aexit__(kind, error, trace)
 
     def _shut_down(self) -> None:
-        self._loop.remove_reader(self._api.worker.epoll_file_descriptor)
+        self._port.close()
         self._links.close_all()
         self._ring.close()
+        if self._api is not None:
+            self._loop.remove_reader(self._api.worker.epoll_file_descriptor)
+            self._ucx_links.drop_zombies()
+            del self._ucx_links
         if self._soon is not None:
             self._soon.cancel()
-        del self._links, self._ring, self._api  # UCX frees its resources with the last reference to the worker
+        # UCX frees its resources with the last reference to the worker; these refer to each other
+        del self._links, self._ring, self._port, self._api
 
     @property
     def address(self) -> bytes:
-        return self._address
+        return self._own.address
 
     @property
     def max_payload_bytes(self) -> int:
         return self._config.max_payload_bytes
 
     def payload_limit(self, address: bytes) -> int:
-        return min(self._config.max_payload_bytes, unpack_address(address).max_payload_bytes)
+        return min(self._config.max_payload_bytes, self._peers.admit(address).facts.max_payload_bytes)
 
     @property
     def num_malformed(self) -> int:
@@ -126,28 +151,48 @@ class UcxTransport:
     def lend(self) -> AbstractAsyncContextManager[PieceBuffer]:
         return self._pool.lend()
 
+    def admit(self, address: bytes) -> None:
+        self._peers.admit(address)
+
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
         assert isinstance(buffer, PieceBuffer)
         assert payload_bytes <= self._config.max_payload_bytes
         await self._links.send(address, buffer, payload_bytes)
 
-    def receive(self) -> AsyncIterator[UcxPiece]:
+    def receive(self) -> AsyncIterator[Piece]:
         return self._ring.receive()
 
     async def forget(self, address: bytes) -> None:
+        peer = self._peers.admit(address)
         self._links.close(address, "the peer is gone")
+        self._port.drop(peer.id)
+        self._peers.forget(address)
+        self._unreadable.discard(peer.id)
         await anyio.lowlevel.checkpoint()
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
         self._ring.check_integrity()
 
-    def _answer(self, address: bytes, number: int, *, taken: bool) -> None:
-        self._links.answer(address, number, taken=taken)
+    def _open_link(self, address: bytes) -> Link:
+        peer = self._peers.admit(address)
+        if peer.facts.host_id == self._own.facts.host_id and self._reads_memory and peer.id not in self._unreadable:
+            return LocalLink(peer, self._own.id, self._links, on_unreadable=self._use_messages)
+        if self._api is None:
+            where = "may not read this process's memory" if peer.id in self._unreadable else "is on another host"
+            raise KvTransferError(f"the peer {where}: set transfer.ucx_net_devices to a network device to reach it by")
+        if not peer.facts.worker:
+            raise KvTransferError("the peer has no network device for KV: set its transfer.ucx_net_devices")
+        return self._ucx_links.open(peer)
+
+    def _use_messages(self, link: LocalLink) -> None:
+        log.warning("a peer may not read this process's memory: its KV goes through UCX")
+        self._unreadable.add(link.peer.id)
+        self._links.reroute(link)
 
     def _wake(self) -> None:
         """Drive UCX soon: something was posted."""
-        if self._soon is None:
+        if self._soon is None and self._api is not None:
             self._soon = self._loop.call_soon(self._progress)
 
     def _progress(self) -> None:
@@ -166,6 +211,7 @@ class UcxTransport:
 
     def _drive(self) -> bool:
         """Progress for a while. True when nothing is left to do and UCX's descriptor will tell of more."""
+        assert self._api is not None
         worker = self._api.worker
         self._ring.post()
         progressed = True
@@ -180,5 +226,5 @@ class UcxTransport:
         return now_s >= self._lingers_until_s and bool(worker.arm())
 
     def _reap(self) -> bool:
-        arrived, ended = self._ring.reap(), self._links.reap()
+        arrived, ended = self._ring.reap(), self._ucx_links.reap()
         return arrived or ended

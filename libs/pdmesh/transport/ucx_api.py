@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import os
-import struct
 from typing import Any, NamedTuple
 
+from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError
-
-#: Before each piece: magic, payload bytes, number. UCX does not tell how long a received message is.
-PREFIX = struct.Struct("<4sIQ")
-PIECE_MAGIC = b"pdP1"
-
-
-class Offer(NamedTuple):
-    """A message instead of a piece, inside a host: the piece lies there, prefix and header first, and may be read.
-
-    The return address follows it.
-    """
-
-    magic: bytes
-    return_bytes: int
-    number: int
-    num_bytes: int
-    pid: int
-    address: int
-
-
-OFFER = struct.Struct("<4sIQIIQ")
-OFFER_MAGIC = b"pdO1"
-
-
-class Answer(NamedTuple):
-    """What becomes of an offer: the sender may reuse the piece's buffer, or must send the piece itself."""
-
-    magic: bytes
-    taken: bool
-    number: int
-
-
-ANSWER = struct.Struct("<4s?3xQ")
-ANSWER_MAGIC = b"pdA1"
 
 #: Messages from so many bytes on wait in the sender's memory until the receiver takes them: pieces, not offers.
 RENDEZVOUS_BYTES = 4096
 
-#: Receives match any tag of their kind, so that a stranger's message cannot pile up unmatched.
+#: Receives match any tag, so that a stranger's message cannot pile up unmatched.
 TAG = 0x70646D657368
-ANSWER_TAG = 1 << 63 | TAG
-_KIND = 1 << 63
 
 
 class UcxApi(NamedTuple):
@@ -59,9 +23,7 @@ class UcxApi(NamedTuple):
     context: Any
     worker: Any
     tag: Any
-    answer_tag: Any
-    any_tag: Any  # of the same kind
-    reads_memory: bool
+    any_tag: Any
 
     def error_of(self, request: Any) -> str | None:
         """How a completed request failed, if it did."""
@@ -72,12 +34,22 @@ class UcxApi(NamedTuple):
         return None
 
 
-def open_ucx(tls: str | None, net_devices: str) -> UcxApi:
-    """A UCX context and worker. Raises ConfigError.
+def ucx_devices(config: TransferConfig) -> str:
+    """The network devices that UCX listens on; "" where KV stays inside the host and UCX is not opened.
 
-    UCX listens on the devices it is given, and on all of them if it is given none; ``net_devices`` keeps it from that.
-    A UCX_NET_DEVICES in the environment is the operator's own word and stands.
+    UCX_NET_DEVICES and UCX_TLS in the environment are the operator's own word and stand. Whoever names transports but
+    no device gets the loopback device.
     """
+    devices = os.environ.get("UCX_NET_DEVICES") or config.ucx_net_devices
+    return devices or ("lo" if ucx_tls(config) != "all" else "")
+
+
+def ucx_tls(config: TransferConfig) -> str:
+    return config.ucx_tls or os.environ.get("UCX_TLS") or "all"
+
+
+def open_ucx(config: TransferConfig) -> UcxApi:
+    """A UCX context and worker, which listens on `ucx_devices`. Raises ConfigError."""
     # Read by UCX when it is loaded. What goes wrong reaches us as an exception, and is logged by us.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     for setting in ("UCX_LOG_LEVEL", "UCXX_LOG_LEVEL"):
@@ -87,30 +59,26 @@ def open_ucx(tls: str | None, net_devices: str) -> UcxApi:
         from ucxx._lib.arr import Array  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError(f"transfer.transport is ucx, but ucxx cannot be loaded ({error})") from error
-    options = {"RNDV_THRESH": str(RENDEZVOUS_BYTES)}
-    if "UCX_NET_DEVICES" not in os.environ:
-        options["NET_DEVICES"] = net_devices
-    tls = tls or os.environ.get("UCX_TLS", "all")
-    # UCX's own way through shared memory does not survive the death of a peer: see `pdmesh.transport.reading`.
-    options["TLS"] = "^sm" if tls == "all" else tls
+    tls, devices = ucx_tls(config), ucx_devices(config)
+    # UCX's own ways through shared memory do not survive the death of a peer: see `pdmesh.transport.reading`.
+    options = {
+        "RNDV_THRESH": str(RENDEZVOUS_BYTES),
+        "NET_DEVICES": devices,
+        "TLS": "^sm" if tls == "all" else tls,
+    }
     try:
         context = ucx.UCXContext(options, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
         worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         worker.init_blocking_progress_mode()
     except ucx.UCXError as error:
-        raise ConfigError(
-            f"UCX cannot start with transfer.ucx_tls = {tls} and devices "
-            f"{os.environ.get('UCX_NET_DEVICES', net_devices)}: {error}"
-        ) from error
+        raise ConfigError(f"UCX cannot start with transfer.ucx_tls = {tls} and devices {devices}: {error}") from error
     return UcxApi(
         ucx=ucx,
         array=Array,
         context=context,
         worker=worker,
         tag=ucx.UCXXTag(TAG),
-        answer_tag=ucx.UCXXTag(ANSWER_TAG),
-        any_tag=ucx.UCXXTagMask(_KIND),
-        reads_memory=names_shared_memory(tls),
+        any_tag=ucx.UCXXTagMask(0),
     )
 
 

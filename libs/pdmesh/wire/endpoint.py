@@ -112,6 +112,17 @@ def metadata_of(details: grpc.HandlerCallDetails) -> dict[str, str]:
     return {key: value for key, value in metadata if isinstance(value, str)}
 
 
+def check_kv_devices(devices: str, security: SecurityConfig) -> None:
+    """Refuse KV on a network that nobody vouches for: UCX knows neither TLS nor keys. Raises ConfigError."""
+    beyond = [device for device in devices.split(",") if device.strip() not in {"", "lo"}]
+    if beyond and not security.trusted_network:
+        raise ConfigError(
+            f"KV would travel over {', '.join(beyond)} in the clear, and UCX takes what anybody sends there, with or "
+            "without TLS: leave transfer.ucx_net_devices (UCX_NET_DEVICES) unset to keep KV inside this host, or set "
+            "security.trusted_network if only trusted hosts can reach it"
+        )
+
+
 @asynccontextmanager
 async def serving(
     service: str,

@@ -21,7 +21,8 @@ from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.service import ServiceContext
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.transport.base import KvTransport
-from pdmesh.wire.endpoint import open_channel
+from pdmesh.transport.ucx_api import ucx_devices
+from pdmesh.wire.endpoint import check_kv_devices, open_channel
 from pdmesh.wire.messages import Draining, RegisterWorker, WorkerUp
 from pdmesh.worker.engines import EngineFacts, build_engine, device_name, engine_facts, served_model_name
 from pdmesh.worker.instance import Instance
@@ -39,6 +40,8 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
     """Serve as one instance until told to stop. Raises InstanceUnavailable if the engine breaks."""
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: give its host:port (PDMESH_SCHEDULER_ADDRESS)")
+    if config.transfer.transport == "ucx":
+        check_kv_devices(ucx_devices(config.transfer), config.security)
     num_threads = fair_num_threads(config.worker.num_threads)
     async with EngineThread() as thread:
         engine = await thread.run(partial(build_engine, config, num_threads))

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 
 from pdmesh.transport.buffers import allocate_buffers
-from pdmesh.transport.ucx_api import PIECE_MAGIC, PREFIX, UcxApi
-from pdmesh.transport.ucx_ring import STALL_S, UcxRing
+from pdmesh.transport.prefix import PREFIX_BYTES, number_piece
+from pdmesh.transport.ring import STALL_S, ReceiveRing
+from pdmesh.transport.ucx_api import UcxApi
 
 
 @dataclass
@@ -36,7 +37,7 @@ class FakeWorker:
 
     def complete(self, number: int) -> None:
         request = self.receives[number]
-        PREFIX.pack_into(request.memory, 0, PIECE_MAGIC, 8, 0)
+        number_piece(request.memory, 8, 0)
         request.completed = True
 
 
@@ -48,11 +49,10 @@ class Ring:
         api = SimpleNamespace(
             worker=self.worker, array=lambda memory: memory, tag=None, any_tag=None, error_of=lambda _: None
         )
-        self.ring = UcxRing(
-            cast(UcxApi, api),
-            allocate_buffers(num_buffers, 8, PREFIX.size),
-            num_posted,
-            answer=lambda *_, **__: None,
+        self.ring = ReceiveRing(
+            allocate_buffers(num_buffers + num_posted, 8, PREFIX_BYTES),
+            num_buffers,
+            api=cast(UcxApi, api),
             wake=self.wake,
             call_later=self.call_later,
         )

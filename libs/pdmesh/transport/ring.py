@@ -1,17 +1,19 @@
-"""The receiving half of the UCX transport: a fixed number of buffers, some posted to UCX, some held by the consumer."""
+"""The receiving half of the transport: a fixed number of buffers, some posted to UCX, some held by the consumer."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import anyio
 import structlog
 
-from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
+from pdmesh.transport.buffers import PieceBuffer
+from pdmesh.transport.local import Caller, Verdict
+from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, numbered
 from pdmesh.transport.reading import FORBIDDEN, read_memory
-from pdmesh.transport.ucx_api import OFFER, OFFER_MAGIC, PIECE_MAGIC, PREFIX, Offer, UcxApi
+from pdmesh.transport.ucx_api import UcxApi
 
 log = structlog.get_logger()
 
@@ -28,68 +30,59 @@ STALL_S = 0.02
 CallLater = Callable[[float, Callable[[], None]], object]
 
 
-class AnswerOffer(Protocol):
-    """Tells the peer at an address what became of the piece it offered under a number."""
-
-    def __call__(self, address: bytes, number: int, *, taken: bool) -> None: ...
-
-
-class UcxPiece:
+class Piece:
     """A received piece; see `pdmesh.transport.base.ReceivedPiece`."""
 
-    __slots__ = ("_ring", "_slot", "_was_read", "header", "payload")
+    __slots__ = ("_ring", "_slot", "header", "payload")
 
-    def __init__(self, ring: UcxRing, slot: int, buffer: PieceBuffer, payload_bytes: int, *, was_read: bool) -> None:
+    def __init__(self, ring: ReceiveRing, slot: int, buffer: PieceBuffer, payload_bytes: int) -> None:
         self._ring = ring
         self._slot: int | None = slot
-        self._was_read = was_read
         self.header = buffer.header
         self.payload = buffer.payload[:payload_bytes]
 
     def release(self) -> None:
         if self._slot is not None:
             slot, self._slot = self._slot, None
-            self._ring.release(slot, was_read=self._was_read)
+            self._ring.release(slot)
 
 
 class _Offered(NamedTuple):
-    """An offer that has arrived, in a buffer that it holds."""
+    """A piece that lies in a buffer of a sender on this host."""
 
-    slot: int
-    offer: Offer
-    return_address: bytes
+    number: int
+    num_bytes: int
 
 
-class UcxRing:
+class ReceiveRing:
     """Receive buffers: free, posted, or held by the consumer (or queued for it).
 
     A piece on offer is read when the consumer asks for it, into the buffer that was used last: so a consumer that is
-    done with each piece before it takes the next finds it in the processor's cache.
+    done with each piece before it takes the next finds it in the processor's cache. The consumer holds ``max_held``
+    pieces at most. There are as many buffers more as are posted to UCX, so that offers always find one.
     """
 
     def __init__(
         self,
-        api: UcxApi,
         buffers: list[PieceBuffer],
-        num_posted: int,
+        max_held: int,
         *,
-        answer: AnswerOffer,
+        api: UcxApi | None,
         wake: Callable[[], None],
         call_later: CallLater,
     ) -> None:
         self._api = api
         self._buffers = buffers
-        self._max_posted = num_posted
-        self._answer = answer
+        self._max_held = max_held
+        self._max_posted = len(buffers) - max_held
         self._wake = wake
         self._call_later = call_later
-        self._arrays = [api.array(buffer.memory) for buffer in buffers]
-        self._free = deque(
-            range(len(buffers))
-        )  # at the left end those that messages used last, at the right the others
+        self._arrays = [api.array(buffer.memory) for buffer in buffers] if api is not None else []
+        self._free = list(range(len(buffers)))  # the one used last at the end
         self._posted: dict[int, Any] = {}  # requests by slot, in the order of posting, which is that of arrival
         self._num_held = 0
-        self._arrived: deque[UcxPiece | _Offered] = deque()  # at most as many as there are buffers
+        self._arrived: deque[Piece] = deque()  # at most as many as there are buffers
+        self._offers: dict[tuple[Caller, int], _Offered] = {}  # by buffer: at most as many as the peers have buffers
         self._arrival = anyio.Event()
         self._closed = False
         self._stalled: set[int] = set()  # posted slots that count no more
@@ -97,12 +90,28 @@ class UcxRing:
         self._watched: int | None = None  # _num_arrived when messages were first seen waiting
         self.num_malformed = 0
 
+    def offer(self, caller: Caller, number: int, buffer: int, num_bytes: int) -> None:
+        """A piece lies in a buffer of a peer; what it offered there before is taken back."""
+        self._offers[caller, buffer] = _Offered(number, num_bytes)
+        self._arrival.set()
+
+    def withdraw(self, caller: Caller) -> None:
+        """A peer is gone: nothing of its is read any more."""
+        for offered in [key for key in self._offers if key[0] is caller]:
+            del self._offers[offered]
+
     def post(self) -> None:
-        """Offer free buffers to UCX."""
-        while self._free and len(self._posted) - len(self._stalled) < self._max_posted:
-            slot = self._free.popleft()
+        """Give free buffers to UCX."""
+        if self._api is None:
+            return
+        while (
+            len(self._free) > 1  # one is left for offers
+            and len(self._posted) - len(self._stalled) < self._max_posted
+            and self._num_held + len(self._posted) - len(self._stalled) < self._max_held
+        ):
+            slot = self._free.pop(0)
             # A message shorter than what is read of it must not find the one before.
-            self._buffers[slot].memory[: OFFER.size] = bytes(OFFER.size)
+            self._buffers[slot].memory[:PREFIX_BYTES] = bytes(PREFIX_BYTES)
             self._posted[slot] = self._api.worker.tag_recv(self._arrays[slot], self._api.tag, self._api.any_tag)
 
     def reap(self) -> bool:
@@ -117,29 +126,39 @@ class UcxRing:
             self._call_later(STALL_S, self._look_for_stall)
         return bool(arrived)
 
-    def release(self, slot: int, *, was_read: bool) -> None:
+    def release(self, slot: int) -> None:
         self._num_held -= 1
-        if was_read:
-            self._free.append(slot)
-        else:
-            self._free.appendleft(slot)
+        self._free.append(slot)
         if not self._closed:
+            self._arrival.set()
             self._wake()
 
-    async def receive(self) -> AsyncIterator[UcxPiece]:
+    async def receive(self) -> AsyncIterator[Piece]:
         while not self._closed:
-            while self._arrived and not self._closed:
-                arrived = self._arrived.popleft()
-                piece = self._read(arrived) if isinstance(arrived, _Offered) else arrived
-                if piece is not None:
-                    yield piece
-            self._arrival = anyio.Event()
-            await self._arrival.wait()
+            piece = self._next()
+            if piece is not None:
+                yield piece
+            elif not self._closed:
+                self._arrival = anyio.Event()
+                await self._arrival.wait()
+
+    def _next(self) -> Piece | None:
+        if self._arrived:
+            return self._arrived.popleft()
+        while self._offers and self._num_held < self._max_held and self._free:
+            caller, buffer = next(iter(self._offers))
+            piece = self._read(caller, buffer, self._offers.pop((caller, buffer)))
+            if piece is not None:
+                return piece
+        return None
 
     def close(self) -> None:
         """Take the buffers and the messages that found none away from UCX."""
         self._closed = True
         self._arrival.set()
+        self._offers.clear()
+        if self._api is None:
+            return
         worker = self._api.worker
         worker.cancel_inflight_requests()
         worker.progress()
@@ -151,6 +170,7 @@ class UcxRing:
 
     def _messages_wait(self) -> bool:
         """Whether messages have come that match no posted receive: all of these are being filled, or never will be."""
+        assert self._api is not None
         posted = len(self._posted) > len(self._stalled)
         return posted and bool(self._api.worker.tag_probe(self._api.tag, self._api.any_tag, remove=False).matched)
 
@@ -170,58 +190,51 @@ class UcxRing:
 
     def _take(self, slot: int, request: Any) -> None:
         """A message has arrived."""
+        assert self._api is not None
         self._num_held += 1
         error = self._api.error_of(request)  # larger than the buffer, or its sender broke off
-        memory = self._buffers[slot].memory
         if error is not None:
             self._drop(slot, error)
-        elif memory[:4] == OFFER_MAGIC:
-            offer = Offer._make(OFFER.unpack_from(memory))
-            return_address = bytes(memory[OFFER.size : OFFER.size + offer.return_bytes])
-            self._hand_on(_Offered(slot, offer, return_address))
-        else:
-            piece = self._piece(slot, None)
-            if piece is not None:
-                self._hand_on(piece)
+        elif (piece := self._piece(slot, None)) is not None:
+            self._arrived.append(piece)
+            self._arrival.set()
 
-    def _hand_on(self, arrived: UcxPiece | _Offered) -> None:
-        self._arrived.append(arrived)
-        self._arrival.set()
-
-    def _read(self, offered: _Offered) -> UcxPiece | None:
-        """Fetch the piece on offer; nothing if that fails, which as a rule means that its sender has died."""
-        self._free.appendleft(offered.slot)
+    def _read(self, caller: Caller, buffer: int, offered: _Offered) -> Piece | None:
+        """Fetch a piece on offer; nothing if that fails, which as a rule means that its sender has died."""
+        assert caller.peer is not None
+        facts = caller.peer.facts
         slot = self._free.pop()
-        self._wake()
-        offer, buffer = offered.offer, self._buffers[slot]
-        taken = True
+        self._num_held += 1
+        verdict = Verdict.TAKEN
         piece = None
-        if PREFIX.size + HEADER_BYTES <= offer.num_bytes <= len(buffer.memory):
-            try:
-                read_memory(offer.pid, offer.address, offer.num_bytes, buffer.address)
-                piece = self._piece(slot, offer.number)
-            except OSError as error:
-                log.warning("a sender's memory could not be read", reason=str(error))
-                taken = error.errno not in FORBIDDEN
-                self.release(slot, was_read=True)
-        else:
-            self._drop(slot, f"{offer.num_bytes} bytes are offered")
-        self._answer(offered.return_address, offer.number, taken=taken)
+        try:
+            if offered.num_bytes > len(self._buffers[slot].memory):
+                self._drop(slot, f"{offered.num_bytes} bytes are offered")
+            else:
+                address = facts.memory_address + buffer * facts.buffer_stride
+                read_memory(facts.pid, address, offered.num_bytes, self._buffers[slot].address)
+                piece = self._piece(slot, offered)
+        except OSError as error:
+            log.warning("a sender's memory could not be read", reason=str(error))
+            if error.errno in FORBIDDEN:
+                verdict = Verdict.UNREADABLE
+            self.release(slot)
+        caller.answer(offered.number, verdict)
         return piece
 
-    def _piece(self, slot: int, read_number: int | None) -> UcxPiece | None:
-        """The piece in a buffer, if there is one: a message, or what was read of one on offer under a number."""
+    def _piece(self, slot: int, offered: _Offered | None) -> Piece | None:
+        """The piece in a buffer, if there is one: a message, or what was read of one on offer."""
         buffer = self._buffers[slot]
-        magic, payload_bytes, number = PREFIX.unpack_from(buffer.memory)
-        if magic != PIECE_MAGIC or payload_bytes > len(buffer.payload):
+        payload_bytes, number = numbered(buffer.memory) or (len(buffer.payload) + 1, 0)
+        if payload_bytes > len(buffer.payload):
             self._drop(slot, "not a piece")
-        elif read_number not in {None, number}:
+            return None
+        if offered is not None and (offered.number, offered.num_bytes) != (number, HEAD_BYTES + payload_bytes):
             self._drop(slot, "the piece was taken back")
-        else:
-            return UcxPiece(self, slot, buffer, payload_bytes, was_read=read_number is not None)
-        return None
+            return None
+        return Piece(self, slot, buffer, payload_bytes)
 
     def _drop(self, slot: int, reason: str) -> None:
         log.warning("dropped a message", reason=reason)
         self.num_malformed += 1
-        self.release(slot, was_read=False)
+        self.release(slot)

@@ -1,0 +1,193 @@
+"""The sending half of the transport: a link to each peer, and the sends under way on it.
+
+A peer that dies breaks its link; one that takes nothing is given up by closing the link, and the next send opens
+another. How a piece travels is the link's business: `pdmesh.transport.local` inside a host,
+`pdmesh.transport.ucx_links` between hosts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+
+from pdmesh.errors import KvTransferError
+from pdmesh.transport.buffers import PieceBuffer, SendPool
+from pdmesh.transport.peers import MAX_PEERS, Peer
+from pdmesh.transport.prefix import HEAD_BYTES, number_piece
+
+
+class Send:
+    """One piece on its way. ``error`` is set with ``done`` if it failed."""
+
+    __slots__ = ("abandoned", "buffer", "done", "error", "num_bytes", "number", "started_s")
+
+    def __init__(self, number: int, buffer: PieceBuffer, num_bytes: int) -> None:
+        self.number = number
+        self.buffer = buffer
+        self.num_bytes = num_bytes
+        self.started_s = time.monotonic()
+        self.done = anyio.Event()
+        self.error: str | None = None
+        self.abandoned = False  # nobody waits for it; its buffer is quarantined
+
+
+class Link(Protocol):
+    """A way to one peer. It calls `Links.ended` for each send that has ended, and `Links.close` when it is broken."""
+
+    @property
+    def peer(self) -> Peer: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def begin(self, send: Send) -> None:
+        """Start sending. Raises KvTransferError."""
+        ...
+
+    def shut(self) -> None:
+        """Nothing is sent or answered any more."""
+        ...
+
+
+class _Busy:
+    """A link, and what is under way on it."""
+
+    __slots__ = ("last_progress_s", "link", "sends")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.last_progress_s = time.monotonic()
+        self.sends: dict[int, Send] = {}  # by number, the oldest first
+
+    def waiting_since_s(self) -> float:
+        return max(self.last_progress_s, next(iter(self.sends.values())).started_s)
+
+
+class Links:
+    """Links by address, the least recently used first.
+
+    A broken one that nobody uses is closed when the next peer comes, or is forgotten by name.
+    """
+
+    def __init__(self, pool: SendPool, open_link: Callable[[bytes], Link], *, no_progress_s: float) -> None:
+        """``open_link`` makes a link to an address, or raises KvTransferError."""
+        self._pool = pool
+        self._open_link = open_link
+        self._no_progress_s = no_progress_s
+        self._sending = anyio.Event()
+        self._links: OrderedDict[bytes, _Busy] = OrderedDict()
+        self._next_number = 1
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int) -> None:
+        busy = self._open(address)
+        send = Send(self._next_number, buffer, HEAD_BYTES + payload_bytes)
+        self._next_number += 1
+        number_piece(buffer.memory, payload_bytes, send.number)
+        busy.sends[send.number] = send
+        try:
+            busy.link.begin(send)
+        except KvTransferError as error:
+            busy.sends.pop(send.number, None)
+            self.close(address, str(error))
+            raise
+        self._sending.set()
+        try:
+            await send.done.wait()
+        except anyio.get_cancelled_exc_class():
+            if not send.done.is_set():
+                send.abandoned = True
+                self._pool.quarantine(buffer)
+            raise
+        if send.error is not None:
+            raise KvTransferError(f"the piece was not sent: {send.error}")
+
+    async def watch(self) -> None:
+        """Give up a link when none of its sends has ended for ``no_progress_s``. Run beside `send`."""
+        while True:
+            working = [busy for busy in self._links.values() if busy.sends]
+            if not working:
+                self._sending = anyio.Event()
+                await self._sending.wait()
+                continue
+            busy = min(working, key=_Busy.waiting_since_s)
+            left_s = busy.waiting_since_s() + self._no_progress_s - time.monotonic()
+            if left_s > 0:
+                await anyio.sleep(left_s)
+                continue
+            self.close(busy.link.peer.address, f"the peer took nothing for {self._no_progress_s:g} s")
+
+    def ended(self, link: Link, number: int, error: str | None) -> None:
+        """A send has ended; ignored if it was given up, or was another link's."""
+        busy = self._links.get(link.peer.address)
+        if busy is None or busy.link is not link:
+            return
+        send = busy.sends.pop(number, None)
+        if send is not None:
+            busy.last_progress_s = time.monotonic()
+            self._end(send, error)
+
+    def reroute(self, link: Link) -> None:
+        """Take a link's sends over to a new one to the same peer."""
+        address = link.peer.address
+        busy = self._links.get(address)
+        if busy is None or busy.link is not link:
+            return
+        del self._links[address]
+        link.shut()
+        reason = "the peer is gone"
+        try:
+            other = self._open(address)
+        except KvTransferError as error:
+            reason = str(error)
+        else:
+            while busy.sends:
+                number, send = busy.sends.popitem()
+                other.sends[number] = send
+                try:
+                    other.link.begin(send)
+                except KvTransferError as error:
+                    reason = str(error)
+                    self.close(address, reason)
+                    break
+        for send in busy.sends.values():
+            self._end(send, reason)
+
+    def close(self, address: bytes, reason: str) -> None:
+        """Close a link, if there is one; its sends fail."""
+        busy = self._links.pop(address, None)
+        if busy is not None:
+            busy.link.shut()
+            for send in busy.sends.values():
+                self._end(send, reason)
+
+    def close_all(self) -> None:
+        for address in list(self._links):
+            self.close(address, "the transport was closed")
+
+    def _open(self, address: bytes) -> _Busy:
+        busy = self._links.get(address)
+        if busy is not None:
+            self._links.move_to_end(address)
+            return busy
+        for dead in [address for address, busy in self._links.items() if not busy.link.alive]:
+            self.close(dead, "the peer is gone")
+        if len(self._links) >= MAX_PEERS:
+            idle = next((address for address, busy in self._links.items() if not busy.sends), None)
+            if idle is None:
+                raise KvTransferError(f"all {MAX_PEERS} links are in use")
+            self.close(idle, "unused")
+        busy = self._links[address] = _Busy(self._open_link(address))
+        return busy
+
+    def _end(self, send: Send, error: str | None) -> None:
+        send.error = error
+        if send.abandoned:
+            self._pool.unquarantine(send.buffer)
+        send.done.set()

@@ -1,0 +1,244 @@
+"""Links inside a host: a message says in which of its buffers a sender has a piece, and the receiver reads it there.
+
+Each transport listens on a Unix socket of an abstract name. The system tells who is at the other end: processes of
+other users are hung up on, and of this user's all but those that the scheduler has named, by their process id. What
+such a peer may say is "a piece of so many bytes lies in your buffer number so and so", within the buffers that its
+data address names; where these are, it cannot say. A socket's end is its process's death, known at once, and what a
+peer can have said without being heard is bounded by the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol
+
+import structlog
+
+from pdmesh.errors import KvTransferError
+from pdmesh.transport.links import Links, Send
+from pdmesh.transport.peers import KnownPeers, Peer
+from pdmesh.transport.prefix import HEAD_BYTES
+
+log = structlog.get_logger()
+
+NAME_BYTES = 16
+_HELLO = struct.Struct("<4s8s")  # magic, id of the sender
+_OFFER = struct.Struct("<4sQIQ")  # magic, number of the piece, buffer, bytes
+_ANSWER = struct.Struct("<4sQB")  # magic, number of the piece, verdict
+_HELLO_MAGIC, _OFFER_MAGIC, _ANSWER_MAGIC = b"pdH1", b"pdO2", b"pdA2"
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_LONGEST = 64  # more than any of these
+
+#: Connections that have not said yet whose they are.
+MAX_STRANGERS = 64
+#: What one connection has its turn for.
+MESSAGES_A_TURN = 64
+
+
+class Verdict(IntEnum):
+    TAKEN = 1  # the buffer may be used again
+    UNREADABLE = 2  # this host does not let me read it
+
+
+class LocalLink:
+    """`pdmesh.transport.links.Link` to a process of this host and user."""
+
+    def __init__(self, peer: Peer, own_id: bytes, links: Links, *, on_unreadable: Callable[[LocalLink], None]) -> None:
+        """Connect. Raises KvTransferError."""
+        self.peer = peer
+        self._links = links
+        self._on_unreadable = on_unreadable
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.connect(_name(peer.facts.local_name))
+            if _credentials(self._socket)[1] != os.getuid():
+                raise PermissionError("its port belongs to another user")
+            self._socket.send(_HELLO.pack(_HELLO_MAGIC, own_id))
+        except OSError as error:
+            self._socket.close()
+            raise KvTransferError(f"the peer cannot be reached: {error}") from error
+        self._loop.add_reader(self._socket.fileno(), self._read)
+
+    @property
+    def alive(self) -> bool:
+        return self._socket.fileno() >= 0
+
+    def begin(self, send: Send) -> None:
+        try:
+            self._socket.send(_OFFER.pack(_OFFER_MAGIC, send.number, send.buffer.number, send.num_bytes))
+        except OSError as error:  # it is gone, or does not read
+            raise KvTransferError(f"the peer cannot be reached: {error}") from error
+
+    def shut(self) -> None:
+        if self.alive:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+
+    def _read(self) -> None:
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                message = self._socket.recv(_LONGEST)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            verdict = _verdict(message)
+            if verdict is None:
+                self._links.close(self.peer.address, "the peer is gone")
+                self.shut()
+            elif verdict[1] is Verdict.TAKEN:
+                self._links.ended(self, verdict[0], None)
+            else:
+                self._on_unreadable(self)
+            if not self.alive:
+                return
+
+
+class OnOffer(Protocol):
+    """A peer has a piece in one of its buffers."""
+
+    def __call__(self, caller: Caller, number: int, buffer: int, num_bytes: int) -> None: ...
+
+
+class LocalPort:
+    """Where peers of this host connect. Opened by the constructor, on the running loop; raises OSError."""
+
+    def __init__(self, peers: KnownPeers, *, on_offer: OnOffer, on_gone: Callable[[Caller], None]) -> None:
+        self._peers = peers
+        self.on_offer = on_offer
+        self._on_gone = on_gone
+        self.name = secrets.token_bytes(NAME_BYTES)
+        self.num_refused = 0  # connections and messages of those who are not peers
+        self._strangers: OrderedDict[Caller, None] = OrderedDict()
+        self._callers: dict[bytes, Caller] = {}  # by id
+        self.loop = asyncio.get_running_loop()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._socket.bind(_name(self.name))
+        self._socket.listen(128)
+        self.loop.add_reader(self._socket.fileno(), self._accept)
+
+    def close(self) -> None:
+        self.loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        for caller in (*self._strangers, *self._callers.values()):
+            caller.hang_up()
+
+    def drop(self, peer_id: bytes) -> None:
+        """Hang up on a peer that is gone."""
+        if peer_id in self._callers:
+            self._callers[peer_id].hang_up()
+
+    def introduce(self, caller: Caller, message: bytes) -> Peer | None:
+        """Who a caller is; nothing if it is not a peer that the scheduler has named, at its process id."""
+        if len(message) != _HELLO.size or not message.startswith(_HELLO_MAGIC):
+            return None
+        peer = self._peers.get(_HELLO.unpack(message)[1])
+        if peer is None or peer.facts.pid != caller.pid:
+            return None
+        del self._strangers[caller]
+        self.drop(peer.id)
+        self._callers[peer.id] = caller
+        return peer
+
+    def gone(self, caller: Caller) -> None:
+        self._strangers.pop(caller, None)
+        if caller.peer is not None and self._callers.get(caller.peer.id) is caller:
+            del self._callers[caller.peer.id]
+        self._on_gone(caller)
+
+    def _accept(self) -> None:
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # out of descriptors: the next one may find some
+                log.warning("a connection was not taken", reason=str(error))
+                return
+            pid, user, _ = _credentials(connection)
+            if user != os.getuid():
+                self.num_refused += 1
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._strangers[Caller(self, connection, pid)] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                self.num_refused += 1
+                next(iter(self._strangers)).hang_up()
+
+
+class Caller:
+    """A connection that somebody of this user made, and the peer that it turned out to be."""
+
+    def __init__(self, port: LocalPort, connection: socket.socket, pid: int) -> None:
+        self.peer: Peer | None = None
+        self.pid = pid
+        self._port = port
+        self._socket = connection
+        port.loop.add_reader(connection.fileno(), self._read)
+
+    def answer(self, number: int, verdict: Verdict) -> None:
+        """Say what became of an offer. One who does not read its answers is hung up on."""
+        try:
+            self._socket.send(_ANSWER.pack(_ANSWER_MAGIC, number, verdict))
+        except OSError:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._port.loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._port.gone(self)
+
+    def _read(self) -> None:
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                message = self._socket.recv(_LONGEST)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if not self._take(message):
+                self._port.num_refused += bool(message)
+                self.hang_up()
+            if self._socket.fileno() < 0:
+                return
+
+    def _take(self, message: bytes) -> bool:
+        if self.peer is None:
+            self.peer = self._port.introduce(self, message)
+            return self.peer is not None
+        if len(message) != _OFFER.size or not message.startswith(_OFFER_MAGIC):
+            return False
+        _, number, buffer, num_bytes = _OFFER.unpack(message)
+        facts = self.peer.facts
+        if buffer >= facts.num_buffers or not HEAD_BYTES <= num_bytes <= facts.buffer_stride:
+            return False
+        self._port.on_offer(self, number, buffer, num_bytes)
+        return True
+
+
+def _verdict(message: bytes) -> tuple[int, Verdict] | None:
+    if len(message) == _ANSWER.size and message.startswith(_ANSWER_MAGIC):
+        _, number, verdict = _ANSWER.unpack(message)
+        with contextlib.suppress(ValueError):
+            return number, Verdict(verdict)
+    return None
+
+
+def _name(name: bytes) -> bytes:
+    return b"\0pdmesh-" + name.hex().encode()
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """(process, user, group) at the other end, as the system saw them when it connected or began to listen."""
+    return _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
