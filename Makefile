@@ -2,6 +2,7 @@
 # make test   everything CI runs
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing.md)
 # make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results.md
+# make fuzz   damage 5,000 event logs, checkpoints and configuration files (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" for some)
 # make docs   write the tables of docs/configuration.md from the settings' types
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
@@ -13,6 +14,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 SEEDS ?= 1000
+FUZZ_NUMBER ?= 5000
+FUZZ_SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +27,7 @@ TEST_STAMP := $(VENV)/.test-$(STATE)
 # Two cores and many processes: one thread for each. Tests never ask a hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: up test lint dst results docs fmt clean
+.PHONY: up test lint dst results fuzz docs fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up $(ARGS)
@@ -44,6 +47,9 @@ dst: $(TEST_STAMP)
 
 results: $(TEST_STAMP)
 	$(BIN)/python benchmarks/results.py $(ARGS)
+
+fuzz: $(TEST_STAMP)
+	$(TEST_ENV) FUZZ_NUMBER=$(FUZZ_NUMBER) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest -q -s tests/property/test_damaged_files.py $(ARGS)
 
 docs: $(TEST_STAMP)
 	$(BIN)/python -m pdmesh.cli.reference docs/configuration.md

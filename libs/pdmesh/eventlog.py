@@ -12,6 +12,7 @@ it holds stays whole and replayable, and the scheduler goes on without it.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import zlib
@@ -178,7 +179,7 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
         )
         try:
             self.header = self._read_header()
-        except EventLogError:
+        except BaseException:
             self._file.close()
             raise
 
@@ -193,11 +194,13 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
 
     def __iter__(self) -> Iterator[Entry]:
         entry: Entry | None = None  # its digest may follow
+        began_s = -math.inf
         for payload in self._payloads():
             match payload:
-                case [float(now_s), str(name), fields]:
+                case [float(now_s), str(name), fields] if began_s <= now_s < math.inf:
                     if entry is not None:
                         yield entry
+                    began_s = now_s  # a clock that goes back is none of ours
                     try:
                         entry = Entry(now_s, msgspec.convert(fields, _EVENT_TYPES[name]))
                     except (ValueError, KeyError) as error:  # msgspec's ValidationError is a ValueError
@@ -220,7 +223,10 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
                 raise self._damaged(str(error) or type(error).__name__) from error
             match record:
                 case [int(checksum), bytes(payload)] if checksum == zlib.crc32(payload):
-                    yield msgpack.unpackb(payload)
+                    try:
+                        yield msgpack.unpackb(payload)
+                    except (ValueError, msgpack.UnpackException) as error:
+                        raise self._damaged(f"unknown record ({error})") from error
                 case _:
                     raise self._damaged("checksum does not match")
 

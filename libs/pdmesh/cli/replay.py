@@ -16,9 +16,10 @@ from pdmesh.cli.options import Output, write_file
 from pdmesh.cli.simulate import figures_table
 from pdmesh.cli.what_if import WhatIf, what_if
 from pdmesh.core.commands import Command
-from pdmesh.core.events import BundleChangeRequested, Tick
+from pdmesh.core.events import BundleChangeRequested, Event, Tick
+from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
-from pdmesh.eventlog import Entry, EventLogReader, commands_digest, core_of
+from pdmesh.eventlog import Entry, EventLogError, EventLogReader, commands_digest, core_of
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.recorded import Decision, recorded_run
 
@@ -68,7 +69,7 @@ class Replay:
         """To the end, or to the first commands that are not those recorded."""
         for entry in self._log:
             self.num_events += 1
-            commands = self._recorded.handle(entry.event, entry.now_s)
+            commands = self._decide(self._recorded, entry.event, entry)
             self.num_commands += len(commands)
             self.num_unchecked += entry.digest is None
             if entry.digest is not None and commands_digest(commands) != entry.digest:
@@ -78,10 +79,21 @@ class Replay:
                 # The question is what this bundle does all along, so an operator's switch is nothing but a moment.
                 # After its first other decision it is not asked: the events tell of a mesh that followed the first.
                 event = Tick() if isinstance(entry.event, BundleChangeRequested) else entry.event
-                instead = self._other.handle(event, entry.now_s)
+                instead = self._decide(self._other, event, entry)
                 if instead != commands:
                     self.difference = Difference(self.num_events, entry, commands, instead)
             yield Decision(entry.now_s, entry.event, commands)
+
+    def _decide(self, core: SchedulerCore, event: Event, entry: Entry) -> list[Command]:
+        """What ``core`` answers. Raises EventLogError where that is an exception."""
+        try:
+            return core.handle(event, entry.now_s)
+        except Exception as error:  # no core goes on over events that none can have met: a bug, or a damaged log
+            where = f"event {self.num_events}, {type(entry.event).__name__} at {entry.now_s:.6f} s"
+            raise EventLogError(
+                f"{where}, cannot be decided again ({type(error).__name__}: {_line(error)}): "
+                "the log is damaged, by another version of pdmesh, or shows a bug"
+            ) from error
 
 
 def run_replay(options: ReplayOptions, output: Output) -> int:
@@ -170,6 +182,10 @@ def _print_study(study: WhatIf) -> None:
 
 def _where(difference: Difference) -> str:
     return f"event {difference.number}, {type(difference.entry.event).__name__} at {difference.entry.now_s:.6f} s"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _named(value: object) -> dict[str, Any]:

@@ -61,6 +61,10 @@ def random_weights(
 
 
 class _Tensors(Protocol):
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ConfigError unless there is such a tensor: before memory is taken for what config.json claims."""
+        ...
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
 
 
@@ -70,6 +74,9 @@ class _RandomTensors:
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self._dtype = dtype
         self._generator = torch.Generator(device).manual_seed(seed)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        pass
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         device = self._generator.device
@@ -86,18 +93,23 @@ class _FileTensors:
         self._directory = directory
         self._files = files
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
         file = self._files.get(name)
         if file is None:
             raise ConfigError(f"{self._directory}: the weights hold no tensor {name!r}")
         try:
-            tensor: Tensor = file.get_tensor(name)
+            found = tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
             raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(
-                f"{self._directory}: tensor {name!r} has shape {tuple(tensor.shape)}; config.json means {shape}"
-            )
+        if found != shape:
+            raise ConfigError(f"{self._directory}: tensor {name!r} has shape {found}; config.json means {shape}")
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.check(name, shape)
+        try:
+            tensor: Tensor = self._files[name].get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ConfigError(f"{self._directory}: tensor {name!r} is {tensor.dtype}; quantized weights are not served")
         return tensor
@@ -172,6 +184,8 @@ class _Reader:
 
     def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool) -> Linear:
         """Projections of one input side by side, as one."""
+        for name, num_outputs in outputs.items():
+            self.tensors.check(f"{name}.weight", (num_outputs, num_inputs))
         weight = torch.empty(sum(outputs.values()), num_inputs, dtype=self.dtype, device=self.device)
         bias = torch.empty(weight.shape[0], dtype=self.dtype, device=self.device) if has_bias else None
         row = 0

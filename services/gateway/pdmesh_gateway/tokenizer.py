@@ -25,6 +25,9 @@ INLINE_CHARS = 4096
 #: Longer ones take long enough to keep others waiting; they wait for each other.
 HEAVY_CHARS = 128 * 1024
 
+#: More ids than any tokenizer has; the library takes memory and time for each up to the largest.
+MAX_VOCAB_SIZE = 1 << 24
+
 #: Placed in front of a conversation's last message to find where it ends (`continue_final_message`).
 _MARKER = "\ue000pdmesh-final\ue000"
 
@@ -45,6 +48,8 @@ class ModelTokenizer:
                 raise ConfigError(f"the checkpoint's chat template is broken: {failed}") from failed
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ConfigError(f"the tokenizer has a token id of {self.vocab_size - 1}: tokenizer.json is damaged")
         self._longest_token_chars = max(map(len, vocabulary), default=1)
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
@@ -63,7 +68,10 @@ class ModelTokenizer:
             raise ConfigError(f"{directory} has no tokenizer.json: save the checkpoint with its fast tokenizer")
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception
+        except BaseException as error:
+            # The library raises a bare Exception, and at worst a PanicException, which is none.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ConfigError(f"cannot read {path}: {error}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -197,12 +205,15 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
             raise ConfigError(f"cannot read {path}: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if tokenizer.decoder is None:
+        return False
+    decoder = json.loads(tokenizer.decoder.__getstate__())
     return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])])
 
 
