@@ -56,6 +56,13 @@ class GatewayConfig:
     token_port: Annotated[int, PORT, "0 takes a free port"] = 0
     token_address: Annotated[str | None, "what workers dial; default: token_host:token_port"] = None
     max_body_bytes: Annotated[int, COUNT, "of an HTTP request; more is a 413"] = 32 * 1024 * 1024
+    allowed_hosts: Annotated[
+        str, "names that clients without keys may use for this server, besides addresses and its own; * for all"
+    ] = ""
+    cors_origins: Annotated[str, "pages of these origins may use this server from a browser, comma-separated"] = ""
+    trust_request_templates: Annotated[
+        bool, "render chat templates that come with requests, in processes with limits"
+    ] = False
     max_body_values: Annotated[int, COUNT, "values in the JSON of an HTTP request, at most; more is a 413"] = 2_000_000
     max_messages: Annotated[int, COUNT, "of a conversation"] = 8192
     max_n: Annotated[int, COUNT, "choices of one prompt (`n`)"] = 128

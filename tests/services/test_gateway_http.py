@@ -318,7 +318,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("chat/completions", {"messages": []}, 400, "messages", "must not be empty"),
     ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages", "role"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
-    ("chat/completions", {**CHAT, "chat_template": "{% for"}, 400, "chat_template", "Invalid chat template"),
+    ("chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template", "not rendered"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "not supp"),
     ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
     ("chat/completions", {**CHAT, "colour": 1}, 400, "colour", "Unrecognized request argument supplied: colour"),
@@ -630,3 +630,74 @@ async def test_half_a_surrogate_pair_is_no_text(model: Path) -> None:
         ):
             response = await client.post("/v1/completions", content=body)
             assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
+
+
+async def test_templates_of_requests_are_rendered_where_they_are_trusted(model: Path) -> None:
+    async with served(model, gateway=GatewayConfig(trust_request_templates=True)) as (client, _mesh, _running):
+        body = {**CHAT, "max_tokens": 2, "chat_template": "{{ messages[0].content }}", "return_token_ids": True}
+        statuses: list[int] = []
+
+        async def ask() -> None:
+            statuses.append((await client.post("/v1/chat/completions", json=body)).status_code)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(ask)
+        assert statuses == [200] * 4
+        response = await client.post("/v1/chat/completions", json={**CHAT, "chat_template": "{% for"})
+        assert (response.status_code, error_of(response)["param"]) == (400, "chat_template")
+
+
+PROMPT = {"prompt": "abc", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost"}, 200),
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "127.0.0.1:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "10.1.2.3"}, 200),
+        ({"host": "gateway:8000"}, 200),
+        ({"host": "llm.example.com"}, 200),
+        ({"host": "rebound.example.net:8000"}, 403),
+        ({"host": "127.0.0.1.example.net"}, 403),
+        ({"host": "[nonsense"}, 403),
+        ({"host": "localhost:1", "origin": "http://localhost:1"}, 200),
+        ({"origin": "http://llm.example.com"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "https://pages.example.org"}, 200),
+    ],
+)
+async def test_without_keys_strangers_pages_are_kept_out(model: Path, headers: dict[str, str], status: int) -> None:
+    config = GatewayConfig(allowed_hosts="llm.example.com", cors_origins="https://pages.example.org")
+    async with served(model, gateway=config) as (client, mesh, _running):
+        response = await client.post("/v1/completions", json=PROMPT, headers=headers)
+        assert response.status_code == status, response.text
+        assert bool(mesh.submitted) == (status == 200)
+        assert (await client.get("/health", headers=headers)).status_code == 200  # it tells nothing
+
+
+async def test_a_key_is_enough_whatever_the_page(model: Path) -> None:
+    async with served(model, security=SecurityConfig(api_key="k")) as (client, _mesh, _running):
+        headers = {"host": "llm.example.com", "origin": "https://pages.example.org", "authorization": "Bearer k"}
+        response = await client.post("/v1/completions", json=PROMPT, headers=headers)
+        assert response.status_code == 200
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_a_browser_is_told_which_pages_may_read(model: Path) -> None:
+    config = GatewayConfig(cors_origins="https://a.example, https://b.example")
+    async with served(model, gateway=config, security=SecurityConfig(api_key="k")) as (client, _mesh, _running):
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        response = await client.options("/v1/completions", headers={"origin": "https://b.example", **asked})
+        assert response.status_code == 204
+        assert response.headers["access-control-allow-origin"] == "https://b.example"
+        assert response.headers["access-control-allow-headers"] == "authorization"
+        response = await client.options("/v1/completions", headers={"origin": "https://c.example", **asked})
+        assert response.status_code == 405
+        assert "access-control-allow-origin" not in response.headers
+        response = await client.post("/v1/completions", json=PROMPT, headers={"origin": "https://a.example"})
+        assert response.status_code == 401  # which the page may read
+        assert response.headers["access-control-allow-origin"] == "https://a.example"

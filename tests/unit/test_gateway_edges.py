@@ -1,7 +1,9 @@
 """Small parts of the gateway's edges: keys, limits, bodies, templates, ranges."""
 
 import math
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from pdmesh_gateway.http.chat import template_messages
 from pdmesh_gateway.limits import SMALL_BODY_BYTES, Admission
 from pdmesh_gateway.protocol import ChatMessage, ChatRequest, CompletionRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
-from pdmesh_gateway.templates import TemplateFailed, compile_template, render_untrusted
+from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, compile_template
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio
@@ -244,12 +246,12 @@ def test_templates_follow_hugging_faces_conventions() -> None:
 )
 async def test_a_strangers_template_is_refused_with_a_reason(source: str, message: str) -> None:
     with pytest.raises(RequestRejected, match=message) as refused:
-        await render_untrusted(source, {"messages": []})
+        await RequestTemplates().render(source, {"messages": []})
     assert (refused.value.status, refused.value.param) == (400, "chat_template")
 
 
 async def test_a_strangers_template_renders() -> None:
-    assert await render_untrusted("{{ messages[0].content }}!", {"messages": [{"content": "hé"}]}) == "hé!"
+    assert await RequestTemplates().render("{{ messages[0].content }}!", {"messages": [{"content": "hé"}]}) == "hé!"
 
 
 async def test_a_final_message_is_continued(tmp_path: Path) -> None:
@@ -347,3 +349,69 @@ async def test_messages_nested_too_deep_are_refused(num_messages: int) -> None:
 async def test_there_are_so_many_messages_at_most() -> None:
     with pytest.raises(RequestRejected, match="holds 11 messages; 10 are allowed"):
         await template_messages([ChatMessage(role="user")] * 11, most=10)
+
+
+async def test_templates_are_rendered_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh_gateway.templates.MAX_WAITING", 2)
+    templates = RequestTemplates()
+    results: list[str] = []
+
+    async def render() -> None:
+        try:
+            results.append(await templates.render("{{ messages }}", {"messages": "hi"}))
+        except RequestRejected as refused:
+            results.append(str(refused.status))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(render)
+    assert sorted(results) == ["429", "429", "429", "hi", "hi"]
+
+
+async def test_a_template_process_that_dies_is_the_templates_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")  # it reads nothing of its job
+    with pytest.raises(RequestRejected, match="too much time or memory"):
+        await RequestTemplates().render("a", {"messages": "x" * 10_000_000})
+
+
+async def test_a_client_that_leaves_ends_its_template() -> None:
+    with anyio.fail_after(30):
+        with anyio.move_on_after(1):
+            await RequestTemplates().render(
+                "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {}
+            )
+        assert await RequestTemplates().render("a", {}) == "a"
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """``data`` with a part cut out, doubled, overwritten or replaced by what JSON can hold and nobody expects."""
+    start = rng.randrange(len(data))
+    end = min(len(data), start + rng.choice((1, 2, 10, 100)))
+    new = rng.choice(
+        (b"", data[start:end] * 2, rng.randbytes(3), b"null", b"-1", b"1e999", b"[[", b'"\\ud800"', b"{}", b"0")
+    )
+    return data[:start] + new + data[end:]
+
+
+def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, vocab_size=300, model_max_length=100)
+    rng = random.Random(9)
+    names = ["tokenizer.json", "tokenizer_config.json"]
+    originals = {name: (tmp_path / name).read_bytes() for name in names}
+    refusals: list[str] = []
+    for _ in range(200):
+        name = rng.choice(names)
+        (tmp_path / name).write_bytes(damaged(originals[name], rng))
+        with suppress_into(refusals):
+            ModelTokenizer.load(tmp_path)
+        (tmp_path / name).write_bytes(originals[name])
+    assert len(refusals) > 50
+    assert all(str(tmp_path) in refusal or "template" in refusal for refusal in refusals)
+
+
+@contextmanager
+def suppress_into(refusals: list[str]) -> Generator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        refusals.append(str(error))

@@ -22,11 +22,13 @@ from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grpc_service import serve_grpc
 from pdmesh_gateway.http.app import build_app
+from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.http.server import open_socket, serve_http
 from pdmesh_gateway.limits import Admission
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import SchedulerLink
 from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.templates import RequestTemplates
 from pdmesh_gateway.token_server import serve_tokens
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.transcripts import Transcripts
@@ -48,7 +50,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     check_bind(gateway.host, config.security, what="the gateway", has_key=bool(keys))
     directory = await anyio.to_thread.run_sync(resolve_model, config.model)
     info = await anyio.to_thread.run_sync(load_model_info, directory)
-    tokenizer = await anyio.to_thread.run_sync(ModelTokenizer.load, directory)
+    request_templates = RequestTemplates() if gateway.trust_request_templates else None
+    tokenizer = await anyio.to_thread.run_sync(ModelTokenizer.load, directory, request_templates)
     model = config.worker.served_model_name or _served_name(config.model)
 
     transcripts = Transcripts()
@@ -80,6 +83,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             link=link,
             admission=Admission(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
             keys=keys,
+            origins=Origins(hosts=gateway.allowed_hosts, cors=gateway.cors_origins, has_keys=bool(keys)),
             metrics=metrics,
             activity=activity,
             scheduler=(config.scheduler_address, config.security),

@@ -14,6 +14,7 @@ from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
+from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.limits import Admission
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.sampling import invalid, too_long
@@ -44,6 +45,7 @@ class Serving:
     link: SchedulerLink
     admission: Admission
     keys: ApiKeys
+    origins: Origins
     metrics: GatewayMetrics
     activity: ActivityHub
     scheduler: tuple[str, SecurityConfig]  # whom to ask, and with which secrets

@@ -11,6 +11,7 @@ from pdmesh_gateway.templates import TemplateFailed, compile_template
 
 CPU_LIMIT_S = 3
 MEMORY_LIMIT_BYTES = 1024**3
+MAX_TEXT_CHARS = 32 * 1024 * 1024
 
 
 def main() -> int:
@@ -18,7 +19,8 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     job = msgspec.json.decode(sys.stdin.buffer.read())
     try:
-        result = {"text": compile_template(job["source"])(job["variables"])}
+        text = compile_template(job["source"])(job["variables"])
+        result = {"text": text} if len(text) <= MAX_TEXT_CHARS else {"error": "its text is too long"}
     except TemplateFailed as failed:
         result = {"error": str(failed)}
     sys.stdout.buffer.write(msgspec.json.encode(result))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import jinja2
 import jinja2.ext
 import jinja2.nodes
@@ -27,6 +28,10 @@ MAX_REQUEST_TEMPLATE_CHARS = 64 * 1024
 
 #: Wall-clock time for a request's own template, its process's start included.
 RENDER_TIMEOUT_S = 10.0
+
+#: Requests' templates rendered at once, and waiting for that.
+MAX_RENDERING = 2
+MAX_WAITING = 32
 
 
 class TemplateFailed(Exception):
@@ -53,7 +58,7 @@ def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
     environment.globals["strftime_now"] = _strftime_now
     try:
         template = environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError) as error:
+    except Exception as error:  # folding constants runs parts of it
         raise TemplateFailed(_describe(error)) from error
 
     def render(variables: Mapping[str, Any]) -> str:
@@ -65,23 +70,64 @@ def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
     return render
 
 
-async def render_untrusted(source: str, variables: Mapping[str, Any]) -> str:
-    """Render a request's own template in a process of its own. Raises RequestRejected."""
-    if len(source) > MAX_REQUEST_TEMPLATE_CHARS:
-        raise _refused(f"it is longer than {MAX_REQUEST_TEMPLATE_CHARS} characters")
-    job = msgspec.json.encode({"source": source, "variables": variables})
+class RequestTemplates:
+    """Renders templates that come with requests: few at a time, each in a process of its own.
+
+    The process is started by `subprocess`, which on Linux does not fork (`vfork` and `exec`): handlers that libraries
+    run in forked children, such as gRPC's, do not survive the threads that are gone there.
+    """
+
+    def __init__(self) -> None:
+        self._running = anyio.CapacityLimiter(MAX_RENDERING)
+        self._num_waiting = 0
+
+    async def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        """Raises RequestRejected."""
+        if len(source) > MAX_REQUEST_TEMPLATE_CHARS:
+            raise _refused(f"it is longer than {MAX_REQUEST_TEMPLATE_CHARS} characters")
+        try:
+            job = msgspec.json.encode({"source": source, "variables": variables})
+        except RecursionError:
+            raise _refused("what it is to render is nested too deep") from None
+        if self._num_waiting >= MAX_WAITING:
+            raise RequestRejected(
+                "The server is overloaded: too many chat templates wait to be rendered. Try again later.",
+                status=429,
+                type="rate_limit_error",
+                code="overloaded",
+                retry_after_s=1,
+            )
+        self._num_waiting += 1
+        try:
+            async with self._running:
+                output = await _run_template_process(job)
+        finally:
+            self._num_waiting -= 1
+        try:
+            result = msgspec.json.decode(output, type=dict[str, str])
+        except msgspec.DecodeError:  # it was ended
+            raise _refused("it takes too much time or memory") from None
+        if "error" in result:
+            raise _refused(result["error"])
+        return result["text"]
+
+
+async def _run_template_process(job: bytes) -> bytes:
+    """What the process wrote. Raises RequestRejected if it does not end in time."""
     command = [sys.executable, "-m", "pdmesh_gateway.template_process"]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    process = await anyio.to_thread.run_sync(start)
     try:
         with anyio.fail_after(RENDER_TIMEOUT_S):
-            done = await anyio.run_process(command, input=job, check=False, stderr=subprocess.DEVNULL)
+            output, _ = await anyio.to_thread.run_sync(process.communicate, job, abandon_on_cancel=True)
+            return output
     except TimeoutError:
         raise _refused(f"it did not end within {RENDER_TIMEOUT_S:g} s") from None
-    if done.returncode != 0:
-        raise _refused("it takes too much time or memory")
-    result = msgspec.json.decode(done.stdout, type=dict[str, str])
-    if "error" in result:
-        raise _refused(result["error"])
-    return result["text"]
+    finally:
+        process.kill()  # of one that has ended it is nothing; the thread then reads its end and reaps it
 
 
 def _refused(reason: str) -> RequestRejected:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pdmesh.engine.files import read_json_object
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh_gateway.detokenizer import Detokenizer
-from pdmesh_gateway.templates import TemplateFailed, compile_template, render_untrusted
+from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, compile_template
 
 T = TypeVar("T")
 
@@ -36,9 +36,15 @@ class ModelTokenizer:
     """Text to token ids and back, and conversations to text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, template: str | None = None, special_tokens: Mapping[str, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        request_templates: RequestTemplates | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._request_templates = request_templates
         self._special_tokens = dict(special_tokens or {})
         self._render: Callable[[Mapping[str, Any]], str] | None = None
         if template is not None:
@@ -61,28 +67,23 @@ class ModelTokenizer:
         self._heavy = anyio.CapacityLimiter(max(1, num_cores // 2))
 
     @classmethod
-    def load(cls, directory: Path) -> ModelTokenizer:
+    def load(cls, directory: Path, request_templates: RequestTemplates | None = None) -> ModelTokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``. Raises ConfigError."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{directory} has no tokenizer.json: save the checkpoint with its fast tokenizer")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except BaseException as error:
-            # The library raises a bare Exception, and at worst a PanicException, which is none.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ConfigError(f"cannot read {path}: {error}") from error
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+        tokenizer = _read_tokenizer(path)
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.is_file() else {}
         special_tokens = {
             name: token if isinstance(token, str) else token["content"]
             for name, token in config.items()
-            if name.endswith("_token") and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
+            if name.endswith("_token") and (isinstance(token, str) or _has_content(token))
         }
-        return cls(tokenizer, template=_read_template(directory, config), special_tokens=special_tokens)
+        template = _read_template(directory, config)
+        for text in (template or "", *special_tokens.values()):
+            _check_text(text, config_path)
+        return cls(tokenizer, template=template, special_tokens=special_tokens, request_templates=request_templates)
 
     @property
     def has_template(self) -> bool:
@@ -171,7 +172,13 @@ class ModelTokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         if template is not None:
-            text = await render_untrusted(template, everything)
+            if self._request_templates is None:
+                raise RequestRejected(
+                    "Chat templates of requests are not rendered by this server (gateway.trust_request_templates).",
+                    param="chat_template",
+                    code="unsupported_value",
+                )
+            text = await self._request_templates.render(template, everything)
         else:
             text = await self._render_own(everything, num_chars=sum(len(str(m.get("content"))) for m in messages))
         if not continue_final_message:
@@ -196,6 +203,28 @@ class ModelTokenizer:
             ) from failed
 
 
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """The library's tokenizer, tried out. Raises ConfigError."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.decode_batch([tokenizer.encode_batch_fast(["a b"])[0].ids])
+    except BaseException as error:
+        # The library raises a bare Exception, and at worst a PanicException, which is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    return tokenizer
+
+
+def _check_text(text: str, path: Path) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{path} holds text that is none: {error}") from error
+
+
 def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
@@ -208,6 +237,10 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
         named = [entry for entry in template if isinstance(entry, dict)]
         template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None
+
+
+def _has_content(token: Any) -> bool:
+    return isinstance(token, dict) and isinstance(token.get("content"), str)
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

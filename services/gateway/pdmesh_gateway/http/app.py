@@ -83,8 +83,9 @@ class _Endpoint:
         exchange = Exchange(scope, receive, send, new_request_id(), dict(scope["headers"]))
         try:
             try:
-                self._check(exchange)
-                await self._handler(exchange)
+                if not await self._answered_preflight(exchange):
+                    self._check(exchange)
+                    await self._handler(exchange)
             except RequestRejected as error:
                 await exchange.respond_error(error)
             except ClientGone:
@@ -104,4 +105,17 @@ class _Endpoint:
                 f"Not allowed to {exchange.scope['method']} on {self._path}.", status=405, code="method_not_allowed"
             )
         if self._guarded:
+            self._serving.origins.check(exchange.header("host"), exchange.header("origin"))
             self._serving.keys.check(exchange.header("authorization"))
+
+    async def _answered_preflight(self, exchange: Exchange) -> bool:
+        """Say to a browser what pages of an origin may do, if it asks."""
+        origin = exchange.header("origin")
+        if origin is None or not self._serving.origins.may_read(origin):
+            return False
+        exchange.extra_headers += self._serving.origins.response_headers(origin)
+        if exchange.scope["method"] != "OPTIONS" or exchange.header("access-control-request-method") is None:
+            return False
+        asked = exchange.header("access-control-request-headers")
+        await exchange.respond(b"", status=204, headers=self._serving.origins.preflight_headers(asked))
+        return True

@@ -39,7 +39,7 @@ class Exchange:
     started: bool = False  # the response's head was sent
     status: int = 0
     received_at: float = field(default_factory=time.time)  # Unix time, seconds
-    _extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
+    extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
 
     def header(self, name: str) -> str | None:
         value = self.headers.get(name.encode())
@@ -118,7 +118,11 @@ class Exchange:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         self.status = status
-        all_headers = [*headers, (b"x-request-id", (self.label or self.request_id).encode("latin-1"))]
+        all_headers = [
+            *headers,
+            *self.extra_headers,
+            (b"x-request-id", (self.label or self.request_id).encode("latin-1")),
+        ]
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
 
 

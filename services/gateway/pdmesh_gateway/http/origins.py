@@ -1,0 +1,84 @@
+"""Who may talk to the HTTP edge from within a browser.
+
+A page of a stranger can send requests to a server on its reader's machine, and can give its own name that server's
+address (DNS rebinding) to read the answers. A key that the page does not know prevents both. Where none is needed, a
+request must name this server by an address, or by a name that no stranger can own, and must come from no other page.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from pdmesh.errors import RequestRejected
+
+_METHODS = b"GET, POST, OPTIONS"
+_PREFLIGHT_AGE_S = 600
+
+
+class Origins:
+    """``hosts`` are names besides the machine's own, ``cors`` the origins whose pages may read answers; both with
+    commas between, and ``*`` for all.
+    """
+
+    def __init__(self, *, hosts: str, cors: str, has_keys: bool) -> None:
+        self._hosts = {*_names(hosts), socket.gethostname().lower(), socket.getfqdn().lower()}
+        self._cors = _names(cors)
+        self._has_keys = has_keys
+
+    def check(self, host: str | None, origin: str | None) -> None:
+        """Check the headers of a request that needs a key where there are any. Raises RequestRejected (403)."""
+        if self._has_keys:
+            return
+        if host is not None and not self._is_ours(host):
+            raise RequestRejected(
+                f"This server does not know the host name {host[:200]!r}: add it to gateway.allowed_hosts, or ask for "
+                "keys (security.api_keys_file).",
+                status=403,
+                code="unknown_host",
+            )
+        if origin is not None and not self.may_read(origin) and urlsplit(origin).netloc != host:
+            raise RequestRejected(
+                f"Pages of {origin[:200]!r} may not use this server: add it to gateway.cors_origins.",
+                status=403,
+                code="foreign_origin",
+            )
+
+    def may_read(self, origin: str) -> bool:
+        """Whether a browser may show our answers to pages of ``origin``."""
+        return "*" in self._cors or origin.lower() in self._cors
+
+    def response_headers(self, origin: str) -> list[tuple[bytes, bytes]]:
+        """For an answer to a page that `may_read` it."""
+        return [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"vary", b"origin"),
+        ]
+
+    def preflight_headers(self, requested: str | None) -> list[tuple[bytes, bytes]]:
+        """For the question before a request, which names the headers that it will have."""
+        return [
+            (b"access-control-allow-methods", _METHODS),
+            (b"access-control-allow-headers", (requested or "").encode("latin-1")),
+            (b"access-control-max-age", str(_PREFLIGHT_AGE_S).encode()),
+        ]
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if "*" in self._hosts or name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            # A name without a dot, or below .localhost, is the network's or the machine's own.
+            return "." not in name or name.endswith(".localhost")
+        return True
+
+
+def _names(text: str) -> set[str]:
+    return {name.strip().lower() for name in text.split(",") if name.strip()}
