@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,9 @@ from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, un
 from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.address import WorkerAddress, pack_address, unpack_address
 from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.seal import MeshKey
+
+KEY = MeshKey("the mesh's")
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 headers = st.builds(
@@ -34,40 +38,54 @@ headers = st.builds(
 
 def packed(header: PieceHeader) -> bytearray:
     data = bytearray(HEADER_BYTES)
-    pack_header(header, memoryview(data))
+    pack_header(header, memoryview(data), KEY)
     return data
 
 
 @given(headers)
 def test_a_header_is_read_back(header: PieceHeader) -> None:
-    assert unpack_header(bytes(packed(header))) == header
+    assert unpack_header(bytes(packed(header)), KEY) == header
 
 
 @given(st.binary(max_size=2 * HEADER_BYTES))
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        unpack_header(data)
+        unpack_header(data, KEY)
 
 
-@given(headers, st.integers(0, 87), st.integers(1, 255))
+@given(headers, st.integers(0, 95), st.integers(1, 255))
 def test_a_changed_byte_is_noticed(header: PieceHeader, position: int, change: int) -> None:
     data = packed(header)
     data[position] ^= change
     with pytest.raises(ProtocolError):
-        unpack_header(bytes(data))
+        unpack_header(bytes(data), KEY)
 
 
-@given(headers, st.integers(0, 87))
+@given(headers, st.text())
+def test_a_header_sealed_with_another_token_is_refused(header: PieceHeader, token: str) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_header(bytes(packed(header)), MeshKey(token + "?"))
+
+
+@given(st.binary(max_size=1000))
+def test_a_checksum_needs_the_key(payload: bytes) -> None:
+    """An unkeyed checksum, as it was, is one that anybody can make."""
+    view = memoryview(payload)
+    assert KEY.checksum(view) == MeshKey("the mesh's").checksum(view)
+    assert KEY.checksum(view) not in {MeshKey("").checksum(view), xxhash.xxh3_64_intdigest(view)}
+
+
+@given(headers, st.integers(0, 95))
 def test_a_header_cut_short_is_noticed(header: PieceHeader, length: int) -> None:
     with pytest.raises(ProtocolError):
-        unpack_header(bytes(packed(header)[:length]))
+        unpack_header(bytes(packed(header)[:length]), KEY)
 
 
 def test_an_unknown_kind_is_refused() -> None:
     header = PieceHeader(kind=PieceKind.ABORT, request_key=bytes(16), epoch=Epoch(0), capability=0)
     object.__setattr__(header, "kind", 9)
     with pytest.raises(ProtocolError, match="kind 9"):
-        unpack_header(bytes(packed(header)))
+        unpack_header(bytes(packed(header)), KEY)
 
 
 def test_the_bytes_on_the_wire_do_not_change() -> None:
@@ -90,7 +108,7 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         token_index=13,
     )
     assert packed(header)[:80].hex() == (
-        "70644b310100000001000000000102030405060708090a0b0c0d0e0f0200000000000000"
+        "70644b320100000001000000000102030405060708090a0b0c0d0e0f0200000000000000"
         "03000000040000000500000006000000070000000800000000000000"
         "09000a000b0000000c0000000d000000"
     )

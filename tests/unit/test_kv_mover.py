@@ -17,16 +17,18 @@ from pdmesh.errors import ConfigError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key, unpack_header
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.memory import MemoryFaults
+from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
 
 REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234_5678_9ABC_DEF0
+KEY = MeshKey("")
 NUM_BLOCKS = 32
 #: Blocks of 128 KiB: copied on a thread.
 LARGE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=8, head_dim=64, block_size=32, dtype="float32")
@@ -319,7 +321,7 @@ async def test_blocks_freed_during_a_copy_stay_quarantined_until_it_ends(memory:
 
 
 async def test_a_damaged_piece_fails_both_sides(memory: TransportMaker) -> None:
-    memory.fabric.faults = MemoryFaults(corrupt=lambda header: unpack_header(header).layer == 2)
+    memory.fabric.faults = MemoryFaults(corrupt=lambda header: unpack_header(header, KEY).layer == 2)
     async with open_pair(memory) as pair:
         pair.expect()
         sender = pair.offer()
@@ -338,7 +340,7 @@ async def test_a_damaged_piece_fails_both_sides(memory: TransportMaker) -> None:
 
 
 async def test_a_lost_piece_is_noticed_at_the_commit(memory: TransportMaker) -> None:
-    memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header).layer == 1)
+    memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header, KEY).layer == 1)
     async with open_pair(memory) as pair:
         pair.expect()
         sender = pair.offer()
@@ -354,7 +356,7 @@ async def test_a_lost_piece_is_noticed_at_the_commit(memory: TransportMaker) -> 
 
 @pytest.mark.parametrize("lost", [PieceKind.COMMIT, PieceKind.LANDED])
 async def test_a_lost_end_is_noticed_by_the_deadline(memory: TransportMaker, lost: PieceKind) -> None:
-    memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header).kind is lost)
+    memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header, KEY).kind is lost)
     async with open_pair(memory, config=replace(SMALL_TRANSFER, deadline_s=0.05)) as pair:
         pair.expect()
         sender = pair.offer()
@@ -424,7 +426,7 @@ def _forgeries() -> list[Forgery]:
         num_blocks=1,
         num_heads=2,
         payload_bytes=size,
-        checksum=payload_checksum(memoryview(bytes(size))),
+        checksum=KEY.checksum(memoryview(bytes(size))),
     )
     return [
         Forgery("unknown", replace(good, request_key=request_key(RequestId("another"))), size),
@@ -485,9 +487,28 @@ async def test_garbage_headers_are_counted(memory: TransportMaker) -> None:
         pair.free_all()
 
 
-async def send_raw(pair: Pair, header: PieceHeader, payload: bytes) -> None:
+@pytest.mark.parametrize("kind", list(PieceKind))
+async def test_who_does_not_know_the_mesh_token_forges_nothing(maker: TransportMaker, kind: PieceKind) -> None:
+    """All that a stranger can have guessed is right; what it has sealed is not believed, and nothing is lost."""
+    good = _forgeries()[0].header
+    header = replace(good, kind=kind, request_key=request_key(REQUEST), num_context_tokens=37)
+    async with open_pair(maker) as pair:
+        pair.expect()
+        await send_raw(pair, header, bytes(good.payload_bytes), MeshKey("another mesh's"))
+        sender = pair.offer()
+        pair.compute(sender)
+        sender.commit(token_id=1, token_index=0)
+        pair.grant()
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        assert pair.b.mover.counters().dropped == {"malformed": 1}
+        pair.check_moved()
+        pair.free_all()
+
+
+async def send_raw(pair: Pair, header: PieceHeader, payload: bytes, key: MeshKey = KEY) -> None:
     async with pair.a.transport.lend() as buffer:
-        pack_header(header, buffer.header)
+        pack_header(header, buffer.header, key)
         buffer.payload[: len(payload)] = payload
         await pair.a.transport.send(pair.b.transport.address, buffer, len(payload))
 

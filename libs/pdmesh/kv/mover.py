@@ -45,12 +45,13 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome, PausedTransfer
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key, unpack_header
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.kv.sender import KvSender
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.base import KvTransport, ReceivedPiece
+from pdmesh.transport.seal import MeshKey
 
 log = structlog.get_logger()
 
@@ -81,6 +82,7 @@ class KvMover:
         pool: BlockPool,
         config: TransferConfig,
         on_outcome: OnOutcome,
+        mesh_token: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if config.max_payload_bytes < store.layout.block_bytes:
@@ -92,6 +94,7 @@ class KvMover:
         self._store = store
         self._pool = pool
         self._config = config
+        self._key = MeshKey(mesh_token)
         self._on_outcome = on_outcome
         self._clock = clock
         self._senders: dict[bytes, tuple[KvSender, anyio.CancelScope]] = {}
@@ -133,6 +136,7 @@ class KvMover:
             store=self._store,
             transport=self._transport,
             config=self._config,
+            key=self._key,
             copies=self._copies,
             call_soon=self._call_soon,
             clock=self._clock,
@@ -259,7 +263,7 @@ class KvMover:
         header = PieceHeader(kind=kind, request_key=transfer.key, epoch=transfer.epoch, capability=transfer.capability)
         try:
             async with self._transport.lend() as buffer:
-                pack_header(header, buffer.header)
+                pack_header(header, buffer.header, self._key)
                 await self._transport.send(address, buffer, 0)
         except KvTransferError as error:
             log.warning(
@@ -279,7 +283,7 @@ class KvMover:
     async def _receive(self) -> None:
         async for piece in self._transport.receive():
             try:
-                header = unpack_header(piece.header)
+                header = unpack_header(piece.header, self._key)
             except ProtocolError:
                 self._drop(piece, "malformed")
                 continue
@@ -354,7 +358,7 @@ class KvMover:
 
     def _copy_in(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece) -> bool:
         """Check the payload and copy it into its blocks. False, and nothing copied, if it was damaged on the way."""
-        if payload_checksum(piece.payload) != header.checksum:
+        if self._key.checksum(piece.payload) != header.checksum:
             return False
         self._store.scatter(header.layer, receiver.block_ids_of(header), piece.payload)
         return True

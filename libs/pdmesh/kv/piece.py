@@ -1,7 +1,8 @@
 """The fixed header of a piece, and the checks that come before anything else is believed of it.
 
-Little-endian, 88 of `HEADER_BYTES` bytes used; the last eight are the xxh3_64 of those before them, so that a damaged
-or foreign header is told apart from a wrong one. The payload has its own checksum.
+Little-endian, 96 of `HEADER_BYTES` bytes used; the last sixteen are a seal that only services of the mesh can make
+(`pdmesh.transport.seal`), so that a damaged or foreign header is told apart from a wrong one. The payload has a
+checksum of its own, of the same secret, which the header holds.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-import xxhash
-
 from pdmesh.errors import ProtocolError
 from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK1"  # the digit is the version
+_MAGIC = b"pdK2"  # the digit is the version
 _FIELDS = struct.Struct("<4sB3xI16sQ5IQ2H3I")
-_CHECK = struct.Struct("<Q")
-assert _FIELDS.size + _CHECK.size <= HEADER_BYTES
+_USED = _FIELDS.size + SEAL_BYTES
+assert _USED <= HEADER_BYTES
 
 
 class PieceKind(IntEnum):
@@ -43,7 +43,7 @@ class PieceHeader:
     first_block: int = 0  # index into the request's block table, the same on both sides
     num_blocks: int = 0
     payload_bytes: int = 0
-    checksum: int = 0  # xxh3_64 of the payload
+    checksum: int = 0  # of the payload: `MeshKey.checksum`
     head_start: int = 0  # the KV heads in the payload; today all of them
     num_heads: int = 0
     num_context_tokens: int = 0  # COMMIT: tokens whose KV was sent
@@ -56,12 +56,8 @@ def request_key(request_id: RequestId) -> bytes:
     return hashlib.blake2b(request_id.encode(), digest_size=16).digest()
 
 
-def payload_checksum(payload: memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(payload)
-
-
-def pack_header(header: PieceHeader, out: memoryview) -> None:
-    """Write the header into ``out``, which is `HEADER_BYTES` long."""
+def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
+    """Write the sealed header into ``out``, which is `HEADER_BYTES` long."""
     _FIELDS.pack_into(
         out,
         0,
@@ -82,25 +78,25 @@ def pack_header(header: PieceHeader, out: memoryview) -> None:
         header.token_id,
         header.token_index,
     )
-    _CHECK.pack_into(out, _FIELDS.size, xxhash.xxh3_64_intdigest(out[: _FIELDS.size]))
+    out[_FIELDS.size : _USED] = key.seal(out[: _FIELDS.size])
 
 
-def unpack_header(data: memoryview | bytes) -> PieceHeader:
+def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
     """Inverse of `pack_header`. Raises ProtocolError, and nothing else, for anything else."""
-    if len(data) < _FIELDS.size + _CHECK.size:
+    if len(data) < _USED:
         raise ProtocolError(f"a piece header of {len(data)} bytes")
-    magic, kind, epoch, key, capability, *numbers = _FIELDS.unpack_from(data)
+    magic, kind, epoch, request, capability, *numbers = _FIELDS.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError("not a piece of this version")
-    if _CHECK.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
-        raise ProtocolError("a damaged piece header")
+    if not key.opens(data[: _FIELDS.size], data[_FIELDS.size : _USED]):
+        raise ProtocolError("a damaged piece header, or another mesh's")
     if kind not in _KINDS:
         raise ProtocolError(f"a piece of unknown kind {kind}")
     chunk, layer, first_block, num_blocks, payload_bytes, checksum, head_start, num_heads, *commit = numbers
     num_context_tokens, token_id, token_index = commit
     return PieceHeader(
         kind=PieceKind(kind),
-        request_key=key,
+        request_key=request,
         epoch=Epoch(epoch),
         capability=capability,
         chunk=chunk,

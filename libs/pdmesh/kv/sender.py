@@ -12,10 +12,11 @@ import anyio.to_thread
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, payload_checksum, request_key
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId, num_blocks_for
 from pdmesh.transport.base import KvTransport, SendBuffer
+from pdmesh.transport.seal import MeshKey
 
 #: Pieces of one transfer under way at once: one is copied and checked while others travel.
 PIECES_IN_FLIGHT = 4
@@ -51,6 +52,7 @@ class KvSender:
         store: KvStore,
         transport: KvTransport,
         config: TransferConfig,
+        key: MeshKey,
         copies: anyio.CapacityLimiter,
         call_soon: CallSoon,
         clock: Callable[[], float],
@@ -71,6 +73,7 @@ class KvSender:
         self._store = store
         self._transport = transport
         self._config = config
+        self._key = key
         self._copies = copies
         self._call_soon = call_soon
         self._clock = clock
@@ -243,10 +246,10 @@ class KvSender:
             first_block=first,
             num_blocks=blocks.num_blocks,
             payload_bytes=payload_bytes,
-            checksum=payload_checksum(payload),
+            checksum=self._key.checksum(payload),
             num_heads=self._store.layout.num_kv_heads,
         )
-        pack_header(header, buffer.header)
+        pack_header(header, buffer.header, self._key)
 
     async def _send_commit(self) -> None:
         assert self.destination_address is not None
@@ -261,5 +264,5 @@ class KvSender:
             token_index=self._commit.token_index,
         )
         async with self._transport.lend() as buffer:
-            pack_header(header, buffer.header)
+            pack_header(header, buffer.header, self._key)
             await self._transport.send(self.destination_address, buffer, 0)

@@ -100,7 +100,12 @@ async def serve_instance(
 
     async with (
         KvMover(
-            transport=transport, store=engine.kv, pool=pool, config=config.transfer, on_outcome=on_outcome
+            transport=transport,
+            store=engine.kv,
+            pool=pool,
+            config=config.transfer,
+            on_outcome=on_outcome,
+            mesh_token=config.security.mesh_token,
         ) as mover,
         open_token_links(instance_id, config.security) as tokens,
         open_channel(config.scheduler_address, config.security) as channel,
