@@ -1,43 +1,52 @@
 """One instance's engine against the ceilings of its GPU: `python benchmarks/engine_gpu.py`.
 
-For a model of Llama-3-8B's shape in bf16 with random weights, made on the device. Ceilings are measured in the same
-run: the best bf16 matrix product on random data, and a copy within the device (bytes read and written). MFU is a step's
-arithmetic over its time and the first, MBU its weights and KV read once over its time and the second; times are those
-of `Engine.execute`, best of several rounds. KV out: a prefill whose layers are copied to pinned host memory as they are
-computed, with what the copies take after the step's end (exposed) and what they cost the step. Needs a CUDA device,
-FlashInfer, and nvcc and ninja, with which FlashInfer compiles its kernels before the first step; without a device it
-says so and ends.
+For a model of Llama-3-8B's shape in bf16 with random weights, made on the device, over a cache of random numbers
+whose blocks lie anywhere. Ceilings are measured in the same run: the best bf16 matrix product on random data, and a
+copy within the device (bytes read and written). MFU is a step's arithmetic over its time and the first, MBU its weights
+and KV read once over its time and the second. Times are medians of `Engine.execute`, beside those between two events
+around it on the device. Decodes go on from token to token. Then: an urgent step inside a prefill, KV on its whole way
+out while it is computed (`gpu_kv_out.py`), and FlashInfer's backends beside each other (`gpu_attention.py`).
+
+Needs a CUDA device, FlashInfer, and nvcc and ninja, with which FlashInfer compiles its kernels before the first step;
+without a device it says so and ends. Where there is no network: `tests/gpu/recipe.sh`.
 """
 
 from __future__ import annotations
 
 import argparse
 import array
+import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 
+import anyio
 import torch
+from gpu_attention import attention_lines
+from gpu_kv_out import device_transfer, kv_out
+from gpu_timing import Stopwatch, queued_s, timed
 from report import heading, unavailable
 
-from pdmesh.config import TransferConfig
 from pdmesh.engine.base import EngineSequence, SequenceSlice
+from pdmesh.engine.cuda.kv_store import DeviceKvStore
+from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.kv.mover import COPY_THREADS
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import LLAMA_3_8B, CheckpointShape, write_config
-from pdmesh.transport.buffers import allocate_buffers
 
 BLOCK_SIZE = 16
-PREFILL_TOKENS = 8192
+PREFILL_TOKENS = (2048, 8192, 32_768)
+MFU_TOKENS = 8192
 DECODE_CONTEXT = 4096
 DECODE_BATCHES = (1, 64)
+DECODE_STEPS = 200
+URGENT_TOKENS = 256
+NUM_TOKENS = max(max(DECODE_BATCHES) * (DECODE_CONTEXT + DECODE_STEPS + BLOCK_SIZE), max(PREFILL_TOKENS) + 4096)
 
-PREFILL_MFU, DECODE_MBU, EXPOSED = 0.60, 0.80, 0.03  # what is wanted
+PREFILL_MFU, DECODE_MBU, EXPOSED, ITL_SPREAD = 0.60, 0.80, 0.03, 1.2  # what is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,58 +88,51 @@ class Ceilings:
     to_host_bytes: float  # per second, into pinned memory
 
 
-def best_s(call: Callable[[], object], rounds: int) -> float:
-    """Seconds of a call that ends when its work has."""
-    call()
-    times: list[float] = []
-    for _ in range(rounds):
-        started_s = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started_s)
-    return min(times)
-
-
-def device_s(call: Callable[[], object], rounds: int) -> float:
-    """Seconds of the device's work, by its own clock: the best of ``rounds`` means over ten calls."""
-    for _ in range(3):
-        call()
-    best = float("inf")
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(10):
-            call()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3 / 10)
-    return best
-
-
 def measure_ceilings(shape: CheckpointShape, rounds: int) -> Ceilings:
     flops = 0.0
-    sizes = ((8192, 8192, 8192), (PREFILL_TOKENS, 2 * shape.intermediate_size, shape.hidden_size))
+    sizes = ((8192, 8192, 8192), (MFU_TOKENS, 2 * shape.intermediate_size, shape.hidden_size))
     for m, n, k in sizes:
         rows = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
         weight = torch.randn(n, k, dtype=torch.bfloat16, device="cuda")
-        product_s = device_s(lambda rows=rows, weight=weight: torch.nn.functional.linear(rows, weight), rounds)  # type: ignore[misc]
+        product_s = queued_s(lambda rows=rows, weight=weight: torch.nn.functional.linear(rows, weight), rounds)  # type: ignore[misc]
         flops = max(flops, 2 * m * n * k / product_s)
     source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")  # 4 GiB
     target = torch.empty_like(source)
-    copy_bytes = 2 * source.nbytes / device_s(lambda: target.copy_(source), rounds)
+    copy_bytes = 2 * source.nbytes / queued_s(lambda: target.copy_(source), rounds)
     host = torch.empty(1 << 26, dtype=torch.float32, pin_memory=True)
     part = source[: len(host)]
-    to_host_bytes = host.nbytes / device_s(lambda: host.copy_(part, non_blocking=True), rounds)
+    to_host_bytes = host.nbytes / queued_s(lambda: host.copy_(part, non_blocking=True), rounds)
     return Ceilings(flops, copy_bytes, to_host_bytes)
 
 
-def sequence(number: int, num_tokens: int, first_block: int, vocab_size: int) -> EngineSequence:
-    return EngineSequence(
-        request_id=RequestId(f"bench-{number}"),
-        params=SamplingParams(max_tokens=1 << 20, temperature=0.0),
-        token_ids=array.array("i", [token % vocab_size for token in range(num_tokens)]),
-        num_prompt_tokens=num_tokens,
-        block_table=list(range(first_block, first_block + num_blocks_for(num_tokens, BLOCK_SIZE))),
-    )
+class Prompts:
+    """Sequences over blocks of a cache that lie anywhere, none of them shared."""
+
+    def __init__(self, num_blocks: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._blocks = list(range(num_blocks))
+        random.Random(0).shuffle(self._blocks)
+        self._num_taken = 0
+
+    def sequence(self, num_tokens: int, *, room: int = 0) -> EngineSequence:
+        """Of random tokens, with blocks for ``room`` more."""
+        rng = random.Random(num_tokens)
+        first, self._num_taken = self._num_taken, self._num_taken + num_blocks_for(num_tokens + room, BLOCK_SIZE)
+        assert self._num_taken <= len(self._blocks), "the cache is too small"
+        return EngineSequence(
+            request_id=RequestId(f"bench-{first}"),
+            params=SamplingParams(max_tokens=1 << 20, temperature=0.0),
+            token_ids=array.array("i", [rng.randrange(self._vocab_size) for _ in range(num_tokens)]),
+            num_prompt_tokens=num_tokens,
+            block_table=self._blocks[first : self._num_taken],
+        )
+
+    def chunk(self, num_tokens: int) -> SequenceSlice:
+        """A whole prompt."""
+        return SequenceSlice(sequence=self.sequence(num_tokens), start=0, num_tokens=num_tokens, sample=True)
+
+    def restart(self) -> None:
+        self._num_taken = 0
 
 
 def verdict(value: float, wanted: float, *, at_most: bool = False) -> str:
@@ -138,99 +140,146 @@ def verdict(value: float, wanted: float, *, at_most: bool = False) -> str:
     return f"{value:6.1%} ({'at most' if at_most else 'at least'} {wanted:.0%} wanted{'' if met else ': not met'})"
 
 
-def report_prefill(engine: TorchEngine, work: Work, ceilings: Ceilings, rounds: int) -> SequenceSlice:
-    prompt = sequence(0, PREFILL_TOKENS, 0, work.shape.vocab_size)
-    chunk = SequenceSlice(sequence=prompt, start=0, num_tokens=PREFILL_TOKENS, sample=True)
-    step_s = best_s(lambda: engine.execute([chunk]), rounds)
-    mfu = work.prefill_flops(PREFILL_TOKENS) / step_s / ceilings.flops
-    print(f"prefill {PREFILL_TOKENS} tokens      {step_s * 1e3:8.1f} ms   MFU {verdict(mfu, PREFILL_MFU)}")
-    return chunk
+def report_prefill(engine: TorchEngine, prompts: Prompts, work: Work, ceilings: Ceilings, rounds: int) -> None:
+    for num_tokens in PREFILL_TOKENS:
+        prompts.restart()
+        chunk = prompts.chunk(num_tokens)
+        times = timed(lambda chunk=chunk: engine.execute([chunk]), rounds)  # type: ignore[misc]
+        mfu = work.prefill_flops(num_tokens) / times.median_s / ceilings.flops
+        shown = verdict(mfu, PREFILL_MFU) if num_tokens == MFU_TOKENS else f"{mfu:6.1%}"
+        print(f"prefill of {num_tokens:5d} tokens: {times}; MFU {shown}")
 
 
-def report_decode(engine: TorchEngine, work: Work, ceilings: Ceilings, rounds: int) -> None:
-    blocks_each = num_blocks_for(DECODE_CONTEXT, BLOCK_SIZE)
+def report_decode(engine: TorchEngine, prompts: Prompts, work: Work, ceilings: Ceilings) -> None:
     for batch in DECODE_BATCHES:
-        slices = [
-            SequenceSlice(
-                sequence=sequence(number, DECODE_CONTEXT, number * blocks_each, work.shape.vocab_size),
-                start=DECODE_CONTEXT - 1,
-                num_tokens=1,
-                sample=True,
-            )
-            for number in range(batch)
-        ]
-        step_s = best_s(lambda slices=slices: engine.execute(slices), 10 * rounds)  # type: ignore[misc]
-        num_bytes = work.weight_bytes + batch * DECODE_CONTEXT * work.kv_token_bytes
-        mbu = num_bytes / step_s / ceilings.copy_bytes
-        print(f"decode {batch:3d} at context {DECODE_CONTEXT} {step_s * 1e3:8.2f} ms   MBU {verdict(mbu, DECODE_MBU)}")
+        prompts.restart()
+        sequences = [prompts.sequence(DECODE_CONTEXT, room=DECODE_STEPS) for _ in range(batch)]
+        watch = Stopwatch()
+        for number in range(DECODE_STEPS):
+            ends = [len(sequence.token_ids) for sequence in sequences]
+            slices = [
+                SequenceSlice(sequence=sequence, start=end - 1, num_tokens=1, sample=True)
+                for sequence, end in zip(sequences, ends, strict=True)
+            ]
+            drawn: list[int] = []
+
+            def step(slices: list[SequenceSlice] = slices, drawn: list[int] = drawn) -> None:
+                drawn += [result.token_id or 0 for result in engine.execute(slices)]
+
+            if number < DECODE_STEPS // 10:
+                step()
+            else:
+                watch.time(step)
+            for sequence, token_id in zip(sequences, drawn, strict=True):
+                sequence.token_ids.append(token_id)
+        context = DECODE_CONTEXT + DECODE_STEPS // 2
+        num_bytes = work.weight_bytes + batch * context * work.kv_token_bytes
+        mbu = num_bytes / watch.times.median_s / ceilings.copy_bytes
+        spread = watch.times.p99_s / watch.times.median_s
+        print(
+            f"decode of {batch:2d} at context {context}: {watch.times}; MBU {verdict(mbu, DECODE_MBU)};"
+            f" p99 over p50 {spread:.2f} (at most {ITL_SPREAD} wanted{'' if spread <= ITL_SPREAD else ': not met'})"
+        )
 
 
-def report_kv_out(engine: TorchEngine, chunk: SequenceSlice, rounds: int) -> None:
-    """The way of a `KvSender`: told when a layer is written, threads gather its blocks piece by piece."""
-    store, config = engine.kv, TransferConfig()
-    per_piece = config.max_payload_bytes // store.layout.block_bytes
-    blocks = chunk.sequence.block_table
-    buffers = allocate_buffers(COPY_THREADS, config.max_payload_bytes)
-    free = [buffer.payload for buffer in buffers]
-    num_pieces = store.layout.num_layers * num_blocks_for(len(blocks), per_piece)
-    copies: SimpleQueue[Future[None]] = SimpleQueue()
+def report_interruption(engine: TorchEngine, prompts: Prompts, rounds: int) -> None:
+    """An urgent chunk in the middle of a long one: what it waits for, and what it takes beside what it takes alone."""
+    prompts.restart()
+    outer, urgent = prompts.chunk(MFU_TOKENS), prompts.chunk(URGENT_TOKENS)
+    alone_s = timed(lambda: engine.execute([urgent]), rounds).median_s
+    waits: list[float] = []
+    inside: list[float] = []
 
-    def gather(layer: int, block_ids: list[int]) -> None:
-        out = free.pop()
-        store.gather(layer, block_ids, out[: len(block_ids) * store.layout.block_bytes])
-        free.append(out)
+    def interrupt(layer: int) -> None:
+        if layer == engine.kv.layout.num_layers // 2:
+            began_s = time.perf_counter()
+            engine.settle()
+            waits.append(time.perf_counter() - began_s)
+            engine.execute([urgent])
+            inside.append(time.perf_counter() - began_s - waits[-1])
 
-    def send(layer: int) -> None:
-        for first in range(0, len(blocks), per_piece):
-            copies.put(threads.submit(gather, layer, blocks[first : first + per_piece]))
-
-    def hook(layer: int) -> None:
-        store.when_written(lambda: send(layer))
-
-    with ThreadPoolExecutor(COPY_THREADS) as threads, store.serving([buffer.memory for buffer in buffers]):
-        plain_s = best_s(lambda: engine.execute([chunk]), rounds)
-        results: list[tuple[float, float]] = []
-        for _ in range(rounds + 1):
-            started_s = time.perf_counter()
-            engine.execute([chunk], on_layer=hook)
-            computed_s = time.perf_counter()
-            for _ in range(num_pieces):
-                copies.get().result()
-            results.append((time.perf_counter() - computed_s, computed_s - started_s))
-    exposed_s, step_s = min(results[1:])
-    num_bytes = len(blocks) * store.layout.num_layers * store.layout.block_bytes
+    for _ in range(rounds + 1):
+        engine.execute([outer], on_layer=interrupt)
+    wait_s, inside_s = statistics.median(waits), statistics.median(inside)
     print(
-        f"KV out, {num_bytes / 2**20:.0f} MiB          {exposed_s * 1e3:8.2f} ms exposed of {step_s * 1e3:.1f}:"
-        f" {verdict(exposed_s / step_s, EXPOSED, at_most=True)}; the step takes {step_s / plain_s - 1:+.1%} longer"
+        f"an urgent chunk of {URGENT_TOKENS} tokens inside one of {MFU_TOKENS}: waits {wait_s * 1e3:.2f} ms for the"
+        f" layers given to the device, then takes {inside_s * 1e3:.2f} ms ({alone_s * 1e3:.2f} alone)"
     )
+
+
+def report_kv_out(engine: TorchEngine, target: DeviceKvStore, prompts: Prompts, rounds: int) -> None:
+    for num_tokens in PREFILL_TOKENS:
+        prompts.restart()
+        found = anyio.run(kv_out, engine, target, prompts.chunk(num_tokens), device_transfer(), rounds)
+        print(
+            f"KV of {num_tokens:5d} tokens, {found.num_bytes / 2**20:.0f} MiB by {found.transport}:"
+            f" {found.exposed_s * 1e3:.2f} ms exposed beside a step of {found.plain_s * 1e3:.1f}:"
+            f" {verdict(found.exposed_s / found.plain_s, EXPOSED, at_most=True)};"
+            f" the step takes {found.step_s / found.plain_s - 1:+.1%} longer"
+        )
+
+
+def attempt(name: str, call: Callable[[], object]) -> None:
+    """Other figures are worth having if one cannot be had."""
+    try:
+        call()
+    except Exception as error:
+        print(f"{name}: failed: {type(error).__name__}: {error}")
+
+
+def build(shape: CheckpointShape, prefill_attention: str) -> TorchEngine:
+    """Over a cache that is not zero."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(Path(directory), shape=shape, dtype="bfloat16")
+        began_s = time.perf_counter()
+        engine = TorchEngine(
+            Path(directory),
+            num_blocks=num_blocks_for(NUM_TOKENS, BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            device="cuda",
+            max_num_seqs=max(DECODE_BATCHES),
+            prefill_attention=prefill_attention,
+            has_random_weights=True,
+        )
+    print(f"start {time.perf_counter() - began_s:.1f} s, kernels compiled or found compiled, graphs recorded")
+    for cache in engine.kv.layers:
+        cache.normal_()
+    return engine
+
+
+def report_engine(engine: TorchEngine, work: Work, ceilings: Ceilings, rounds: int) -> None:
+    prompts = Prompts(engine.kv.num_blocks, work.shape.vocab_size)
+    attempt("prefill", lambda: report_prefill(engine, prompts, work, ceilings, rounds))
+    attempt("decode", lambda: report_decode(engine, prompts, work, ceilings))
+    attempt("interruption", lambda: report_interruption(engine, prompts, rounds))
+    streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+    target = DeviceKvStore(engine.kv.layout, num_blocks_for(max(PREFILL_TOKENS), BLOCK_SIZE), streams)
+    attempt("KV out", lambda: report_kv_out(engine, target, prompts, rounds))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prefill-attention", default="auto", choices=["auto", "fa2", "fa3"])
     options = parser.parse_args()
     print(heading("engine on a GPU: Llama-3-8B's shape, random weights, bf16"))
     if not torch.cuda.is_available():
         unavailable("torch finds no CUDA device here")
-    shape = LLAMA_3_8B
+    shape = replace(LLAMA_3_8B, max_position_embeddings=2 * max(PREFILL_TOKENS))
+    rounds = max(2, options.rounds)
     work = Work(shape)
-    ceilings = measure_ceilings(shape, options.rounds)
+    ceilings = measure_ceilings(shape, rounds)
     torch.cuda.empty_cache()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: product {ceilings.flops / 1e12:.0f} TFLOP/s,"
         f" copy {ceilings.copy_bytes / 1e12:.2f} TB/s, to pinned memory {ceilings.to_host_bytes / 1e9:.1f} GB/s"
     )
-    num_blocks = max(max(DECODE_BATCHES) * DECODE_CONTEXT, PREFILL_TOKENS) // BLOCK_SIZE
-    with tempfile.TemporaryDirectory() as directory:
-        write_config(Path(directory), shape=shape, dtype="bfloat16")
-        started_s = time.perf_counter()
-        engine = TorchEngine(
-            Path(directory), num_blocks=num_blocks, block_size=BLOCK_SIZE, device="cuda", has_random_weights=True
-        )
-    print(f"start {time.perf_counter() - started_s:.1f} s, kernels compiled or found compiled")
-    chunk = report_prefill(engine, work, ceilings, options.rounds)
-    report_decode(engine, work, ceilings, options.rounds)
-    report_kv_out(engine, chunk, options.rounds)
+    engine = build(shape, options.prefill_attention)
+    report_engine(engine, work, ceilings, rounds)
+    layout = engine.kv.layout
+    del engine
+    torch.cuda.empty_cache()
+    attempt("attention", lambda: [print(line) for line in attention_lines(layout, shape.num_heads, rounds)])
 
 
 if __name__ == "__main__":
