@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from pdmesh.core.commands import Command, ForgetRequest, Reject, Restart, WakeAt
+from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Reject, Restart, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
@@ -63,10 +63,61 @@ BASELINE = Path(__file__).with_suffix(".json")
 RENAMED: Mapping[str, str] = {}
 
 #: Fields that did not exist, as "Type.field" or "Type.field.field of that".
-ADDED: Sequence[str] = ("RequestCancelled.gateway_id", "ForgetRequest.gateway_id")
+ADDED: Sequence[str] = (
+    "RequestCancelled.gateway_id",
+    "ForgetRequest.gateway_id",
+    "DecodeReserved.transfer_id",
+    "TransferOffered.transfer_id",
+    "TransferPaused.transfer_id",
+    "TransferLanded.transfer_id",
+    "TransferSent.transfer_id",
+    "TransferFailed.transfer_id",
+    "PauseTransfer.transfer_id",
+)
 
-#: Types whose fields had another shape: what makes the old fields of the new ones.
-TRANSLATED: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+def _admit_prefill(fields: dict[str, Any]) -> dict[str, Any]:
+    """shards were num_blocks and members (none for a group of one), transfer was decode_instance_id"""
+    if "shards" in fields:
+        shards, transfer = fields.pop("shards"), fields.pop("transfer")
+        fields["members"] = [shard["instance_id"] for shard in shards]
+        fields["num_blocks"] = sum(_num_blocks(s) for s in shards if s["instance_id"] == fields["instance_id"])
+        fields["decode_instance_id"] = None if transfer is None else transfer["destinations"][0]["instance_id"]
+    if len(fields["members"]) == 1:
+        fields["members"] = []
+    return fields
+
+
+def _place_decode(fields: dict[str, Any]) -> dict[str, Any]:
+    """transfer was num_blocks, prefill_instance_id and capability"""
+    if "transfer" in fields:
+        transfer = fields.pop("transfer")
+        fields["num_blocks"] = _num_blocks(transfer["destinations"][0])
+        fields["prefill_instance_id"] = transfer["sources"][0]["instance_id"]
+        fields["capability"] = transfer["capability"]
+    return fields
+
+
+def _grant_transfer(fields: dict[str, Any]) -> dict[str, Any]:
+    """transfer was decode_instance_id and capability"""
+    if "transfer" in fields:
+        transfer = fields.pop("transfer")
+        fields["decode_instance_id"] = transfer["destinations"][0]["instance_id"]
+        fields["capability"] = transfer["capability"]
+    return fields
+
+
+def _num_blocks(shard: dict[str, Any]) -> int:
+    start, stop = shard["part"][0]
+    return int(stop - start)
+
+
+#: Types whose fields had another shape: what makes the old fields of the new ones, and leaves old ones as they are.
+TRANSLATED: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "AdmitPrefill": _admit_prefill,
+    "PlaceDecode": _place_decode,
+    "GrantTransfer": _grant_transfer,
+}
 
 
 def in_old_words(said: Event | Command) -> tuple[str, dict[str, Any]]:
@@ -77,7 +128,7 @@ def in_old_words(said: Event | Command) -> tuple[str, dict[str, Any]]:
         inner = fields
         for step in path[:-1]:
             inner = inner[step]
-        del inner[path[-1]]
+        inner.pop(path[-1], None)
     if name in TRANSLATED:
         fields = TRANSLATED[name](fields)
     return RENAMED.get(name, name), fields
@@ -187,6 +238,7 @@ class RandomWorkload:
         self.awaited: dict[RequestId, Request] = {}
         self.to_resume: dict[RequestId, None] = {}
         self.gateway_of: dict[tuple[RequestId, Epoch], GatewayId] = {}
+        self.leader_of: dict[tuple[RequestId, Epoch], InstanceId] = {}  # of a group: it alone ends a generation
         self.new_core()
 
     def run(self) -> None:
@@ -247,6 +299,8 @@ class RandomWorkload:
                 case ForgetRequest():
                     pass
                 case _:
+                    if isinstance(command, AdmitPrefill):
+                        self.leader_of.setdefault((command.request_id, command.epoch), command.instance_id)
                     self.mesh.send(command)
 
     def pick(self, instances: Iterator[ModelledInstance]) -> ModelledInstance | None:
@@ -350,7 +404,8 @@ class RandomWorkload:
     def run_step(self, instance: ModelledInstance, *, ended_by_first_token: bool) -> None:
         if instance.can_begin:
             instance.begin_step()
-        instance.end_step(ended_by_first_token=ended_by_first_token)
+        in_group = instance.running[-1].group is not None
+        instance.end_step(ended_by_first_token=ended_by_first_token and not in_group)
         self.see_finished(instance)
 
     def see_finished(self, instance: ModelledInstance) -> None:
@@ -361,7 +416,12 @@ class RandomWorkload:
                     del self.awaited[event.request_id]
 
     def finish(self) -> None:
-        decoding = [(i, key) for i in self.mesh.instances.values() for key, hold in i.holds.items() if hold.decoding]
+        decoding = [
+            (instance, key)
+            for instance in self.mesh.instances.values()
+            for key, hold in instance.holds.items()
+            if hold.decoding and self.leader_of[key] == instance.instance_id
+        ]
         if decoding:
             instance, key = self.rng.choice(decoding)
             instance.finish(key)

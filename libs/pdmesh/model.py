@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)
@@ -16,6 +16,9 @@ GatewayId = NewType("GatewayId", str)
 
 #: How many times a request was (re)started; a frame or piece of an older epoch is dropped.
 Epoch = NewType("Epoch", int)
+
+#: A request in one of its epochs.
+RequestKey = tuple[RequestId, Epoch]
 
 
 class Role(StrEnum):
@@ -113,6 +116,73 @@ class KvLayout:
         """Bytes of one (layer, block) piece: keys and values."""
         itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
         return 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+
+
+class Span(NamedTuple):
+    """The numbers from ``start`` to ``stop - 1``."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class KvPart(NamedTuple):
+    """A part of a request's KV: blocks of its block table, in some layers, of some KV heads.
+
+    Blocks are counted from the request's first token on, so they have the same numbers on every instance.
+    """
+
+    blocks: Span
+    layers: Span
+    heads: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShard:
+    """The part of a request's KV that one rank of an instance holds, or will.
+
+    A request's KV is a list of them: one for a request on one instance; the first is of the instance that samples.
+    """
+
+    instance_id: InstanceId
+    part: KvPart
+    rank: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.part.blocks.size
+
+
+#: Names a KV transfer, for as long as one scheduler lives.
+TransferId = NewType("TransferId", int)
+
+
+class TransferPurpose(StrEnum):
+    """What a KV transfer is for."""
+
+    HAND_OVER = "hand_over"  # of a prompt, from where it is computed to where it decodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPlan:
+    """Which KV moves from where to where. Each source sends what it holds to every destination that holds it then."""
+
+    transfer_id: TransferId
+    purpose: TransferPurpose
+    sources: tuple[KvShard, ...]
+    destinations: tuple[KvShard, ...]  # the first is where the request decodes
+    capability: int  # 64 random bits; a piece without them is dropped
+
+    @property
+    def source_ids(self) -> tuple[InstanceId, ...]:
+        return tuple([shard.instance_id for shard in self.sources])
+
+    @property
+    def destination_ids(self) -> tuple[InstanceId, ...]:
+        return tuple([shard.instance_id for shard in self.destinations])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

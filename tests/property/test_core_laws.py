@@ -47,8 +47,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.openings import Openings
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import Instance, RequestKey
-from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, Role, StepPlan
+from pdmesh.core.state import Instance
+from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, RequestKey, Role, StepPlan
 from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
@@ -157,7 +157,9 @@ class MeshMachine(RuleBasedStateMachine):
                     assert key in self.reserved, f"{key} granted before its receiver knows of it"
                     rank = self.offered.index(key)
                     overtaken = [
-                        other for other in self.due(command.decode_instance_id) if self.offered.index(other) < rank
+                        other
+                        for other in self.due(command.transfer.destination_ids[0])
+                        if self.offered.index(other) < rank
                     ]
                     assert preempted.issuperset(overtaken), "overtaken"
                     self.granted.add(key)

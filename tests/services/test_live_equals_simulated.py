@@ -21,7 +21,6 @@ from prometheus_client import CollectorRegistry
 
 from pdmesh.config import SchedulerConfig
 from pdmesh.core.commands import (
-    AdmitPrefill,
     Command,
     ForgetRequest,
     FreeKv,
@@ -30,25 +29,26 @@ from pdmesh.core.commands import (
     PauseTransfer,
     PlaceDecode,
     Reject,
-    RunStep,
     WakeAt,
 )
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
-    DecodeReserved,
     Event,
-    KvReleased,
+    InstanceEvent,
     LoadReported,
-    RequestFinished,
-    StepDone,
-    TransferLanded,
-    TransferOffered,
-    TransferPaused,
-    TransferSent,
 )
-from pdmesh.core.state import RequestKey
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
-from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, SamplingParams
+from pdmesh.model import (
+    Epoch,
+    GatewayId,
+    InstanceId,
+    InstanceProfile,
+    Request,
+    RequestId,
+    RequestKey,
+    SamplingParams,
+    TransferPlan,
+)
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
 from pdmesh.sim.agenda import Agenda
@@ -65,26 +65,16 @@ from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     Admit,
+    CommandMessage,
+    EventMessage,
     ExpectKv,
-    FinishedReport,
-    Free,
     GatewayDown,
     GatewayUp,
     Generation,
     Grant,
-    Heartbeat,
-    LandedReport,
-    OfferReport,
-    Pause,
-    PausedReport,
     RegisterGateway,
     RegisterWorker,
     Rejected,
-    ReleasedReport,
-    ReservedReport,
-    RunPlan,
-    SentReport,
-    StepReport,
     Submit,
     WelcomeWorker,
     WorkerDown,
@@ -106,9 +96,6 @@ CONFIG = CoreConfig(policy=POLICY, max_queue_s=2.0)
 SIM_CONFIG = SimConfig(port_bytes_per_s=1e6)
 MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"mixed": 2}]
 SEED = 3
-
-#: Where a worker that is told that KV moves sends it, as far as it knows.
-SOMEWHERE = InstanceId("somewhere")
 
 
 def an_overload(seed: int) -> list[Arrival]:
@@ -182,8 +169,7 @@ class ModelledMesh:
         self.agenda = Agenda()
         self.runs: dict[RequestKey, RequestRun] = {}
         self.workers: dict[InstanceId, Worker] = {}
-        self.expected: dict[RequestKey, tuple[InstanceId, int]] = {}  # where its KV goes, under which capability
-        self.links = Fabric(self, self._drained)
+        self.links = Links(self.agenda, SIM_CONFIG.port_bytes_per_s, self._drained)
         self.turns: dict[InstanceId, None] = {}
         self.on_way = deque[Callable[[], None]]()  # messages to workers
 
@@ -202,24 +188,13 @@ class ModelledMesh:
     def want_turn(self, instance_id: InstanceId) -> None:
         self.turns[instance_id] = None
 
-    def land(self, _receiver_id: InstanceId, key: RequestKey, duration_s: float) -> None:
-        self.workers[self.expected[key][0]].instance.land(key, duration_s)
+    def land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
+        self.workers[plan.destination_ids[0]].instance.land(plan, key, duration_s)
 
     def _drained(self, key: RequestKey) -> None:
         prefill_id = self.runs[key].prefill_id
         assert prefill_id is not None
         self.workers[prefill_id].instance.drained(key)
-
-
-class Fabric(Links):
-    """Moves KV to where it is expected: as on the wire, an instance that prefills hears of that with the grant."""
-
-    def __init__(self, mesh: ModelledMesh, on_drained: Callable[[RequestKey], None]) -> None:
-        super().__init__(mesh.agenda, SIM_CONFIG.port_bytes_per_s, on_drained)
-        self._expected = mesh.expected
-
-    def send(self, key: RequestKey, sender: InstanceId, receiver: InstanceId, num_bytes: float) -> None:
-        super().send(key, sender, self._expected[key][0], num_bytes)
 
 
 class Worker:
@@ -237,7 +212,7 @@ class Worker:
             agenda=mesh.agenda,
             links=mesh.links,
             runs=mesh.runs,
-            report=lambda event: self._link.post(as_message(event)),
+            report=self._report,
             land=mesh.land,
             want_turn=mesh.want_turn,
             max_decode_steps=SIM_CONFIG.max_decode_steps,
@@ -253,77 +228,32 @@ class Worker:
                     if isinstance(message, WelcomeWorker):
                         task_status.started()
                     else:
-                        self.instance.take(self._as_command(message))
+                        self.instance.take(as_command(message))
 
     def _beat(self, interval_s: float) -> None:
-        num_blocks = self.profile.num_blocks
-        self._link.post(
-            Heartbeat(num_free_blocks=num_blocks, num_held_blocks=0, num_quarantined_blocks=0, num_decoding=0)
-        )
+        self._report(LoadReported(self.profile.instance_id, self.profile.num_blocks, 0, 0, 0))
         self._beat_in(interval_s)
 
     def _beat_in(self, interval_s: float) -> None:
         self._mesh.agenda.at(self._mesh.agenda.now_s + interval_s, partial(self._beat, interval_s))
 
-    def _as_command(self, message: WorkerDown) -> Command:
-        instance_id, expected = self.profile.instance_id, self._mesh.expected
-        match message:
-            case RunPlan():
-                return RunStep(instance_id=instance_id, plan=message.plan)
-            case Admit():
-                request_id, epoch = message.generation.request_id, message.generation.epoch
-                return AdmitPrefill(
-                    instance_id=instance_id,
-                    request_id=request_id,
-                    epoch=epoch,
-                    num_blocks=message.num_blocks,
-                    decode_instance_id=None if message.decode_instance_id is None else SOMEWHERE,
-                )
-            case ExpectKv():
-                request_id, epoch = message.generation.request_id, message.generation.epoch
-                expected[request_id, epoch] = instance_id, message.capability
-                return PlaceDecode(
-                    instance_id=instance_id,
-                    request_id=request_id,
-                    epoch=epoch,
-                    num_blocks=message.num_blocks,
-                    prefill_instance_id=InstanceId(message.source_address.decode()),
-                    capability=message.capability,
-                )
-            case Grant():
-                destination_id = InstanceId(message.destination_address.decode())
-                assert expected[message.request_id, message.epoch] == (destination_id, message.capability)
-                return GrantTransfer(
-                    instance_id=instance_id,
-                    request_id=message.request_id,
-                    epoch=message.epoch,
-                    decode_instance_id=destination_id,
-                    capability=message.capability,
-                )
-            case Pause():
-                return PauseTransfer(instance_id=instance_id, request_id=message.request_id, epoch=message.epoch)
-            case Free():
-                return FreeKv(instance_id=instance_id, request_id=message.request_id, epoch=message.epoch)
-            case _:
-                raise AssertionError(f"not for a worker here: {message}")
+    def _report(self, event: Event) -> None:
+        assert isinstance(event, InstanceEvent)
+        self._link.post(EventMessage.of(event))
 
 
-#: What an instance reports by what: the same fields, but for its id.
-REPORTS: dict[type[Event], type[WorkerUp]] = {
-    StepDone: StepReport,
-    DecodeReserved: ReservedReport,
-    TransferOffered: OfferReport,
-    TransferPaused: PausedReport,
-    TransferLanded: LandedReport,
-    TransferSent: SentReport,
-    RequestFinished: FinishedReport,
-    KvReleased: ReleasedReport,
-}
-
-
-def as_message(event: Event) -> WorkerUp:
-    report = REPORTS[type(event)]
-    return report(**{name: getattr(event, name) for name in report.__struct_fields__})
+def as_command(message: WorkerDown) -> Command:
+    match message:
+        case CommandMessage() | Admit():
+            return message.command
+        case ExpectKv():
+            assert message.source_addresses == tuple(i.encode() for i in message.command.transfer.source_ids)
+            return message.command
+        case Grant():
+            assert message.destination_addresses == tuple(i.encode() for i in message.command.transfer.destination_ids)
+            return message.command
+        case _:
+            raise AssertionError(f"not for a worker here: {message}")
 
 
 class Gateway:

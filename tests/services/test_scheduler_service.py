@@ -17,8 +17,21 @@ import msgspec
 import pytest
 
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig
-from pdmesh.core.commands import Command
-from pdmesh.core.events import Event, InstanceLost, RequestFinished
+from pdmesh.core.commands import Command, FreeKv, RunStep
+from pdmesh.core.events import (
+    DecodeReserved,
+    DrainRequested,
+    Event,
+    InstanceEvent,
+    InstanceLost,
+    KvReleased,
+    LoadReported,
+    RequestFinished,
+    StepDone,
+    TransferLanded,
+    TransferOffered,
+    TransferSent,
+)
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError, InstanceUnavailable, leaves
 from pdmesh.eventlog import EventLogReader, replay
@@ -27,6 +40,7 @@ from pdmesh.model import (
     Epoch,
     FinishReason,
     GatewayId,
+    InstanceId,
     InstanceProfile,
     RejectReason,
     RequestId,
@@ -47,10 +61,9 @@ from pdmesh.wire.messages import (
     AdminResponse,
     Admit,
     Cancel,
-    Draining,
+    CommandMessage,
+    EventMessage,
     ExpectKv,
-    FinishedReport,
-    Free,
     GatewayDown,
     GatewayHeartbeat,
     Generation,
@@ -59,24 +72,16 @@ from pdmesh.wire.messages import (
     GetStatus,
     Goodbye,
     Grant,
-    Heartbeat,
-    LandedReport,
     MeshState,
-    OfferReport,
     OtherChoice,
     PeerGone,
     Policies,
     RegisterGateway,
     RegisterWorker,
     Rejected,
-    ReleasedReport,
     RequestRecord,
-    ReservedReport,
     Restarted,
-    RunPlan,
-    SentReport,
     SetPolicy,
-    StepReport,
     Submit,
     WelcomeGateway,
     WelcomeWorker,
@@ -122,7 +127,7 @@ class Peer:
 
     def post(self, *messages: Any) -> None:
         for message in messages:
-            self.link.post(message)
+            self.link.post(EventMessage.of(message) if isinstance(message, InstanceEvent) else message)
 
     async def expect(self, message_type: type[MessageT]) -> MessageT:
         """The next message of a type; others before it are dropped."""
@@ -132,7 +137,8 @@ class Peer:
                     if isinstance(message, message_type):
                         del self.seen[: index + 1]
                         return message
-                self.seen[:] = await anext(self.frames)
+                frame = await anext(self.frames)
+                self.seen[:] = [m.command if isinstance(m, CommandMessage) else m for m in frame]
 
     async def ended(self) -> str:
         """Why the scheduler ended the stream."""
@@ -229,12 +235,12 @@ def submit(request_id: str = R, *, prompt: int = 8, **params: Any) -> Submit:
     )
 
 
-def step_report(run: RunPlan) -> StepReport:
+def step_report(run: RunStep) -> StepDone:
     chunks = tuple(
         ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
         for c in run.plan.chunks
     )
-    return StepReport(plan_id=run.plan.plan_id, duration_s=0.01, chunks=chunks, num_decodes=0)
+    return StepDone(run.instance_id, run.plan.plan_id, 0.01, chunks, 0)
 
 
 async def told(mesh: Mesh, what: str, count: int) -> list[str]:
@@ -254,21 +260,26 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
     async with running() as mesh, mesh.worker(prefill()) as p, mesh.worker(decode()) as d, mesh.gateway() as g:
         g.post(submit())
         admit = await p.expect(Admit)
-        assert (admit.decode_instance_id, admit.num_blocks, admit.generation) == ("d", 2, submit().generation)
+        assert (admit.command.num_blocks, admit.generation) == (2, submit().generation)
+        assert admit.command.transfer is not None
         expect = await d.expect(ExpectKv)
-        assert (expect.num_context_tokens, expect.num_blocks, expect.source_address) == (8, 3, b"p")
+        assert (expect.num_context_tokens, expect.command.num_blocks, expect.source_addresses) == (8, 3, (b"p",))
+        assert expect.command.transfer == admit.command.transfer
+        of_p = (InstanceId("p"), R, ZERO)
+        of_d = (InstanceId("d"), R, ZERO)
+        transfer_id = expect.command.transfer.transfer_id
         assert expect.generation.token_ids == b""
-        d.post(ReservedReport(request_id=R, epoch=ZERO))
-        run = await p.expect(RunPlan)
-        p.post(OfferReport(request_id=R, epoch=ZERO))
+        d.post(DecodeReserved(*of_d, transfer_id))
+        run = await p.expect(RunStep)
+        p.post(TransferOffered(*of_p, transfer_id))
         grant = await p.expect(Grant)
-        assert (grant.capability, grant.destination_address) == (expect.capability, b"d")
+        assert (grant.command.transfer, grant.destination_addresses) == (expect.command.transfer, (b"d",))
         p.post(step_report(run))
-        d.post(LandedReport(request_id=R, epoch=ZERO, num_bytes=1000, duration_s=0.5))
-        p.post(ReleasedReport(request_id=R, epoch=ZERO))
-        p.post(SentReport(request_id=R, epoch=ZERO, num_bytes=1000, duration_s=0.5, exposed_s=0.25))
-        d.post(FinishedReport(request_id=R, epoch=ZERO, reason=FinishReason.STOP, num_output_tokens=3))
-        d.post(ReleasedReport(request_id=R, epoch=ZERO))
+        d.post(TransferLanded(*of_d, transfer_id, num_bytes=1000, duration_s=0.5))
+        p.post(TransferSent(*of_p, transfer_id, num_bytes=1000, duration_s=0.5, exposed_s=0.25))
+        p.post(KvReleased(*of_p))
+        d.post(RequestFinished(*of_d, reason=FinishReason.STOP, num_output_tokens=3))
+        d.post(KvReleased(*of_d))
         whats = await told(mesh, "released", 2)
         assert [what for what in whats if what not in ("released", "sent", "landed")] == [
             "queued",
@@ -296,9 +307,9 @@ async def test_prompts_are_sent_to_a_decoder_that_samples_by_them() -> None:
 async def test_a_cancel_reaches_the_worker() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())
-        await m.expect(RunPlan)
+        await m.expect(RunStep)
         g.post(Cancel(request_id=R, epoch=ZERO))
-        assert (await m.expect(Free)).request_id == R
+        assert (await m.expect(FreeKv)).request_id == R
 
 
 async def test_what_never_fits_is_rejected_with_its_lengths() -> None:
@@ -323,10 +334,10 @@ async def test_gateways_hear_of_readiness_and_at_each_heartbeat() -> None:
     async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed()) as m:
         state = await g.expect(MeshState)
         assert (state.ready, state.max_model_len, state.num_gateways) == (True, 1024, 1)
-        m.post(Heartbeat(num_free_blocks=60, num_held_blocks=3, num_quarantined_blocks=1, num_decoding=2))
+        m.post(LoadReported(InstanceId("m"), 60, 3, 1, num_decoding=2))
         status = await heard(g, mesh)
         assert (status.num_free_blocks, status.num_held_blocks, status.num_quarantined_blocks) == (60, 3, 1)
-        m.post(Draining())
+        m.post(DrainRequested(InstanceId("m")))
         state = await g.expect(MeshState)
         assert (state.ready, state.reason) == (False, "no prefill instance is there")
 
@@ -343,7 +354,7 @@ async def heard(g: Peer, mesh: Mesh) -> Any:
 async def test_a_goodbye_loses_the_instance_at_once() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())
-        await m.expect(RunPlan)
+        await m.expect(RunStep)
         m.post(Goodbye())
         assert (await g.expect(Restarted)).request_id == R
         assert await m.ended() == "OK"
@@ -368,7 +379,7 @@ async def test_a_broken_stream_is_a_death_unless_the_instance_comes_back(monkeyp
     async with running() as mesh, mesh.gateway() as g:
         async with mesh.worker(mixed()) as m:
             g.post(submit())
-            await m.expect(RunPlan)
+            await m.expect(RunStep)
         assert (await g.expect(Restarted)).request_id == R
         status = await mesh.ask(GetStatus())
         assert isinstance(status, MeshState)
@@ -382,7 +393,7 @@ async def test_a_broken_stream_is_no_loss_if_the_instance_comes_back(monkeypatch
         async with mesh.worker(mixed()) as m:
             await g.expect(MeshState)
             g.post(submit())
-            m.post(step_report(await m.expect(RunPlan)))
+            m.post(step_report(await m.expect(RunStep)))
         state = await g.expect(MeshState)
         assert (state.ready, state.num_running) == (False, 1)
         async with mesh.worker(mixed(), resident):
@@ -394,7 +405,7 @@ async def test_an_operator_switches_the_policy_while_serving() -> None:
     async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed()) as m:
         await g.expect(MeshState)
         g.post(submit())
-        plan = await m.expect(RunPlan)
+        plan = await m.expect(RunStep)
         before = await mesh.ask(GetPolicies())
         assert isinstance(before, Policies)
         assert before.bundle == "pdmesh"
@@ -421,7 +432,7 @@ async def test_an_instance_that_the_profile_is_not_of_is_refused_and_the_others_
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile=str(file)))
     async with running(config) as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())
-        run = await m.expect(RunPlan)
+        run = await m.expect(RunStep)
         other = replace(mixed("other"), model="large", device="cuda:0")
         async with mesh.connect(WORKER_METHOD, WorkerDown, RegisterWorker(profile=other, residents=())) as refused:
             why = await refused.ended()
@@ -458,7 +469,7 @@ async def test_a_second_registration_takes_the_place_of_the_first() -> None:
     async with running() as mesh, mesh.worker(mixed()) as old, mesh.worker(mixed()) as new, mesh.gateway() as g:
         assert "took over" in await old.ended()
         g.post(submit())
-        await new.expect(RunPlan)
+        await new.expect(RunStep)
 
 
 async def test_residents_are_claimed_after_a_restart() -> None:
@@ -490,7 +501,7 @@ async def test_garbage_ends_its_own_stream_alone(method: str, frame: bytes) -> N
         await call.write(frame)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         g.post(submit())
-        await m.expect(RunPlan)
+        await m.expect(RunStep)
 
 
 async def test_garbage_after_a_registration_ends_its_own_stream_alone() -> None:
@@ -503,7 +514,7 @@ async def test_garbage_after_a_registration_ends_its_own_stream_alone() -> None:
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "malformed frame of 100 bytes" in await call.details()
         g.post(submit())
-        await m.expect(RunPlan)
+        await m.expect(RunStep)
 
 
 async def test_an_oversized_frame_ends_its_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,7 +528,7 @@ async def test_an_oversized_frame_ends_its_own_stream_alone(monkeypatch: pytest.
         await call.write(bytes(2_000_000))
         assert await call.code() is not grpc.StatusCode.OK
         g.post(submit())
-        await m.expect(RunPlan)
+        await m.expect(RunStep)
 
 
 async def test_strangers_are_refused() -> None:
@@ -585,7 +596,7 @@ async def refused_alone(impossible: Submit) -> None:
         g.post(submit("good"))
         rejected = await g.expect(Rejected)
         assert (rejected.request_id, rejected.reason) == ("r", RejectReason.INVALID)
-        assert (await m.expect(RunPlan)).plan.chunks[0].request_id == "good"
+        assert (await m.expect(RunStep)).plan.chunks[0].request_id == "good"
 
 
 # --- an operator ---
@@ -606,7 +617,7 @@ async def test_the_admin_method_answers_and_refuses() -> None:
 async def test_metrics_are_served() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())
-        await m.expect(RunPlan)
+        await m.expect(RunStep)
         url = f"http://127.0.0.1:{mesh.context.facts['metrics_port']}/metrics"
         lines = (await anyio.to_thread.run_sync(fetch, url)).splitlines()
         assert "pdmesh:num_requests_running 1.0" in lines
@@ -646,9 +657,9 @@ async def test_the_event_log_of_a_live_run_can_be_replayed(tmp_path: Path) -> No
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, event_log=path))
     async with running(config) as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())
-        m.post(step_report(await m.expect(RunPlan)))
-        m.post(FinishedReport(request_id=R, epoch=ZERO, reason=FinishReason.STOP, num_output_tokens=1))
-        m.post(ReleasedReport(request_id=R, epoch=ZERO))
+        m.post(step_report(await m.expect(RunStep)))
+        m.post(RequestFinished(InstanceId("m"), R, ZERO, FinishReason.STOP, num_output_tokens=1))
+        m.post(KvReleased(InstanceId("m"), R, ZERO))
         m.post(Goodbye())
         await m.ended()
         await g.expect(MeshState)

@@ -12,31 +12,21 @@ import pytest
 from anyio import to_thread
 
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig, WorkerConfig
+from pdmesh.core.commands import AdmitPrefill, FreeKv, RunStep
+from pdmesh.core.events import DrainRequested, KvReleased, LoadReported, RequestDropped, RequestFinished, StepDone
 from pdmesh.errors import InstanceUnavailable, leaves
 from pdmesh.model import FinishReason, InstanceId, Role, SamplingParams, StepPlan, num_blocks_for
 from pdmesh.service import ServiceContext
 from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
 from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
-from pdmesh.testing.worker import chunk_plans, make_generation
+from pdmesh.testing.worker import a_shard, chunk_plans, make_generation
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import (
-    Admit,
-    Draining,
-    FinishedReport,
-    Free,
-    Generation,
-    Goodbye,
-    Heartbeat,
-    RegisterWorker,
-    ReleasedReport,
-    RunPlan,
-    StepReport,
-    TokenOut,
-    TransferFailedReport,
-)
+from pdmesh.wire.messages import Admit, Generation, Goodbye, RegisterWorker, TokenOut
 from pdmesh.worker.runtime import run_worker, serve_instance
 from pdmesh.worker.threads import EngineThread
 from pdmesh.worker.token_links import NUM_REMEMBERED, open_token_links
+
+W = InstanceId("w")
 
 pytestmark = pytest.mark.anyio
 
@@ -60,14 +50,22 @@ class Worker:
     def admit(self, name: str, prompt: list[int], params: SamplingParams = GREEDY) -> Generation:
         generation = msgspec.structs.replace(make_generation(name, prompt, params), token_address=self.token_address)
         num_blocks = num_blocks_for(len(prompt) + params.max_tokens - 1, self.engine.kv.layout.block_size)
-        self.scheduler.post(Admit(generation=generation, num_blocks=num_blocks, decode_instance_id=None))
+        command = AdmitPrefill(
+            instance_id=W,
+            request_id=generation.request_id,
+            epoch=generation.epoch,
+            shards=(a_shard(W, num_blocks),),
+            transfer=None,
+        )
+        self.scheduler.post(Admit(command=command, generation=generation))
         return generation
 
     def start(self, name: str, prompt: list[int], *, chunk: int = 100) -> None:
         """Do what the scheduler does for a request that prefills and decodes here."""
         generation = self.admit(name, prompt)
         for part in chunk_plans(generation, [chunk]):
-            self.scheduler.post(RunPlan(plan=StepPlan(plan_id=self.num_plans, chunks=(part,), with_decodes=False)))
+            plan = StepPlan(plan_id=self.num_plans, chunks=(part,), with_decodes=False)
+            self.scheduler.post(RunStep(instance_id=W, plan=plan))
             self.num_plans += 1
 
     async def serve(self, config: MeshConfig) -> None:
@@ -108,12 +106,12 @@ async def test_it_registers_serves_and_reports() -> None:
         register = worker.scheduler.reports_of(RegisterWorker)[0]
         assert (register.profile.instance_id, register.profile.role, register.residents) == ("w", Role.MIXED, ())
         assert register.profile.num_blocks == 512
-        await worker.scheduler.reported(Heartbeat)
+        await worker.scheduler.reported(LoadReported)
         worker.start("r", list(range(9)), chunk=4)
         assert await worker.gateway.finished("r") == reference_output(list(range(9)), GREEDY)
-        await worker.scheduler.reported(ReleasedReport, "r")
-        assert worker.scheduler.reports_of(FinishedReport, "r")[0].num_output_tokens == GREEDY.max_tokens
-        assert len(worker.scheduler.reports_of(StepReport)) == 3
+        await worker.scheduler.reported(KvReleased, "r")
+        assert worker.scheduler.reports_of(RequestFinished, "r")[0].num_output_tokens == GREEDY.max_tokens
+        assert len(worker.scheduler.reports_of(StepDone)) == 3
 
 
 async def test_a_steps_tokens_come_in_one_frame() -> None:
@@ -164,8 +162,8 @@ async def test_decoding_goes_on_while_the_scheduler_restarts() -> None:
             assert await gateway.finished("r") == reference_output([7] * 6, GREEDY)
             worker.start("next", [9] * 3)
             assert await gateway.finished("next") == reference_output([9] * 3, GREEDY)
-            second.post(Free(request_id=never_begun.request_id, epoch=never_begun.epoch))
-            await second.reported(ReleasedReport, "p")
+            second.post(FreeKv(instance_id=W, request_id=never_begun.request_id, epoch=never_begun.epoch))
+            await second.reported(KvReleased, "p")
             tasks.cancel_scope.cancel()
 
 
@@ -187,7 +185,7 @@ async def test_a_gateway_that_does_not_read_loses_tokens_and_nothing_else() -> N
     gateway = ScriptedGateway()
     async with (
         serving_gateway(gateway) as address,
-        open_token_links(InstanceId("w"), SecurityConfig(), max_queued=NUM_REMEMBERED + 2) as links,
+        open_token_links(W, SecurityConfig(), max_queued=NUM_REMEMBERED + 2) as links,
     ):
         generation = make_generation("r", [1], GREEDY)
 
@@ -207,7 +205,7 @@ async def test_a_gateway_that_does_not_read_loses_tokens_and_nothing_else() -> N
 async def test_flush_waits_until_gateways_have_read() -> None:
     gateway = ScriptedGateway()
     async with serving_gateway(gateway) as address:
-        async with open_token_links(InstanceId("w"), SecurityConfig()) as links:
+        async with open_token_links(W, SecurityConfig()) as links:
             generation = make_generation("r", [1], GREEDY)
             for index in range(500):
                 message = TokenOut(request_id=generation.request_id, epoch=generation.epoch, index=index, token_id=1)
@@ -233,10 +231,10 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
         worker.start("r", [7] * 6)
         await to_thread.run_sync(gate.arrived)
         worker.context.stopping.set()
-        await worker.scheduler.reported(Draining)
+        await worker.scheduler.reported(DrainRequested)
         worker.start("late", [8] * 6)
-        await worker.scheduler.reported(TransferFailedReport, "late")
-        await worker.scheduler.reported(ReleasedReport, "late")
+        await worker.scheduler.reported(RequestDropped, "late")
+        await worker.scheduler.reported(KvReleased, "late")
         gate.open()
         await worker.ended.wait()
         assert worker.error is None
@@ -258,7 +256,7 @@ async def test_a_scheduler_that_cuts_the_stream_gets_the_residents_again() -> No
         assert (resident.request_id, resident.decoding, resident.num_context_tokens) == ("r", True, 7)
         gate.open()
         await worker.gateway.finished("r")
-        await worker.scheduler.reported(ReleasedReport, "r")
+        await worker.scheduler.reported(KvReleased, "r")
 
 
 async def test_run_worker_builds_it_all_from_the_configuration() -> None:

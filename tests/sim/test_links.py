@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from pdmesh.core.state import RequestKey
-from pdmesh.model import Epoch, InstanceId, RequestId
+from pdmesh.model import Epoch, InstanceId, RequestId, RequestKey
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.links import Links
 

@@ -16,9 +16,9 @@ from pdmesh.core.events import (
     InstanceLost,
     RequestArrived,
     RequestCancelled,
+    RequestDropped,
     RequestFinished,
     StepDone,
-    TransferFailed,
 )
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
@@ -191,7 +191,7 @@ def test_a_resumed_request_is_one_request() -> None:
     log = Log()
     log.arrive("r", prompt=8, output=6)
     log.step(1.0)
-    log.feed(TransferFailed(InstanceId("m"), RequestId("r"), Epoch(0), "lost"), 2.0)
+    log.feed(RequestDropped(InstanceId("m"), RequestId("r"), Epoch(0), "lost"), 2.0)
     log.released("m", "r")
     log.feed(RequestArrived(a_request("r", 11, 3, epoch=1, arrival_s=3.0)), 3.0)
     log.step(4.0)

@@ -8,8 +8,8 @@ import pytest
 
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import BundleChangeRequested, TransferLanded
-from pdmesh.model import Epoch, InstanceId, RequestId, Role, StepPlan
+from pdmesh.core.events import BundleChangeRequested
+from pdmesh.model import Role, StepPlan
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import CoreBench, of
@@ -81,6 +81,6 @@ def test_it_waits_while_decodes_leave_their_steps_no_room() -> None:
         (run,) = of(RunStep, bench.arrive(f"d{number}", 20))
         assert run.instance_id == "p"
         bench.done("p", run.plan)
-        bench.feed(TransferLanded(InstanceId("d"), RequestId(f"d{number}"), Epoch(0), num_bytes=1, duration_s=0.0))
+        bench.landed("d", f"d{number}")
     occupy(bench)
     assert not of(AdmitPrefill, bench.arrive("local", 300))

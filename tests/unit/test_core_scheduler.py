@@ -37,10 +37,8 @@ from pdmesh.core.events import (
     RoleChangeRequested,
     StepDone,
     Tick,
-    TransferFailed,
     TransferLanded,
     TransferOffered,
-    TransferPaused,
 )
 from pdmesh.model import (
     ChunkDone,
@@ -52,6 +50,7 @@ from pdmesh.model import (
     RejectReason,
     RequestId,
     Role,
+    TransferId,
 )
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
@@ -72,14 +71,6 @@ def mixed(name: str = "m", **settings: int) -> InstanceProfile:
     return modelled_profile(name, Role.MIXED, **settings)  # type: ignore[arg-type] # as above
 
 
-def offered(instance_id: InstanceId, request_id: str) -> TransferOffered:
-    return TransferOffered(instance_id, RequestId(request_id), Epoch(0))
-
-
-def landed(instance_id: InstanceId, request_id: str) -> TransferLanded:
-    return TransferLanded(instance_id, RequestId(request_id), Epoch(0), num_bytes=1, duration_s=0.1)
-
-
 def finished(instance_id: InstanceId, request_id: str) -> RequestFinished:
     return RequestFinished(instance_id, RequestId(request_id), Epoch(0), FinishReason.STOP, 3)
 
@@ -97,9 +88,9 @@ def test_prefill_and_decode_are_placed_before_the_first_step() -> None:
     assert isinstance(place, PlaceDecode)
     assert isinstance(admit, AdmitPrefill)
     assert isinstance(step, RunStep)
-    assert (place.instance_id, place.prefill_instance_id, place.num_blocks) == (D, P, 4)  # 8 + 6 - 1 tokens
+    assert (place.instance_id, place.transfer.source_ids, place.num_blocks) == (D, (P,), 4)  # 8 + 6 - 1 tokens
     assert (admit.instance_id, admit.decode_instance_id, admit.num_blocks) == (P, D, 2)  # 8 tokens
-    assert 0 < place.capability < 2**64
+    assert 0 < place.transfer.capability < 2**64
     assert bench.free_blocks("d") == 60
     assert not step.plan.with_decodes
 
@@ -117,7 +108,7 @@ def test_a_mixed_instance_without_a_seat_moves_what_it_prefilled() -> None:
     bench = CoreBench(mixed(max_num_seqs=1), decode())
     bench.arrive("stays")
     (place,) = of(PlaceDecode, bench.arrive("moves"))
-    assert (place.instance_id, place.prefill_instance_id) == (D, M)
+    assert (place.instance_id, place.transfer.source_ids) == (D, (M,))
 
 
 def test_prompts_go_where_fewest_tokens_are_queued_and_ties_to_the_smaller_id() -> None:
@@ -248,20 +239,19 @@ def test_transfers_are_granted_in_order_of_first_offer_as_backends_get_free() ->
     bench = CoreBench(prefill(), decode(num_transfer_backends=1), config=limited(plans_in_flight=3))
     for name in ("a", "b", "c"):
         bench.arrive(name, prompt=4)
-    assert [grant.request_id for grant in of(GrantTransfer, bench.feed(offered(P, "b")))] == ["b"]
+    assert [grant.request_id for grant in of(GrantTransfer, bench.offered(P, "b"))] == ["b"]
     for name in ("c", "a", "c", "b"):
-        assert not of(GrantTransfer, bench.feed(offered(P, name)))
-    (grant,) = of(GrantTransfer, bench.feed(landed(D, "b")))
+        assert not of(GrantTransfer, bench.offered(P, name))
+    (grant,) = of(GrantTransfer, bench.landed(D, "b"))
     (place,) = (place for place in of(PlaceDecode, bench.commands) if place.request_id == "c")
-    assert (grant.request_id, grant.instance_id, grant.decode_instance_id) == ("c", P, D)
-    assert grant.capability == place.capability
+    assert (grant.request_id, grant.instance_id, grant.transfer) == ("c", P, place.transfer)
 
 
 def test_a_cancelled_transfer_keeps_its_backend_until_the_receiver_has_freed() -> None:
     bench = CoreBench(prefill(), decode(num_transfer_backends=1))
     for name in ("a", "b"):
         bench.arrive(name, prompt=4)
-        bench.feed(offered(P, name))
+        bench.offered(P, name)
     assert not of(GrantTransfer, bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0))))
     assert [grant.request_id for grant in of(GrantTransfer, bench.released("d", "a"))] == ["b"]
 
@@ -270,17 +260,17 @@ def test_a_cancelled_offer_leaves_the_line() -> None:
     bench = CoreBench(prefill(), decode(num_transfer_backends=1), config=limited(plans_in_flight=3))
     for name in ("a", "b", "c"):
         bench.arrive(name, prompt=4)
-        bench.feed(offered(P, name))
+        bench.offered(P, name)
     bench.feed(RequestCancelled(GATEWAY, RequestId("b"), Epoch(0)))
-    assert [grant.request_id for grant in of(GrantTransfer, bench.feed(landed(D, "a")))] == ["c"]
+    assert [grant.request_id for grant in of(GrantTransfer, bench.landed(D, "a"))] == ["c"]
 
 
 @pytest.mark.parametrize("side", [P, D])
 def test_a_failed_transfer_restarts_the_request_and_frees_both_sides(side: InstanceId) -> None:
     bench = CoreBench(prefill(), decode())
     bench.arrive("a")
-    bench.feed(offered(P, "a"))
-    commands = bench.feed(TransferFailed(side, RequestId("a"), Epoch(0), "checksum"))
+    bench.offered(P, "a")
+    commands = bench.failed(side, "a", "checksum")
     (restart,) = of(Restart, commands)
     assert (restart.gateway_id, restart.epoch) == (GATEWAY, 0)
     assert "checksum" in restart.reason
@@ -291,8 +281,8 @@ def test_a_sender_that_missed_the_acknowledgement_is_freed_without_harm_to_the_d
     bench = CoreBench(prefill(), decode())
     (step,) = of(RunStep, bench.arrive("a"))
     bench.done("p", step.plan)
-    bench.feed(landed(D, "a"))
-    commands = bench.feed(TransferFailed(P, RequestId("a"), Epoch(0), "no acknowledgement"))
+    bench.landed(D, "a")
+    commands = bench.failed(P, "a", "no acknowledgement")
     assert [free.instance_id for free in of(FreeKv, commands)] == [P]
     assert not of(Restart, commands)
 
@@ -304,7 +294,7 @@ def test_blocks_come_back_only_when_the_worker_has_released_them() -> None:
     bench = CoreBench(prefill(), decode())
     (step,) = of(RunStep, bench.arrive("a", prompt=8, output=6))
     bench.done("p", step.plan)
-    bench.feed(landed(D, "a"))
+    bench.landed(D, "a")
     bench.released("p", "a")
     commands = bench.feed(finished(D, "a"))
     assert [forget.outcome for forget in of(ForgetRequest, commands)] == [Outcome.FINISHED]
@@ -329,10 +319,10 @@ def test_cancel_at_any_stage_frees_all_that_is_held(stage: str) -> None:
     steps = of(RunStep, bench.arrive("a"))
     held = set() if stage == "queued" else {P, D}
     if stage in ("in transfer", "decoding"):
-        bench.feed(offered(P, "a"))
+        bench.offered(P, "a")
         bench.done("p", steps[0].plan)
     if stage == "decoding":
-        bench.feed(landed(D, "a"))
+        bench.landed(D, "a")
         bench.released("p", "a")
         held = {D}
     commands = bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0)))
@@ -347,8 +337,8 @@ def test_late_repeated_and_unknown_reports_are_counted_and_change_nothing() -> N
     events: list[Event] = [
         StepDone(P, 7, 0.0, (), 0),
         StepDone(ghost, 0, 0.0, (), 0),
-        offered(P, "x"),
-        landed(D, "x"),
+        TransferOffered(P, RequestId("x"), Epoch(0), TransferId(1)),
+        TransferLanded(D, RequestId("x"), Epoch(0), TransferId(1), 1, 0.1),
         finished(D, "x"),
         InstanceLost(ghost),
         InstanceUnreachable(ghost),
@@ -446,7 +436,7 @@ def test_a_preempted_request_gives_its_backend_to_one_that_waits() -> None:
     bench.feed(BundleChangeRequested("sjf"))
 
     def offered(request_id: str) -> list[Command]:
-        return bench.feed(TransferOffered(P, RequestId(request_id), Epoch(0)))
+        return bench.offered(P, request_id)
 
     first, second = (step.plan for step in of(RunStep, bench.arrive("long", prompt=12)))
     assert [grant.request_id for grant in of(GrantTransfer, offered("long"))] == ["long"]
@@ -457,17 +447,18 @@ def test_a_preempted_request_gives_its_backend_to_one_that_waits() -> None:
     assert of(PauseTransfer, offered("a")) == []  # the second chunk of the long one is still to come
     (fourth, pause) = bench.done("p", second)[-2:]
     assert isinstance(fourth, RunStep)
-    assert pause == PauseTransfer(instance_id=P, request_id=RequestId("long"), epoch=Epoch(0))
-    assert bench.feed(TransferPaused(D, RequestId("long"), Epoch(0))) == []  # from the wrong side
-    assert bench.feed(TransferPaused(P, RequestId("a"), Epoch(0))) == []  # nobody asked it
-    commands = bench.feed(TransferPaused(P, RequestId("long"), Epoch(0)))
+    transfer_id = bench.transfers["long"]
+    assert pause == PauseTransfer(instance_id=P, request_id=RequestId("long"), epoch=Epoch(0), transfer_id=transfer_id)
+    assert bench.paused(D, "long") == []  # from the wrong side
+    assert bench.paused(P, "a") == []  # nobody asked it
+    commands = bench.paused(P, "long")
     assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["a"]
     assert offered("b") == []
-    assert of(GrantTransfer, bench.feed(TransferPaused(P, RequestId("long"), Epoch(0)))) == []  # said already
+    assert of(GrantTransfer, bench.paused(P, "long")) == []  # said already
 
     (last,) = of(RunStep, bench.done("p", third.plan))
     assert [chunk.request_id for chunk in last.plan.chunks] == ["long"]
-    commands = bench.feed(TransferLanded(D, RequestId("a"), Epoch(0), 1, 0.0))
+    commands = bench.landed(D, "a")
     assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["long"]  # its first offer was before b's
 
 
@@ -476,15 +467,15 @@ def test_a_request_that_ends_while_its_backend_comes_back_frees_it_once(answered
     bench = CoreBench(prefill(), decode(num_transfer_backends=1), chunk_tokens=4)
     bench.feed(BundleChangeRequested("sjf"))
     plans = [step.plan for step in of(RunStep, bench.arrive("long", prompt=12))]
-    bench.feed(TransferOffered(P, RequestId("long"), Epoch(0)))
+    bench.offered(P, "long")
     for request_id in ("a", "b"):
         bench.arrive(request_id, prompt=4)
     for plan in plans:
         bench.done("p", plan)
-    assert len(of(PauseTransfer, bench.feed(TransferOffered(P, RequestId("a"), Epoch(0))))) == 1
+    assert len(of(PauseTransfer, bench.offered(P, "a"))) == 1
     bench.feed(RequestCancelled(GATEWAY, RequestId("long"), Epoch(0)))
     if answered:
-        assert of(GrantTransfer, bench.feed(TransferPaused(P, RequestId("long"), Epoch(0)))) == []
+        assert of(GrantTransfer, bench.paused(P, "long")) == []
     commands = bench.released("d", "long")
     assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["a"]
 
@@ -530,7 +521,7 @@ def test_a_lost_prefill_does_not_matter_to_what_has_landed() -> None:
     bench = CoreBench(prefill(), decode())
     (step,) = of(RunStep, bench.arrive("a"))
     bench.done("p", step.plan)
-    bench.feed(landed(D, "a"))
+    bench.landed(D, "a")
     assert not of(Restart, bench.feed(InstanceLost(P)))
     assert bench.core.num_running == 1
 
@@ -539,7 +530,7 @@ def test_a_lost_decode_restarts_all_of_its_requests() -> None:
     bench = CoreBench(prefill(), decode("d0"), decode("d1"))
     (step,) = of(RunStep, bench.arrive("a"))
     bench.done("p", step.plan)
-    bench.feed(landed(InstanceId("d0"), "a"))
+    bench.landed("d0", "a")
     commands = bench.feed(InstanceLost(InstanceId("d0")))
     assert [restart.request_id for restart in of(Restart, commands)] == ["a"]
     assert [free.instance_id for free in of(FreeKv, commands)] == [P]

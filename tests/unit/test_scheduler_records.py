@@ -11,6 +11,7 @@ from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, 
 from pdmesh.core.events import RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams
+from pdmesh.testing.worker import a_shard
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_scheduler.records import RequestRecords
 
@@ -54,7 +55,11 @@ class Told:
             slo_tpot_s=slo.tpot_s,
         )
         admit = AdmitPrefill(
-            instance_id=I, request_id=request.request_id, epoch=request.epoch, num_blocks=2, decode_instance_id=None
+            instance_id=I,
+            request_id=request.request_id,
+            epoch=request.epoch,
+            shards=(a_shard(I, 2),),
+            transfer=None,
         )
         self.records.observe(RequestArrived(request), generation, [admit], at_s, "fcfs")
 
@@ -205,7 +210,7 @@ def test_a_record_names_the_bundle_that_placed_the_request() -> None:
     request = Request(**ids, gateway_id=G, num_prompt_tokens=8, max_tokens=4, arrival_s=0.0)
     records.observe(RequestArrived(request), None, [], 0.0, "fcfs")
     records.observe(
-        Tick(), None, [AdmitPrefill(**ids, instance_id=I, num_blocks=2, decode_instance_id=None)], 1.0, "pdmesh"
+        Tick(), None, [AdmitPrefill(**ids, instance_id=I, shards=(a_shard(I, 2),), transfer=None)], 1.0, "pdmesh"
     )
     records.observe(StepDone(I, 0, 0.1, (ChunkDone(**ids, num_tokens=8, is_last=True),), 0), None, [], 2.0, "edf")
     record = records.get("r")

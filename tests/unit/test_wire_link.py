@@ -13,15 +13,16 @@ import msgspec
 import pytest
 
 from pdmesh.config import SecurityConfig
+from pdmesh.core.commands import FreeKv
+from pdmesh.core.events import KvReleased, LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull
-from pdmesh.model import Epoch, GatewayId, RequestId, SamplingParams
+from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.endpoint import check_bind, check_kv_devices, open_channel, serving
 from pdmesh.wire.link import FRAME_BYTES, FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
-    Free,
+    CommandMessage,
+    EventMessage,
     Generation,
-    Heartbeat,
-    ReleasedReport,
     Submit,
     WorkerDown,
     WorkerUp,
@@ -32,19 +33,21 @@ from pdmesh.wire.messages import (
 pytestmark = pytest.mark.anyio
 
 SERVICE = "pdmesh.test"
+BEAT = EventMessage.of(LoadReported(InstanceId("i"), 0, 0, 0, 0))
 
 
 @asynccontextmanager
 async def echo_server() -> AsyncGenerator[str]:
-    """Answers each ReleasedReport with a Free of the same request."""
+    """Answers each KvReleased with a FreeKv of the same request."""
 
     async def serve(link: FrameLink[WorkerDown, WorkerUp], _peer: str) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.pump)
             async for frame in link.frames():
                 for message in frame:
-                    if isinstance(message, ReleasedReport):
-                        link.post(Free(request_id=message.request_id, epoch=message.epoch))
+                    if isinstance(message, EventMessage) and isinstance(event := message.event, KvReleased):
+                        free = FreeKv(instance_id=event.instance_id, request_id=event.request_id, epoch=event.epoch)
+                        link.post(CommandMessage.of(free))
             link.close()
 
     methods = {"Echo": serve_link(serve, WorkerUp)}
@@ -69,11 +72,7 @@ async def test_a_peer_that_stands_still_unwinds_nobody() -> None:
                                 anyio.create_task_group() as tasks,
                             ):
                                 tasks.start_soon(link.pump)
-                                link.post(
-                                    Heartbeat(
-                                        num_free_blocks=0, num_held_blocks=0, num_quarantined_blocks=0, num_decoding=0
-                                    )
-                                )
+                                link.post(BEAT)
                                 with anyio.fail_after(0.1):
                                     await anext(aiter(link.frames()))
                         except* (TimeoutError, InstanceUnavailable):
@@ -93,10 +92,10 @@ async def echo(address: str, names: list[str]) -> list[str]:
     ):
         tasks.start_soon(link.pump)
         for name in names:
-            link.post(ReleasedReport(request_id=RequestId(name), epoch=Epoch(0)))
+            link.post(EventMessage.of(KvReleased(InstanceId("i"), RequestId(name), Epoch(0))))
         with anyio.fail_after(10):
             async for frame in link.frames():
-                got.extend(message.request_id for message in frame)
+                got.extend(message.command.request_id for message in frame)
                 if len(got) == len(names):
                     break
         tasks.cancel_scope.cancel()
@@ -116,8 +115,8 @@ async def test_messages_arrive_once_in_order_however_they_are_framed() -> None:
         b"\x00",
         b"\xff" * 100,
         msgspec.msgpack.encode([{"type": "Unknown"}]),
-        msgspec.msgpack.encode([{"type": "Heartbeat", "num_free_blocks": "many"}]),
-        msgspec.msgpack.encode({"type": "Heartbeat"}),
+        msgspec.msgpack.encode([{"type": "EventMessage", "name": 1, "fields": {}}]),
+        msgspec.msgpack.encode({"type": "Goodbye"}),
         b"\xdd\xff\xff\xff\xff",  # an array header that promises four billion messages
     ],
 )
@@ -146,14 +145,13 @@ async def test_the_outbox_is_bounded_and_closes() -> None:
         await anyio.Event().wait()
 
     link: FrameLink[WorkerUp, WorkerDown] = FrameLink(write=never, read=never, receive_type=WorkerDown, max_queued=2)
-    beat = Heartbeat(num_free_blocks=0, num_held_blocks=0, num_quarantined_blocks=0, num_decoding=0)
-    link.post(beat)
-    link.post(beat)
+    link.post(BEAT)
+    link.post(BEAT)
     with pytest.raises(OutboxFull):
-        link.post(beat)
+        link.post(BEAT)
     link.close()
     with pytest.raises(InstanceUnavailable):
-        link.post(beat)
+        link.post(BEAT)
 
 
 async def test_frames_stay_far_below_the_limit_whatever_waits() -> None:

@@ -9,23 +9,20 @@ import pytest
 from anyio import to_thread
 
 from pdmesh.config import TransferConfig
+from pdmesh.core.events import (
+    KvReleased,
+    RequestFinished,
+    TransferFailed,
+    TransferLanded,
+    TransferOffered,
+    TransferPaused,
+    TransferSent,
+)
 from pdmesh.model import FinishReason, Role, SamplingParams
 from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
 from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
-from pdmesh.wire.messages import (
-    FinishedReport,
-    Free,
-    Generation,
-    LandedReport,
-    OfferReport,
-    Pause,
-    PausedReport,
-    PeerGone,
-    ReleasedReport,
-    SentReport,
-    TransferFailedReport,
-)
+from pdmesh.wire.messages import Generation, PeerGone
 
 pytestmark = pytest.mark.anyio
 
@@ -74,26 +71,26 @@ def output_of(request_id: str, *instances: RunningInstance, epoch: int = 0) -> l
 
 
 def free(running: RunningInstance, generation: Generation) -> None:
-    running.instance.handle(Free(request_id=generation.request_id, epoch=generation.epoch))
+    running.free(generation.request_id, generation.epoch)
 
 
 async def check_whole_way(pair: Pair, name: str, prompt: list[int], params: SamplingParams, sizes: list[int]) -> None:
     prefill, decode = pair
     generation = make_generation(name, prompt, params)
     await hand_over(generation, prefill, decode, sizes)
-    await decode.reported(ReleasedReport, name)
-    await prefill.reported(ReleasedReport, name)
+    await decode.reported(KvReleased, name)
+    await prefill.reported(KvReleased, name)
     assert output_of(name, prefill, decode) == reference_output(prompt, params)
     assert [token.index for token in prefill.tokens_of(name)] == [0]  # the first token does not wait for the KV
-    assert len(prefill.reports_of(OfferReport, name)) == len(prefill.reports_of(SentReport, name)) == 1
-    (landed,) = decode.reports_of(LandedReport, name)
+    assert len(prefill.reports_of(TransferOffered, name)) == len(prefill.reports_of(TransferSent, name)) == 1
+    (landed,) = decode.reports_of(TransferLanded, name)
     layout = prefill.engine.kv.layout
     num_blocks = -(-len(prompt) // layout.block_size)
-    assert landed.num_bytes == prefill.reports_of(SentReport, name)[0].num_bytes
+    assert landed.num_bytes == prefill.reports_of(TransferSent, name)[0].num_bytes
     assert landed.num_bytes == num_blocks * layout.num_layers * layout.block_bytes
-    assert len(decode.reports_of(FinishedReport, name)) == 1
+    assert len(decode.reports_of(RequestFinished, name)) == 1
     for instance in pair:
-        assert len(instance.reports_of(ReleasedReport, name)) == 1
+        assert len(instance.reports_of(KvReleased, name)) == 1
 
 
 @pytest.mark.parametrize("sizes", [[1], [3], [4], [5, 2, 8], [100]])
@@ -121,7 +118,7 @@ async def test_a_resumed_request_is_handed_over_too() -> None:
     async with memory_pair() as (prefill, decode):
         generation = make_generation("r", prompt, GREEDY, output=whole[:2], epoch=1)
         await hand_over(generation, prefill, decode, [4], with_tokens=True)
-        await decode.reported(FinishedReport, "r")
+        await decode.reported(RequestFinished, "r")
         assert output_of("r", prefill, decode, epoch=1) == whole[2:]
         assert prefill.tokens_of("r", epoch=1)[0].index == 2
 
@@ -130,14 +127,14 @@ async def test_a_request_that_ends_with_its_first_token_is_not_committed() -> No
     async with memory_pair() as (prefill, decode):
         generation = make_generation("r", [1] * 9, SamplingParams(max_tokens=1, temperature=0))
         await hand_over(generation, prefill, decode, [4])
-        await prefill.reported(ReleasedReport, "r")
+        await prefill.reported(KvReleased, "r")
         assert prefill.tokens_of("r")[0].finish_reason is FinishReason.LENGTH
-        assert len(prefill.reports_of(FinishedReport, "r")) == 1
-        assert prefill.reports_of(SentReport, "r") == []
-        assert prefill.reports_of(TransferFailedReport, "r") == []
+        assert len(prefill.reports_of(RequestFinished, "r")) == 1
+        assert prefill.reports_of(TransferSent, "r") == []
+        assert prefill.reports_of(TransferFailed, "r") == []
         prefill.assert_all_free()
         free(decode, generation)  # as the core does
-        await decode.reported(ReleasedReport, "r")
+        await decode.reported(KvReleased, "r")
         assert decode.tokens == []
         decode.assert_all_free()
 
@@ -215,11 +212,11 @@ async def test_a_cancel_at_any_stage_frees_both_sides(reach_stage: Stage) -> Non
         gate.open()
         hold.set()
         for instance in pair:
-            await instance.reported(ReleasedReport, "r")
+            await instance.reported(KvReleased, "r")
         await anyio.wait_all_tasks_blocked()
         for instance in pair:
             instance.assert_all_free()
-            assert instance.reports_of(FinishedReport, "r") == []
+            assert instance.reports_of(RequestFinished, "r") == []
         # and the next request finds everything in order
         await check_whole_way(pair, "next", list(range(30)), GREEDY, [7])
 
@@ -233,18 +230,18 @@ async def test_a_hand_over_that_is_paused_gives_the_same_output() -> None:
         decode.expect(generation, prefill)
         prefill.admit(generation, kv_moves=True)
         prefill.run([first])
-        await prefill.reported(OfferReport, "r")
+        await prefill.reported(TransferOffered, "r")
         prefill.grant(generation, decode)
-        prefill.instance.handle(Pause(request_id=generation.request_id, epoch=generation.epoch))
-        await prefill.reported(PausedReport, "r")
+        prefill.pause(generation.request_id, generation.epoch)
+        await prefill.reported(TransferPaused, "r")
         for chunk in others:
             prefill.run([chunk])
         await prefill.until(lambda: len(prefill.tokens_of("r")) == 1)
         await anyio.wait_all_tasks_blocked()
-        assert decode.reports_of(LandedReport, "r") == []
-        assert len(prefill.reports_of(OfferReport, "r")) == 1  # the scheduler knows when to grant it again
+        assert decode.reports_of(TransferLanded, "r") == []
+        assert len(prefill.reports_of(TransferOffered, "r")) == 1  # the scheduler knows when to grant it again
         prefill.grant(generation, decode)
-        await decode.reported(ReleasedReport, "r")
+        await decode.reported(KvReleased, "r")
         assert output_of("r", prefill, decode) == reference_output(prompt, GREEDY)
         prefill.assert_all_free()
         decode.assert_all_free()
@@ -258,8 +255,8 @@ async def test_a_corrupted_piece_fails_the_transfer_on_both_sides() -> None:
         generation = make_generation("r", list(range(21)), GREEDY)
         await hand_over(generation, prefill, decode, [8])
         for instance in pair:
-            await instance.reported(ReleasedReport, "r")
-            assert len(instance.reports_of(TransferFailedReport, "r")) == 1
+            await instance.reported(KvReleased, "r")
+            assert len(instance.reports_of(TransferFailed, "r")) == 1
             instance.assert_all_free()
         assert decode.tokens == []
         await check_whole_way(pair, "next", list(range(30)), GREEDY, [7])
@@ -270,8 +267,8 @@ async def test_an_unreachable_receiver_fails_the_transfer() -> None:
     async with memory_pair(fabric) as (prefill, decode):
         generation = make_generation("r", list(range(21)), GREEDY)
         await hand_over(generation, prefill, decode, [8])
-        await prefill.reported(ReleasedReport, "r")
-        assert len(prefill.reports_of(TransferFailedReport, "r")) == 1
+        await prefill.reported(KvReleased, "r")
+        assert len(prefill.reports_of(TransferFailed, "r")) == 1
         prefill.assert_all_free()
         free(decode, generation)
         decode.assert_all_free()
@@ -284,8 +281,8 @@ async def test_a_receiver_that_is_gone_fails_the_transfer_at_once() -> None:
         await prefill.until(lambda: len(prefill.tokens) == 1)
         await anyio.wait_all_tasks_blocked()  # pieces are under way, and nobody takes them
         prefill.instance.handle(PeerGone(data_address=decode.address))
-        await prefill.reported(TransferFailedReport, "r")
-        await prefill.reported(ReleasedReport, "r")
+        await prefill.reported(TransferFailed, "r")
+        await prefill.reported(KvReleased, "r")
         prefill.assert_all_free()
         free(decode, generation)
 
@@ -299,7 +296,7 @@ async def test_a_capability_that_does_not_fit_moves_nothing() -> None:
         for chunk in chunk_plans(stranger, [21]):
             prefill.run([chunk])
         prefill.grant(stranger, decode)  # nobody told the receiver
-        await decode.reported(FinishedReport, "r")
+        await decode.reported(RequestFinished, "r")
         await prefill.until(lambda: bool(prefill.tokens_of("s")))
         await anyio.wait_all_tasks_blocked()
         assert sum(decode.mover.counters().dropped.values()) > 0

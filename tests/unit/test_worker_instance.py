@@ -13,23 +13,13 @@ import pytest
 from anyio import to_thread
 
 from pdmesh.config import TransferConfig
+from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep, SetRole
+from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
 from pdmesh.model import ChunkPlan, FinishReason, RequestId, Role, SamplingParams, StepPlan
 from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
-from pdmesh.testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
+from pdmesh.testing.worker import RunningInstance, a_shard, a_transfer, chunk_plans, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import (
-    Admit,
-    ChangeRole,
-    ExpectKv,
-    FinishedReport,
-    Free,
-    Generation,
-    PromptLogprobs,
-    ReleasedReport,
-    RunPlan,
-    StepReport,
-    TransferFailedReport,
-)
+from pdmesh.wire.messages import Admit, ExpectKv, Generation, PromptLogprobs
 from pdmesh.worker import steps
 from pdmesh.worker.plans import MAX_QUEUED_PLANS
 
@@ -49,7 +39,7 @@ async def mixed(engine: FakeEngine | None = None) -> AsyncGenerator[RunningInsta
 
 
 def free(running: RunningInstance, generation: Generation) -> None:
-    running.instance.handle(Free(request_id=generation.request_id, epoch=generation.epoch))
+    running.free(generation.request_id, generation.epoch)
 
 
 def output_of(running: RunningInstance, request_id: str, epoch: int = 0) -> list[int]:
@@ -69,18 +59,22 @@ async def test_output_does_not_depend_on_chunks(sizes: list[int]) -> None:
         plans = chunk_plans(generation, sizes)
         for chunk in plans:
             running.run([chunk])
-        await running.reported(ReleasedReport, "r")
+        await running.reported(KvReleased, "r")
         assert output_of(running, "r") == reference_output(prompt, GREEDY)
         assert running.tokens_of("r")[-1].finish_reason is FinishReason.LENGTH
-        steps = [report for report in running.reports if isinstance(report, StepReport)]
+        steps = [report for report in running.reports if isinstance(report, StepDone)]
         assert [step.plan_id for step in steps] == list(range(len(plans)))
         assert sum(done.num_tokens for step in steps for done in step.chunks) == len(prompt)
-        assert running.reports_of(FinishedReport, "r") == [
-            FinishedReport(
-                request_id=RequestId("r"), epoch=generation.epoch, reason=FinishReason.LENGTH, num_output_tokens=8
+        assert running.reports_of(RequestFinished, "r") == [
+            RequestFinished(
+                instance_id=running.instance.instance_id,
+                request_id=RequestId("r"),
+                epoch=generation.epoch,
+                reason=FinishReason.LENGTH,
+                num_output_tokens=8,
             )
         ]
-        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        assert len(running.reports_of(KvReleased, "r")) == 1
         running.assert_all_free()
 
 
@@ -103,7 +97,7 @@ async def test_output_does_not_depend_on_company(seed: int) -> None:
             waiting = [chunks for chunks in waiting if chunks]
             await anyio.lowlevel.checkpoint()
         for request_id, generation in requests.items():
-            await running.reported(ReleasedReport, request_id)
+            await running.reported(KvReleased, request_id)
             prompt = list(memoryview(generation.token_ids).cast("i"))
             assert output_of(running, request_id) == reference_output(prompt, generation.params)
         running.assert_all_free()
@@ -115,15 +109,15 @@ async def test_a_resumed_request_goes_on_where_it_was() -> None:
     async with mixed() as running:
         running.admit(generation, kv_moves=False)
         running.run(chunk_plans(generation, [4]))  # both in one plan: the second cannot follow
-        await running.reported(TransferFailedReport, "r")
+        await running.reported(RequestDropped, "r")
         again = make_generation("r", prompt, GREEDY, output=whole[:3], epoch=2)
         running.admit(again, kv_moves=False)
         for chunk in chunk_plans(again, [4]):
             running.run([chunk])
-        await running.reported(FinishedReport, "r")
+        await running.reported(RequestFinished, "r")
         assert output_of(running, "r", epoch=2) == whole[3:]
         assert running.tokens_of("r", epoch=2)[0].index == 3
-        await running.until(lambda: len(running.reports_of(ReleasedReport, "r")) == 2)
+        await running.until(lambda: len(running.reports_of(KvReleased, "r")) == 2)
         running.assert_all_free()
 
 
@@ -136,7 +130,7 @@ async def test_every_prompt_token_but_the_first_gets_its_logprobs(sizes: list[in
         running.admit(generation, kv_moves=False)
         for chunk in chunk_plans(generation, sizes):
             running.run([chunk])
-        await running.reported(ReleasedReport, "r")
+        await running.reported(KvReleased, "r")
         parts = [message for message in running.tokens if isinstance(message, PromptLogprobs)]
         tops = {part.start + i: one.top for part in parts for i, one in enumerate(part.logprobs)}
         assert {position: top[0][0] for position, top in tops.items()} == dict(list(enumerate(prompt))[1:])
@@ -149,7 +143,11 @@ async def test_a_free_that_finds_nothing_is_answered() -> None:
     async with mixed() as running:
         free(running, make_generation("r", [1], GREEDY, epoch=4))
         assert running.reports == [
-            ReleasedReport(request_id=RequestId("r"), epoch=make_generation("r", [1], GREEDY, epoch=4).epoch)
+            KvReleased(
+                running.instance.instance_id,
+                request_id=RequestId("r"),
+                epoch=make_generation("r", [1], GREEDY, epoch=4).epoch,
+            )
         ]
 
 
@@ -157,7 +155,7 @@ async def test_a_free_takes_older_epochs_with_it() -> None:
     async with mixed() as running:
         running.admit(make_generation("r", [1] * 9, GREEDY, epoch=0), kv_moves=False)
         free(running, make_generation("r", [1], GREEDY, epoch=1))
-        assert sorted(report.epoch for report in running.reports_of(ReleasedReport, "r")) == [0, 1]
+        assert sorted(report.epoch for report in running.reports_of(KvReleased, "r")) == [0, 1]
         running.assert_all_free()
 
 
@@ -171,10 +169,10 @@ async def test_a_chunk_of_a_freed_request_is_skipped() -> None:
         plan_id = running.run(chunk_plans(generation, [8]))
         await to_thread.run_sync(gate.arrived)  # the other's step runs, ours waits
         free(running, generation)
-        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        assert len(running.reports_of(KvReleased, "r")) == 1
         gate.open()
-        await running.reported(ReleasedReport, "o")
-        (step,) = [report for report in running.reports if isinstance(report, StepReport) and report.plan_id == plan_id]
+        await running.reported(KvReleased, "o")
+        (step,) = [report for report in running.reports if isinstance(report, StepDone) and report.plan_id == plan_id]
         assert [done.num_tokens for done in step.chunks] == [0]
         assert running.tokens_of("r") == []
         assert output_of(running, "o") == reference_output([1] * 5, GREEDY)
@@ -196,11 +194,11 @@ async def test_a_free_during_a_step_waits_for_its_end(num_layers_before: int) ->
         await to_thread.run_sync(gate.arrived)
         num_tokens = len(running.tokens_of("r"))
         free(running, generation)
-        assert running.reports_of(ReleasedReport, "r") == []  # the step still uses the blocks
+        assert running.reports_of(KvReleased, "r") == []  # the step still uses the blocks
         gate.open()
-        await running.reported(ReleasedReport, "r")
+        await running.reported(KvReleased, "r")
         await anyio.wait_all_tasks_blocked()
-        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        assert len(running.reports_of(KvReleased, "r")) == 1
         assert len(running.tokens_of("r")) == num_tokens
         running.assert_all_free()
 
@@ -210,7 +208,7 @@ SLOW, URGENT = make_generation("slow", [1] * 9, GREEDY), make_generation("urgent
 
 def run_urgent(running: RunningInstance, plan_id: int = 1000) -> None:
     plan = StepPlan(plan_id=plan_id, chunks=tuple(chunk_plans(URGENT, [5])), with_decodes=False, urgent=True)
-    running.instance.handle(RunPlan(plan=plan))
+    running.instance.handle(RunStep(instance_id=running.instance.instance_id, plan=plan))
 
 
 async def begin_slow(running: RunningInstance, gate: StepGate, *, chunk_tokens: int = 9) -> None:
@@ -242,12 +240,12 @@ async def test_an_urgent_plan_runs_inside_the_running_step(num_layers_before: in
             gate.let_through()
             await running.until(lambda: len(running.tokens_of("urgent")) == 1)
             num_done = (num_layers_before - 1) // 2
-            reports = [report for report in running.reports if isinstance(report, StepReport)]
+            reports = [report for report in running.reports if isinstance(report, StepDone)]
             assert [step.plan_id for step in reports] == [*range(num_done), 1000]  # at once: the outer step still runs
             await to_thread.run_sync(gate.arrived)
         gate.open()
         for request_id in ("slow", "urgent"):
-            await running.reported(ReleasedReport, request_id)
+            await running.reported(KvReleased, request_id)
         assert output_of(running, "slow") == reference_output([1] * 9, GREEDY)
         assert output_of(running, "urgent") == reference_output([2] * 5, GREEDY)
         begun = [batch[0][0] for batch in engine.batches[:4]]
@@ -274,8 +272,8 @@ async def test_the_time_of_an_urgent_step_is_not_the_interrupted_ones(monkeypatc
         run_urgent(running)
         gate.open()
         for request_id in ("slow", "urgent"):
-            await running.reported(ReleasedReport, request_id)
-        inner, outer = (report for report in running.reports if isinstance(report, StepReport))
+            await running.reported(KvReleased, request_id)
+        inner, outer = (report for report in running.reports if isinstance(report, StepDone))
         assert (inner.plan_id, inner.duration_s) == (1000, 1.0)
         assert (outer.plan_id, outer.duration_s) == (0, 12.0)
 
@@ -286,15 +284,15 @@ async def test_an_urgent_plan_of_a_freed_request_is_answered_and_leaves_nothing(
         await begin_slow(running, gate)
         free(running, URGENT)
         run_urgent(running, plan_id=7)
-        (step,) = [report for report in running.reports if isinstance(report, StepReport)]
+        (step,) = [report for report in running.reports if isinstance(report, StepDone)]
         assert (step.plan_id, [done.num_tokens for done in step.chunks]) == (7, [0])
         running.admit(URGENT, kv_moves=False)
         run_urgent(running, plan_id=8)
         free(running, URGENT)  # it waits for its turn at the engine: the blocks are in use
-        assert len(running.reports_of(ReleasedReport, "urgent")) == 1
+        assert len(running.reports_of(KvReleased, "urgent")) == 1
         gate.open()
-        await running.reported(ReleasedReport, "urgent", count=2)
-        await running.reported(ReleasedReport, "slow")
+        await running.reported(KvReleased, "urgent", count=2)
+        await running.reported(KvReleased, "slow")
         assert running.tokens_of("urgent") == []
         assert output_of(running, "slow") == reference_output([1] * 9, GREEDY)
         running.assert_all_free()
@@ -319,9 +317,9 @@ async def test_a_scheduler_that_is_met_again_knows_nothing_of_urgent_plans() -> 
         run_urgent(running)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(running.instance.drop_all_but_decoding)
-            await running.reported(ReleasedReport, "urgent")
+            await running.reported(KvReleased, "urgent")
             gate.open()
-        await running.reported(ReleasedReport, "slow")
+        await running.reported(KvReleased, "slow")
         running.assert_all_free()
 
 
@@ -329,11 +327,11 @@ Break = Callable[[Generation, RunningInstance], None]
 
 
 def too_few_blocks(generation: Generation, running: RunningInstance) -> None:
-    running.instance.handle(Admit(generation=generation, num_blocks=1, decode_instance_id=None))
+    admit(generation, running, num_blocks=1)
 
 
 def too_many_blocks(generation: Generation, running: RunningInstance) -> None:
-    running.instance.handle(Admit(generation=generation, num_blocks=10_000, decode_instance_id=None))
+    admit(generation, running, num_blocks=10_000)
 
 
 def torn_tokens(generation: Generation, running: RunningInstance) -> None:
@@ -341,14 +339,12 @@ def torn_tokens(generation: Generation, running: RunningInstance) -> None:
 
 
 def no_tokens(generation: Generation, running: RunningInstance) -> None:
-    running.admit(replace(generation, token_ids=b""), kv_moves=True)
+    admit(replace(generation, token_ids=b""), running, num_blocks=9)
 
 
 def too_long(generation: Generation, running: RunningInstance) -> None:
     params = SamplingParams(max_tokens=100_000)
-    running.instance.handle(
-        Admit(generation=replace(generation, params=params), num_blocks=60, decode_instance_id=None)
-    )
+    admit(replace(generation, params=params), running, num_blocks=60)
 
 
 def nothing_left(generation: Generation, running: RunningInstance) -> None:
@@ -392,14 +388,32 @@ def admitted_while_stopping(generation: Generation, running: RunningInstance) ->
     running.admit(generation, kv_moves=False)
 
 
+def admit(generation: Generation, running: RunningInstance, *, num_blocks: int) -> None:
+    instance_id = running.instance.instance_id
+    command = AdmitPrefill(
+        instance_id=instance_id,
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        shards=(a_shard(instance_id, num_blocks),),
+        transfer=None,
+    )
+    running.instance.handle(Admit(command=command, generation=generation))
+
+
 def expect(generation: Generation, running: RunningInstance, *, num_context_tokens: int) -> None:
+    instance_id = running.instance.instance_id
+    command = PlaceDecode(
+        instance_id=instance_id,
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        transfer=a_transfer(a_shard("elsewhere", 9), a_shard(instance_id, 9)),
+    )
     running.instance.handle(
         ExpectKv(
+            command=command,
             generation=generation,
             num_context_tokens=num_context_tokens,
-            num_blocks=9,
-            capability=1,
-            source_address=b"?",
+            source_addresses=(b"?",),
         )
     )
 
@@ -439,9 +453,9 @@ async def test_what_cannot_be_done_is_refused_and_harms_nobody(break_it: Break) 
         running.admit(other, kv_moves=False)
         break_it(make_generation("r", list(range(12)), GREEDY), running)
         running.run(chunk_plans(other, [6]))
-        await running.reported(ReleasedReport, "other")
-        assert len(running.reports_of(TransferFailedReport, "r")) == 1
-        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        await running.reported(KvReleased, "other")
+        assert len(running.reports_of(RequestDropped, "r")) == 1
+        assert len(running.reports_of(KvReleased, "r")) == 1
         assert output_of(running, "other") == reference_output([5] * 6, GREEDY)
         running.assert_all_free()
 
@@ -452,7 +466,7 @@ async def test_a_plan_of_unknown_requests_is_answered() -> None:
         plan_id = running.run(chunk_plans(stranger, [2]), with_decodes=True)
         await running.until(lambda: bool(running.reports))
         (step,) = running.reports
-        assert isinstance(step, StepReport)
+        assert isinstance(step, StepDone)
         assert (step.plan_id, [done.num_tokens for done in step.chunks], step.num_decodes) == (plan_id, [0], 0)
 
 
@@ -466,8 +480,8 @@ async def test_a_flood_of_plans_is_answered() -> None:
             running.run(chunk_plans(make_generation("stranger", [1], GREEDY), [1]))
         assert len(running.reports) == 3
         gate.open()
-        await running.reported(ReleasedReport, "r")
-        assert sum(isinstance(report, StepReport) for report in running.reports) == 1 + MAX_QUEUED_PLANS + 3
+        await running.reported(KvReleased, "r")
+        assert sum(isinstance(report, StepDone) for report in running.reports) == 1 + MAX_QUEUED_PLANS + 3
 
 
 async def test_a_broken_engine_ends_its_batch_with_an_error() -> None:
@@ -481,8 +495,8 @@ async def test_a_broken_engine_ends_its_batch_with_an_error() -> None:
         (token,) = running.tokens_of("bad")
         assert (token.token_id, token.finish_reason, token.index) == (None, FinishReason.ERROR, 0)
         assert token.error is not None
-        assert running.reports_of(FinishedReport, "bad")[0].reason is FinishReason.ERROR
-        assert len(running.reports_of(ReleasedReport, "bad")) == 1
+        assert running.reports_of(RequestFinished, "bad")[0].reason is FinishReason.ERROR
+        assert len(running.reports_of(KvReleased, "bad")) == 1
         free(running, good)
         running.assert_all_free()
 
@@ -517,7 +531,7 @@ async def test_only_decoding_requests_survive_a_new_registration() -> None:
         (resident,) = running.instance.residents()
         assert (resident.request_id, resident.decoding) == ("decoding", True)
         assert resident.num_blocks == 3  # 4 + 8 - 1 tokens in blocks of 4
-        await running.reported(ReleasedReport, "decoding")
+        await running.reported(KvReleased, "decoding")
         assert output_of(running, "decoding") == reference_output([1] * 4, GREEDY)
         assert running.tokens_of("prefilling") == running.tokens_of("queued") == []
         running.assert_all_free()
@@ -530,13 +544,13 @@ async def test_emptied_waits_for_the_last_release() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(running.instance.emptied)
             running.run(chunk_plans(generation, [4]))
-        assert len(running.reports_of(ReleasedReport, "r")) == 1
+        assert len(running.reports_of(KvReleased, "r")) == 1
 
 
 async def test_role_changes_and_books_are_told() -> None:
     async with mixed() as running:
-        running.instance.handle(ChangeRole(role=Role.DECODE))
+        running.instance.handle(SetRole(instance_id=running.instance.instance_id, role=Role.DECODE))
         assert running.instance.role is Role.DECODE
         running.admit(make_generation("r", [1] * 4, GREEDY), kv_moves=False)
-        books = running.instance.heartbeat()
+        books = running.instance.load()
         assert (books.num_free_blocks, books.num_held_blocks, books.num_quarantined_blocks) == (61, 3, 0)

@@ -12,12 +12,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pdmesh.config import TransferConfig
+from pdmesh.core.events import KvReleased, TransferFailed
 from pdmesh.model import Role, SamplingParams
 from pdmesh.telemetry.tracing import OtelTracing, exporting
 from pdmesh.testing.engine import FakeEngine
 from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
-from pdmesh.wire.messages import Free, Generation, ReleasedReport, TransferFailedReport
+from pdmesh.wire.messages import Generation
 
 pytestmark = pytest.mark.anyio
 
@@ -66,8 +67,8 @@ def attributes(span: ReadableSpan) -> dict[str, object]:
 async def test_a_hand_over() -> None:
     async with pair() as both:
         await hand_over(traced(), both.prefill, both.decode, [5])
-        await both.decode.reported(ReleasedReport, "r")
-        await both.prefill.reported(ReleasedReport, "r")
+        await both.decode.reported(KvReleased, "r")
+        await both.prefill.reported(KvReleased, "r")
         spans = both.spans()
     assert set(spans) == {"prefill", "kv transfer", "decode"}
     assert all(span.status.is_unset for span in spans.values())
@@ -84,9 +85,9 @@ async def test_a_first_token_that_ends_the_request_leaves_a_prefill_alone() -> N
     async with pair() as both:
         generation = traced(max_tokens=1)
         await hand_over(generation, both.prefill, both.decode, [17])
-        await both.prefill.reported(ReleasedReport, "r")
-        both.decode.instance.handle(Free(request_id=generation.request_id, epoch=generation.epoch))
-        await both.decode.reported(ReleasedReport, "r")
+        await both.prefill.reported(KvReleased, "r")
+        both.decode.free(generation.request_id, generation.epoch)
+        await both.decode.reported(KvReleased, "r")
         spans = both.spans()
     assert attributes(spans["prefill"])["pdmesh.outcome"] == "done"
     assert set(spans) <= {"prefill", "kv transfer"}  # the transfer, if its grant came before the token did
@@ -95,8 +96,8 @@ async def test_a_first_token_that_ends_the_request_leaves_a_prefill_alone() -> N
 async def test_a_transfer_that_fails_is_an_error() -> None:
     async with pair(MemoryFabric(MemoryFaults(corrupt=lambda _piece: True))) as both:
         await hand_over(traced(), both.prefill, both.decode, [17])
-        await both.prefill.reported(TransferFailedReport, "r")
-        await both.prefill.reported(ReleasedReport, "r")
+        await both.prefill.reported(TransferFailed, "r")
+        await both.prefill.reported(KvReleased, "r")
         spans = both.spans()
     assert attributes(spans["kv transfer"])["error.type"] == "failed"
     assert not spans["kv transfer"].status.is_ok
@@ -107,10 +108,10 @@ async def test_what_is_freed_early_is_no_error() -> None:
     async with pair() as both:
         generation = traced(max_tokens=150)
         await hand_over(generation, both.prefill, both.decode, [17])
-        await both.prefill.reported(ReleasedReport, "r")
+        await both.prefill.reported(KvReleased, "r")
         await both.decode.until(lambda: len(both.decode.tokens_of("r")) > 2)
-        both.decode.instance.handle(Free(request_id=generation.request_id, epoch=generation.epoch))
-        await both.decode.reported(ReleasedReport, "r")
+        both.decode.free(generation.request_id, generation.epoch)
+        await both.decode.reported(KvReleased, "r")
         spans = both.spans()
     assert attributes(spans["decode"])["pdmesh.outcome"] == "freed"
     assert spans["decode"].status.is_unset
@@ -119,7 +120,7 @@ async def test_what_is_freed_early_is_no_error() -> None:
 async def test_a_request_that_nobody_traces_leaves_nothing() -> None:
     async with pair() as both:
         await hand_over(msgspec.structs.replace(traced(), traceparent=None), both.prefill, both.decode, [5])
-        await both.decode.reported(ReleasedReport, "r")
+        await both.decode.reported(KvReleased, "r")
         assert both.spans() == {}
 
 
@@ -134,7 +135,7 @@ async def test_on_a_mixed_instance_the_decode_follows_the_prefill() -> None:
         mixed.admit(generation, kv_moves=False)
         for chunk in chunk_plans(generation, [9]):
             mixed.run([chunk])
-        await mixed.reported(ReleasedReport, "r")
+        await mixed.reported(KvReleased, "r")
     tracing.close()
     prefill, decode = exporter.get_finished_spans()
     assert (prefill.name, decode.name) == ("prefill", "decode")

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pdmesh.core.broker import TransferBroker
-from pdmesh.core.commands import Command, ForgetRequest, FreeKv, GrantTransfer, Outcome, PauseTransfer, Reject, Restart
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    ForgetRequest,
+    FreeKv,
+    GrantTransfer,
+    Outcome,
+    PauseTransfer,
+    PlaceDecode,
+    Reject,
+    Restart,
+)
 from pdmesh.core.queue import WaitingQueue
-from pdmesh.core.state import Instance, Phase, RequestKey, RequestState
-from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId
+from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
+from pdmesh.core.transfers import Transfer
+from pdmesh.model import (
+    GatewayId,
+    InstanceId,
+    KvShard,
+    RejectReason,
+    Request,
+    RequestId,
+    RequestKey,
+    TransferPurpose,
+    num_blocks_for,
+)
 from pdmesh.policy.base import Rank
 
 
 class Books:
     """Requests by id and by gateway, instances, the queue, the broker; and the commands under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, rng: random.Random) -> None:
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, Instance] = {}
@@ -25,7 +48,7 @@ class Books:
         self._groups: dict[str, list[Instance]] | None = None  # None: to be looked up
         self._kinds: list[Instance] | None = None
         self.queue = WaitingQueue()
-        self.broker = TransferBroker(self._is_preempted)
+        self.broker = TransferBroker(self._is_preempted, rng)
         self.commands: list[Command] = []
         self.ignored: Counter[str] = Counter()
 
@@ -71,37 +94,96 @@ class Books:
         if state.key in self.queue:
             self.queue.remove(state)
         state.phase = Phase.DECODING
-        state.prefill_id = state.decode_id = instance_id
+        instance = self.instances[instance_id]
+        state.prefill_shards = state.decode_shards = (instance.shard(instance.holds[state.key].num_blocks),)
         state.num_planned_tokens = state.request.num_prompt_tokens
+
+    # --- it is placed ---
+
+    def place(
+        self,
+        state: RequestState,
+        prefills: Sequence[Instance],
+        decode: Instance | None,
+        *,
+        in_group: bool,
+        long_tokens: int,
+        now_s: float,
+    ) -> None:
+        """A waiting request gets its room: on the ``prefills`` that compute it, the leader first, and on ``decode``.
+
+        None for ``decode`` means that it stays where it is computed. ``long_tokens`` are its prompt's, if it is long.
+        """
+        request, (request_id, epoch) = state.request, state.key
+        self.queue.remove(state)
+        state.phase, state.placed_s, state.in_group = Phase.PREFILLING, now_s, in_group
+        stays = decode is None
+        num_tokens = request.max_total_tokens if stays else request.num_prompt_tokens
+        state.prefill_shards = state.decode_shards = _shares(prefills, num_tokens)
+        plan = None
+        if decode is not None:
+            state.decode_shards = (decode.shard(decode.num_decode_blocks(request)),)
+            purpose = TransferPurpose.HAND_OVER
+            state.transfer = self.broker.open(state.key, purpose, state.prefill_shards, state.decode_shards)
+            plan = state.transfer.plan
+            decode.take(
+                state.key,
+                state.decode_shards[0].num_blocks,
+                HoldKind.PROMISED,
+                long_tokens=long_tokens,
+                slo_tpot_s=request.slo_tpot_s,
+            )
+            self.commands.append(
+                PlaceDecode(instance_id=decode.instance_id, request_id=request_id, epoch=epoch, transfer=plan)
+            )
+        for instance, shard in zip(prefills, state.prefill_shards, strict=True):
+            instance.take(
+                state.key,
+                shard.num_blocks,
+                HoldKind.LOCAL if stays else HoldKind.PREFILL,
+                long_tokens=long_tokens,
+                slo_tpot_s=request.slo_tpot_s,
+            )
+            self.commands.append(
+                AdmitPrefill(
+                    instance_id=instance.instance_id,
+                    request_id=request_id,
+                    epoch=epoch,
+                    shards=state.prefill_shards,
+                    transfer=plan,
+                )
+            )
+            instance.add_prefill(state)
 
     # --- its KV lands ---
 
-    def grant(self, keys: list[RequestKey]) -> None:
-        """Tell the senders of transfers that the broker granted."""
-        for request_id, epoch in keys:
-            state = self.requests[request_id]
-            if state.prefill_id is not None and state.decode_id is not None:
+    def grant(self, transfers: Iterable[Transfer]) -> None:
+        """Tell the sources of transfers that the broker granted."""
+        for transfer in transfers:
+            request_id, epoch = transfer.key
+            for source_id in transfer.plan.source_ids:
                 self.commands.append(
-                    GrantTransfer(
-                        instance_id=state.prefill_id,
-                        request_id=request_id,
-                        epoch=epoch,
-                        decode_instance_id=state.decode_id,
-                        capability=state.capability,
-                    )
+                    GrantTransfer(instance_id=source_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
                 )
 
     def offer_again(self, state: RequestState) -> None:
         """A preempted request goes on, and so may its transfer."""
-        if state.decode_id is not None and state.decode_id != state.prefill_id:
-            self.grant(self.broker.offer_again(state.decode_id, state.key))
+        if state.transfer is not None:
+            self.grant(self.broker.offer_again(state.transfer))
 
     def take_back_backends(self) -> None:
-        """Ask the senders of preempted requests for the backends that others wait for."""
-        for request_id, epoch in self.broker.take_back():
-            state = self.requests[request_id]
-            assert state.prefill_id is not None
-            self.commands.append(PauseTransfer(instance_id=state.prefill_id, request_id=request_id, epoch=epoch))
+        """Ask the sources of preempted requests for the backends that others wait for."""
+        for transfer in self.broker.take_back():
+            request_id, epoch = transfer.key
+            for source_id in transfer.plan.source_ids:
+                self.commands.append(
+                    PauseTransfer(
+                        instance_id=source_id,
+                        request_id=request_id,
+                        epoch=epoch,
+                        transfer_id=transfer.plan.transfer_id,
+                    )
+                )
 
     def _is_preempted(self, key: RequestKey) -> bool:
         state = self.find(key)
@@ -110,10 +192,10 @@ class Books:
     def land(self, state: RequestState) -> None:
         """Its whole KV is where it decodes."""
         state.phase = Phase.DECODING
-        if state.decode_id is not None:
-            for instance_id in state.members or (state.decode_id,):
-                self.instances[instance_id].settle(state.key)
-            self.grant(self.broker.release(state.decode_id, state.key))
+        for instance_id in state.decode_ids:
+            self.instances[instance_id].settle(state.key)
+            if state.transfer is not None:
+                self.grant(self.broker.land(state.transfer, instance_id))
 
     def drop_plans(self, instance: Instance) -> None:
         """Nobody will report the plans that were in flight on an instance that has gone, or has begun anew."""
@@ -124,20 +206,20 @@ class Books:
 
     # --- it ends ---
 
-    def end(self, state: RequestState, outcome: Outcome, *, spare: Iterable[InstanceId | None] = ()) -> None:
+    def end(self, state: RequestState, outcome: Outcome, *, spare: Iterable[InstanceId] = ()) -> None:
         """The one way a request ends: out of every book, its KV freed but on ``spare``, which free it unasked."""
         request_id, epoch = key = state.key
         del self.requests[request_id]
         self.of_gateway[state.request.gateway_id].pop(request_id, None)
         if key in self.queue:
             self.queue.remove(state)
-        for instance_id in state.members or (state.prefill_id,):
-            if instance_id is not None and instance_id in self.instances:
+        for instance_id in state.prefill_ids:
+            if instance_id in self.instances:
                 self.instances[instance_id].drop_prefill(state)
-        if state.decode_id is not None:
-            self.broker.withdraw(state.decode_id, key)
-        for instance_id in dict.fromkeys((state.prefill_id, state.decode_id, *state.members)):
-            if instance_id is not None and instance_id not in spare:
+        if state.transfer is not None:
+            self.broker.withdraw(state.transfer)
+        for instance_id in dict.fromkeys(state.prefill_ids + state.decode_ids):
+            if instance_id not in spare:
                 self.free(instance_id, key)
         gateway_id = state.request.gateway_id
         self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
@@ -195,3 +277,10 @@ class Books:
             if state.phase is not Phase.WAITING:
                 assert state.decode_id is not None, f"{state.key} runs without a decode instance"
                 assert state.key in self.instances[state.decode_id].holds, f"{state.key} has no room to decode"
+
+
+def _shares(instances: Sequence[Instance], num_tokens: int) -> tuple[KvShard, ...]:
+    """Consecutive blocks of a request on each of ``instances``, equally many, with room for ``num_tokens`` in all."""
+    first = instances[0]
+    num_blocks = -(-num_blocks_for(num_tokens, first.block_size) // len(instances))
+    return tuple([instance.shard(num_blocks, index * num_blocks) for index, instance in enumerate(instances)])

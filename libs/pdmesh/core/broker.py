@@ -1,195 +1,259 @@
-"""The transfer broker: which KV transfers may run, receiver by receiver.
+"""The transfer broker: it holds the KV transfers, and says which of them may run.
 
-A transfer is granted by handshake: its sender has offered it and its receiver has confirmed the reservation, so that no
-piece arrives before the receiver knows of it. A receiver has few transfer backends. When they are scarce, requests are
-served in the order of their *first* offer, and keep their backend until all of their KV has moved, so that later chunks
-cannot starve (Tetris §4.2).
+A receiver has few transfer backends, and a transfer needs one of each of its destinations, all at once. When they are
+scarce, transfers are served in the order of their *first* offer, and keep their backends until all of their KV has
+moved, so that later chunks cannot starve (Tetris §4.2). The order is the same at every receiver, so transfers with
+several destinations never wait for each other in a circle.
 
 A preempted request moves nothing for as long as it is not computed. So it does not stand in the way of others: it is
-passed over while they wait, and a backend that it has is taken back by handshake too (its sender finishes the pieces
-under way and says so). With its next chunk it is offered again, at the rank of its first offer.
+passed over while they wait, and backends that it has are taken back by handshake too (its sources finish the pieces
+under way and say so). With its next chunk it is offered again, at the rank of its first offer.
 """
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from pdmesh.core.state import RequestKey
-from pdmesh.model import InstanceId
+from pdmesh.core.transfers import Transfer, TransferState
+from pdmesh.model import InstanceId, KvShard, RequestKey, TransferId, TransferPlan, TransferPurpose
+
+_RANK = attrgetter("rank")
 
 
 @dataclass(slots=True)
 class _Receiver:
     num_backends: int
-    ranks: dict[RequestKey, int] = field(default_factory=dict[RequestKey, int])  # by first offer, of all that live
-    num_ranked: int = 0
-    offered: list[tuple[int, RequestKey]] = field(default_factory=list[tuple[int, RequestKey]])  # by rank
-    reserved: set[RequestKey] = field(default_factory=set[RequestKey])  # confirmed by the receiver
-    granted: dict[RequestKey, None] = field(default_factory=dict[RequestKey, None])
-    returning: set[RequestKey] = field(default_factory=set[RequestKey])  # of the granted: asked for their backend
+    line: list[Transfer] = field(default_factory=list[Transfer])  # only a backend is missing, by rank
+    granted: dict[TransferId, Transfer] = field(default_factory=dict[TransferId, Transfer])  # with a backend of it
 
     @property
-    def waiting(self) -> Iterator[RequestKey]:
-        """Offers that only a backend is missing for, in order."""
-        return (key for _, key in self.offered if key in self.reserved and key not in self.granted)
+    def is_full(self) -> bool:
+        return len(self.granted) == self.num_backends
 
-    def offer(self, key: RequestKey) -> None:
-        if key not in self.ranks:
-            self.ranks[key] = self.num_ranked
-            self.num_ranked += 1
-        entry = (self.ranks[key], key)
-        index = bisect_left(self.offered, entry)
-        if index == len(self.offered) or self.offered[index] != entry:
-            self.offered.insert(index, entry)
-
-    def withdraw(self, key: RequestKey) -> None:
-        rank = self.ranks.get(key)
-        if rank is not None and (rank, key) in self.offered:
-            self.offered.remove((rank, key))
-
-    def forget(self, key: RequestKey) -> None:
-        self.withdraw(key)
-        self.reserved.discard(key)
-        self.ranks.pop(key, None)
+    @property
+    def num_returning(self) -> int:
+        return sum(transfer.is_returning for transfer in self.granted.values())
 
 
 class TransferBroker:
-    """Each call that returns requests grants them, in order. ``is_preempted`` tells who moves nothing at present."""
+    """Calls that return transfers have granted them, in order. ``is_preempted`` tells who moves nothing at present."""
 
-    def __init__(self, is_preempted: Callable[[RequestKey], bool]) -> None:
+    def __init__(self, is_preempted: Callable[[RequestKey], bool], rng: random.Random) -> None:
         self._is_preempted = is_preempted
+        self._rng = rng
+        self._transfers: dict[TransferId, Transfer] = {}
+        self._num_opened = 0
+        self._num_ranked = 0
         self._receivers: dict[InstanceId, _Receiver] = {}
         self._changed: dict[InstanceId, None] = {}  # receivers where someone may have to give a backend back
 
-    def open(self, receiver_id: InstanceId, num_backends: int) -> None:
-        """A receiver joined, with nothing on its way to it."""
+    # --- receivers come and go ---
+
+    def join(self, receiver_id: InstanceId, num_backends: int) -> None:
+        """A receiver joined, perhaps again, with nothing on its way to it."""
+        self.leave(receiver_id)
         self._receivers[receiver_id] = _Receiver(num_backends)
 
-    def close(self, receiver_id: InstanceId) -> None:
+    def leave(self, receiver_id: InstanceId) -> None:
+        """A receiver is gone, and with it what was on its way there."""
         self._receivers.pop(receiver_id, None)
+        for transfer in [t for t in self._transfers.values() if receiver_id in t.plan.destination_ids]:
+            transfer.give_back(receiver_id)
+            self.withdraw(transfer)
 
-    def offer(self, receiver_id: InstanceId, key: RequestKey) -> list[RequestKey]:
-        """A sender has something for the receiver. A repeated offer changes nothing."""
-        receiver = self._receivers.get(receiver_id)
-        if receiver is None or (key in receiver.granted and key not in receiver.returning):
+    # --- transfers ---
+
+    def open(
+        self,
+        key: RequestKey,
+        purpose: TransferPurpose,
+        sources: tuple[KvShard, ...],
+        destinations: tuple[KvShard, ...],
+    ) -> Transfer:
+        """A new transfer, with a name and a capability of its own."""
+        self._num_opened += 1
+        plan = TransferPlan(
+            transfer_id=TransferId(self._num_opened),
+            purpose=purpose,
+            sources=sources,
+            destinations=destinations,
+            capability=self._rng.getrandbits(64),
+        )
+        transfer = self._transfers[plan.transfer_id] = Transfer(key, plan)
+        return transfer
+
+    def find(self, transfer_id: TransferId, key: RequestKey) -> Transfer | None:
+        """The transfer of this request by this name, if it is not over."""
+        transfer = self._transfers.get(transfer_id)
+        return transfer if transfer is not None and transfer.key == key and not transfer.is_over else None
+
+    def offer(self, transfer: Transfer) -> list[Transfer]:
+        """A source has something to send. A repeated offer changes nothing."""
+        if transfer.state is TransferState.GRANTED:
             return []
-        receiver.offer(key)
-        return self._grant(receiver_id, receiver)
+        self._num_ranked += transfer.rank is None
+        transfer.offer(self._num_ranked)
+        return self._line_up(transfer)
 
-    def offer_again(self, receiver_id: InstanceId, key: RequestKey) -> list[RequestKey]:
-        """A preempted request goes on. Nothing if its sender has not offered it yet."""
-        receiver = self._receivers.get(receiver_id)
-        return self.offer(receiver_id, key) if receiver is not None and key in receiver.ranks else []
+    def offer_again(self, transfer: Transfer) -> list[Transfer]:
+        """A preempted request goes on. Nothing if its transfer has not been offered yet."""
+        return [] if transfer.rank is None else self.offer(transfer)
 
-    def reserve(self, receiver_id: InstanceId, key: RequestKey) -> list[RequestKey]:
-        """The receiver is ready for a transfer. A repeated confirmation changes nothing."""
-        receiver = self._receivers.get(receiver_id)
+    def reserve(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+        """A destination is ready for it. A repeated confirmation changes nothing."""
+        transfer.reserve(destination_id)
+        return self._line_up(transfer)
+
+    def land(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+        """All that goes to this destination is there."""
+        transfer.land(destination_id)
+        return self.release(transfer, destination_id)
+
+    def release(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+        """It landed, or the destination freed what it had of it: the next one gets the backend."""
+        self._leave_line(transfer)
+        had_backend = transfer.give_back(destination_id)
+        self._forget_if_done(transfer)
+        receiver = self._receivers.get(destination_id)
+        if receiver is None or not had_backend:
+            return []
+        del receiver.granted[transfer.plan.transfer_id]
+        return self._grant(destination_id)
+
+    def release_of(self, key: RequestKey, destination_id: InstanceId) -> list[Transfer]:
+        """The same for all of a request's, whose KV this destination has freed."""
+        receiver = self._receivers.get(destination_id)
         if receiver is None:
             return []
-        receiver.reserved.add(key)
-        return self._grant(receiver_id, receiver)
+        found = [transfer for transfer in receiver.granted.values() if transfer.key == key]
+        return [granted for transfer in found for granted in self.release(transfer, destination_id)]
 
-    def withdraw(self, receiver_id: InstanceId, key: RequestKey) -> None:
-        """A transfer is not wanted any more. One that was granted keeps its backend until `release`."""
-        receiver = self._receivers.get(receiver_id)
-        if receiver is not None:
-            receiver.forget(key)
-
-    def release(self, receiver_id: InstanceId, key: RequestKey) -> list[RequestKey]:
-        """The transfer landed, or the receiver freed what it had of it: the next one gets the backend."""
-        receiver = self._receivers.get(receiver_id)
-        if receiver is None:
-            return []
-        receiver.forget(key)
-        receiver.returning.discard(key)
-        if key not in receiver.granted:
-            return []
-        del receiver.granted[key]
-        return self._grant(receiver_id, receiver)
+    def withdraw(self, transfer: Transfer) -> None:
+        """It is not wanted any more. What was granted keeps its backends until `release`."""
+        self._leave_line(transfer)
+        transfer.withdraw()
+        self._forget_if_done(transfer)
 
     def granted(self, receiver_id: InstanceId) -> tuple[RequestKey, ...]:
+        """The requests that have a backend of this receiver."""
         receiver = self._receivers.get(receiver_id)
-        return () if receiver is None else tuple(receiver.granted)
+        return () if receiver is None else tuple(transfer.key for transfer in receiver.granted.values())
 
     # --- preempted requests ---
 
-    def preempted(self, receiver_id: InstanceId) -> None:
-        """A request whose KV goes there was preempted."""
-        self._changed[receiver_id] = None
+    def preempted(self, transfer: Transfer) -> None:
+        """Its request was preempted."""
+        self._changed.update(dict.fromkeys(transfer.plan.destination_ids))
 
-    def take_back(self) -> list[RequestKey]:
-        """Preempted requests that must give their backend to one that waits: each is named once, the last first."""
-        keys: list[RequestKey] = []
+    def take_back(self) -> list[Transfer]:
+        """Those of preempted requests that must give backends to one that waits: each is named once, the last first."""
+        asked: list[Transfer] = []
         for receiver_id in self._changed:
             receiver = self._receivers.get(receiver_id)
             if receiver is not None:
-                keys += self._take_back(receiver)
+                asked += self._take_back(receiver)
         self._changed.clear()
-        return keys
+        return asked
 
-    def _take_back(self, receiver: _Receiver) -> list[RequestKey]:
+    def _take_back(self, receiver: _Receiver) -> list[Transfer]:
         idle = self._idle(receiver)
         num_wanted = self._num_wanted(receiver) if idle else 0
         if num_wanted <= 0:
             return []
-        keys = sorted(idle, key=receiver.ranks.__getitem__, reverse=True)[:num_wanted]
-        receiver.returning.update(keys)
-        return keys
+        asked = sorted(idle, key=_RANK, reverse=True)[:num_wanted]
+        for transfer in asked:
+            transfer.ask_back()
+        return asked
 
     def _num_wanted(self, receiver: _Receiver) -> int:
         """Backends that requests wait for which are being computed, beyond those that are on their way back."""
-        return sum(not self._is_preempted(key) for key in receiver.waiting) - len(receiver.returning)
+        return sum(not self._is_preempted(transfer.key) for transfer in receiver.line) - receiver.num_returning
 
-    def _idle(self, receiver: _Receiver) -> list[RequestKey]:
-        return [key for key in receiver.granted if key not in receiver.returning and self._is_preempted(key)]
+    def _idle(self, receiver: _Receiver) -> list[Transfer]:
+        """With a backend, and of a request that was preempted."""
+        return [t for t in receiver.granted.values() if not t.is_returning and self._is_preempted(t.key)]
 
-    def returned(self, receiver_id: InstanceId, key: RequestKey) -> list[RequestKey] | None:
-        """The sender has stopped, as it was asked to. None if it was not asked."""
-        receiver = self._receivers.get(receiver_id)
-        if receiver is None or key not in receiver.returning:
-            return None
-        receiver.returning.remove(key)
-        del receiver.granted[key]
-        return self._grant(receiver_id, receiver)
-
-    def check_integrity(self) -> None:
-        for receiver_id, receiver in self._receivers.items():
-            num_granted, num_waiting = len(receiver.granted), len(list(receiver.waiting))
-            assert num_granted <= receiver.num_backends, (
-                f"{receiver_id}: {num_granted} transfers on {receiver.num_backends} backends"
-            )
-            assert num_granted == receiver.num_backends or not num_waiting, (
-                f"{receiver_id}: a backend is free while {num_waiting} transfers wait"
-            )
-            assert receiver.returning <= receiver.granted.keys(), f"{receiver_id}: a backend comes back from nobody"
-            assert receiver.offered == sorted(receiver.offered), f"{receiver_id}: offers are out of order"
-            assert all(receiver.ranks[key] == rank for rank, key in receiver.offered), f"{receiver_id}: wrong ranks"
-            num_wanted, num_idle = self._num_wanted(receiver), len(self._idle(receiver))
-            assert num_wanted <= 0 or not num_idle, (
-                f"{receiver_id}: {num_wanted} transfers wait while {num_idle} preempted requests have a backend"
-            )
+    def stopped(self, transfer: Transfer, source_id: InstanceId) -> list[Transfer] | None:
+        """A source has stopped, as it was asked to. None if it was not asked."""
+        all_stopped = transfer.stop(source_id)
+        if not all_stopped:
+            return None if all_stopped is None else []
+        for destination_id in transfer.plan.destination_ids:
+            del self._receivers[destination_id].granted[transfer.plan.transfer_id]
+        if transfer.is_waiting:  # offered again meanwhile
+            self._join_line(transfer)
+        return [granted for receiver_id in transfer.plan.destination_ids for granted in self._grant(receiver_id)]
 
     # --- inside ---
 
-    def _grant(self, receiver_id: InstanceId, receiver: _Receiver) -> list[RequestKey]:
-        keys: list[RequestKey] = []
-        while (key := self._next_grantable(receiver)) is not None:
-            receiver.withdraw(key)
-            receiver.granted[key] = None
-            keys.append(key)
-        if receiver.offered:
-            self._changed[receiver_id] = None
-        return keys
+    def _line_up(self, transfer: Transfer) -> list[Transfer]:
+        """Grant what can be granted now that the transfer may have come to wait."""
+        if transfer.is_waiting:
+            self._join_line(transfer)
+        return self._grant(transfer.plan.destinations[0].instance_id)
 
-    def _next_grantable(self, receiver: _Receiver) -> RequestKey | None:
-        """If a backend is free: the earliest offer, of a preempted request only if there is no other."""
-        if len(receiver.granted) == receiver.num_backends:
+    def _join_line(self, transfer: Transfer) -> None:
+        for destination_id in transfer.plan.destination_ids:
+            line = self._receivers[destination_id].line
+            index = bisect_left(line, transfer.rank, key=_RANK)
+            if index == len(line) or line[index] is not transfer:
+                line.insert(index, transfer)
+        if len(transfer.plan.destinations) > 1:
+            self._changed.update(dict.fromkeys(transfer.plan.destination_ids))
+
+    def _leave_line(self, transfer: Transfer) -> None:
+        for destination_id in transfer.plan.destination_ids:
+            receiver = self._receivers.get(destination_id)
+            if receiver is not None and transfer in receiver.line:
+                receiver.line.remove(transfer)
+
+    def _forget_if_done(self, transfer: Transfer) -> None:
+        if transfer.is_over and not transfer.backends:
+            self._transfers.pop(transfer.plan.transfer_id, None)
+
+    def _grant(self, receiver_id: InstanceId) -> list[Transfer]:
+        receiver = self._receivers[receiver_id]
+        granted: list[Transfer] = []
+        while (transfer := self._next_grantable(receiver)) is not None:
+            self._leave_line(transfer)
+            transfer.grant()
+            for destination_id in transfer.plan.destination_ids:
+                self._receivers[destination_id].granted[transfer.plan.transfer_id] = transfer
+            granted.append(transfer)
+        if receiver.line:
+            self._changed[receiver_id] = None
+        return granted
+
+    def _next_grantable(self, receiver: _Receiver) -> Transfer | None:
+        """The earliest offer, of a preempted request only if there is no other; if its destinations have backends."""
+        if receiver.is_full or not receiver.line:
             return None
-        first: RequestKey | None = None
-        for key in receiver.waiting:
-            if not self._is_preempted(key):
-                return key
-            first = first or key
-        return first
+        first = next((transfer for transfer in receiver.line if not self._is_preempted(transfer.key)), receiver.line[0])
+        others = (self._receivers[destination_id] for destination_id in first.plan.destination_ids)
+        return None if any(other.is_full for other in others) else first
+
+    def check_integrity(self) -> None:
+        """AssertionError names what does not balance."""
+        for receiver_id, receiver in self._receivers.items():
+            self._check_receiver(receiver_id, receiver)
+        for transfer in self._transfers.values():
+            held = {name for name, other in self._receivers.items() if transfer.plan.transfer_id in other.granted}
+            assert held == set(transfer.backends), f"{transfer.key} has backends of {held}, not {transfer.backends}"
+            waits = any(transfer in receiver.line for receiver in self._receivers.values())
+            assert waits == transfer.is_waiting, f"{transfer.key} is {transfer.state.name}, in line: {waits}"
+
+    def _check_receiver(self, receiver_id: InstanceId, receiver: _Receiver) -> None:
+        num_granted = len(receiver.granted)
+        assert num_granted <= receiver.num_backends, f"{receiver_id}: {num_granted} on {receiver.num_backends} backends"
+        alone = [transfer for transfer in receiver.line if len(transfer.plan.destinations) == 1]
+        assert receiver.is_full or not alone, f"{receiver_id}: a backend is free while {len(alone)} transfers wait"
+        ranks = [transfer.rank for transfer in receiver.line]
+        assert ranks == sorted(ranks, key=lambda rank: rank or 0), f"{receiver_id}: the line is out of order"
+        num_wanted, num_idle = self._num_wanted(receiver), len(self._idle(receiver))
+        assert num_wanted <= 0 or not num_idle, (
+            f"{receiver_id}: {num_wanted} transfers wait while {num_idle} preempted requests have a backend"
+        )

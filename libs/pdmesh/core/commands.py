@@ -5,23 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdmesh.model import Epoch, GatewayId, InstanceId, RejectReason, RequestId, Role, StepPlan
+from pdmesh.model import (
+    Epoch,
+    GatewayId,
+    InstanceId,
+    KvShard,
+    RejectReason,
+    RequestId,
+    Role,
+    StepPlan,
+    TransferId,
+    TransferPlan,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitPrefill:
-    """Hold ``num_blocks`` on ``instance_id`` for a request whose chunks follow in later plans.
+    """Hold blocks on ``instance_id`` for a request whose chunks follow in later plans.
 
-    ``decode_instance_id`` is where the KV goes; None means that it stays and decodes here, and ``num_blocks`` then
-    covers the output too. Each member of a group is asked for its share of the blocks.
+    ``shards`` say who holds what of its KV while its prompt is computed, the leader first; each is asked for its own.
+    ``transfer`` moves it on; None means that it stays and decodes there, and the shards then have room for the output.
     """
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
-    num_blocks: int
-    decode_instance_id: InstanceId | None
-    members: tuple[InstanceId, ...] = ()  # of the group that computes it, the leader first
+    shards: tuple[KvShard, ...]
+    transfer: TransferPlan | None
+
+    @property
+    def num_blocks(self) -> int:
+        """To hold on this instance."""
+        return sum([shard.num_blocks for shard in self.shards if shard.instance_id == self.instance_id])
+
+    @property
+    def decode_instance_id(self) -> InstanceId | None:
+        """Where the KV goes; None if it stays."""
+        return None if self.transfer is None else self.transfer.destinations[0].instance_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,34 +54,38 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceDecode:
-    """Reserve blocks on a decode instance and expect the request's KV there, under ``capability``."""
+    """Reserve blocks on a destination of ``transfer``, and expect the request's KV there."""
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
-    num_blocks: int
-    prefill_instance_id: InstanceId
-    capability: int  # 64 random bits; a piece without them is dropped
+    transfer: TransferPlan
+
+    @property
+    def num_blocks(self) -> int:
+        """To reserve on this instance."""
+        shards = self.transfer.destinations
+        return sum([shard.num_blocks for shard in shards if shard.instance_id == self.instance_id])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantTransfer:
-    """Let the prefill instance send to the decode instance: a transfer backend of the receiver is taken."""
+    """Let a source of ``transfer`` send: a transfer backend of every destination is taken."""
 
-    instance_id: InstanceId  # the sender
+    instance_id: InstanceId  # the source
     request_id: RequestId
     epoch: Epoch
-    decode_instance_id: InstanceId
-    capability: int
+    transfer: TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseTransfer:
     """Stop sending a preempted request's KV until the next grant; answered by TransferPaused."""
 
-    instance_id: InstanceId  # the sender
+    instance_id: InstanceId  # the source
     request_id: RequestId
     epoch: Epoch
+    transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,16 +158,8 @@ class WakeAt:
     at_s: float
 
 
-Command = (
-    AdmitPrefill
-    | RunStep
-    | PlaceDecode
-    | GrantTransfer
-    | PauseTransfer
-    | FreeKv
-    | Reject
-    | Restart
-    | ForgetRequest
-    | SetRole
-    | WakeAt
-)
+#: For an instance; those that need nothing more than they say travel as they are (`pdmesh.wire.messages`).
+PlainInstanceCommand = RunStep | PauseTransfer | FreeKv | SetRole
+InstanceCommand = AdmitPrefill | PlaceDecode | GrantTransfer | PlainInstanceCommand
+
+Command = InstanceCommand | Reject | Restart | ForgetRequest | WakeAt

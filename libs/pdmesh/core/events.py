@@ -15,6 +15,7 @@ from pdmesh.model import (
     RequestId,
     Resident,
     Role,
+    TransferId,
 )
 
 
@@ -73,7 +74,10 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator asks an instance to take no new work. ``enabled=False`` takes it back."""
+    """An operator asks an instance to take no new work, or it says that it is about to stop.
+
+    ``enabled=False`` takes it back.
+    """
 
     instance_id: InstanceId
     enabled: bool = True
@@ -107,7 +111,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReserved:
-    """A decode instance took a `PlaceDecode`: it knows the request, and pieces of its KV may arrive.
+    """A destination took a `PlaceDecode`: it knows the request, and pieces of its KV may arrive.
 
     Without this, a fast prefill could be granted its transfer and send before the receiver has heard of it.
     """
@@ -115,44 +119,52 @@ class DecodeReserved:
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
+    transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOffered:
-    """A prefill instance began computing the first chunk of a request whose KV must move."""
+    """A source began computing the first chunk that it has of a request whose KV must move."""
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
+    transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPaused:
-    """A prefill instance has stopped sending a request's KV, as PauseTransfer asked: no piece of it is under way."""
+    """A source has stopped sending a request's KV, as PauseTransfer asked: no piece of it is under way."""
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
+    transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLanded:
-    """A decode instance holds the whole KV of a request, checked, and has begun to decode it."""
+    """A destination holds its part of a request's KV, checked; the first destination has begun to decode."""
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
+    transfer_id: TransferId
     num_bytes: int
     duration_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSent:
-    """A prefill instance's side of a landed transfer; ``exposed_s`` is waited for after the prompt was computed."""
+    """All that a source sent was acknowledged; it frees its KV now.
+
+    ``exposed_s`` was waited for after the prompt was computed.
+    """
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
+    transfer_id: TransferId
     num_bytes: int
     duration_s: float
     exposed_s: float
@@ -161,6 +173,20 @@ class TransferSent:
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
     """Either side gave a transfer up (deadline, no progress, checksum). The request must be prefilled again."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    transfer_id: TransferId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDropped:
+    """An instance does not take a request, or gives it up: it stops, has no room, or was told what cannot be.
+
+    No transfer failed. The request is started again elsewhere.
+    """
 
     instance_id: InstanceId
     request_id: RequestId
@@ -204,6 +230,22 @@ class Tick:
     """Time passed; due wake-ups (queue limits, leases of orphans) are looked at."""
 
 
+#: What instances say, each of itself. It travels as it is (`pdmesh.wire.messages.EventMessage`).
+InstanceEvent = (
+    DrainRequested
+    | StepDone
+    | DecodeReserved
+    | TransferOffered
+    | TransferPaused
+    | TransferLanded
+    | TransferSent
+    | TransferFailed
+    | RequestDropped
+    | RequestFinished
+    | KvReleased
+    | LoadReported
+)
+
 Event = (
     RequestArrived
     | RequestCancelled
@@ -212,18 +254,8 @@ Event = (
     | InstanceJoined
     | InstanceUnreachable
     | InstanceLost
-    | DrainRequested
     | RoleChangeRequested
     | BundleChangeRequested
-    | StepDone
-    | DecodeReserved
-    | TransferOffered
-    | TransferPaused
-    | TransferLanded
-    | TransferSent
-    | TransferFailed
-    | RequestFinished
-    | KvReleased
-    | LoadReported
     | Tick
+    | InstanceEvent
 )

@@ -6,8 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pdmesh.core.state import RequestKey
-from pdmesh.model import GatewayId, InstanceId, RequestId
+from pdmesh.model import GatewayId, InstanceId, RequestId, RequestKey
 
 OwnerT = TypeVar("OwnerT", InstanceId, GatewayId)
 

@@ -7,12 +7,11 @@ Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.c
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.books import Books
-from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
+from pdmesh.core.commands import RunStep
 from pdmesh.core.openings import Openings
 from pdmesh.core.placing import (
     Placement,
@@ -25,7 +24,7 @@ from pdmesh.core.placing import (
     room_or_turn,
 )
 from pdmesh.core.queue import in_order
-from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
+from pdmesh.core.state import Instance, RequestState
 from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 
@@ -51,10 +50,9 @@ class Opening:
 class Packer:
     """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
 
-    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle, rng: random.Random) -> None:
+    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle) -> None:
         self._books = books
         self._openings = Openings(books, plans_in_flight, bundle)
-        self._rng = rng
 
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
@@ -63,7 +61,7 @@ class Packer:
         instances, for_waiting = openings.computing(), openings.for_waiting()
         while instances or for_waiting:
             # Those that get nothing now get nothing in the next round either: room only shrinks.
-            instances = Round(self._books, openings, self._rng, bundle, now_s, instances, for_waiting).pack()
+            instances = Round(self._books, openings, bundle, now_s, instances, for_waiting).pack()
             for_waiting = False
             openings.update(bundle)
 
@@ -80,7 +78,6 @@ class Round:
         self,
         books: Books,
         openings: Openings,
-        rng: random.Random,
         bundle: Bundle,
         now_s: float,
         instances: Iterable[Instance],
@@ -88,7 +85,6 @@ class Round:
     ) -> None:
         self._books = books
         self._known = openings
-        self._rng = rng
         self._bundle = bundle
         self._now_s = now_s
         self._for_waiting = for_waiting
@@ -185,47 +181,15 @@ class Round:
         )
 
     def _place(self, state: RequestState, placement: Placement) -> None:
-        books, request, (prefill, decode, members) = self._books, state.request, placement
-        stays = prefill is decode
-        long_tokens = request.num_prompt_tokens if self._bundle.is_long(request) else 0
-        books.queue.remove(state)
-        state.phase, state.placed_s = Phase.PREFILLING, self._now_s
-        state.prefill_id, state.decode_id = prefill.instance_id, decode.instance_id
-        state.members = tuple([member.instance_id for member in members])
-        if not stays:
-            state.capability = self._rng.getrandbits(64)
-            num_blocks = decode.num_decode_blocks(request)
-            decode.take(
-                state.key, num_blocks, HoldKind.PROMISED, long_tokens=long_tokens, slo_tpot_s=request.slo_tpot_s
-            )
-            books.commands.append(
-                PlaceDecode(
-                    instance_id=decode.instance_id,
-                    request_id=request.request_id,
-                    epoch=request.epoch,
-                    num_blocks=num_blocks,
-                    prefill_instance_id=prefill.instance_id,
-                    capability=state.capability,
-                )
-            )
-        if members:
-            num_blocks = prefill.num_share_blocks(request, len(members))
-        else:
-            num_blocks = prefill.num_decode_blocks(request) if stays else prefill.num_prefill_blocks(request)
-        for instance in members or (prefill,):
-            kind = HoldKind.LOCAL if stays else HoldKind.PREFILL
-            instance.take(state.key, num_blocks, kind, long_tokens=long_tokens, slo_tpot_s=request.slo_tpot_s)
-            books.commands.append(
-                AdmitPrefill(
-                    instance_id=instance.instance_id,
-                    request_id=request.request_id,
-                    epoch=request.epoch,
-                    num_blocks=num_blocks,
-                    decode_instance_id=None if stays else decode.instance_id,
-                    members=state.members,
-                )
-            )
-            instance.add_prefill(state)
+        prefill, decode, members = placement
+        self._books.place(
+            state,
+            members or (prefill,),
+            None if decode is prefill else decode,
+            in_group=bool(members),
+            long_tokens=state.request.num_prompt_tokens if self._bundle.is_long(state.request) else 0,
+            now_s=self._now_s,
+        )
 
     def _begin(self, state: RequestState, placement: Placement) -> None:
         """Its first chunk goes into a step; that of a group waits until its members are looked at."""
@@ -263,7 +227,7 @@ class Round:
                 return
             if state in opening.running:  # unless another member had it planned
                 opening.running.remove(state)
-                if state.members:
+                if state.in_group:
                     self._plan_group(state)
                 else:
                     self._plan_chunk(opening, state)
@@ -281,7 +245,7 @@ class Round:
 
     def _plan_group(self, state: RequestState) -> None:
         """A chunk for all members of a group at once, behind what goes first at each; or hold those with room."""
-        instances = [self._books.instances[instance_id] for instance_id in state.members]
+        instances = [self._books.instances[instance_id] for instance_id in state.prefill_ids]
         members = [self._opening_of(instance) for instance in instances if self._is_open(instance)]
         for member in members:
             if state in member.running:
@@ -289,7 +253,7 @@ class Round:
                 member.running.remove(state)
                 self._plan_running(member, line[: line.index(state)])
         num_tokens, seconds = 0, 0.0
-        if len(members) == len(state.members) and not any(m.held or m.urgent or m.group for m in members):
+        if len(members) == len(state.prefill_ids) and not any(m.held or m.urgent or m.group for m in members):
             num_tokens, seconds = self._bundle.packing.group_chunk(
                 [member.instance.view for member in members],
                 [member.step for member in members],
@@ -303,7 +267,7 @@ class Round:
             return
         chunk = _next_chunk(state, num_tokens)
         group = GroupChunk(
-            request_id=chunk.request_id, members=state.members, leader_plan_id=members[0].instance.next_plan_id
+            request_id=chunk.request_id, members=state.prefill_ids, leader_plan_id=members[0].instance.next_plan_id
         )
         for member in members:
             member.step.add(chunk, state.request, seconds)

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 from pdmesh.core.lengths import Lengths
-from pdmesh.core.state import RequestKey, RequestState
-from pdmesh.model import RequestId
+from pdmesh.core.state import RequestState
+from pdmesh.model import RequestId, RequestKey
 from pdmesh.policy.base import PrefillOrder
 
 _Head = tuple[tuple[float, ...], tuple[float, RequestId], RequestState]

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Outcome
 from pdmesh.core.orphans import Orphans
-from pdmesh.core.state import HoldKind, Instance, Phase, RequestKey, RequestState
-from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, Resident
+from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
+from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey, Resident
 from pdmesh.policy.base import Rank
 
 
@@ -105,7 +105,7 @@ class Reunion:
         )
         books.regroup()
         self._unclaimed.drop_owner(instance_id)
-        books.broker.open(instance_id, profile.num_transfer_backends)
+        books.broker.join(instance_id, profile.num_transfer_backends)
         for resident in residents:
             key = (resident.request_id, resident.epoch)
             if key in instance.holds:
@@ -128,7 +128,7 @@ class Reunion:
             return
         self._books.changed[instance_id] = None
         self._books.regroup()
-        self._books.broker.close(instance_id)
+        self._books.broker.leave(instance_id)
         self._unclaimed.drop_owner(instance_id)
         self._restart_without(instance_id, instance.holds, f"instance {instance_id} was lost")
         self._books.drop_plans(instance)

@@ -33,6 +33,7 @@ from pdmesh.core.events import (
     LoadReported,
     RequestArrived,
     RequestCancelled,
+    RequestDropped,
     RequestFinished,
     RoleChangeRequested,
     StepDone,
@@ -47,9 +48,10 @@ from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
-from pdmesh.core.state import Instance, Phase, RequestKey, RequestView
+from pdmesh.core.state import Instance, Phase, RequestView
+from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.errors import ConfigError
-from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId
+from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId, RequestKey
 from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
@@ -61,9 +63,9 @@ class SchedulerCore:
     def __init__(self, config: CoreConfig, bundle: Bundle, rng: random.Random) -> None:
         self._config = config
         self._bundle = bundle
-        self._books = Books()
+        self._books = Books(rng)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
-        self._packer = Packer(self._books, config.plans_in_flight, bundle, rng)
+        self._packer = Packer(self._books, config.plans_in_flight, bundle)
         self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._now_s = 0.0
         self._wake_s: float | None = None
@@ -167,9 +169,11 @@ class SchedulerCore:
             case TransferLanded():
                 self._transfer_landed(event)
             case TransferSent():
-                pass  # figures for the records; the books follow KvReleased
+                self._transfer_sent(event)
             case TransferFailed():
                 self._transfer_failed(event)
+            case RequestDropped():
+                self._dropped(event)
             case RequestFinished():
                 self._finished(event)
             case KvReleased():
@@ -251,8 +255,8 @@ class SchedulerCore:
         if state is None or not state.needs(event.instance_id):
             self._books.ignore("RequestFinished")
             return
-        # The one that reports frees its own KV; after the landing so does the sender, when it hears of it.
-        spare = (event.instance_id, state.prefill_id if state.phase is Phase.DECODING else None)
+        # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
+        spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
         self._books.end(state, Outcome.FINISHED, spare=spare)
 
     # --- steps and transfers ---
@@ -279,45 +283,44 @@ class SchedulerCore:
                 self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
             elif chunk.is_last and state.decode_id == event.instance_id:
                 self._books.land(state)
-            elif state.is_preempted and state.decode_id is not None:
-                self._books.broker.preempted(state.decode_id)
+            elif state.is_preempted and state.transfer is not None:
+                self._books.broker.preempted(state.transfer)
 
     def _transfer_offered(self, event: TransferOffered) -> None:
-        state = self._books.find((event.request_id, event.epoch))
-        if (
-            state is None
-            or state.phase is not Phase.PREFILLING
-            or state.prefill_id != event.instance_id
-            or state.decode_id is None
-            or state.decode_id == event.instance_id
-        ):
-            self._books.ignore("TransferOffered")
-            return
-        self._books.grant(self._books.broker.offer(state.decode_id, state.key))
+        if transfer := self._transfer(event, Side.SOURCE):
+            self._books.grant(self._books.broker.offer(transfer))
 
     def _decode_reserved(self, event: DecodeReserved) -> None:
-        state = self._books.find((event.request_id, event.epoch))
-        if state is None or state.phase is not Phase.PREFILLING or state.decode_id != event.instance_id:
-            self._books.ignore("DecodeReserved")
-            return
-        self._books.grant(self._books.broker.reserve(event.instance_id, state.key))
+        if transfer := self._transfer(event, Side.DESTINATION):
+            self._books.grant(self._books.broker.reserve(transfer, event.instance_id))
 
     def _transfer_paused(self, event: TransferPaused) -> None:
-        state = self._books.find((event.request_id, event.epoch))
-        keys = None
-        if state is not None and state.prefill_id == event.instance_id and state.decode_id is not None:
-            keys = self._books.broker.returned(state.decode_id, state.key)
-        if keys is None:
-            self._books.ignore("TransferPaused")
-        else:
-            self._books.grant(keys)
+        if transfer := self._transfer(event, Side.SOURCE):
+            granted = self._books.broker.stopped(transfer, event.instance_id)
+            if granted is None:
+                self._books.ignore("TransferPaused")
+            else:
+                self._books.grant(granted)
 
     def _transfer_landed(self, event: TransferLanded) -> None:
-        state = self._books.find((event.request_id, event.epoch))
-        if state is None or state.phase is not Phase.PREFILLING or state.decode_id != event.instance_id:
-            self._books.ignore("TransferLanded")
-            return
-        self._books.land(state)
+        if transfer := self._transfer(event, Side.DESTINATION):
+            self._books.grant(self._books.broker.land(transfer, event.instance_id))
+            if transfer.state is TransferState.LANDED:
+                self._books.land(self._books.requests[event.request_id])
+
+    def _transfer_sent(self, event: TransferSent) -> None:
+        if transfer := self._transfer(event, Side.SOURCE):
+            transfer.sent(event.instance_id)
+
+    def _transfer(
+        self, event: TransferOffered | DecodeReserved | TransferPaused | TransferLanded | TransferSent, side: Side
+    ) -> Transfer | None:
+        """The transfer that an instance reports of, if the instance is on that side of it and it is not over."""
+        transfer = self._books.broker.find(event.transfer_id, (event.request_id, event.epoch))
+        if transfer is not None and event.instance_id in transfer.ids_of(side):
+            return transfer
+        self._books.ignore(type(event).__name__)
+        return None
 
     def _transfer_failed(self, event: TransferFailed) -> None:
         key = (event.request_id, event.epoch)
@@ -326,6 +329,13 @@ class SchedulerCore:
             self._books.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}")
         else:
             self._books.free(event.instance_id, key)  # a sender that missed the acknowledgement still holds its KV
+
+    def _dropped(self, event: RequestDropped) -> None:
+        state = self._books.find((event.request_id, event.epoch))
+        if state is not None and state.needs(event.instance_id):
+            self._books.restart(state, f"instance {event.instance_id} does not serve it: {event.reason}")
+        else:
+            self._books.ignore("RequestDropped")
 
     def _released(self, event: KvReleased) -> None:
         key = (event.request_id, event.epoch)
@@ -337,13 +347,15 @@ class SchedulerCore:
             return
         self._reunion.released(event.instance_id, key)
         state = self._books.find(key)
-        if state is not None and state.needs(event.instance_id):
-            # A sender whose prompt is all planned frees when the acknowledgement reaches it, perhaps before we hear of
-            # the landing. Any other release that nobody asked for leaves a request without its KV.
-            was_sent = state.decode_id != event.instance_id and state.is_planned and not state.members
-            if not was_sent:
-                self._books.restart(state, f"instance {event.instance_id} dropped its KV")
-        self._books.grant(self._books.broker.release(event.instance_id, key))
+        # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
+        # that nobody asked for leaves a request without its KV.
+        if (
+            state is not None
+            and state.needs(event.instance_id)
+            and not (state.transfer is not None and state.transfer.was_sent_by(event.instance_id))
+        ):
+            self._books.restart(state, f"instance {event.instance_id} dropped its KV")
+        self._books.grant(self._books.broker.release_of(key, event.instance_id))
 
     # --- an operator's changes ---
 

@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 
+from pdmesh.core.transfers import Transfer
 from pdmesh.model import (
-    Epoch,
     InstanceId,
     InstanceProfile,
+    KvPart,
+    KvShard,
     Request,
     RequestId,
+    RequestKey,
     Role,
+    Span,
     StepPlan,
     num_blocks_for,
 )
 from pdmesh.policy.base import InstanceView, PrefillOrder, Rank
-
-RequestKey = tuple[RequestId, Epoch]
 
 
 class Phase(StrEnum):
@@ -50,13 +52,13 @@ class RequestState:
     request: Request
     rank: Rank
     phase: Phase = Phase.WAITING
-    prefill_id: InstanceId | None = None
-    decode_id: InstanceId | None = None
-    capability: int = 0
+    prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed, the leader's first
+    decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
+    transfer: Transfer | None = None  # that takes its KV from the ones to the others
+    in_group: bool = False  # the instances of its shards compute its chunks together
     placed_s: float | None = None
     num_planned_tokens: int = 0
     num_chunks_in_flight: int = 0  # a group's chunk counts at every member
-    members: tuple[InstanceId, ...] = ()  # of the group that holds its KV, the leader first; empty: no group
 
     @property
     def key(self) -> RequestKey:
@@ -73,15 +75,27 @@ class RequestState:
 
     @property
     def view(self) -> RequestView:
-        names = (*(self.members or (self.prefill_id,)), self.decode_id)
         return RequestView(
             request_id=self.request.request_id,
             phase=self.phase,
-            instance_ids=tuple(dict.fromkeys(name for name in names if name is not None)),
+            instance_ids=tuple(dict.fromkeys(self.prefill_ids + self.decode_ids)),
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_planned_tokens=self.num_planned_tokens,
             arrival_s=self.request.arrival_s,
         )
+
+    @property
+    def prefill_ids(self) -> tuple[InstanceId, ...]:
+        return tuple([shard.instance_id for shard in self.prefill_shards])
+
+    @property
+    def decode_ids(self) -> tuple[InstanceId, ...]:
+        return tuple([shard.instance_id for shard in self.decode_shards])
+
+    @property
+    def decode_id(self) -> InstanceId | None:
+        """The instance that samples its tokens, once it is placed."""
+        return self.decode_shards[0].instance_id if self.decode_shards else None
 
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""
@@ -89,11 +103,7 @@ class RequestState:
 
     def needs(self, instance_id: InstanceId) -> bool:
         """Whether it cannot go on without this instance."""
-        return (
-            self.decode_id == instance_id
-            or instance_id in self.members
-            or (self.prefill_id == instance_id and self.phase is Phase.PREFILLING)
-        )
+        return instance_id in self.decode_ids or (self.phase is Phase.PREFILLING and instance_id in self.prefill_ids)
 
 
 class HoldKind(Enum):
@@ -133,6 +143,8 @@ class Instance:
         self.role = profile.role
         self.block_size = profile.kv_layout.block_size
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
+        layout = profile.kv_layout
+        self._layers, self._heads = Span(0, layout.num_layers), Span(0, layout.num_kv_heads)
         self.draining = draining
         self.reachable = True
         self.next_plan_id = next_plan_id
@@ -207,6 +219,11 @@ class Instance:
             self._num_resident_blocks += sign * num_blocks
             self._num_with_tpot[hold.slo_tpot_s] += sign
         self._change()
+
+    def shard(self, num_blocks: int, first_block: int = 0) -> KvShard:
+        """So many blocks of a request, all layers and heads of them, as held here."""
+        part = KvPart(Span(first_block, first_block + num_blocks), self._layers, self._heads)
+        return KvShard(instance_id=self.instance_id, part=part)
 
     # --- plans ---
 
@@ -417,5 +434,4 @@ class Instance:
         assert queued == self.num_queued_tokens, f"{name}: {queued} tokens queued, books say {self.num_queued_tokens}"
         for state in self.prefills:
             assert not state.is_planned, f"{name}: {state.key} is planned and still in line"
-            placed = state.members or (state.prefill_id,)
-            assert name in placed, f"{name}: {state.key} is in line here, placed on {placed}"
+            assert name in state.prefill_ids, f"{name}: {state.key} is in line here, placed on {state.prefill_ids}"

@@ -42,8 +42,17 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
-from pdmesh.core.state import RequestKey
-from pdmesh.model import ChunkDone, ChunkPlan, FinishReason, GroupChunk, InstanceId, InstanceProfile, StepPlan
+from pdmesh.model import (
+    ChunkDone,
+    ChunkPlan,
+    FinishReason,
+    GroupChunk,
+    InstanceId,
+    InstanceProfile,
+    RequestKey,
+    StepPlan,
+    TransferPlan,
+)
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.links import Links
@@ -55,7 +64,7 @@ class _Prefill:
     """A request whose prompt is computed here."""
 
     run: RequestRun
-    peer_id: InstanceId | None  # where its KV goes; None if it stays
+    transfer: TransferPlan | None  # that moves its KV on; None if it stays
     num_computed_tokens: int = 0
     last_turn: int | None = None  # the planned step that had its latest chunk
     granted: bool = False
@@ -94,7 +103,7 @@ class SimInstance:
         links: Links,
         runs: dict[RequestKey, RequestRun],
         report: Callable[[Event], None],
-        land: Callable[[InstanceId, RequestKey, float], None],
+        land: Callable[[TransferPlan, RequestKey, float], None],
         want_turn: Callable[[InstanceId], None],
         max_decode_steps: int,
         group_model: LatencyModel | None = None,
@@ -142,16 +151,16 @@ class SimInstance:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
                 self._hold(key, command.num_blocks)
-                if command.members and command.members[0] != self.instance_id:
+                if command.shards[0].instance_id != self.instance_id:
                     return  # the leader has the books of it
                 run = self._runs[key]
                 run.prefill_id, run.placed_s = self.instance_id, self._agenda.now_s
-                run.num_shards = max(1, len(command.members))
-                self._prefills[key] = _Prefill(run, command.decode_instance_id)
+                run.num_shards = len(command.shards)
+                self._prefills[key] = _Prefill(run, command.transfer)
             case PlaceDecode():
                 key = (command.request_id, command.epoch)
                 self._hold(key, command.num_blocks)
-                self._report(DecodeReserved(self.instance_id, *key))
+                self._report(DecodeReserved(self.instance_id, *key, command.transfer.transfer_id))
             case RunStep():
                 if command.plan.urgent:
                     self._plans.appendleft(command.plan)
@@ -292,8 +301,8 @@ class SimInstance:
         assert chunk.start == prefill.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
         if prefill.last_turn is None:
             prefill.run.started_s = self._agenda.now_s
-            if prefill.peer_id is not None:
-                self._report(TransferOffered(self.instance_id, *key))
+            if prefill.transfer is not None:
+                self._report(TransferOffered(self.instance_id, *key, prefill.transfer.transfer_id))
         elif self._num_turns - prefill.last_turn > 1:
             prefill.run.num_preemptions += 1
         prefill.last_turn = self._num_turns
@@ -338,7 +347,7 @@ class SimInstance:
                 del self._prefills[key]
                 self._finish(prefill.run)
                 return
-            if prefill.peer_id is None:
+            if prefill.transfer is None:
                 del self._prefills[key]
                 self._join(prefill.run)
                 return
@@ -407,16 +416,17 @@ class SimInstance:
     def _pause(self, key: RequestKey) -> None:
         prefill = self._prefills[key]
         assert prefill.granted, f"{key}: paused without a grant"
+        assert prefill.transfer is not None
         prefill.granted = False
         prefill.num_unsent_bytes += self._links.drop(key)
-        self._report(TransferPaused(self.instance_id, *key))
+        self._report(TransferPaused(self.instance_id, *key, prefill.transfer.transfer_id))
 
     def _move(self, key: RequestKey, prefill: _Prefill, num_bytes: float) -> None:
-        if prefill.peer_id is None:
+        if prefill.transfer is None:
             return
         prefill.num_unsent_bytes += num_bytes
         if prefill.granted:
-            self._links.send(key, self.instance_id, prefill.peer_id, prefill.num_unsent_bytes)
+            self._links.send(key, self.instance_id, prefill.transfer.destination_ids[0], prefill.num_unsent_bytes)
             prefill.num_unsent_bytes = 0.0
 
     def drained(self, key: RequestKey) -> None:
@@ -425,20 +435,22 @@ class SimInstance:
         if prefill.computed_s is None:
             return
         assert prefill.granted_s is not None
-        assert prefill.peer_id is not None
-        now_s = self._agenda.now_s
+        assert prefill.transfer is not None
+        plan, now_s = prefill.transfer, self._agenda.now_s
         num_bytes, duration_s = self._num_kv_bytes(prefill.run), now_s - prefill.granted_s
         prefill.run.granted_s, prefill.run.landed_s = prefill.granted_s, now_s
         prefill.run.exposed_s = now_s - prefill.computed_s
         del self._prefills[key]
-        self._land(prefill.peer_id, key, duration_s)
-        self._report(TransferSent(self.instance_id, *key, num_bytes, duration_s, prefill.run.exposed_s))
+        self._land(plan, key, duration_s)
+        self._report(
+            TransferSent(self.instance_id, *key, plan.transfer_id, num_bytes, duration_s, prefill.run.exposed_s)
+        )
         self._release(key)
 
-    def land(self, key: RequestKey, duration_s: float) -> None:
+    def land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
         """A request's whole KV is here."""
         run = self._runs[key]
-        self._report(TransferLanded(self.instance_id, *key, self._num_kv_bytes(run), duration_s))
+        self._report(TransferLanded(self.instance_id, *key, plan.transfer_id, self._num_kv_bytes(run), duration_s))
         self._join(run)
 
     def _join(self, run: RequestRun) -> None:

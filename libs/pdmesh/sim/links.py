@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.core.state import RequestKey
-from pdmesh.model import InstanceId
+from pdmesh.model import InstanceId, RequestKey
 from pdmesh.sim.agenda import Agenda, Appointment
 
 

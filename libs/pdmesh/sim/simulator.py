@@ -24,8 +24,17 @@ from pdmesh.core.commands import (
     WakeAt,
 )
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, Tick
-from pdmesh.core.state import RequestKey
-from pdmesh.model import Epoch, GatewayId, GroupChunk, InstanceId, InstanceProfile, Request, RequestId
+from pdmesh.model import (
+    Epoch,
+    GatewayId,
+    GroupChunk,
+    InstanceId,
+    InstanceProfile,
+    Request,
+    RequestId,
+    RequestKey,
+    TransferPlan,
+)
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.instance import SimInstance
@@ -222,5 +231,5 @@ class Simulator:
         assert sender_id is not None
         self._instances[sender_id].drained(key)
 
-    def _land(self, receiver_id: InstanceId, key: RequestKey, duration_s: float) -> None:
-        self._instances[receiver_id].land(key, duration_s)
+    def _land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
+        self._instances[plan.destination_ids[0]].land(plan, key, duration_s)

@@ -16,9 +16,25 @@ from pdmesh.core.events import (
     KvReleased,
     RequestArrived,
     StepDone,
+    TransferFailed,
+    TransferLanded,
+    TransferOffered,
+    TransferPaused,
+    TransferSent,
 )
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import ChunkDone, Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, Role, StepPlan
+from pdmesh.model import (
+    ChunkDone,
+    Epoch,
+    GatewayId,
+    InstanceId,
+    InstanceProfile,
+    Request,
+    RequestId,
+    Role,
+    StepPlan,
+    TransferId,
+)
 from pdmesh.policy.base import InstanceView, PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 
@@ -64,6 +80,7 @@ class CoreBench:
         self.core = SchedulerCore(config, make_bundle("fcfs", config.policy), random.Random(0))
         self.now_s = 0.0
         self.commands: list[Command] = []
+        self.transfers: dict[str, TransferId] = {}  # of requests, their latest
         self.feed(GatewayJoined(GATEWAY, ()))
         for profile in profiles:
             self.feed(InstanceJoined(profile, ()))
@@ -73,7 +90,8 @@ class CoreBench:
         commands = self.core.handle(event, self.now_s)
         self.core.check_integrity()
         for placed in of(PlaceDecode, commands):
-            reserved = DecodeReserved(placed.instance_id, placed.request_id, placed.epoch)
+            transfer_id = self.transfers[placed.request_id] = placed.transfer.transfer_id
+            reserved = DecodeReserved(placed.instance_id, placed.request_id, placed.epoch, transfer_id)
             commands += self.core.handle(reserved, self.now_s)
             self.core.check_integrity()
         self.commands += commands
@@ -93,6 +111,25 @@ class CoreBench:
 
     def released(self, instance_id: str, request_id: str, epoch: int = 0) -> list[Command]:
         return self.feed(KvReleased(InstanceId(instance_id), RequestId(request_id), Epoch(epoch)))
+
+    def offered(self, instance_id: str, request_id: str) -> list[Command]:
+        return self.feed(TransferOffered(*self._transfer(instance_id, request_id)))
+
+    def paused(self, instance_id: str, request_id: str) -> list[Command]:
+        return self.feed(TransferPaused(*self._transfer(instance_id, request_id)))
+
+    def landed(self, instance_id: str, request_id: str) -> list[Command]:
+        return self.feed(TransferLanded(*self._transfer(instance_id, request_id), num_bytes=1, duration_s=0.1))
+
+    def sent(self, instance_id: str, request_id: str) -> list[Command]:
+        return self.feed(TransferSent(*self._transfer(instance_id, request_id), 1, 0.1, 0.0))
+
+    def failed(self, instance_id: str, request_id: str, reason: str) -> list[Command]:
+        return self.feed(TransferFailed(*self._transfer(instance_id, request_id), reason))
+
+    def _transfer(self, instance_id: str, request_id: str) -> tuple[InstanceId, RequestId, Epoch, TransferId]:
+        """What an instance's report of a transfer begins with, in the first epoch."""
+        return InstanceId(instance_id), RequestId(request_id), Epoch(0), self.transfers[request_id]
 
     def free_blocks(self, instance_id: str) -> int:
         return next(view.num_free_blocks for view in self.core.instances if view.instance_id == instance_id)

@@ -36,7 +36,6 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
-from pdmesh.core.state import RequestKey
 from pdmesh.model import (
     ChunkDone,
     FinishReason,
@@ -44,9 +43,11 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     KvLayout,
+    RequestKey,
     Resident,
     Role,
     StepPlan,
+    TransferPlan,
 )
 
 
@@ -80,7 +81,8 @@ class ModelledHold:
 
     num_blocks: int
     seated: bool  # it decodes here, or will
-    peer_id: InstanceId | None  # the other end of its transfer, if its KV moves
+    transfer: TransferPlan | None  # that takes its KV away, or brings it
+    sends: bool = False  # it is a source of the transfer
     num_computed_tokens: int = 0
     computed: bool = False  # its last chunk is done
     offered: bool = False
@@ -108,17 +110,19 @@ class ModelledInstance:
         """Receive the next command."""
         match self.commands.popleft():
             case AdmitPrefill() as admit:
-                stays = admit.decode_instance_id is None
+                stays = admit.transfer is None
                 self._hold(
                     (admit.request_id, admit.epoch),
-                    ModelledHold(admit.num_blocks, seated=stays, peer_id=admit.decode_instance_id),
+                    ModelledHold(admit.num_blocks, seated=stays, transfer=admit.transfer, sends=not stays),
                 )
             case PlaceDecode() as place:
                 self._hold(
                     (place.request_id, place.epoch),
-                    ModelledHold(place.num_blocks, seated=True, peer_id=place.prefill_instance_id),
+                    ModelledHold(place.num_blocks, seated=True, transfer=place.transfer),
                 )
-                self.events.append(DecodeReserved(self.instance_id, place.request_id, place.epoch))
+                self.events.append(
+                    DecodeReserved(self.instance_id, place.request_id, place.epoch, place.transfer.transfer_id)
+                )
             case RunStep(plan=plan):
                 assert not (plan.urgent and any(other.urgent for other in self.plans)), "two urgent plans"
                 if plan.urgent:
@@ -130,7 +134,7 @@ class ModelledInstance:
                 if hold is not None:
                     assert hold.offered, f"{grant} without an offer"
                     assert not hold.granted, f"{grant} twice"
-                    assert hold.peer_id == grant.decode_instance_id, f"{grant} to another receiver"
+                    assert hold.transfer == grant.transfer, f"{grant} of another transfer"
                     hold.granted = True
             case PauseTransfer() as pause:
                 hold = self.holds.get((pause.request_id, pause.epoch))
@@ -138,7 +142,9 @@ class ModelledInstance:
                     assert hold.granted, f"{pause} without a grant"
                     assert not hold.computed, f"{pause}, but all of it is computed"
                     hold.granted = False
-                    self.events.append(TransferPaused(self.instance_id, pause.request_id, pause.epoch))
+                    self.events.append(
+                        TransferPaused(self.instance_id, pause.request_id, pause.epoch, pause.transfer_id)
+                    )
             case FreeKv() as free:
                 self.holds.pop((free.request_id, free.epoch), None)
                 self.events.append(KvReleased(self.instance_id, free.request_id, free.epoch))
@@ -166,9 +172,11 @@ class ModelledInstance:
         self.running.append(plan)
         for chunk in plan.chunks:
             hold = self.holds.get((chunk.request_id, chunk.epoch))
-            if hold is not None and hold.peer_id is not None and not hold.offered:
+            if hold is not None and hold.transfer is not None and not hold.offered:
                 hold.offered = True
-                self.events.append(TransferOffered(self.instance_id, chunk.request_id, chunk.epoch))
+                self.events.append(
+                    TransferOffered(self.instance_id, chunk.request_id, chunk.epoch, hold.transfer.transfer_id)
+                )
         return plan
 
     def end_step(self, *, ended_by_first_token: bool = False, duration_s: float = 0.0) -> None:
@@ -187,7 +195,7 @@ class ModelledInstance:
                 hold.num_computed_tokens += chunk.num_tokens
                 if chunk.is_last:
                     hold.computed = True
-                    hold.decoding = hold.peer_id is None
+                    hold.decoding = hold.transfer is None
                     if ended_by_first_token:
                         finished.append(key)
             results.append(
@@ -260,7 +268,8 @@ class ModelledMesh:
         found: list[tuple[ModelledInstance, ModelledInstance, RequestKey]] = []
         for sender in self.instances.values():
             for key, hold in sender.holds.items():
-                receiver = None if hold.peer_id is None else self.instances.get(hold.peer_id)
+                peer_id = hold.transfer.destination_ids[0] if hold.transfer is not None and hold.sends else None
+                receiver = None if peer_id is None else self.instances.get(peer_id)
                 target = None if receiver is None else receiver.holds.get(key)
                 if hold.granted and receiver is not None and target is not None and not target.decoding:
                     found.append((sender, receiver, key))
@@ -272,12 +281,16 @@ class ModelledMesh:
     def land(self, sender: ModelledInstance, receiver: ModelledInstance, key: RequestKey) -> None:
         """All KV of a computed prompt has arrived: it decodes, and the sender frees its side."""
         assert sender.holds[key].computed, f"{key} landed before it was computed"
+        plan = sender.holds[key].transfer
+        assert plan is not None, f"{key} landed without a transfer"
         receiver.holds[key].decoding = True
         receiver.holds[key].num_computed_tokens = sender.holds[key].num_computed_tokens
-        receiver.events.append(TransferLanded(receiver.instance_id, *key, num_bytes=1, duration_s=0.0))
-        sender.events.append(TransferSent(sender.instance_id, *key, num_bytes=1, duration_s=0.0, exposed_s=0.0))
+        receiver.events.append(TransferLanded(receiver.instance_id, *key, plan.transfer_id, 1, 0.0))
+        sender.events.append(TransferSent(sender.instance_id, *key, plan.transfer_id, 1, 0.0, 0.0))
         sender.release(key)
 
     def fail(self, at: ModelledInstance, key: RequestKey) -> None:
         """One side gives a transfer up."""
-        at.events.append(TransferFailed(at.instance_id, *key, reason="modelled"))
+        plan = at.holds[key].transfer
+        assert plan is not None, f"{key} has no transfer to fail"
+        at.events.append(TransferFailed(at.instance_id, *key, plan.transfer_id, "modelled"))

@@ -10,9 +10,13 @@ import anyio
 import grpc.aio
 
 from pdmesh.config import LOOPBACK, SecurityConfig
+from pdmesh.core.commands import PlainInstanceCommand
+from pdmesh.core.events import InstanceEvent
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import (
+    CommandMessage,
+    EventMessage,
     Goodbye,
     RegisterWorker,
     TokenOut,
@@ -58,13 +62,13 @@ class ScriptedScheduler(ScriptedPeer):
 
     def __init__(self, *, heartbeat_s: float = 1.0) -> None:
         super().__init__()
-        self.reports: list[WorkerUp] = []
+        self.reports: list[WorkerUp | InstanceEvent] = []
         self._heartbeat_s = heartbeat_s
         self._link: FrameLink[WorkerDown, WorkerUp] | None = None
 
-    def post(self, message: WorkerDown) -> None:
+    def post(self, message: WorkerDown | PlainInstanceCommand) -> None:
         assert self._link is not None, "no worker is registered"
-        self._link.post(message)
+        self._link.post(CommandMessage.of(message) if isinstance(message, PlainInstanceCommand) else message)
 
     def reports_of(self, kind: type[T], request_id: str | None = None) -> list[T]:
         return [
@@ -87,7 +91,7 @@ class ScriptedScheduler(ScriptedPeer):
                     if any(isinstance(message, RegisterWorker) for message in messages):
                         link.post(WelcomeWorker(lease_s=5.0, heartbeat_s=self._heartbeat_s))
                         self._link = link
-                    self.reports.extend(messages)
+                    self.reports.extend(m.event if isinstance(m, EventMessage) else m for m in messages)
                     self._notify()
                     if any(isinstance(message, Goodbye) for message in messages):
                         break

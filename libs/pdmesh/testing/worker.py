@@ -12,6 +12,8 @@ import anyio
 import msgspec
 
 from pdmesh.config import TransferConfig
+from pdmesh.core.commands import AdmitPrefill, FreeKv, GrantTransfer, PauseTransfer, PlaceDecode, RunStep
+from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.engine.base import Engine
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
@@ -21,10 +23,17 @@ from pdmesh.model import (
     Epoch,
     GatewayId,
     InstanceId,
+    KvLayout,
+    KvPart,
+    KvShard,
     RequestId,
     Role,
     SamplingParams,
+    Span,
     StepPlan,
+    TransferId,
+    TransferPlan,
+    TransferPurpose,
     num_blocks_for,
 )
 from pdmesh.telemetry.tracing import NoTracing, Tracing
@@ -34,11 +43,8 @@ from pdmesh.wire.messages import (
     ExpectKv,
     Generation,
     Grant,
-    OfferReport,
-    RunPlan,
     TokenOut,
     TokensUp,
-    WorkerUp,
     pack_token_ids,
 )
 from pdmesh.worker.instance import Instance
@@ -64,13 +70,13 @@ class RunningInstance:
     mover: KvMover
     address: bytes
     instance: Instance = field(init=False)
-    reports: list[WorkerUp] = field(default_factory=list[WorkerUp])
+    reports: list[InstanceEvent] = field(default_factory=list[InstanceEvent])
     tokens: list[TokensUp] = field(default_factory=list[TokensUp])
     failure: Exception | None = None
     _plan_ids: itertools.count[int] = field(default_factory=itertools.count)
     _said: anyio.Event = field(default_factory=anyio.Event)
 
-    def report(self, message: WorkerUp) -> None:
+    def report(self, message: InstanceEvent) -> None:
         self.reports.append(message)
         self.notify()
 
@@ -112,38 +118,70 @@ class RunningInstance:
 
     def admit(self, generation: Generation, *, kv_moves: bool) -> None:
         num_kept = 0 if kv_moves else generation.max_tokens_left - 1
-        num_blocks = num_blocks_for(generation.num_tokens + num_kept, self.block_size)
-        decode_instance_id = DECODE_INSTANCE if kv_moves else None
-        self.instance.handle(Admit(generation=generation, num_blocks=num_blocks, decode_instance_id=decode_instance_id))
+        shard = self.shard(num_blocks_for(generation.num_tokens + num_kept, self.block_size))
+        command = AdmitPrefill(
+            instance_id=self.instance.instance_id,
+            request_id=generation.request_id,
+            epoch=generation.epoch,
+            shards=(shard,),
+            transfer=a_transfer(shard, a_shard(DECODE_INSTANCE, 1)) if kv_moves else None,
+        )
+        self.instance.handle(Admit(command=command, generation=generation))
 
     def expect(self, generation: Generation, source: RunningInstance, *, with_tokens: bool = False) -> None:
         num_tokens = generation.num_tokens
         bare = generation if with_tokens else msgspec.structs.replace(generation, token_ids=b"")
+        num_blocks = num_blocks_for(num_tokens + generation.max_tokens_left - 1, self.block_size)
+        sent = source.shard(num_blocks_for(num_tokens, self.block_size))
+        command = PlaceDecode(
+            instance_id=self.instance.instance_id,
+            request_id=generation.request_id,
+            epoch=generation.epoch,
+            transfer=a_transfer(sent, self.shard(num_blocks)),
+        )
         self.instance.handle(
             ExpectKv(
+                command=command,
                 generation=bare,
                 num_context_tokens=num_tokens,
-                num_blocks=num_blocks_for(num_tokens + generation.max_tokens_left - 1, self.block_size),
-                capability=CAPABILITY,
-                source_address=source.address,
+                source_addresses=(source.address,),
             )
         )
 
     def run(self, chunks: Iterable[ChunkPlan], *, with_decodes: bool = False) -> int:
         """Queue one plan and return its id."""
         plan_id = next(self._plan_ids)
-        self.instance.handle(RunPlan(plan=StepPlan(plan_id=plan_id, chunks=tuple(chunks), with_decodes=with_decodes)))
+        plan = StepPlan(plan_id=plan_id, chunks=tuple(chunks), with_decodes=with_decodes)
+        self.instance.handle(RunStep(instance_id=self.instance.instance_id, plan=plan))
         return plan_id
 
     def grant(self, generation: Generation, destination: RunningInstance) -> None:
+        num_blocks = num_blocks_for(generation.num_tokens, self.block_size)
+        command = GrantTransfer(
+            instance_id=self.instance.instance_id,
+            request_id=generation.request_id,
+            epoch=generation.epoch,
+            transfer=a_transfer(self.shard(num_blocks), destination.shard(num_blocks)),
+        )
+        self.instance.handle(Grant(command=command, destination_addresses=(destination.address,)))
+
+    def pause(self, request_id: str, epoch: int = 0) -> None:
         self.instance.handle(
-            Grant(
-                request_id=generation.request_id,
-                epoch=generation.epoch,
-                capability=CAPABILITY,
-                destination_address=destination.address,
+            PauseTransfer(
+                instance_id=self.instance.instance_id,
+                request_id=RequestId(request_id),
+                epoch=Epoch(epoch),
+                transfer_id=TransferId(1),
             )
         )
+
+    def free(self, request_id: str, epoch: int = 0) -> None:
+        instance_id = self.instance.instance_id
+        self.instance.handle(FreeKv(instance_id=instance_id, request_id=RequestId(request_id), epoch=Epoch(epoch)))
+
+    def shard(self, num_blocks: int) -> KvShard:
+        """So many blocks of a request, as held here."""
+        return a_shard(self.instance.instance_id, num_blocks, self.engine.kv.layout)
 
     @property
     def block_size(self) -> int:
@@ -203,6 +241,23 @@ async def running_instance(
         tasks.cancel_scope.cancel()
 
 
+def a_shard(instance_id: str, num_blocks: int, layout: KvLayout | None = None) -> KvShard:
+    """The first blocks of a request on an instance, of all layers and heads (of one, without a ``layout``)."""
+    num_layers, num_heads = (1, 1) if layout is None else (layout.num_layers, layout.num_kv_heads)
+    part = KvPart(Span(0, num_blocks), Span(0, num_layers), Span(0, num_heads))
+    return KvShard(instance_id=InstanceId(instance_id), part=part)
+
+
+def a_transfer(source: KvShard, destination: KvShard) -> TransferPlan:
+    return TransferPlan(
+        transfer_id=TransferId(1),
+        purpose=TransferPurpose.HAND_OVER,
+        sources=(source,),
+        destinations=(destination,),
+        capability=CAPABILITY,
+    )
+
+
 def make_generation(
     request_id: str, prompt: Sequence[int], params: SamplingParams, *, output: Sequence[int] = (), epoch: int = 0
 ) -> Generation:
@@ -253,5 +308,5 @@ async def hand_over(
     prefill.admit(generation, kv_moves=True)
     for chunk in chunk_plans(generation, sizes):
         prefill.run([chunk])
-    await prefill.reported(OfferReport, generation.request_id)
+    await prefill.reported(TransferOffered, generation.request_id)
     prefill.grant(generation, decode)

@@ -22,12 +22,15 @@ from __future__ import annotations
 import array
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TypeVar, get_args
 
 import msgspec
 
+from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, PlainInstanceCommand
+from pdmesh.core.events import InstanceEvent
+from pdmesh.errors import ProtocolError
 from pdmesh.model import (
-    ChunkDone,
     Epoch,
     FinishReason,
     GatewayId,
@@ -38,7 +41,6 @@ from pdmesh.model import (
     Resident,
     Role,
     SamplingParams,
-    StepPlan,
 )
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
@@ -111,97 +113,66 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
     version: int = PROTOCOL_VERSION
 
 
-class Heartbeat(Message, frozen=True, kw_only=True):
-    """Renews the lease; carries the books, ``free + held + quarantined = total``."""
+class EventMessage(Message, frozen=True, kw_only=True):
+    """An event for the scheduling core as the instance that raises it says it: its name and its fields.
 
-    num_free_blocks: int
-    num_held_blocks: int
-    num_quarantined_blocks: int
-    num_decoding: int
+    The event log has events in the same form. A new event needs no message of its own.
+    """
 
+    name: str
+    fields: msgspec.Raw
 
-class StepReport(Message, frozen=True, kw_only=True):
-    plan_id: int
-    duration_s: float
-    chunks: tuple[ChunkDone, ...]
-    num_decodes: int
+    @classmethod
+    def of(cls, event: InstanceEvent) -> EventMessage:
+        return cls(name=type(event).__name__, fields=msgspec.Raw(msgspec.msgpack.encode(event)))
 
-
-class ReservedReport(Message, frozen=True, kw_only=True):
-    """The answer to `ExpectKv`: the blocks are reserved and pieces may arrive."""
-
-    request_id: RequestId
-    epoch: Epoch
+    @property
+    def event(self) -> InstanceEvent:
+        """Raises ProtocolError if it is none that an instance may say."""
+        return _decoded(_EVENTS, self.name, self.fields)
 
 
-class OfferReport(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
+class CommandMessage(Message, frozen=True, kw_only=True):
+    """A command of the scheduling core that needs nothing more than it says, in the form of `EventMessage`."""
+
+    name: str
+    fields: msgspec.Raw
+
+    @classmethod
+    def of(cls, command: PlainInstanceCommand) -> CommandMessage:
+        return cls(name=type(command).__name__, fields=msgspec.Raw(msgspec.msgpack.encode(command)))
+
+    @property
+    def command(self) -> PlainInstanceCommand:
+        """Raises ProtocolError if it is none for an instance."""
+        return _decoded(_COMMANDS, self.name, self.fields)
 
 
-class PausedReport(Message, frozen=True, kw_only=True):
-    """The answer to `Pause`: no piece of the request's KV is under way."""
+_EVENTS: Mapping[str, msgspec.msgpack.Decoder[InstanceEvent]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(InstanceEvent)
+}
+_COMMANDS: Mapping[str, msgspec.msgpack.Decoder[PlainInstanceCommand]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(PlainInstanceCommand)
+}
 
-    request_id: RequestId
-    epoch: Epoch
-
-
-class LandedReport(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
-    num_bytes: int
-    duration_s: float
+SaidT = TypeVar("SaidT")
 
 
-class SentReport(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
-    num_bytes: int
-    duration_s: float
-    exposed_s: float
-
-
-class TransferFailedReport(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
-    reason: str
-
-
-class FinishedReport(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
-    reason: FinishReason
-    num_output_tokens: int
-
-
-class ReleasedReport(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
-
-
-class Draining(Message, frozen=True, kw_only=True):
-    """The worker is about to stop: what it holds goes on, new requests are refused."""
+def _decoded(decoders: Mapping[str, msgspec.msgpack.Decoder[SaidT]], name: str, fields: msgspec.Raw) -> SaidT:
+    decoder = decoders.get(name)
+    if decoder is None:
+        raise ProtocolError(f"nothing that can be said here is called {name!r}")
+    try:
+        return decoder.decode(fields)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"malformed {name}: {error}") from error
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
     """The worker is stopping in good order: no lease to wait for."""
 
 
-WorkerUp = (
-    RegisterWorker
-    | Heartbeat
-    | StepReport
-    | ReservedReport
-    | OfferReport
-    | PausedReport
-    | LandedReport
-    | SentReport
-    | TransferFailedReport
-    | FinishedReport
-    | ReleasedReport
-    | Draining
-    | Goodbye
-)
+WorkerUp = RegisterWorker | EventMessage | Goodbye
 
 
 class WelcomeWorker(Message, frozen=True, kw_only=True):
@@ -211,51 +182,27 @@ class WelcomeWorker(Message, frozen=True, kw_only=True):
     heartbeat_s: float
 
 
-class RunPlan(Message, frozen=True, kw_only=True):
-    plan: StepPlan
-
-
 class Admit(Message, frozen=True, kw_only=True):
-    """See `pdmesh.core.commands.AdmitPrefill`; precedes the first plan that names the request."""
+    """An `AdmitPrefill` with the prompt; precedes the first plan that names the request."""
 
+    command: AdmitPrefill
     generation: Generation
-    num_blocks: int
-    decode_instance_id: InstanceId | None  # where its KV goes; None: it decodes here after its prefill
 
 
 class ExpectKv(Message, frozen=True, kw_only=True):
-    """See `pdmesh.core.commands.PlaceDecode`. ``generation.token_ids`` is empty unless sampling needs the prompt."""
+    """A `PlaceDecode` with the request. ``generation.token_ids`` is empty unless sampling needs the prompt."""
 
+    command: PlaceDecode
     generation: Generation
     num_context_tokens: int  # tokens whose KV will land
-    num_blocks: int
-    capability: int
-    source_address: bytes  # data address of the sender, for the acknowledgement
+    source_addresses: tuple[bytes, ...]  # data addresses of the transfer's sources, for the acknowledgement
 
 
 class Grant(Message, frozen=True, kw_only=True):
-    """See `pdmesh.core.commands.GrantTransfer`."""
+    """A `GrantTransfer` with the data addresses of the transfer's destinations."""
 
-    request_id: RequestId
-    epoch: Epoch
-    capability: int
-    destination_address: bytes
-
-
-class Pause(Message, frozen=True, kw_only=True):
-    """See `pdmesh.core.commands.PauseTransfer`."""
-
-    request_id: RequestId
-    epoch: Epoch
-
-
-class Free(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
-
-
-class ChangeRole(Message, frozen=True, kw_only=True):
-    role: Role
+    command: GrantTransfer
+    destination_addresses: tuple[bytes, ...]
 
 
 class PeerGone(Message, frozen=True, kw_only=True):
@@ -264,7 +211,7 @@ class PeerGone(Message, frozen=True, kw_only=True):
     data_address: bytes
 
 
-WorkerDown = WelcomeWorker | RunPlan | Admit | ExpectKv | Grant | Pause | Free | ChangeRole | PeerGone
+WorkerDown = WelcomeWorker | CommandMessage | Admit | ExpectKv | Grant | PeerGone
 
 
 # --- gateway <-> scheduler ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 No I/O: messages come in through `Instance.handle`, go out through the callables it was given, and only the step loop
 (`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. It executes and does not decide: whatever
-it cannot take it *refuses* (`TransferFailedReport`), and the scheduler starts the request again elsewhere.
+it cannot take it *refuses* (`RequestDropped`), and the scheduler starts the request again elsewhere.
 """
 
 from __future__ import annotations
@@ -13,44 +13,37 @@ from typing import Protocol, assert_never
 
 import structlog
 
+from pdmesh.core.commands import FreeKv, PauseTransfer, PlainInstanceCommand, RunStep, SetRole
+from pdmesh.core.events import (
+    DecodeReserved,
+    InstanceEvent,
+    KvReleased,
+    LoadReported,
+    RequestDropped,
+    TransferFailed,
+    TransferLanded,
+    TransferPaused,
+    TransferSent,
+)
 from pdmesh.engine.base import EngineSequence, SliceResult
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
-from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role, num_blocks_for
+from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role, TransferId, num_blocks_for
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import (
-    Admit,
-    ChangeRole,
-    ExpectKv,
-    Free,
-    Generation,
-    Grant,
-    Heartbeat,
-    LandedReport,
-    Pause,
-    PausedReport,
-    PeerGone,
-    ReleasedReport,
-    ReservedReport,
-    RunPlan,
-    SentReport,
-    TokensUp,
-    TransferFailedReport,
-    WelcomeWorker,
-    WorkerDown,
-    WorkerUp,
-    unpack_token_ids,
-)
+from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, TokensUp, unpack_token_ids
 from pdmesh.worker.batch import Batch, Chunk
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.plans import Plans
-from pdmesh.worker.replies import error_out, finished_report, prompt_logprobs, step_report, token_out
+from pdmesh.worker.replies import error_out, finished, prompt_logprobs, step_done, token_out
 from pdmesh.worker.sequences import Hold, Sequences, Stage
 from pdmesh.worker.spans import DONE, ERROR, FAILED, FREED, HoldTrace
 
 log = structlog.get_logger()
+
+#: What the scheduler tells an instance: core commands, some of them with what only the services know.
+Instruction = PlainInstanceCommand | Admit | ExpectKv | Grant | PeerGone
 
 
 class TokenSink(Protocol):
@@ -75,13 +68,13 @@ class Instance:
         block_size: int,
         pool: BlockPool,
         mover: KvMover,
-        report: Callable[[WorkerUp], None],
+        report: Callable[[InstanceEvent], None],
         tokens: TokenSink,
         metrics: WorkerMetrics,
         tracing: Tracing,
     ) -> None:
         self.role = role
-        self._instance_id = instance_id
+        self.instance_id = instance_id
         self._tracing = tracing
         self._max_model_len = max_model_len
         self._block_size = block_size
@@ -91,15 +84,15 @@ class Instance:
         self._tokens = tokens
         self._metrics = metrics
         self._sequences = Sequences(pool, mover, on_released=self._released)
-        self.plans = Plans(self._sequences, report=report, fail=self._fail)
+        self.plans = Plans(instance_id, self._sequences, report=report, drop=self._drop)
         self._admits = True
 
-    # --- the scheduler's messages ----------------------------------------------------------------------------
+    # --- what the scheduler says ----------------------------------------------------------------------------
 
-    def handle(self, message: WorkerDown) -> None:
-        """Take one message. Nothing a peer can send makes it raise."""
+    def handle(self, message: Instruction) -> None:
+        """Take one of them. Nothing that a peer can say makes it raise."""
         match message:
-            case RunPlan(plan=plan):
+            case RunStep(plan=plan):
                 self.plans.queue(plan)
             case Admit():
                 self._admit(message)
@@ -107,38 +100,36 @@ class Instance:
                 self._expect(message)
             case Grant():
                 self._grant(message)
-            case Pause(request_id=request_id, epoch=epoch):
+            case PauseTransfer(request_id=request_id, epoch=epoch):
                 self._mover.pause(request_id, epoch)
-            case Free(request_id=request_id, epoch=epoch):
+            case FreeKv(request_id=request_id, epoch=epoch):
                 self._free(request_id, epoch)
-            case ChangeRole(role=role):
+            case SetRole(role=role):
                 self.role = role
             case PeerGone(data_address=data_address):
                 self._mover.forget(data_address)
-            case WelcomeWorker():
-                log.warning("a second welcome from the scheduler")
             case _:
                 assert_never(message)
 
     def _admit(self, message: Admit) -> None:
-        generation = message.generation
+        generation, command = message.generation, message.command
         try:
             token_ids = self._transcript(generation)
             num_tokens = len(token_ids)
-            kv_moves = message.decode_instance_id is not None
-            num_output_tokens_kept = 0 if kv_moves else generation.max_tokens_left - 1
-            hold = self._hold(generation, token_ids, message.num_blocks, num_tokens + num_output_tokens_kept)
+            num_output_tokens_kept = generation.max_tokens_left - 1 if command.transfer is None else 0
+            hold = self._hold(generation, token_ids, command.num_blocks, num_tokens + num_output_tokens_kept)
         except PdmeshError as error:
             self._refuse(generation.request_id, generation.epoch, str(error))
             return
-        if kv_moves:
-            hold.decode_instance_id = message.decode_instance_id
+        if command.transfer is not None:
+            hold.transfer = command.transfer
             hold.sender = self._mover.offer(
                 hold.request_id, hold.epoch, block_ids=hold.sequence.block_table, num_context_tokens=num_tokens
             )
 
     def _expect(self, message: ExpectKv) -> None:
         generation, num_context_tokens = message.generation, message.num_context_tokens
+        transfer = message.command.transfer
         try:
             if generation.token_ids:
                 token_ids = self._transcript(generation)
@@ -147,29 +138,32 @@ class Instance:
             if len(token_ids) != num_context_tokens:
                 raise ProtocolError(f"{num_context_tokens} tokens of KV for a transcript of {len(token_ids)}")
             max_tokens_left = generation.params.max_tokens - (num_context_tokens - generation.num_prompt_tokens)
-            hold = self._hold(generation, token_ids, message.num_blocks, num_context_tokens + max_tokens_left - 1)
+            max_kv_tokens = num_context_tokens + max_tokens_left - 1
+            hold = self._hold(generation, token_ids, message.command.num_blocks, max_kv_tokens)
         except PdmeshError as error:
             self._refuse(generation.request_id, generation.epoch, str(error))
             return
         hold.stage = Stage.RECEIVING
+        hold.transfer = transfer
         self._mover.expect(
             hold.request_id,
             hold.epoch,
-            capability=message.capability,
+            capability=transfer.capability,
             block_ids=hold.sequence.block_table,
             num_context_tokens=num_context_tokens,
-            source_address=message.source_address,
+            source_address=message.source_addresses[0],
         )
-        self._report(ReservedReport(request_id=hold.request_id, epoch=hold.epoch))
+        self._report(DecodeReserved(self.instance_id, hold.request_id, hold.epoch, transfer.transfer_id))
 
     def _grant(self, message: Grant) -> None:
+        command = message.command
         self._mover.grant(
-            message.request_id,
-            message.epoch,
-            destination_address=message.destination_address,
-            capability=message.capability,
+            command.request_id,
+            command.epoch,
+            destination_address=message.destination_addresses[0],
+            capability=command.transfer.capability,
         )
-        hold = self._sequences.get(message.request_id, message.epoch)
+        hold = self._sequences.get(command.request_id, command.epoch)
         if hold is not None and hold.trace is not None:
             hold.trace.transfer_granted()
 
@@ -207,7 +201,7 @@ class Instance:
             stage=Stage.PREFILLING,
         )
         if self._tracing.on and generation.traceparent is not None:
-            hold.trace = HoldTrace(self._tracing, generation.traceparent, generation, self._instance_id)
+            hold.trace = HoldTrace(self._tracing, generation.traceparent, generation, self.instance_id)
         self._sequences.add(hold)
         log.debug(
             "request held",
@@ -222,14 +216,14 @@ class Instance:
     def _refuse(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:
         log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
         self._metrics.refused_requests.inc()
-        self._report(TransferFailedReport(request_id=request_id, epoch=epoch, reason=reason))
+        self._report(RequestDropped(self.instance_id, request_id, epoch, reason))
         if self._sequences.get(request_id, epoch) is None:
-            self._report(ReleasedReport(request_id=request_id, epoch=epoch))
+            self._report(KvReleased(self.instance_id, request_id, epoch))
 
     def _free(self, request_id: RequestId, epoch: Epoch) -> None:
         holds = self._sequences.up_to(request_id, epoch)
         if not self._sequences.is_leaving(request_id, epoch) and all(hold.epoch != epoch for hold in holds):
-            self._report(ReleasedReport(request_id=request_id, epoch=epoch))
+            self._report(KvReleased(self.instance_id, request_id, epoch))
         for hold in holds:
             self._sequences.release(hold)
 
@@ -240,7 +234,9 @@ class Instance:
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
         self._metrics.step_s.labels(kind).observe(duration_s)
         if batch.plan is not None:
-            self._report(step_report(batch.plan, batch.chunks, num_decodes=len(batch.decodes), duration_s=duration_s))
+            num_decodes = len(batch.decodes)
+            done = step_done(self.instance_id, batch.plan, batch.chunks, num_decodes=num_decodes, duration_s=duration_s)
+            self._report(done)
         for chunk, result in zip(batch.chunks, results, strict=False):
             if self._sequences.step_ended(chunk.hold):
                 self._finish_chunk(chunk, result, duration_s)
@@ -292,7 +288,7 @@ class Instance:
                 self._finish(hold, FinishReason.ERROR)
 
     def _finish(self, hold: Hold, reason: FinishReason) -> None:
-        self._report(finished_report(hold, reason))
+        self._report(finished(self.instance_id, hold, reason))
         self._end_trace(hold, ERROR if reason is FinishReason.ERROR else DONE)
         self._sequences.release(hold)
 
@@ -301,11 +297,12 @@ class Instance:
     def on_outcome(self, outcome: TransferOutcome) -> None:
         """Take the end, or a pause, of a KV transfer from the mover."""
         hold = self._sequences.get(outcome.request_id, outcome.epoch)
-        if hold is None:
+        if hold is None or hold.transfer is None:
             return
+        transfer_id = hold.transfer.transfer_id
         match outcome:
             case LandedTransfer():
-                self._landed(hold, outcome)
+                self._landed(hold, transfer_id, outcome)
             case SentTransfer():
                 self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
                 self._metrics.transfer_s.observe(outcome.duration_s)
@@ -313,43 +310,51 @@ class Instance:
                 if hold.trace is not None:
                     hold.trace.transfer_sent(outcome)
                 self._report(
-                    SentReport(
-                        request_id=hold.request_id,
-                        epoch=hold.epoch,
-                        num_bytes=outcome.num_bytes,
-                        duration_s=outcome.duration_s,
-                        exposed_s=outcome.exposed_s,
+                    TransferSent(
+                        self.instance_id,
+                        hold.request_id,
+                        hold.epoch,
+                        transfer_id,
+                        outcome.num_bytes,
+                        outcome.duration_s,
+                        outcome.exposed_s,
                     )
                 )
                 self._sequences.release(hold)
             case PausedTransfer():
-                self._report(PausedReport(request_id=hold.request_id, epoch=hold.epoch))
+                self._report(TransferPaused(self.instance_id, hold.request_id, hold.epoch, transfer_id))
             case FailedTransfer(sending=sending, reason=reason):
                 self._metrics.failed_transfers.labels("out" if sending else "in").inc()
-                self._fail(hold, reason)
+                self._fail(hold, transfer_id, reason)
             case _:
                 assert_never(outcome)
 
-    def _landed(self, hold: Hold, outcome: LandedTransfer) -> None:
+    def _landed(self, hold: Hold, transfer_id: TransferId, outcome: LandedTransfer) -> None:
         if outcome.token_index != hold.sequence.num_output_tokens:
-            self._fail(hold, f"the first token came with index {outcome.token_index}")
+            self._fail(hold, transfer_id, f"the first token came with index {outcome.token_index}")
             return
         self._metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
         hold.sequence.token_ids.append(outcome.token_id)
         self._start_decoding(hold)
         self._report(
-            LandedReport(
-                request_id=hold.request_id,
-                epoch=hold.epoch,
-                num_bytes=outcome.num_bytes,
-                duration_s=outcome.duration_s,
+            TransferLanded(
+                self.instance_id, hold.request_id, hold.epoch, transfer_id, outcome.num_bytes, outcome.duration_s
             )
         )
         self.plans.wake()
 
-    def _fail(self, hold: Hold, reason: str) -> None:
+    def _fail(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
+        """Its KV transfer failed."""
+        self._report(TransferFailed(self.instance_id, hold.request_id, hold.epoch, transfer_id, reason))
+        self._give_up(hold, reason)
+
+    def _drop(self, hold: Hold, reason: str) -> None:
+        """It cannot go on here, whatever became of its KV."""
+        self._report(RequestDropped(self.instance_id, hold.request_id, hold.epoch, reason))
+        self._give_up(hold, reason)
+
+    def _give_up(self, hold: Hold, reason: str) -> None:
         log.warning("request given up", request_id=hold.request_id, epoch=hold.epoch, reason=reason)
-        self._report(TransferFailedReport(request_id=hold.request_id, epoch=hold.epoch, reason=reason))
         self._end_trace(hold, FAILED)
         self._sequences.release(hold)
 
@@ -367,8 +372,10 @@ class Instance:
             counts["queued" if is_queued else hold.stage.name.lower()] += 1
         return counts
 
-    def heartbeat(self) -> Heartbeat:
-        return Heartbeat(
+    def load(self) -> LoadReported:
+        """The books, for a heartbeat."""
+        return LoadReported(
+            instance_id=self.instance_id,
             num_free_blocks=self._pool.num_free,
             num_held_blocks=self._pool.num_held,
             num_quarantined_blocks=self._pool.num_quarantined,
@@ -408,7 +415,7 @@ class Instance:
     def _released(self, hold: Hold) -> None:
         self._end_trace(hold, FREED)  # of what was still open when it was cancelled or dropped
         log.debug("request released", request_id=hold.request_id, epoch=hold.epoch, stage=hold.stage.name.lower())
-        self._report(ReleasedReport(request_id=hold.request_id, epoch=hold.epoch))
+        self._report(KvReleased(self.instance_id, hold.request_id, hold.epoch))
 
     def _send(self, hold: Hold, message: TokensUp) -> None:
         self._tokens.send(hold.generation.token_address, message)

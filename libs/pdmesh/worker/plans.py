@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 import anyio
 import structlog
 
-from pdmesh.model import ChunkPlan, StepPlan
-from pdmesh.wire.messages import OfferReport, WorkerUp
+from pdmesh.core.events import InstanceEvent, TransferOffered
+from pdmesh.model import ChunkPlan, InstanceId, StepPlan
 from pdmesh.worker.batch import Batch, Chunk
-from pdmesh.worker.replies import step_report
+from pdmesh.worker.replies import step_done
 from pdmesh.worker.sequences import Hold, Sequences, Stage
 
 log = structlog.get_logger()
@@ -23,16 +23,22 @@ MAX_QUEUED_PLANS = 1024
 class Plans:
     """Urgent plans, plans, and decode steps of the residents when there is neither.
 
-    A plan of which nothing is left to do is answered at once. ``fail`` gives up a request whose chunk does not follow
+    A plan of which nothing is left to do is answered at once. ``drop`` gives up a request whose chunk does not follow
     what is computed of it.
     """
 
     def __init__(
-        self, sequences: Sequences, *, report: Callable[[WorkerUp], None], fail: Callable[[Hold, str], None]
+        self,
+        instance_id: InstanceId,
+        sequences: Sequences,
+        *,
+        report: Callable[[InstanceEvent], None],
+        drop: Callable[[Hold, str], None],
     ) -> None:
+        self._instance_id = instance_id
         self._sequences = sequences
         self._report = report
-        self._fail = fail
+        self._drop = drop
         self._plans: deque[StepPlan] = deque()
         self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
         self._has_work = anyio.Event()
@@ -48,7 +54,7 @@ class Plans:
             self.wake()
         else:
             log.error("too many plans are waiting; dropping one", plan_id=plan.plan_id)
-            self._report(step_report(plan))
+            self._report(step_done(self._instance_id, plan))
 
     def clear(self) -> None:
         """Forget them all; nobody waits for an answer."""
@@ -92,7 +98,7 @@ class Plans:
         decodes = _in_step(hold for hold in self._sequences.decoding if not hold.in_step) if plan.with_decodes else ()
         if chunks or decodes:
             return Batch(plan=plan, chunks=chunks, decodes=decodes)
-        self._report(step_report(plan))
+        self._report(step_done(self._instance_id, plan))
         return None
 
     def _begin(self, part: ChunkPlan) -> Chunk | None:
@@ -108,12 +114,13 @@ class Plans:
             or not part.start < end <= num_tokens
             or part.is_last != (end == num_tokens)
         ):
-            self._fail(
+            self._drop(
                 hold, f"chunk {part.start}…{end} does not follow {hold.num_computed_tokens} of {num_tokens} tokens"
             )
             return None
-        if hold.sender is not None and hold.num_chunks == 0:
-            self._report(OfferReport(request_id=hold.request_id, epoch=hold.epoch))
+        if hold.transfer is not None and hold.num_chunks == 0:
+            offered = TransferOffered(self._instance_id, hold.request_id, hold.epoch, hold.transfer.transfer_id)
+            self._report(offered)
         if hold.trace is not None and hold.num_chunks == 0:
             hold.trace.prefill_began()
         hold.num_chunks += 1

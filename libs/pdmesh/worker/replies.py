@@ -1,22 +1,29 @@
-"""The messages in which an instance tells what a step gave."""
+"""What an instance tells the scheduler and gateways of what a step gave."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pdmesh.core.events import RequestFinished, StepDone
 from pdmesh.engine.base import Logprobs, SliceResult
-from pdmesh.model import ChunkDone, FinishReason, StepPlan
-from pdmesh.wire.messages import FinishedReport, PromptLogprobs, StepReport, TokenLogprobs, TokenOut
+from pdmesh.model import ChunkDone, FinishReason, InstanceId, StepPlan
+from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut
 from pdmesh.worker.batch import Chunk
 from pdmesh.worker.sequences import Hold
 
 
-def step_report(
-    plan: StepPlan, chunks: Iterable[Chunk] = (), *, num_decodes: int = 0, duration_s: float = 0.0
-) -> StepReport:
+def step_done(
+    instance_id: InstanceId,
+    plan: StepPlan,
+    chunks: Iterable[Chunk] = (),
+    *,
+    num_decodes: int = 0,
+    duration_s: float = 0.0,
+) -> StepDone:
     """What was done of a plan. A chunk that was dropped, before or while it ran, counts no tokens."""
     computed = {(chunk.plan.request_id, chunk.plan.epoch) for chunk in chunks if not chunk.hold.doomed}
-    return StepReport(
+    return StepDone(
+        instance_id=instance_id,
         plan_id=plan.plan_id,
         duration_s=duration_s,
         chunks=tuple(
@@ -42,7 +49,7 @@ def token_out(hold: Hold, result: SliceResult) -> TokenOut:
         logprobs=None if result.logprobs is None else _on_wire(result.logprobs),
         finish_reason=result.finish_reason,
         stop_token_id=result.stop_token_id,
-        next_instance_id=hold.decode_instance_id if result.finish_reason is None else None,
+        next_instance_id=hold.next_instance_id if result.finish_reason is None else None,
     )
 
 
@@ -66,8 +73,9 @@ def prompt_logprobs(chunk: Chunk, result: SliceResult) -> PromptLogprobs:
     )
 
 
-def finished_report(hold: Hold, reason: FinishReason) -> FinishedReport:
-    return FinishedReport(
+def finished(instance_id: InstanceId, hold: Hold, reason: FinishReason) -> RequestFinished:
+    return RequestFinished(
+        instance_id=instance_id,
         request_id=hold.request_id,
         epoch=hold.epoch,
         reason=reason,

@@ -12,6 +12,7 @@ import anyio
 import structlog
 
 from pdmesh.config import MeshConfig, TransferConfig
+from pdmesh.core.events import DrainRequested, InstanceEvent
 from pdmesh.engine.base import Engine
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.kv.blocks import BlockPool
@@ -23,7 +24,7 @@ from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.ucx_api import ucx_devices
 from pdmesh.wire.endpoint import check_kv_devices, open_channel
-from pdmesh.wire.messages import Draining, RegisterWorker, WorkerUp
+from pdmesh.wire.messages import RegisterWorker
 from pdmesh.worker.engines import EngineFacts, build_engine, device_name, engine_facts, served_model_name
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.measuring import measure_at_start
@@ -75,8 +76,8 @@ async def serve_instance(
     def on_outcome(outcome: TransferOutcome) -> None:
         instance.on_outcome(outcome)
 
-    def report(message: WorkerUp) -> None:
-        scheduler.report(message)
+    def report(event: InstanceEvent) -> None:
+        scheduler.report(event)
 
     def registration() -> RegisterWorker:
         profile = InstanceProfile(
@@ -127,7 +128,7 @@ async def serve_instance(
             channel,
             prepare=instance.drop_all_but_decoding,
             registration=registration,
-            heartbeat=instance.heartbeat,
+            load=instance.load,
             handle=instance.handle,
         )
         metrics.watch(
@@ -173,7 +174,7 @@ async def _drain(
     """When told to stop: take nothing new, and let what runs end until told to end it."""
     await context.stopping.wait()
     instance.stop_admitting()
-    scheduler.report(Draining())
+    scheduler.report(DrainRequested(instance.instance_id))
     async with anyio.create_task_group() as draining:
 
         async def give_up() -> None:

@@ -10,10 +10,20 @@ from collections.abc import Awaitable, Callable
 import anyio
 import structlog
 
+from pdmesh.core.events import InstanceEvent, LoadReported
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
 from pdmesh.wire.endpoint import MeshChannel
 from pdmesh.wire.link import FrameLink, open_link
-from pdmesh.wire.messages import Goodbye, Heartbeat, RegisterWorker, WelcomeWorker, WorkerDown, WorkerUp
+from pdmesh.wire.messages import (
+    CommandMessage,
+    EventMessage,
+    Goodbye,
+    RegisterWorker,
+    WelcomeWorker,
+    WorkerDown,
+    WorkerUp,
+)
+from pdmesh.worker.instance import Instruction
 from pdmesh.worker.reconnect import backoff_s
 
 log = structlog.get_logger()
@@ -28,7 +38,7 @@ class SchedulerLink:
     """See the module's docstring.
 
     Before each registration ``prepare`` is awaited (it may have to let a step end); ``registration`` is what is true
-    at the moment of sending. ``handle`` takes the scheduler's messages.
+    at the moment of sending. ``handle`` takes what the scheduler says.
     """
 
     def __init__(
@@ -37,13 +47,13 @@ class SchedulerLink:
         *,
         prepare: Callable[[], Awaitable[None]],
         registration: Callable[[], RegisterWorker],
-        heartbeat: Callable[[], Heartbeat],
-        handle: Callable[[WorkerDown], None],
+        load: Callable[[], LoadReported],
+        handle: Callable[[Instruction], None],
     ) -> None:
         self._channel = channel
         self._prepare = prepare
         self._registration = registration
-        self._heartbeat = heartbeat
+        self._load = load
         self._handle = handle
         self._link: FrameLink[WorkerUp, WorkerDown] | None = None
         self._session = anyio.CancelScope()
@@ -53,8 +63,11 @@ class SchedulerLink:
         #: Set at the first accepted registration.
         self.registered = anyio.Event()
 
-    def report(self, message: WorkerUp) -> None:
-        """Queue a report; dropped while the scheduler is away."""
+    def report(self, event: InstanceEvent) -> None:
+        """Queue an event; dropped while the scheduler is away."""
+        self._post(EventMessage.of(event))
+
+    def _post(self, message: WorkerUp) -> None:
         if self._link is None:
             return
         try:
@@ -88,7 +101,7 @@ class SchedulerLink:
         self._leaving = True
         if self._link is None:
             return
-        self.report(Goodbye())
+        self._post(Goodbye())
         self._link.close()
         with anyio.move_on_after(ANSWER_LIMIT_S):
             await self._left.wait()
@@ -110,14 +123,22 @@ class SchedulerLink:
             self._num_failures = 0
             self.registered.set()
             tasks.start_soon(self._renew_lease, first[0].heartbeat_s)
-            for message in first[1:]:
-                self._handle(message)
+            self._take(first[1:])
             async for messages in frames:
-                for message in messages:
-                    self._handle(message)
+                self._take(messages)
             tasks.cancel_scope.cancel()
+
+    def _take(self, messages: list[WorkerDown]) -> None:
+        for message in messages:
+            match message:
+                case CommandMessage():
+                    self._handle(message.command)
+                case WelcomeWorker():
+                    raise ProtocolError("a second welcome from the scheduler")
+                case _:
+                    self._handle(message)
 
     async def _renew_lease(self, heartbeat_s: float) -> None:
         while True:
-            self.report(self._heartbeat())
+            self.report(self._load())
             await anyio.sleep(heartbeat_s)

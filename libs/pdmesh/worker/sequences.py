@@ -16,7 +16,7 @@ from pdmesh.engine.base import EngineSequence
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.sender import KvSender
-from pdmesh.model import Epoch, InstanceId, RequestId, Resident
+from pdmesh.model import Epoch, InstanceId, RequestId, Resident, TransferPlan
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import HoldTrace
 
@@ -35,8 +35,8 @@ class Hold:
     generation: Generation
     sequence: EngineSequence
     stage: Stage
-    sender: KvSender | None = None  # set if the KV moves on after its prefill
-    decode_instance_id: InstanceId | None = None  # where to
+    transfer: TransferPlan | None = None  # that moves its KV on, or brings it
+    sender: KvSender | None = None  # set if its KV moves on after its prefill
     trace: HoldTrace | None = None  # set if the request is traced
     num_computed_tokens: int = 0
     num_chunks: int = 0  # begun
@@ -50,6 +50,11 @@ class Hold:
     @property
     def epoch(self) -> Epoch:
         return self.generation.epoch
+
+    @property
+    def next_instance_id(self) -> InstanceId | None:
+        """Where it decodes, if that is another instance."""
+        return None if self.sender is None or self.transfer is None else self.transfer.destination_ids[0]
 
     def as_resident(self) -> Resident:
         return Resident(

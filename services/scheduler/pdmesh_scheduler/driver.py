@@ -7,7 +7,7 @@ a bug of ours: it ends the service rather than leave the books wrong.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import NamedTuple, assert_never
 
@@ -44,26 +44,22 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import RequestKey
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
-from pdmesh.model import GatewayId, InstanceId, InstanceProfile, Request
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile, Request, RequestKey
 from pdmesh.wire.messages import (
     Admit,
-    ChangeRole,
+    CommandMessage,
     ExpectKv,
     Finished,
-    Free,
     GatewayDown,
     Generation,
     Grant,
     InstanceStatus,
     MeshState,
-    Pause,
     PeerGone,
     Rejected,
     Restarted,
-    RunPlan,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
@@ -221,15 +217,13 @@ class Driver:
     def _carry_out(self, command: Command) -> None:
         match command:
             case AdmitPrefill():
-                # From here on the workers have the prompt.
-                request, generation = self._waiting.pop((command.request_id, command.epoch))
-                self._metrics.placed(request, self._profiles[command.instance_id].model, self._clock())
-                admit = Admit(
-                    generation=generation,
-                    num_blocks=command.num_blocks,
-                    decode_instance_id=command.decode_instance_id,
-                )
-                self._workers.post(command.instance_id, admit)
+                key = (command.request_id, command.epoch)
+                request, generation = self._waiting[key]
+                if command.instance_id == command.shards[0].instance_id:
+                    self._metrics.placed(request, self._profiles[command.instance_id].model, self._clock())
+                if command.instance_id == command.shards[-1].instance_id:
+                    del self._waiting[key]  # all that need the prompt have it
+                self._workers.post(command.instance_id, Admit(command=command, generation=generation))
                 log.debug(
                     "request placed",
                     request_id=command.request_id,
@@ -238,22 +232,13 @@ class Driver:
                     prefill=command.instance_id,
                     decode=command.decode_instance_id or command.instance_id,
                 )
-            case RunStep():
-                self._workers.post(command.instance_id, RunPlan(plan=command.plan))
+            case RunStep() | PauseTransfer() | FreeKv() | SetRole():
+                self._workers.post(command.instance_id, CommandMessage.of(command))
             case PlaceDecode():
                 self._expect_kv(command)
             case GrantTransfer():
-                grant = Grant(
-                    request_id=command.request_id,
-                    epoch=command.epoch,
-                    capability=command.capability,
-                    destination_address=self._profiles[command.decode_instance_id].data_address,
-                )
-                self._workers.post(command.instance_id, grant)
-            case PauseTransfer():
-                self._workers.post(command.instance_id, Pause(request_id=command.request_id, epoch=command.epoch))
-            case FreeKv():
-                self._workers.post(command.instance_id, Free(request_id=command.request_id, epoch=command.epoch))
+                addresses = self._addresses(command.transfer.destination_ids)
+                self._workers.post(command.instance_id, Grant(command=command, destination_addresses=addresses))
             case Reject():
                 rejected = Rejected(
                     request_id=command.request_id,
@@ -275,8 +260,6 @@ class Driver:
                 log.debug(
                     "request ended", request_id=command.request_id, epoch=command.epoch, outcome=str(command.outcome)
                 )
-            case SetRole():
-                self._workers.post(command.instance_id, ChangeRole(role=command.role))
             case WakeAt():
                 self._wake_at_s = command.at_s
                 self._wake_changed.set()
@@ -295,13 +278,15 @@ class Driver:
         if not needs_prompt_tokens(generation.params) and generation.num_output_tokens == 0:
             generation = msgspec.structs.replace(generation, token_ids=b"")
         expect = ExpectKv(
+            command=command,
             generation=generation,
             num_context_tokens=num_context_tokens,
-            num_blocks=command.num_blocks,
-            capability=command.capability,
-            source_address=self._profiles[command.prefill_instance_id].data_address,
+            source_addresses=self._addresses(command.transfer.source_ids),
         )
         self._workers.post(command.instance_id, expect)
+
+    def _addresses(self, instance_ids: Iterable[InstanceId]) -> tuple[bytes, ...]:
+        return tuple(self._profiles[instance_id].data_address for instance_id in instance_ids)
 
     # --- the mesh's state ---
 

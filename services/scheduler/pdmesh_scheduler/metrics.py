@@ -11,8 +11,7 @@ from prometheus_client.registry import Collector
 from pdmesh.core.commands import Command, ForgetRequest, Reject, Restart
 from pdmesh.core.events import Event, RequestFinished, StepDone, TransferFailed, TransferLanded
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import RequestKey
-from pdmesh.model import Request
+from pdmesh.model import Request, RequestKey
 from pdmesh.telemetry.exposition import Aliases
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -23,6 +23,7 @@ from pdmesh.core.events import (
     KvReleased,
     RequestArrived,
     RequestCancelled,
+    RequestDropped,
     RequestFinished,
     StepDone,
     TransferFailed,
@@ -172,6 +173,8 @@ class RequestRecords:
                 self._note(event, now_s, "sent", detail, figures)
             case TransferFailed():
                 self._note(event, now_s, "transfer failed", event.reason)
+            case RequestDropped():
+                self._note(event, now_s, "dropped", event.reason)
             case RequestFinished():
                 figures = {"num_output_tokens": float(event.num_output_tokens)}
                 detail = f"{event.reason}, {event.num_output_tokens} output tokens"
@@ -231,7 +234,7 @@ class RequestRecords:
             case AdmitPrefill():
                 what, detail = "placed for prefill", f"{command.num_blocks} blocks"
             case GrantTransfer():
-                what, detail = "granted", f"to {command.decode_instance_id}"
+                what, detail = "granted", f"to {', '.join(command.transfer.destination_ids)}"
             case FreeKv():
                 what, detail = "freed", ""
             case Reject() | Restart():
@@ -273,6 +276,7 @@ class RequestRecords:
         | TransferLanded
         | TransferSent
         | TransferFailed
+        | RequestDropped
         | RequestFinished
         | KvReleased,
         now_s: float,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome
 from pdmesh.core.events import Event, RequestArrived
-from pdmesh.core.state import RequestKey
-from pdmesh.model import Request
+from pdmesh.model import Request, RequestKey
 from pdmesh.telemetry.tracing import AttributeValue, Tracing
 from pdmesh.wire.messages import Generation
 

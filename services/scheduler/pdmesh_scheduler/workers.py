@@ -9,21 +9,9 @@ import structlog
 
 from pdmesh.config import SchedulerConfig
 from pdmesh.core.events import (
-    DecodeReserved,
-    DrainRequested,
-    Event,
     InstanceJoined,
     InstanceLost,
     InstanceUnreachable,
-    KvReleased,
-    LoadReported,
-    RequestFinished,
-    StepDone,
-    TransferFailed,
-    TransferLanded,
-    TransferOffered,
-    TransferPaused,
-    TransferSent,
 )
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile
@@ -31,19 +19,9 @@ from pdmesh.policy.profile import Profile, Subject
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     PROTOCOL_VERSION,
-    Draining,
-    FinishedReport,
+    EventMessage,
     Goodbye,
-    Heartbeat,
-    LandedReport,
-    OfferReport,
-    PausedReport,
     RegisterWorker,
-    ReleasedReport,
-    ReservedReport,
-    SentReport,
-    StepReport,
-    TransferFailedReport,
     WelcomeWorker,
     WorkerDown,
     WorkerUp,
@@ -122,63 +100,12 @@ class WorkerStreams:
                     self.leases.drop(instance_id)
                     self.driver.post(InstanceLost(instance_id))
                     return True
-                case _:
-                    await self.driver.submit(_event(instance_id, message))
+                case EventMessage():
+                    event = message.event
+                    if event.instance_id != instance_id:
+                        raise ProtocolError(f"{instance_id} speaks for {event.instance_id}")
+                    await self.driver.submit(event)
         return False
-
-
-def _event(
-    instance_id: InstanceId,
-    message: Heartbeat
-    | StepReport
-    | ReservedReport
-    | OfferReport
-    | PausedReport
-    | LandedReport
-    | SentReport
-    | TransferFailedReport
-    | FinishedReport
-    | ReleasedReport
-    | Draining,
-) -> Event:
-    match message:
-        case Heartbeat():
-            return LoadReported(
-                instance_id,
-                message.num_free_blocks,
-                message.num_held_blocks,
-                message.num_quarantined_blocks,
-                message.num_decoding,
-            )
-        case StepReport():
-            return StepDone(instance_id, message.plan_id, message.duration_s, message.chunks, message.num_decodes)
-        case ReservedReport():
-            return DecodeReserved(instance_id, message.request_id, message.epoch)
-        case OfferReport():
-            return TransferOffered(instance_id, message.request_id, message.epoch)
-        case PausedReport():
-            return TransferPaused(instance_id, message.request_id, message.epoch)
-        case LandedReport():
-            return TransferLanded(instance_id, message.request_id, message.epoch, message.num_bytes, message.duration_s)
-        case SentReport():
-            return TransferSent(
-                instance_id,
-                message.request_id,
-                message.epoch,
-                message.num_bytes,
-                message.duration_s,
-                message.exposed_s,
-            )
-        case TransferFailedReport():
-            return TransferFailed(instance_id, message.request_id, message.epoch, message.reason)
-        case FinishedReport():
-            return RequestFinished(
-                instance_id, message.request_id, message.epoch, message.reason, message.num_output_tokens
-            )
-        case ReleasedReport():
-            return KvReleased(instance_id, message.request_id, message.epoch)
-        case Draining():
-            return DrainRequested(instance_id)
 
 
 def _check(registration: RegisterWorker) -> None:

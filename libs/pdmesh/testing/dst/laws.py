@@ -55,9 +55,9 @@ class Laws:
         for command in commands:
             match command:
                 case PlaceDecode():
-                    if command.capability in self._capabilities:
+                    if command.transfer.capability in self._capabilities:
                         timeline.broke(CAPABILITY, str(command))
-                    self._capabilities.add(command.capability)
+                    self._capabilities.add(command.transfer.capability)
                 case ForgetRequest():
                     key = (command.request_id, command.epoch)
                     if key in self._ended[id(core)]:
@@ -94,7 +94,7 @@ class Laws:
 def _held(process: Process) -> Iterator[str]:
     instance: Instance | None = process.parts.get("instance")
     if instance is not None:
-        beat = instance.heartbeat()
+        beat = instance.load()
         if beat.num_held_blocks or beat.num_quarantined_blocks or beat.num_decoding:
             yield f"{process.name}: {beat}"
         counters = instance._mover.counters()

@@ -214,7 +214,7 @@ class Simulation:
         instance: Instance | None = None if process is None else process.parts.get("instance")
         role = self.plan.roles[self.plan.instances.index(name)]
         if instance is not None and instance.role is not role:
-            self._operate(RoleChangeRequested(instance._instance_id, role))
+            self._operate(RoleChangeRequested(instance.instance_id, role))
 
     def _operate(self, event: RoleChangeRequested | BundleChangeRequested) -> None:
         scheduler = self.processes.get(SCHEDULER)
@@ -224,7 +224,7 @@ class Simulation:
     def _instance_id(self, name: str) -> InstanceId:
         process = self.processes.get(name)
         instance: Instance | None = None if process is None else process.parts.get("instance")
-        return InstanceId("nobody") if instance is None else instance._instance_id
+        return InstanceId("nobody") if instance is None else instance.instance_id
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._loop.agenda.at(self.now_s + delay_s, action)
