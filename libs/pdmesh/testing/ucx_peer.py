@@ -2,20 +2,22 @@
 
 ``python -m pdmesh.testing.ucx_peer [--max-payload-bytes N] [--tls T] [--net-devices D]`` prints its address in hex, and
 then reads lines: ``echo ADDRESS`` sends back there whatever arrives from now on, if it can, and prints a line when
-pieces from there will be taken; ``flood ADDRESS N`` sends N pieces there at once; ``end``, or the end of its input,
-ends it.
+pieces from there will be taken (``admit ADDRESS`` does only that); ``flood ADDRESS N`` sends N pieces there at once;
+``end``, or the end of its input, ends it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 from functools import partial
 
 import anyio
 import anyio.abc
 import anyio.to_thread
+import structlog
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
@@ -53,6 +55,9 @@ async def _obey(transport: UcxTransport, tasks: anyio.abc.TaskGroup) -> None:
             transport.admit(bytes.fromhex(arguments[0]))
             _print("ready")
             tasks.start_soon(_echo, transport, bytes.fromhex(arguments[0]))
+        elif command == "admit":
+            transport.admit(bytes.fromhex(arguments[0]))
+            _print("ready")
         elif command == "flood":
             for number in range(int(arguments[1])):
                 tasks.start_soon(_send_one, transport, bytes.fromhex(arguments[0]), number)
@@ -74,6 +79,8 @@ def main() -> None:
     parser.add_argument("--tls")
     parser.add_argument("--net-devices", default="")
     options = parser.parse_args()
+    # a log that nobody reads would fill its pipe
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     config = TransferConfig(
         max_payload_bytes=options.max_payload_bytes,
         ucx_tls=options.tls,

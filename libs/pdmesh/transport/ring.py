@@ -235,6 +235,7 @@ class ReceiveRing:
         return Piece(self, slot, buffer, payload_bytes)
 
     def _drop(self, slot: int, reason: str) -> None:
-        log.warning("dropped a message", reason=reason)
         self.num_malformed += 1
+        if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood of these shall not fill the log
+            log.warning("dropped a message", reason=reason, num_dropped=self.num_malformed)
         self.release(slot)
