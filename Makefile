@@ -2,7 +2,8 @@
 # make test   everything CI runs
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing.md)
 # make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results.md
-# make fuzz   damage 5,000 event logs, checkpoints and configuration files (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" for some)
+# make fuzz   damage 5,000 event logs, checkpoints and configuration files, and say as much to the data plane
+#             (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" or "-k hostile" for some)
 # make docs   write the tables of docs/configuration.md from the settings' types
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
@@ -49,7 +50,7 @@ results: $(TEST_STAMP)
 	$(BIN)/python benchmarks/results.py $(ARGS)
 
 fuzz: $(TEST_STAMP)
-	$(TEST_ENV) FUZZ_NUMBER=$(FUZZ_NUMBER) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest -q -s tests/property/test_damaged_files.py $(ARGS)
+	$(TEST_ENV) FUZZ_NUMBER=$(FUZZ_NUMBER) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest -q -s tests/property/test_damaged_files.py tests/contract/test_hostile_peers.py $(ARGS)
 
 docs: $(TEST_STAMP)
 	$(BIN)/python -m pdmesh.cli.reference docs/configuration.md
