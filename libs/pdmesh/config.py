@@ -93,6 +93,10 @@ class SchedulerConfig:
     max_queue_entries: Annotated[int, COUNT, "requests waiting; more is a 429"] = 4096
     max_queue_bytes: Annotated[int, COUNT, "prompts held for requests that wait"] = 512 * 1024 * 1024
     max_queue_s: Annotated[float, "a request that waited this long gets a 503"] = 120.0
+    refuses_early: Annotated[
+        bool, "a request that would miss its target, or wait too long, as predicted, gets a 429 when it comes"
+    ] = True
+    admission_ttft_s: Annotated[float | None, "the target of requests that have none, for refuses_early alone"] = None
     lease_s: Annotated[float, "a silent instance or gateway is given up after this"] = 5.0
     heartbeat_s: Annotated[float, "how often instances and gateways say that they live"] = 1.0
     orphan_grace_s: Annotated[float, "after a restart: how long a request may wait to be claimed by an instance"] = 3.0

@@ -23,6 +23,8 @@ class CoreConfig:
     max_queue_tokens: int = 128 * 1024 * 1024  # prompt tokens of all waiting requests
     max_queue_s: float = 120.0
     orphan_grace_s: float = 3.0  # after a restart: how long a request or a resident may wait for its counterpart
-    retry_after_s: float = 1.0  # what a client is told with a 429 or 503
+    retry_after_s: float = 1.0  # what a client is told with a 429 or 503, at least
+    refuses_early: bool = False  # what would not keep its own target, as predicted; studies let every request wait
+    admission_ttft_s: float | None = None  # the target of those without one, where this is asked; None: max_queue_s
     learning: LatencyLearning = LatencyLearning.FIXED
     policy: PolicyConfig = field(default_factory=PolicyConfig)

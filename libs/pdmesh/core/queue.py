@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from operator import itemgetter
@@ -10,7 +10,7 @@ from operator import itemgetter
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.state import RequestState
 from pdmesh.model import RequestId, RequestKey
-from pdmesh.policy.base import PrefillOrder
+from pdmesh.policy.base import PrefillOrder, Rank
 
 _Head = tuple[tuple[float, ...], tuple[float, RequestId], RequestState]
 
@@ -30,6 +30,7 @@ class WaitingQueue:
         self._heads: dict[float, _Head] = {}
         self._changed_lanes: dict[float, None] = {}
         self._compared_for: tuple[PrefillOrder, float] | None = None
+        self._work_us: dict[float, int] = {}  # of each lane
         self._parked: dict[RequestKey, RequestState] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
@@ -63,6 +64,23 @@ class WaitingQueue:
         if waiting_lanes:
             heads = {lane: head for lane, head in heads.items() if lane not in waiting_lanes}
         return min(heads.values(), key=_KEY)[2] if heads else None
+
+    def work_before_s(self, rank: Rank, order: PrefillOrder, now_s: float) -> float:
+        """Predicted work, in seconds, of those in line that come before one of this rank, as things are now.
+
+        A lane whose first comes before it counts as a whole, its own by the share of those that come before it.
+        """
+        lanes = list(self._lanes)
+        own, *firsts = order.keys([rank, *(self._lanes[lane][0].rank for lane in lanes)], now_s)
+        work_us = 0
+        for lane, first in zip(lanes, firsts, strict=True):
+            if lane == rank.lane:
+                states = self._lanes[lane]
+                num_before = bisect_right(states, rank.place, key=_rank_place)
+                work_us += self._work_us[lane] * num_before // len(states)
+            elif first <= own:
+                work_us += self._work_us[lane]
+        return work_us / 1e6
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -113,6 +131,7 @@ class WaitingQueue:
         """Another order: all get their rank in it."""
         in_line = [state for lane in self._lanes.values() for state in lane]
         self._lanes.clear()
+        self._work_us.clear()
         self._heads.clear()
         self._changed_lanes.clear()
         for _, state in self._deadlines.values():
@@ -122,6 +141,7 @@ class WaitingQueue:
 
     def _join_line(self, state: RequestState) -> None:
         insort(self._lanes.setdefault(state.rank.lane, []), state, key=_place)
+        self._work_us[state.rank.lane] = self._work_us.get(state.rank.lane, 0) + state.work_us
         self._changed_lanes[state.rank.lane] = None
 
     def _leave_line(self, state: RequestState) -> None:
@@ -129,10 +149,11 @@ class WaitingQueue:
         index = bisect_left(lane, _place(state), key=_place)
         assert lane[index] is state, f"{state.key} is not in line where its rank says"
         del lane[index]
+        self._work_us[state.rank.lane] -= state.work_us
         if lane:
             self._changed_lanes[state.rank.lane] = None
         else:
-            del self._lanes[state.rank.lane]
+            del self._lanes[state.rank.lane], self._work_us[state.rank.lane]
             self._heads.pop(state.rank.lane, None)
             self._changed_lanes.pop(state.rank.lane, None)
 
@@ -145,6 +166,8 @@ class WaitingQueue:
         num_tokens = sum(prompt_tokens)
         assert prompt_tokens == self._prompt_tokens.all(), "the lengths are not those of the prompts that wait"
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, books say {self.num_tokens}"
+        work_us = {lane: sum(state.work_us for state in states) for lane, states in self._lanes.items()}
+        assert work_us == self._work_us, "the work is not that of the prompts in line"
         for lane in self._lanes.values():
             places = [_place(state) for state in lane]
             assert places, "a lane is empty"
@@ -160,6 +183,10 @@ def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) 
 
 def _arrival(state: RequestState) -> tuple[float, RequestId]:
     return state.request.arrival_s, state.request.request_id
+
+
+def _rank_place(state: RequestState) -> float:
+    return state.rank.place
 
 
 def _place(state: RequestState) -> tuple[float, float, RequestId]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import assert_never
 
+from pdmesh.core.admission import Admission, work_us
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Command, Outcome, Reject, SetRole, WakeAt
 from pdmesh.core.config import CoreConfig
@@ -67,6 +68,7 @@ class SchedulerCore:
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._packer = Packer(self._books, config.plans_in_flight, bundle)
         self._learner = LatencyLearner(config.policy.latency, config.learning)
+        self._admission = Admission(self._books, config)
         self._now_s = 0.0
         self._wake_s: float | None = None
 
@@ -132,6 +134,7 @@ class SchedulerCore:
         """Take note of an event and return what is to be done, in order."""
         self._now_s = now_s
         commands = self._books.commands = []
+        self._admission.passed(now_s)
         self._expire()
         match event:
             case RequestArrived():
@@ -186,6 +189,7 @@ class SchedulerCore:
             case _:
                 assert_never(event)
         self._packer.pack(self._bundle, now_s)
+        self._admission.note(commands)
         self._books.take_back_backends()
         self._ask_for_wake_up()
         return commands
@@ -205,15 +209,26 @@ class SchedulerCore:
                 return
             books.end(known, Outcome.SUPERSEDED)
         state = books.open(request, self._bundle.order.rank(request, 0, None))
+        state.work_us = work_us(request, self._learner.model)
         instance_id = self._reunion.claim(state.key, request.gateway_id)
         if instance_id is not None:
             books.adopt(state, instance_id)
         elif self._is_full_for(request):
             message = f"{len(books.queue)} requests are waiting"
-            books.reject(state, RejectReason.OVERLOADED, message, self._config.retry_after_s)
+            books.reject(
+                state,
+                RejectReason.OVERLOADED,
+                message,
+                self._admission.full_retry_after_s(state, self._bundle.order, self._now_s),
+            )
         elif self._is_too_long(request):
             message = f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate fit no instance"
             books.reject(state, RejectReason.TOO_LONG, message, None)
+        elif (refusal := self._admission.refusal(state, self._bundle.order, self._now_s)) is not None:
+            message = (
+                f"its first token is predicted {refusal.predicted_s:.2g} s from now, later than {refusal.limit_s:g} s"
+            )
+            books.reject(state, RejectReason.OVERLOADED, message, refusal.retry_after_s)
         else:
             books.queue.add(state, self._now_s + self._config.max_queue_s)
 
@@ -279,6 +294,8 @@ class SchedulerCore:
             state.num_chunks_in_flight -= 1
             if state.phase is not Phase.PREFILLING:
                 continue
+            if chunk.is_last:
+                self._admission.first_token(state, self._now_s)
             if done.get(state.key) != chunk.num_tokens:
                 self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
             elif chunk.is_last and state.decode_id == event.instance_id:

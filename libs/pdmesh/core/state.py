@@ -56,6 +56,7 @@ class RequestState:
     decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
     transfer: Transfer | None = None  # that takes its KV from the ones to the others
     in_group: bool = False  # the instances of its shards compute its chunks together
+    work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     placed_s: float | None = None
     num_planned_tokens: int = 0
     num_chunks_in_flight: int = 0  # a group's chunk counts at every member

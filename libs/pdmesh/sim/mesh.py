@@ -58,9 +58,16 @@ class MeshShape:
         )
 
 
-def study_core(bundle: str, policy: PolicyConfig, seed: int) -> SchedulerCore:
-    """A core whose queue has no limits, so that overload shows as waiting. Raises ConfigError for an unknown bundle."""
+def study_core(bundle: str, policy: PolicyConfig, seed: int, *, refuses_early: bool = False) -> SchedulerCore:
+    """A core whose queue has no limits, so that overload shows as waiting, unless it ``refuses_early``.
+
+    Raises ConfigError for an unknown bundle.
+    """
     config = CoreConfig(
-        max_queue_entries=_NO_LIMIT, max_queue_tokens=_NO_LIMIT, max_queue_s=float(_NO_LIMIT), policy=policy
+        max_queue_entries=_NO_LIMIT,
+        max_queue_tokens=_NO_LIMIT,
+        max_queue_s=float(_NO_LIMIT),
+        refuses_early=refuses_early,
+        policy=policy,
     )
     return SchedulerCore(config, make_bundle(bundle, policy), random.Random(seed))
