@@ -4,6 +4,7 @@
 # make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results.md
 # make fuzz   damage 5,000 event logs, checkpoints and configuration files, and say as much to the data plane
 #             (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" or "-k hostile" for some)
+# make resolve  look whether constraints.txt still resolves against the package index, without installing
 # make docs   write the tables of docs/configuration.md from the settings' types
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
@@ -28,7 +29,7 @@ TEST_STAMP := $(VENV)/.test-$(STATE)
 # Two cores and many processes: one thread for each. Tests never ask a hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: up test lint dst results fuzz docs fmt clean
+.PHONY: up test lint dst results fuzz resolve docs fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up $(ARGS)
@@ -51,6 +52,15 @@ results: $(TEST_STAMP)
 
 fuzz: $(TEST_STAMP)
 	$(TEST_ENV) FUZZ_NUMBER=$(FUZZ_NUMBER) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest -q -s tests/property/test_damaged_files.py tests/contract/test_hostile_peers.py $(ARGS)
+
+# Nothing of this machine's own: no wheels beside the index, none that is installed. A tree that once did not resolve went
+# unseen, since all had it installed.
+resolve: $(VENV)/.base-$(STATE)
+	$(BIN)/python -m pip --isolated --disable-pip-version-check --no-input install -q --dry-run --ignore-installed \
+	  --no-build-isolation --only-binary :all: -c constraints.txt $(TORCH) \
+	  $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; \
+	  print(*(d.replace(' ', '') for d in [*p['dependencies'], *e['test'], *e['lint']]))")
+	@echo "constraints.txt resolves"
 
 docs: $(TEST_STAMP)
 	$(BIN)/python -m pdmesh.cli.reference docs/configuration.md

@@ -210,8 +210,13 @@ class MeshConfig:
 
 PREFIX = "PDMESH_"
 
-#: Names the TOML file; the only variable of ours that is no setting.
+#: Names the TOML file.
 CONFIG_FILE_VARIABLE = "PDMESH_CONFIG"
+
+#: No settings either: what the compose files take, which may stand in the same environment or ``.env``.
+COMPOSE_VARIABLES = frozenset(
+    {"PDMESH_PORT", "PDMESH_MODELS", "PDMESH_TORCH", "PDMESH_GPU_IMAGE", "PDMESH_PREFILL_GPU", "PDMESH_DECODE_GPU"}
+)
 
 #: OpenTelemetry's own names of `telemetry.otlp_endpoint`, taken where we are told nothing; the SDK reads all others.
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -235,9 +240,9 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
         if environ.get(variable):
             values.setdefault("telemetry.otlp_endpoint", environ[variable])
 
-    by_variable = {_variable(setting): setting for setting in settings.values()}
+    by_variable = {variable_of(setting): setting for setting in settings.values()}
     for variable, text in environ.items():
-        if variable.startswith(PREFIX) and variable != CONFIG_FILE_VARIABLE:
+        if variable.startswith(PREFIX) and variable not in {CONFIG_FILE_VARIABLE, *COMPOSE_VARIABLES}:
             setting = _lookup(by_variable, variable, variable)
             values[setting.name] = setting.checked(setting.parsed(text), variable)
 
@@ -278,13 +283,14 @@ def to_toml(config: MeshConfig) -> str:
 def environment_of(config: MeshConfig) -> dict[str, str]:
     """The variables that make `load_config` build ``config`` again, secrets among them; defaults are left out."""
     return {
-        _variable(setting): _environment_value(value)
+        variable_of(setting): _environment_value(value)
         for setting, value in values_of(config)
         if value != setting.default
     }
 
 
-def _variable(setting: Setting) -> str:
+def variable_of(setting: Setting) -> str:
+    """Its name in the environment."""
     return PREFIX + setting.name.replace(".", "_").upper()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from pdmesh import __version__
 from pdmesh.cli.processes import ProcessId, wait_for_end
+from pdmesh.config import COMPOSE_VARIABLES, MeshConfig, variable_of
 from pdmesh.profiles import load_profile
+from pdmesh.settings import settings_of
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.processes import is_running, write_stand_in_packages
 
@@ -152,6 +156,31 @@ def test_a_record_that_cannot_be_written_ends_nothing(machine: Machine) -> None:
     assert is_running(supervisor)
     in_the_way.rmdir()
     wait_until(lambda: machine.services()["decode-0"] != victim)
+
+
+def test_what_compose_takes_does_not_break_the_command(machine: Machine) -> None:
+    done = machine.run("config", "show", PDMESH_PORT="9000", PDMESH_MODELS="/models")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_variable_of_the_compose_files_is_a_setting_or_known_to_be_none() -> None:
+    folder = Path(__file__).parents[2] / "deploy/compose"
+    taken = {name for file in folder.glob("*.yaml") for name in re.findall(r"\$\{(PDMESH_\w+)", file.read_text())}
+    settings = {variable_of(setting) for setting in settings_of(MeshConfig)}
+    assert taken - settings <= COMPOSE_VARIABLES
+    assert not COMPOSE_VARIABLES & settings
+
+
+def test_the_version(machine: Machine) -> None:
+    done = machine.run("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, __version__)
+
+
+def test_the_shell_completes(machine: Machine) -> None:
+    command = Path(sys.executable).with_name("pdmesh")
+    environ = machine.environ | {"_PDMESH_COMPLETE": "complete_bash", "COMP_WORDS": "pdmesh requ", "COMP_CWORD": "1"}
+    done = subprocess.run([str(command)], env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout.split() == ["requests"]
 
 
 def test_wrong_usage_is_code_2(machine: Machine) -> None:

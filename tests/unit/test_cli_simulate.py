@@ -23,7 +23,8 @@ def test_bundles_side_by_side() -> None:
     done = pdmesh("simulate", "--limit", "20", "--bundle", "fcfs", "--bundle", "sjf", "--prefill", "2")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    header, *rows = done.stdout.splitlines()
+    profile, header, *rows = done.stdout.splitlines()
+    assert profile.startswith("instances: a100-llama3-8b")
     assert header.split() == ["fcfs", "sjf"]
     assert rows[0].split() == ["short:", "finished", *["20", "of", "20"] * 2]
     assert all(len(row) <= 80 for row in rows)

@@ -105,7 +105,7 @@ def test_the_status_table_fits_a_terminal_of_80_columns() -> None:
 
 
 @contextmanager
-def gateway(*events: object, done: bool = True) -> Iterator[str]:
+def gateway(*events: object, done: bool = True, status: int = 200) -> Iterator[str]:
     """An HTTP server that streams ``events`` to any chat; yields its URL."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -118,7 +118,7 @@ def gateway(*events: object, done: bool = True) -> Iterator[str]:
             self._send("\n\n".join(lines))
 
         def _send(self, body: str) -> None:
-            self.send_response(200)
+            self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -149,6 +149,25 @@ def test_chat_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with gateway(chunk("Hel"), {"choices": []}, chunk("lo")) as url:
         assert say_hi(url) == 0
     assert capsys.readouterr().out == "Hello\n"
+
+
+def test_chat_tells_the_id_that_requests_show_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with gateway({"id": "chatcmpl-7", **chunk("Hello")}) as url:
+        assert say_hi(url) == 0
+    assert capsys.readouterr() == ("Hello\n", "[chatcmpl-7]\n")
+
+
+def test_chat_says_which_setting_a_mesh_with_keys_wants() -> None:
+    with gateway(status=401) as url, pytest.raises(PdmeshError, match="PDMESH_SECURITY_API_KEY"):
+        say_hi(url)
+
+
+@pytest.mark.parametrize(
+    ("draining", "reachable", "state"),
+    [(False, True, "up"), (False, False, "unreachable"), (True, True, "draining"), (True, False, "draining")],
+)
+def test_an_instance_that_cannot_be_reached_does_not_drain(draining: bool, reachable: bool, state: str) -> None:
+    assert msgspec.structs.replace(STATE.instances[0], draining=draining, reachable=reachable).state == state
 
 
 def test_chat_tells_a_failure_in_the_middle() -> None:

@@ -1,12 +1,15 @@
-"""The wheel holds all that the source tree has, and works without it."""
+"""The wheel holds all that the source tree has, and works without it; imports go the way that the docs print."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +58,85 @@ def test_the_wheel_works_without_the_source(unpacked: Path) -> None:
     # PYTHONPATH comes before what the editable install adds.
     environ = {**os.environ, "PYTHONPATH": str(unpacked)}
     subprocess.run([sys.executable, "-c", program], env=environ, cwd=unpacked, check=True, timeout=100)
+
+
+def test_a_mesh_starts_from_the_wheel_outside_the_checkout(unpacked: Path, tmp_path: Path) -> None:
+    """And answers: what the editable install has on the path must not be what makes it work."""
+    program = (
+        "import pathlib, pdmesh, sys\n"
+        f"assert pathlib.Path(pdmesh.__file__).is_relative_to({str(unpacked)!r})\n"
+        "from pdmesh.cli import main\n"
+        "sys.exit(main())\n"
+    )
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(unpacked),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "PDMESH_GATEWAY_PORT": "0",
+    }
+
+    def pdmesh(*arguments: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env=environ,
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        ).stdout
+
+    pdmesh("up", "--detach")
+    try:
+        question = "Why separate prefill and decode?"
+        answer = pdmesh("chat", "--message", question, "--temperature", "0", "--max-tokens", "8")
+        assert answer.split()[:2] == ["Because", "they"]
+        assert "decode-0" in pdmesh("status")
+    finally:
+        pdmesh("down")
+
+
+def settings_of_tools() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def rows_of_the_docs() -> list[set[str]]:
+    """The packages of each row of the table of layers, from the top."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page.split("\n## Layers\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return [set(re.findall(r"`(\w+(?:\.\w+)?)`", row)) for row in rows]
+
+
+def test_the_layers_that_the_docs_print_are_those_that_are_checked() -> None:
+    contracts = settings_of_tools()["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract for contract in contracts if contract["type"] == "layers"]
+    assert [set(row.split(" | ")) for row in layers["layers"]] == rows_of_the_docs()
+    # The one way from the product to what is for tests.
+    assert layers["ignore_imports"] == ["pdmesh.worker.engines -> pdmesh.testing.engine"]
+
+
+def test_no_package_is_left_out_of_the_layers() -> None:
+    parts = {path.stem for path in (ROOT / "libs/pdmesh").iterdir() if path.suffix == ".py" or path.is_dir()}
+    found = {f"pdmesh.{part}" for part in parts if not part.startswith("_")} | (PACKAGES.keys() - {"pdmesh"})
+    assert found == set().union(*rows_of_the_docs())
+
+
+def test_the_license_is_in_the_wheel(unpacked: Path) -> None:
+    (file,) = unpacked.glob("*.dist-info/licenses/LICENSE")
+    assert "Apache License" in file.read_text()
+
+
+def test_every_dependency_is_pinned() -> None:
+    """Or `make up` would take another tree each day."""
+    project = settings_of_tools()["project"]
+    extras = [name for extra in ("test", "lint", "plot") for name in project["optional-dependencies"][extra]]
+    wanted = {
+        re.split(r"[\[><=]", dependency)[0].lower().replace("_", "-")
+        for dependency in [*project["dependencies"], *extras]
+    }
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {
+        line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line and not line.startswith("#")
+    }
+    assert wanted - pinned - {"torch"} == set()

@@ -172,6 +172,16 @@ def test_a_request_is_found_by_whatever_somebody_has_of_it(name: str, found: lis
     assert {record.label for record in told.records.find("4f2a")} == {"mine"}
 
 
+def test_the_newest_are_listed_first_and_short() -> None:
+    told = Told()
+    for n in range(4):
+        told.arrived(f"r{n}", float(n))
+    listed = told.records.newest(3)
+    assert [record.request_id for record in listed] == ["r3", "r2", "r1"]
+    assert not any(record.entries for record in listed)
+    assert told.records.newest(0) == ()
+
+
 def test_only_so_many_ended_ones_are_remembered() -> None:
     told = Told(max_ended=2)
     for index in range(4):

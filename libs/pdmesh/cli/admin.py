@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdmesh.cli.options import Output
-from pdmesh.cli.request_view import print_choices, print_request
+from pdmesh.cli.request_view import print_choices, print_request, requests_table
 from pdmesh.cli.state import MeshRecord, MeshState
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import PdmeshError, ProtocolError
@@ -34,8 +34,10 @@ def show_status(config: MeshConfig, state: MeshState, output: Output) -> None:
     console = Console()
     if record is not None:
         up_s = time.time() - record.started_at
+        grpc_address = next((s.facts.get("grpc_address", "") for s in record.services if s.name == "gateway"), "")
         console.print(
-            f"mesh [bold]{record.name}[/]  http {record.http_address}  model {record.model}  up {_duration(up_s)}",
+            f"mesh [bold]{record.name}[/]  http {record.http_address}  grpc {grpc_address}  model {record.model}  "
+            f"up {_duration(up_s)}",
             highlight=False,
         )
     console.print(
@@ -62,6 +64,18 @@ def show_request(config: MeshConfig, state: MeshState, request_id: str, output: 
         print_request(Console(), answer)
     else:
         print_choices(Console(), request_id, answer)
+
+
+def list_requests(config: MeshConfig, state: MeshState, limit: int, output: Output) -> None:
+    """Print the requests that arrived last. Raises PdmeshError if no mesh can be asked."""
+    _, address, security = target(config, state)
+    answer = anyio.run(ask_scheduler, address, security, messages.ListRequests(limit=limit))
+    if not isinstance(answer, messages.RequestList):
+        raise ProtocolError("the scheduler answered another question")
+    if output is Output.JSON:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    else:
+        Console().print(requests_table(answer.requests))
 
 
 def target(config: MeshConfig, state: MeshState) -> tuple[MeshRecord | None, str, SecurityConfig]:
@@ -92,7 +106,7 @@ def instances_table(answer: messages.MeshState) -> Table:
         table.add_row(
             row.instance_id,
             row.role,
-            "draining" if row.draining else "up",
+            row.state,
             row.device,
             str(row.pid),
             str(row.num_prefilling),

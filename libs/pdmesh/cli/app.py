@@ -36,7 +36,6 @@ app = typer.Typer(
     help="A disaggregated serving mesh for large language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 requests_app = typer.Typer(help="Look at single requests.", no_args_is_help=True)
@@ -47,6 +46,21 @@ app.add_typer(study_app)
 app.add_typer(requests_app, name="requests")
 app.add_typer(policy_app, name="policy")
 app.add_typer(config_app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def pdmesh(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """A disaggregated serving mesh for large language models."""
 
 
 @app.command()
@@ -150,6 +164,22 @@ def requests_show(
 
     tree = build_config(config, settings, scheduler_address=scheduler)
     show_request(tree, mesh_state(os.environ, name), request_id, output)
+
+
+@requests_app.command("list")
+def requests_list(
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="So many, the newest first.")] = 20,
+    name: Name = DEFAULT_NAME,
+    scheduler: Scheduler = None,
+    output: OutputFormat = Output.TABLE,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """List the requests that arrived last."""
+    from pdmesh.cli.admin import list_requests
+
+    tree = build_config(config, settings, scheduler_address=scheduler)
+    list_requests(tree, mesh_state(os.environ, name), limit, output)
 
 
 @policy_app.command("list")

@@ -14,7 +14,7 @@ from pdmesh import __version__
 from pdmesh.cli.options import Output
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.cli.simulate import figures_table
-from pdmesh.cli.study import StudyOptions, make_study
+from pdmesh.cli.study import StudyOptions, described, make_study
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
@@ -66,6 +66,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
         record = {
             "pdmesh": __version__,
             "options": msgspec.to_builtins(options),
+            "profile": msgspec.to_builtins(study.profile),
             "policy": msgspec.to_builtins(study.policy),
             "pools": None if found.sizes is None else found.sizes._asdict(),
             "tried": [{**sizes._asdict(), "slo_attainment": share} for sizes, share in found.attainments.items()],
@@ -80,6 +81,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
         )
     if output is Output.TABLE:
         console = Console()
+        console.print(described(study.profile), highlight=False)
         console.print(_tried(found.attainments, found.sizes))
         console.print()
         console.print(figures_table({str(found.sizes): reports[found.sizes]}))

@@ -81,17 +81,20 @@ def _turn(client: httpx.Client, model: str, options: ChatOptions, history: list[
         "temperature": options.temperature,
         "stream": True,
     }
-    answer = ""
+    answer, request_id = "", ""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
             raise PdmeshError(_error_message(response))
         for chunk in _events(response):
+            request_id = chunk.get("id", request_id)
             for choice in chunk.get("choices", []):
                 piece = choice.get("delta", {}).get("content") or ""
                 typer.echo(piece, nl=False)
                 answer += piece
     typer.echo()
+    if request_id:
+        typer.echo(f"[{request_id}]", err=True)  # what `pdmesh requests show` takes
     history += [said, {"role": "assistant", "content": answer}]
 
 
@@ -119,6 +122,9 @@ def _first_model(client: httpx.Client) -> str:
 
 def _error_message(response: httpx.Response) -> str:
     try:
-        return str(response.json()["error"]["message"])
+        message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the gateway answered {response.status_code} {response.reason_phrase}"
+        message = f"the gateway answered {response.status_code} {response.reason_phrase}"
+    if response.status_code == 401:
+        message += " Give one of its keys as security.api_key, best in the environment: PDMESH_SECURITY_API_KEY."
+    return message

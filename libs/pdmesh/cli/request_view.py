@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -36,22 +37,29 @@ def print_choices(console: Console, request_id: str, choices: RequestList) -> No
     console.print(
         f"request [bold]{request_id}[/] fits {len(choices.requests)} requests; give one of their ids", highlight=False
     )
+    console.print(requests_table(choices.requests))
+
+
+def requests_table(requests: Sequence[RequestRecord]) -> Table:
+    """A line for each."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("id", min_width=max(len(record.request_id) for record in choices.requests))  # never cut
-    table.add_column("state")
+    table.add_column("id", min_width=max((len(record.request_id) for record in requests), default=0))  # never cut
+    for column in ("label", "arrived", "state"):
+        table.add_column(column)
     for column in ("prompt", "output", "first token ms", "last token ms"):
         table.add_column(column, justify="right")
-    for record in choices.requests:
-        num_output_tokens = "" if record.num_output_tokens is None else str(record.num_output_tokens)
+    for record in requests:
         table.add_row(
             record.request_id,
+            record.label,
+            datetime.fromtimestamp(record.arrived_at).astimezone().strftime("%H:%M:%S"),
             record.state,
             str(record.num_prompt_tokens),
-            num_output_tokens,
+            "" if record.num_output_tokens is None else str(record.num_output_tokens),
             _ms(record.first_token_s),
             _ms(record.last_token_s),
         )
-    console.print(table)
+    return table
 
 
 def summary(record: RequestRecord) -> str:

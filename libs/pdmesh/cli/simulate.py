@@ -15,7 +15,7 @@ from rich.table import Table
 from pdmesh import __version__
 from pdmesh.cli.options import Output, write_file
 from pdmesh.cli.progress import advance, progress_bar
-from pdmesh.cli.study import StudyOptions, make_study
+from pdmesh.cli.study import StudyOptions, described, make_study
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
@@ -69,13 +69,16 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         record = {
             "pdmesh": __version__,
             "options": msgspec.to_builtins(replace(options, plot=None, perfetto=None)),
+            "profile": msgspec.to_builtins(study.profile),
             "policy": msgspec.to_builtins(policy),
             "mesh": msgspec.to_builtins(mesh),
             "bundles": {name: msgspec.to_builtins(figures) for name, figures in reports.items()},
         }
         typer.echo(json.dumps(record, indent=2))
     else:
-        Console().print(figures_table(reports))
+        console = Console()
+        console.print(described(study.profile), highlight=False)
+        console.print(figures_table(reports))
 
 
 def _grouped(

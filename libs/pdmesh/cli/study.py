@@ -12,6 +12,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.simulator import SimConfig
@@ -47,6 +48,7 @@ class StudyOptions:
 class Study:
     """What the options mean."""
 
+    profile: Profile  # of each instance
     arrivals: Sequence[Arrival]
     long_tokens: int  # where long prompts begin
     policy: PolicyConfig
@@ -77,6 +79,7 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
     if options.chunk_tokens is not None:
         policy = replace(policy, chunk_tokens=options.chunk_tokens)
     return Study(
+        profile=profile,
         arrivals=_workload(options, long_range),
         long_tokens=long_range[0],
         policy=policy,
@@ -98,6 +101,13 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
             num_transfer_backends=options.transfer_backends,
         ),
     )
+
+
+def described(profile: Profile) -> str:
+    """What the instances of a study are, in a line."""
+    subject = profile.subject
+    facts = ", ".join(str(fact) for fact in (subject.model, subject.dtype, subject.device_name) if fact)
+    return f"instances: {profile.name}" + (f" ({facts})" if facts else "")
 
 
 def _long_range(text: str) -> tuple[int, int]:

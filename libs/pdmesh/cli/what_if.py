@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pdmesh.cli.options import Output
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.errors import ConfigError
-from pdmesh.eventlog import Header, core_of
+from pdmesh.eventlog import EventLogError, Header, core_of
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.policy.latency import LinearLatencyModel
@@ -43,7 +43,13 @@ def what_if(
         for name in dict.fromkeys((header.bundle, bundle)):
             task = progress.add_task(name, total=len(run.arrivals))
             simulator = Simulator(core_of(header, name), instances, run.arrivals)
-            results[f"{name}, simulated"] = simulator.run(advance(progress, task))
+            try:
+                results[f"{name}, simulated"] = simulator.run(advance(progress, task))
+            except Exception as error:  # times and sizes that no mesh can have: a bug, or a damaged log
+                raise EventLogError(
+                    f"what the log tells cannot be simulated ({type(error).__name__}: {error}): "
+                    "it is damaged, by another version of pdmesh, or shows a bug"
+                ) from error
     return WhatIf(
         latency=latency,
         results=results,

@@ -196,7 +196,7 @@ def _architecture(fields: _Fields) -> Architecture:
     names = fields.raw.get("architectures")
     if isinstance(names, list) and names:
         name = names[0]
-        if name in {architecture.value for architecture in Architecture}:
+        if isinstance(name, str) and name in {architecture.value for architecture in Architecture}:
             return Architecture(name)
     else:
         name = fields.raw.get("model_type")
@@ -236,7 +236,7 @@ def _rope(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
         raise ConfigError(f"{fields.where}: the RoPE parameters are {raw!r}; they must be an object")
     rope = _Fields(raw, f"{fields.where}: RoPE parameters")
     name = raw.get("rope_type") or raw.get("type") or "default"
-    if name not in {rope_type.value for rope_type in RopeType}:
+    if not isinstance(name, str) or name not in {rope_type.value for rope_type in RopeType}:
         served = ", ".join(rope_type.value for rope_type in RopeType)
         raise ConfigError(f"{fields.where}: RoPE scaling {name!r} is not served; served are {served}")
     for scope in (raw, fields.raw):

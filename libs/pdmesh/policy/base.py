@@ -35,6 +35,7 @@ class InstanceView:
     num_decoding: int
     num_queued_tokens: int  # of placed prompts, not yet computed
     draining: bool
+    reachable: bool = True
     num_resident_tokens: int = 0  # room that its decoding requests have for their context
     num_long_prefilling: int = 0
     num_long_decoding: int = 0

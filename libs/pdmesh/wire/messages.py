@@ -309,6 +309,12 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     num_decoding: int
     num_queued_tokens: int
     num_taken_blocks: int = 0  # held, or promised to requests on their way
+    reachable: bool = True  # its stream is open; else it is given up once its lease ends
+
+    @property
+    def state(self) -> str:
+        """In one word."""
+        return "draining" if self.draining else "up" if self.reachable else "unreachable"
 
 
 class MeshState(Message, frozen=True, kw_only=True):
@@ -448,6 +454,12 @@ class GetRequest(Message, frozen=True, kw_only=True):
     request_id: str  # its id, a response's, a client's label, or how one of these begins
 
 
+class ListRequests(Message, frozen=True, kw_only=True):
+    """Answered by a `RequestList`: those that arrived last, the newest first, without their entries."""
+
+    limit: int = 20
+
+
 class GetPolicies(Message, frozen=True, kw_only=True):
     pass
 
@@ -458,7 +470,7 @@ class SetPolicy(Message, frozen=True, kw_only=True):
     bundle: str
 
 
-AdminRequest = GetStatus | GetRequest | GetPolicies | SetPolicy
+AdminRequest = GetStatus | GetRequest | ListRequests | GetPolicies | SetPolicy
 
 
 class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -85,5 +85,5 @@ class ActivityHub:
 
 def _instance(status: InstanceStatus) -> dict[str, Any]:
     """As the page names it."""
-    state = "draining" if status.draining else "serving"
+    state = "serving" if status.state == "up" else status.state
     return {**msgspec.to_builtins(status), "id": status.instance_id, "state": state}

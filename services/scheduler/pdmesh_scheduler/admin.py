@@ -20,6 +20,7 @@ from pdmesh.wire.messages import (
     GetPolicies,
     GetRequest,
     GetStatus,
+    ListRequests,
     Policies,
     RequestList,
     SetPolicy,
@@ -59,6 +60,8 @@ class Admin:
                     case records:
                         return RequestList(requests=records)
                 return AdminError(message=f"no request {question.request_id!r} is remembered")
+            case ListRequests(limit=limit):
+                return RequestList(requests=self.records.newest(limit))
             case GetPolicies():
                 return Policies(bundle=self.driver.state().bundle, bundles=tuple(sorted(BUNDLES)))
             case SetPolicy(bundle=name):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -108,6 +111,13 @@ class RequestRecords:
         """What the client of a request that is under way calls it."""
         record = self._active.get(request_id)
         return "" if record is None else record.label
+
+    def newest(self, limit: int) -> tuple[RequestRecord, ...]:
+        """The ``limit`` that arrived last, the newest first, without their entries."""
+        known = {**self._ended, **self._active}
+        last = heapq.nlargest(max(0, limit), known, key=lambda key: known[key].first_arrival_s)
+        found = (self.get(key) for key in last)
+        return tuple(msgspec.structs.replace(record, entries=()) for record in found if record is not None)
 
     def get(self, request_id: str) -> RequestRecord | None:
         key = RequestId(request_id)
