@@ -151,6 +151,8 @@ def draw(seed: int) -> Plan:
         if faults and rng.random() < 0.4:
             at_s = faults[-1].at_s + rng.choice((0.0, rng.uniform(0, 0.3)))
         faults.append(_fault(rng, at_s, gateways, instances))
+    if rng.random() < 0.2:
+        faults += _two_deaths(rng, rng.choice(asks).at_s + rng.uniform(0, 0.8), instances)
     return Plan(
         seed=seed,
         roles=roles,
@@ -178,7 +180,7 @@ def _ask(rng: random.Random, gateways: list[str]) -> Ask:
         gateway=rng.choice(gateways),
         label=rng.choice(("a", "a-0", "a-1", "b", "b-0")),
         prompt=prompt,
-        max_tokens=rng.choice((1, 2, 3, rng.randint(1, 40))),
+        max_tokens=rng.choice((1, 2, rng.randint(1, 40), rng.randint(1, 40))),
         n=rng.choice((1, 1, 1, 2, 3)),
         temperature=rng.choice((0.0, 1.0)),
         seed=rng.getrandbits(31),
@@ -186,6 +188,19 @@ def _ask(rng: random.Random, gateways: list[str]) -> Ask:
         priority=rng.choice((0, 0, 1)),
         hangs_up_s=rng.choice((None, None, None, rng.uniform(0, 0.08), rng.uniform(0, 1.0))),
     )
+
+
+def _two_deaths(rng: random.Random, at_s: float, instances: list[str]) -> list[Fault]:
+    """Two processes are away at about the same time."""
+    return [
+        Fault(
+            at_s=at_s + rng.choice((0.0, rng.uniform(0, 1.0))),
+            kind=rng.choice((FaultKind.KILL, FaultKind.STOP)),
+            target=target,
+            duration_s=rng.uniform(0.1, 10.0),
+        )
+        for target in rng.sample((SCHEDULER, SCHEDULER, *instances), 2)
+    ]
 
 
 def _fault(rng: random.Random, at_s: float, gateways: list[str], instances: list[str]) -> Fault:
