@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -65,3 +66,23 @@ def test_a_stream_survives(kind: FaultKind, target: str) -> None:
         result = run(a_plan(Fault(at_s=at_s, kind=kind, target=target, duration_s=6.0)))
         assert result.broken is None
         assert result.num_tokens == ASK.max_tokens + 4
+
+
+def test_a_last_token_is_missed_also_by_a_gateway_that_stood_still_when_it_was_drawn() -> None:
+    plan = a_plan(
+        Fault(at_s=0.0, kind=FaultKind.STOP, target="g0", duration_s=4.5),
+        Fault(at_s=2.0, kind=FaultKind.TERMINATE, target="i1", duration_s=0.1),
+        asks=(replace(ASK, max_tokens=2),),
+    )
+    assert run(plan).broken is None
+
+
+@pytest.mark.parametrize("at_s", [0.1, 0.3, 0.5])
+def test_a_request_is_not_sent_again_in_an_epoch_that_its_scheduler_has_ended(at_s: float) -> None:
+    """A step of the first attempt is still in flight."""
+    plan = a_plan(
+        Fault(at_s=0.0, kind=FaultKind.SLOW, target="i0", duration_s=3.0),
+        Fault(at_s=at_s, kind=FaultKind.CUT, target=SCHEDULER),
+        asks=(replace(ASK, prompt=tuple(range(40))),),
+    )
+    assert run(replace(plan, chunk_tokens=8, delay_s=0.05)).broken is None

@@ -266,3 +266,16 @@ async def test_waiting_names_what_is_not_finished() -> None:
     transcripts.remove(t)
     transcripts.deliver([token(1)], A)
     assert transcripts.num_stray == 1
+
+
+async def test_tokens_that_come_after_the_news_of_the_end_do_not_hide_that_the_last_one_is_missing() -> None:
+    """Found by simulation: the decode instance had gone, with the last token, before its stream was ever opened."""
+    t = transcript()
+    t.all_drawn = True
+    t.suspect(STALL_GRACE_S)
+    t.offer(token(0), A)
+    assert t.resume_at_s == t.clock() + STALL_GRACE_S
+    t.offer(token(1, finish=FinishReason.LENGTH), A)
+    assert t.resume_at_s is None
+    assert t.restart()
+    assert not t.all_drawn

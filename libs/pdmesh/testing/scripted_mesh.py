@@ -226,7 +226,12 @@ class ScriptedMesh:
         match message:
             case RegisterGateway():
                 self.registrations.append(message)
-                link.post(WelcomeGateway(lease_s=self.lease_s, heartbeat_s=self.heartbeat_s))
+                welcome = WelcomeGateway(
+                    scheduler_id=f"scheduler-{len(self.registrations)}",  # as if it had been started again
+                    lease_s=self.lease_s,
+                    heartbeat_s=self.heartbeat_s,
+                )
+                link.post(welcome)
                 link.post(self.state)
             case Submit():
                 if self._worker is None:

@@ -265,6 +265,7 @@ GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | Cancel | NextActivity
 
 
 class WelcomeGateway(Message, frozen=True, kw_only=True):
+    scheduler_id: str  # of this process: one that was started again has another
     lease_s: float
     heartbeat_s: float
 

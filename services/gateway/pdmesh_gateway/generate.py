@@ -369,12 +369,18 @@ class Generator:
     def on_finished(self, message: Finished) -> None:
         transcript = self._transcripts.current(message.request_id, message.epoch)
         if transcript is not None:
+            transcript.all_drawn = True
             transcript.suspect(STALL_GRACE_S)
 
     def on_connected(self) -> None:
-        """Tell a scheduler that may be new of all that nobody seems to work on. What it knows already it ignores."""
+        """Tell a scheduler that is new of all that nobody seems to work on.
+
+        One that has heard of a request in this epoch knows what became of it, or starts it again under the next: by
+        now it may be freeing what it had of it.
+        """
         for transcript in self._transcripts.unopened():
-            self._submit_when_possible(transcript)
+            if transcript.submitted_to != self._link.scheduler_id:
+                self._submit_when_possible(transcript)
 
     def _submit_when_possible(self, transcript: Transcript) -> None:
         """Now, or when there is a scheduler: a request under way waits for one until its deadline."""
@@ -395,6 +401,7 @@ class Generator:
         self._link.submit(submit)
         for submitted in (transcript, *others):
             submitted.submitted_on = self._link.num_connections
+            submitted.submitted_to = self._link.scheduler_id
 
     def _choice(
         self,

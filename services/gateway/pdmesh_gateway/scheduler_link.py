@@ -85,6 +85,8 @@ class SchedulerLink:
         self._jitter = random.Random()
         #: Ever made; the last of them may have broken.
         self.num_connections = 0
+        #: Whom the last of them was made to.
+        self.scheduler_id: str | None = None
         #: The scheduler's last word on the mesh; None while it is gone.
         self.state: MeshState | None = None
 
@@ -154,6 +156,7 @@ class SchedulerLink:
             welcome, rest = await _welcome(frames)
             self._link = link
             self.num_connections += 1
+            self.scheduler_id = welcome.scheduler_id
             self._connected.set()
             log.info("registered with the scheduler", gateway_id=self._gateway_id)
             try:

@@ -96,6 +96,8 @@ class Transcript:
     resume_at_s: float | None = None
     #: Which connection to the scheduler this epoch was submitted on; None while it waits for one.
     submitted_on: int | None = None
+    submitted_to: str | None = None  # which scheduler process was last sent this epoch
+    all_drawn: bool = False  # its instance says that there will be no more tokens: what is not here is late or lost
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     num_dropped: int = 0
     num_restarts: int = 0
@@ -133,7 +135,8 @@ class Transcript:
             self._deliver(token, source)
             while self._ahead and not self.finished and (following := self._pop_ahead()) is not None:
                 self._deliver(following, self.source)
-            self.resume_at_s = self.clock() + STALL_GRACE_S if self._ahead and not self.finished else None
+            is_missing = (self._ahead or self.all_drawn) and not self.finished
+            self.resume_at_s = self.clock() + STALL_GRACE_S if is_missing else None
             self.mailbox.put(self)
         else:
             self.num_dropped += 1
@@ -172,7 +175,8 @@ class Transcript:
         self.epoch = Epoch(self.epoch + 1)
         self._ahead.clear()
         self.resume_at_s = None
-        self.submitted_on = None
+        self.submitted_on = self.submitted_to = None
+        self.all_drawn = False
         self.source = None
         return True
 

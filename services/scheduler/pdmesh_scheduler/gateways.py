@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 import structlog
@@ -46,6 +47,7 @@ class GatewayStreams:
     config: SchedulerConfig
     stopping: anyio.Event
     clock: Callable[[], float]
+    scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
         """One stream, from its registration to its end."""
@@ -67,7 +69,10 @@ class GatewayStreams:
             self.leases.renew(gateway_id)
             log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(registration.waiting), peer=peer)
             try:
-                link.post(WelcomeGateway(lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s))
+                welcome = WelcomeGateway(
+                    scheduler_id=self.scheduler_id, lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s
+                )
+                link.post(welcome)
                 self.driver.post(GatewayJoined(gateway_id, registration.waiting))
                 await converse(link, read, self.stopping)
             finally:
