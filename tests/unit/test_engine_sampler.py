@@ -3,6 +3,7 @@ from __future__ import annotations
 import array
 import itertools
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
@@ -20,7 +21,8 @@ from transformers import (
 )
 
 from pdmesh.engine.base import EngineSequence
-from pdmesh.engine.sampler import _kept, noise_bits, sample, token_logprobs
+from pdmesh.engine.cuda.sampler import draw
+from pdmesh.engine.sampler import draw_settings, kept_tokens, noise_bits, noise_keys, sample, token_logprobs
 from pdmesh.model import RequestId, SamplingParams
 
 VOCAB_SIZE = 50
@@ -39,6 +41,10 @@ def sequence_of(prompt: Sequence[int] = (0,), output: Sequence[int] = (), **para
     )
 
 
+def bits_of(seeds: Sequence[int], indices: Sequence[int], vocab_size: int) -> Tensor:
+    return noise_bits(torch.from_numpy(noise_keys(seeds, indices)), vocab_size)
+
+
 def draw_many(logits: Tensor, count: int, **params: Any) -> Counter[int]:
     """Tokens drawn for ``count`` seeds."""
     sequences = [sequence_of(seed=seed, **params) for seed in range(count)]
@@ -53,13 +59,12 @@ def assert_plausible(observed: Sequence[int], expected: Sequence[float]) -> None
 
 
 def test_noise_depends_on_seed_index_and_token_alone_and_looks_uniform() -> None:
-    device = torch.device("cpu")
     count = 20_000
-    by_token = noise_bits([7], [3], count, device)[0].tolist()
-    assert by_token[:10] == noise_bits([8, 7], [3, 3], 10, device)[1].tolist()
-    by_index = noise_bits([7] * count, range(count), 1, device)[:, 0].tolist()
-    by_seed = noise_bits(range(count), [7] * count, 1, device)[:, 0].tolist()
-    signed = noise_bits(range(0, -count, -1), range(count), 1, device)[:, 0].tolist()
+    by_token = bits_of([7], [3], count)[0].tolist()
+    assert by_token[:10] == bits_of([8, 7], [3, 3], 10)[1].tolist()
+    by_index = bits_of([7] * count, range(count), 1)[:, 0].tolist()
+    by_seed = bits_of(range(count), [7] * count, 1)[:, 0].tolist()
+    signed = bits_of(range(0, -count, -1), range(count), 1)[:, 0].tolist()
     for bits in (by_token, by_index, by_seed, signed):
         assert all(0 <= number < 2**31 for number in bits)
         for unit in (2**31 // 16, 2):  # the highest bits, and the lowest
@@ -68,7 +73,7 @@ def test_noise_depends_on_seed_index_and_token_alone_and_looks_uniform() -> None
         pairs = Counter((a >> 28, b >> 28) for a, b in itertools.pairwise(bits))
         assert_plausible([pairs[a, b] for a in range(8) for b in range(8)], [count / 64] * 64)
     assert len(set(by_token)) > count - 5
-    neighbours = noise_bits([7, 7, 8], [3, 4, 3], count, device) >> 28
+    neighbours = bits_of([7, 7, 8], [3, 4, 3], count) >> 28
     for other in (neighbours[1], neighbours[2]):
         together = Counter(zip(neighbours[0].tolist(), other.tolist(), strict=True))
         assert_plausible([together[a, b] for a in range(8) for b in range(8)], [count / 64] * 64)
@@ -192,7 +197,7 @@ def test_filters_leave_what_their_definitions_do() -> None:
         scores = (torch.randn(1, vocab_size, generator=generator) * 3).round(decimals=1)  # with ties
         scores -= scores.max()
         top_k, top_p, min_p = trial % 5 * 4, (0.5, 0.9, 1.0, 0.0, 0.99)[trial % 7 % 5], (0.0, 0.01, 0.2)[trial % 3]
-        params = SamplingParams(max_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
+        params = sequence_of(top_k=top_k, top_p=top_p, min_p=min_p)
         best = int(scores.argmax())
         steps = [-1 if i == best else round(-score * 256) for i, score in enumerate(scores[0].tolist())]
         order = sorted(range(vocab_size), key=lambda i: (steps[i], i))
@@ -201,20 +206,62 @@ def test_filters_leave_what_their_definitions_do() -> None:
         order = order[: top_k or None]
         weights = [math.exp(-max(steps[i], 0) / 256) for i in order]
         kept = [i for place, i in enumerate(order) if sum(weights[:place]) < top_p * sum(weights) or place == 0]
-        assert _kept(scores, [params])[0].nonzero()[:, 0].tolist() == sorted(kept), trial
+        settings = draw_settings([params], vocab_size, scores.device)
+        assert kept_tokens(scores, settings)[0].nonzero()[:, 0].tolist() == sorted(kept), trial
 
 
 def test_draws_that_fp32_cannot_tell_apart_are_decided_in_fp64() -> None:
     """Scores that put two tokens' keys into one step of fp32: the draw is that of their exact order."""
-    device = torch.device("cpu")
     for seed in range(50):
-        bits = noise_bits([seed], [0], 2, device)[0].double()
+        bits = bits_of([seed], [0], 2)[0].double()
         first, second = (-(-(-(bits + 0.5) * 2.0**-31).log1p()).log()).tolist()
         for difference in (-3e-7, 3e-7):
             logits = torch.tensor([[0.0, first - second + difference]])
             exact = float(logits[0, 1].double()) + second - first
             if abs(exact) > 1e-8:
                 assert sample(logits, [sequence_of(seed=seed)]) == [int(exact > 0)]
+                assert draw(logits, [sequence_of(seed=seed)]).tolist() == [int(exact > 0)]
+
+
+def test_a_device_is_not_waited_for() -> None:
+    """Tensors that hold no data: whoever looked at what is computed would fail. Penalties do."""
+    logits = torch.zeros(3, VOCAB_SIZE, device="meta")
+    plain = [sequence_of(temperature=1.0, top_p=0.9, top_k=5), sequence_of(temperature=0.0), sequence_of(min_p=0.1)]
+    assert draw(logits, plain).shape == (3,)
+    with pytest.raises(NotImplementedError, match="no data"):
+        draw(logits, [*plain[:2], sequence_of(presence_penalty=1.0)])
+
+
+@pytest.mark.parametrize("tile_elements", [1, 200, 1 << 23])
+def test_a_devices_draws_are_the_hosts(monkeypatch: pytest.MonkeyPatch, tile_elements: int) -> None:
+    """Mixed batches, in tiles or at once; the logits stay as they are."""
+    monkeypatch.setattr("pdmesh.engine.cuda.sampler._TILE_ELEMENTS", tile_elements)
+    rng = random.Random(tile_elements)
+    choices: dict[str, list[Any]] = {
+        "temperature": [0.0, 0.3, 1.0, 2.5],
+        "top_k": [0, 0, 1, 7],
+        "top_p": [1.0, 0.9, 0.3],
+        "min_p": [0.0, 0.0, 0.1],
+        "repetition_penalty": [1.0, 1.0, 1.3],
+        "presence_penalty": [0.0, 0.0, 0.5],
+        "logit_bias": [(), (), ((3, 4.0), (9, -100.0))],
+        "min_tokens": [0, 0, 5],
+        "eos_token_ids": [(1, 2)],
+    }
+    for trial in range(60):
+        logits = logits_of(trial, rng.randint(1, 9), rng.choice([11, 50, 3000]))
+        sequences = [
+            sequence_of(
+                [4, 5],
+                [6] * rng.randrange(4),
+                seed=rng.randrange(2**40),
+                **{k: rng.choice(v) for k, v in choices.items()},
+            )
+            for _ in logits
+        ]
+        before = logits.clone()
+        assert draw(logits, sequences).tolist() == sample(logits, sequences)
+        assert torch.equal(logits, before)
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:

@@ -6,7 +6,6 @@ import array
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.attention import AttentionBackend, Span
-from pdmesh.engine.base import LayerHook, SequenceSlice
+from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.model import StepInputs, Transformer
+from pdmesh.engine.sampler import sample
 from pdmesh.model import num_blocks_for
 
 #: Several arrays of integers as tensors where the step computes.
@@ -34,31 +34,26 @@ class StepOutput(Protocol):
         """Scores of the next token, fp32, (len(rows), vocab_size)."""
         ...
 
-    def best(self, rows: Rows) -> Tensor:
-        """The most likely next tokens, of equal ones the lowest ids, (len(rows),)."""
-        ...
-
-    def token_ids(self, drawn: Tensor) -> list[int]:
-        """The ids drawn for all rows that draw, on the host. A device gets ready for the next step meanwhile."""
+    def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
+        """The next token of each row's sequence. Once a step; a device gets ready for the next one meanwhile."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class HiddenOutput:
     """`StepOutput` of hidden states (num_tokens, hidden_size)."""
 
-    transformer: Transformer
-    hidden: Tensor
+    def __init__(self, transformer: Transformer, hidden: Tensor) -> None:
+        self._transformer = transformer
+        self._hidden = hidden
+        self._last: tuple[Rows, Tensor] | None = None
 
     def logits(self, rows: Rows) -> Tensor:
-        return self.transformer.logits(take_rows(self.hidden, rows))
+        if self._last is None or self._last[0] != rows:
+            self._last = rows, self._transformer.logits(take_rows(self._hidden, rows))
+        return self._last[1]
 
-    def best(self, rows: Rows) -> Tensor:
-        return self.logits(rows).argmax(dim=-1)
-
-    def token_ids(self, drawn: Tensor) -> list[int]:
-        token_ids: list[int] = drawn.tolist()
-        return token_ids
+    def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
+        return sample(self.logits(rows), sequences)
 
 
 def take_rows(values: Tensor, rows: Rows) -> Tensor:

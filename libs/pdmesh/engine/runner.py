@@ -18,7 +18,7 @@ from pdmesh.engine.compute import Loaded, PagedStore
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.forward import StepOutput, step_spans
 from pdmesh.engine.kv_cache import TORCH_DTYPES
-from pdmesh.engine.sampler import sample, takes_best, token_logprobs
+from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 
 log = structlog.get_logger()
@@ -117,12 +117,8 @@ class TorchEngine:
         rows = [spans[index].row + spans[index].num_tokens - 1 for index in sampling]
         sequences = [batch[index].sequence for index in sampling]
         num_top = {row: n for row, s in enumerate(sequences) if (n := s.params.logprobs) is not None}
-        if not num_top and all(takes_best(sequence) for sequence in sequences):
-            token_ids, logprobs = output.token_ids(output.best(rows)), {}
-        else:
-            logits = output.logits(rows)
-            token_ids = sample(logits, sequences)
-            logprobs = _logprobs_of(logits, token_ids, num_top)
+        token_ids = output.draw(rows, sequences)
+        logprobs = _logprobs_of(output.logits(rows), token_ids, num_top) if num_top else {}
         for row, index in enumerate(sampling):
             drawn[index] = _Drawn(token_ids[row], logprobs.get(row))
         return drawn
@@ -168,8 +164,6 @@ def _free_bytes(device: torch.device) -> int | None:
 def _logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: Mapping[int, int]) -> dict[int, Logprobs]:
     """By row, of the rows that want ``num_top`` of them."""
     rows = list(num_top)
-    if not rows:
-        return {}
     found = token_logprobs(logits[rows], [token_ids[row] for row in rows], list(num_top.values()))
     return dict(zip(rows, found, strict=True))
 

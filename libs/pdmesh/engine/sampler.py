@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.base import EngineSequence, Logprobs
-from pdmesh.model import SamplingParams
 
 #: Elements of one tile while drawing: a batch times a large vocabulary is worked off in pieces that stay in the cache.
 _TILE_ELEMENTS = 1 << 18
@@ -40,11 +40,11 @@ _MASK_31 = (1 << 31) - 1
 
 def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
     """The next token of each sequence; ``logits`` (rows, vocab_size) in fp32 are left as they are."""
-    changed = [row for row, sequence in enumerate(sequences) if _changes_logits(sequence)]
+    changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
     if changed:
         logits = logits.cpu().clone()
         for row in changed:
-            _process(logits[row].numpy(), sequences[row])
+            process(logits[row].numpy(), sequences[row])
     token_ids: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits, the lowest id
     drawn = [row for row, sequence in enumerate(sequences) if sequence.params.temperature > 0]
     tile_rows = max(1, _TILE_ELEMENTS // max(logits.shape[-1], _NUM_STEPS))
@@ -55,17 +55,45 @@ def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
     return token_ids
 
 
-def noise_bits(seeds: Sequence[int], indices: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """31 random bits for each token id (columns) as the ``indices[row]``-th output token under ``seeds[row]``, int32.
+class DrawSettings(NamedTuple):
+    """What rows are drawn by, where their logits are; each (rows, 1), but for the keys."""
 
-    A hash of 64 bits of seed and index (SplitMix64) chooses among 2^63 affine maps of ids to 32 bits, whose result is
-    mixed once more ("lowbias32" of Wellons' hash-prospector).
-    """
+    temperature: Tensor  # fp64; 1 if it does not count
+    num_steps: Tensor  # int64, that min_p leaves
+    top_k: Tensor  # int64
+    top_p: Tensor  # fp64
+    noise_keys: Tensor  # (rows, 2), int32
+
+
+def draw_settings(sequences: Sequence[EngineSequence], vocab_size: int, device: torch.device) -> DrawSettings:
+    """By one copy, which does not wait for the device."""
+    params = [sequence.params for sequence in sequences]
+    values = np.empty((len(params), 6), dtype=np.float64)  # which holds integers of 32 bits as they are
+    values[:, 0] = [p.temperature if p.temperature > 0 else 1.0 for p in params]
+    steps = [1 + round(-math.log(p.min_p) / _STEP) if p.min_p > 0.0 else _NUM_STEPS for p in params]
+    values[:, 1] = np.minimum(steps, _NUM_STEPS)
+    values[:, 2] = [p.top_k or vocab_size for p in params]
+    values[:, 3] = [min(p.top_p, 1.0) for p in params]
+    values[:, 4:] = noise_keys([p.seed for p in params], [sequence.num_output_tokens for sequence in sequences])
+    packed = torch.from_numpy(values).to(device, non_blocking=True)  # pyright: ignore[reportUnknownMemberType]
+    whole = packed[:, 1:3].long()
+    return DrawSettings(packed[:, :1], whole[:, :1], whole[:, 1:], packed[:, 3:4], packed[:, 4:].int())
+
+
+def noise_keys(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Of `noise_bits`: 64 bits of a hash of seed and output index (SplitMix64), (rows, 2)."""
     golden = 0x9E3779B97F4A7C15
     hashed = (_mix(_mix(seed + golden) + (i + 1) * golden) for seed, i in zip(seeds, indices, strict=True))
-    halves = np.array(list(hashed), dtype=np.uint64).view(np.int32).reshape(-1, 2)
-    keys = torch.from_numpy(halves).to(device)  # pyright: ignore[reportUnknownMemberType]
-    bits = torch.arange(vocab_size, dtype=torch.int32, device=device) * (keys[:, :1] | 1)
+    return np.array(list(hashed), dtype=np.uint64).view(np.int32).reshape(-1, 2)
+
+
+def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
+    """31 random bits for each row of ``keys`` and token id (columns), int32.
+
+    A key chooses among 2^63 affine maps of ids to 32 bits, whose result is mixed once more ("lowbias32" of Wellons'
+    hash-prospector).
+    """
+    bits = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (keys[:, :1] | 1)
     bits += keys[:, 1:]
     # shifts keep the sign, so that what comes in from the left is masked
     bits ^= (bits >> 16) & 0xFFFF
@@ -86,10 +114,11 @@ def _mix(x: int) -> int:
 
 def takes_best(sequence: EngineSequence) -> bool:
     """Whether its next token is the most likely one of the logits as they are."""
-    return sequence.params.temperature <= 0 and not _changes_logits(sequence)
+    return sequence.params.temperature <= 0 and not changes_logits(sequence)
 
 
-def _changes_logits(sequence: EngineSequence) -> bool:
+def changes_logits(sequence: EngineSequence) -> bool:
+    """Whether `process` does anything."""
     params = sequence.params
     return (
         params.repetition_penalty != 1.0
@@ -100,7 +129,7 @@ def _changes_logits(sequence: EngineSequence) -> bool:
     )
 
 
-def _process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
+def process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
     """Apply bias, forbidden ends and penalties to one row, in place."""
     params, vocab_size = sequence.params, len(logits)
     for token_id, bias in params.logit_bias:
@@ -122,17 +151,14 @@ def _process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
 
 
 def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
-    params, device = [sequence.params for sequence in sequences], logits.device
-    temperatures = torch.tensor([p.temperature for p in params], device=device)[:, None]
-    scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
-    filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
+    params, settings = [one.params for one in sequences], draw_settings(sequences, logits.shape[-1], logits.device)
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature.float()
+    filtered = [row for row, sequence in enumerate(sequences) if is_filtered(sequence)]
     if filtered:
-        kept = _kept(scores[filtered], [params[row] for row in filtered])
+        kept = kept_tokens(scores[filtered], DrawSettings(*(values[filtered] for values in settings)))
         scores[filtered] = scores[filtered].masked_fill_(~kept, -torch.inf)
-    bits = noise_bits(
-        [p.seed for p in params], [sequence.num_output_tokens for sequence in sequences], logits.shape[-1], device
-    )
-    keys = scores + _gumbel(bits.float())
+    bits = noise_bits(settings.noise_keys, logits.shape[-1])
+    keys = scores + gumbel(bits.float())
     best, token_ids = keys.max(dim=-1)
     second = keys.scatter_(1, token_ids[:, None], -torch.inf).amax(dim=-1)
     drawn: list[int] = token_ids.tolist()
@@ -140,16 +166,22 @@ def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
         keys[row, drawn[row]] = best[row]
         candidates = (keys[row] >= best[row] - _FP32_ERROR).nonzero()[:, 0]
         exact = (logits[row, candidates].double() - logits[row].amax().double()) / params[row].temperature
-        drawn[row] = int(candidates[(exact + _gumbel(bits[row, candidates].double())).argmax()])
+        drawn[row] = int(candidates[(exact + gumbel(bits[row, candidates].double())).argmax()])
     return drawn
 
 
-def _gumbel(bits: Tensor) -> Tensor:
+def gumbel(bits: Tensor) -> Tensor:
     """Gumbel noise from 31 bits in floats, in place: -log(-log(1 - v)), most exact where it is large (v near 0)."""
     return bits.add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_().neg_()
 
 
-def _kept(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def is_filtered(sequence: EngineSequence) -> bool:
+    """Whether `kept_tokens` leaves out any."""
+    params = sequence.params
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def kept_tokens(scores: Tensor, settings: DrawSettings) -> Tensor:
     """Which tokens min_p, top_k and top_p leave, (rows, vocab_size); the most likely one always stays.
 
     Tokens are ordered by step, then by id, the most likely one before all. Each filter leaves so many first ones.
@@ -163,20 +195,16 @@ def _kept(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     each = (torch.arange(_NUM_STEPS + 1, dtype=torch.float64, device=device) - 1).clamp_(min=0).mul_(-_STEP).exp_()
     weight_up_to = (counts * each).cumsum(dim=-1)
 
-    last_steps = [1 + round(-math.log(p.min_p) / _STEP) if p.min_p > 0.0 else _NUM_STEPS for p in params]
-    num_kept = up_to.gather(1, torch.tensor(last_steps, device=device).clamp_(max=_NUM_STEPS)[:, None])
-    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)[:, None]
-    num_kept = torch.minimum(num_kept, top_k)
+    num_kept = torch.minimum(up_to.gather(1, settings.num_steps), settings.top_k)
 
     # the weight of the first num_kept, and then how many of them reach top_p of it
     step = torch.searchsorted(up_to, num_kept)
     kept_weight = weight_up_to.gather(1, step) - (up_to.gather(1, step) - num_kept) * each[step]
-    top_p = torch.tensor([min(p.top_p, 1.0) for p in params], dtype=torch.float64, device=device)[:, None]
-    target = top_p * kept_weight
+    target = settings.top_p * kept_weight
     step = torch.searchsorted(weight_up_to, target).clamp_(max=_NUM_STEPS)
     surplus = ((weight_up_to.gather(1, step) - target) / each[step]).floor().long()
     reaching = up_to.gather(1, step) - surplus
-    num_kept = torch.where(top_p < 1.0, torch.minimum(num_kept, reaching), num_kept).clamp_(min=1)
+    num_kept = torch.where(settings.top_p < 1.0, torch.minimum(num_kept, reaching), num_kept).clamp_(min=1)
 
     step = torch.searchsorted(up_to, num_kept)
     num_of_step = num_kept - up_to.gather(1, step) + counts.gather(1, step)

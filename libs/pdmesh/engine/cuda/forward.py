@@ -18,9 +18,10 @@ from pdmesh.engine.cuda.flashinfer import MAX_SHORT_CHUNK, FlashInfer, FlashInfe
 from pdmesh.engine.cuda.graphs import DecodeGraphs, GraphOutput, Recorder
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.page_tables import PageTables, PageWriter, write_pages
+from pdmesh.engine.cuda.sampler import draw
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.cuda.streams import Event, Streams
-from pdmesh.engine.forward import HiddenOutput, StepOutput, step_inputs, step_spans
+from pdmesh.engine.forward import HiddenOutput, Rows, StepOutput, step_inputs, step_spans
 from pdmesh.engine.model import Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
@@ -91,7 +92,7 @@ class DeviceForward:
         lengths = (num_tokens, 2, 1)  # a long chunk, a short one and a decode are computed by different kernels
         batch = [SequenceSlice(sequence=sequence, start=0, num_tokens=length, sample=False) for length in lengths]
         with self.step(batch, step_spans(batch), None) as output:
-            output.best([0])
+            output.logits([0])
 
     @contextlib.contextmanager
     def step(
@@ -162,10 +163,18 @@ class _Lane:
         layers_ahead = 1 if len(inputs.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
         plan = self._attention.plan(spans)
-        return HiddenOutput(self._transformer, self._transformer.forward(inputs, self._store.layers, plan, hook))
+        return DeviceOutput(self._transformer, self._transformer.forward(inputs, self._store.layers, plan, hook))
 
     def _upload(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[Tensor]:
         return [values.long() for values in self.staging.upload(*arrays)]
+
+
+class DeviceOutput(HiddenOutput):
+    """`StepOutput` of hidden states on a device."""
+
+    def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
+        token_ids: list[int] = draw(self.logits(rows), sequences).tolist()
+        return token_ids
 
 
 def paced(on_layer: LayerHook, streams: Streams, layers_ahead: int) -> Callable[[int], None]:

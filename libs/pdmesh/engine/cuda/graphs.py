@@ -24,10 +24,12 @@ from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.cuda.flashinfer import FlashInfer, GraphDecode
 from pdmesh.engine.cuda.page_tables import PageTables, lengths_of
+from pdmesh.engine.cuda.sampler import draw
 from pdmesh.engine.cuda.staging import Turns
 from pdmesh.engine.cuda.streams import Streams
 from pdmesh.engine.forward import Rows, take_rows
 from pdmesh.engine.model import StepInputs
+from pdmesh.engine.sampler import takes_best
 
 #: Larger batches are worth launching kernel by kernel; this bounds how many graphs there are: 16.
 MAX_BATCH_SIZE = 256
@@ -247,10 +249,11 @@ class GraphOutput:
     def logits(self, rows: Rows) -> Tensor:
         return take_rows(self._logits, rows)
 
-    def best(self, rows: Rows) -> Tensor:
-        return take_rows(self._best, rows)
-
-    def token_ids(self, drawn: Tensor) -> list[int]:
+    def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
+        if all(takes_best(sequence) for sequence in sequences):
+            drawn = take_rows(self._best, rows)
+        else:
+            drawn = draw(take_rows(self._logits, rows), sequences)
         token_ids = self._graphs.take(drawn, self._batch)
         self.ended = True
         return token_ids
