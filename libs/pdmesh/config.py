@@ -36,7 +36,9 @@ class SecurityConfig:
     `trusted_network` overrides that.
     """
 
-    api_keys_file: Annotated[Path | None, "one key a line; the HTTP and gRPC edges ask for one of them"] = None
+    api_keys_file: Annotated[
+        Path | None, "clients must show one of its keys: [keys.NAME] tables with limits (.toml), or one key a line"
+    ] = None
     api_key: Annotated[str | None, SECRET, "or a single key"] = None
     mesh_token: Annotated[str, SECRET, "shared secret of our own services"] = ""
     tls_cert: Annotated[Path | None, "our certificate: turns TLS on, at the edges and between services"] = None

@@ -89,6 +89,7 @@ class Request:
     priority: int = 0  # lower is earlier, as in vLLM
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    tenant: str = ""  # the name of the key that it came with
 
     @property
     def max_total_tokens(self) -> int:

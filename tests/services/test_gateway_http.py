@@ -13,6 +13,7 @@ import msgspec
 import openai
 import pytest
 
+from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import FinishReason, RejectReason
 from pdmesh.testing.checkpoints import write_checkpoint
@@ -701,3 +702,28 @@ async def test_a_browser_is_told_which_pages_may_read(model: Path) -> None:
         response = await client.post("/v1/completions", json=PROMPT, headers={"origin": "https://a.example"})
         assert response.status_code == 401  # which the page may read
         assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+async def test_keys_have_names_scopes_and_limits(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    keys = [
+        ApiKey(name="alice", hash=hash_key("a"), requests_per_minute=2, min_slo_ttft_ms=200, min_priority=0),
+        ApiKey(name="bob", hash=hash_key("b"), scopes=frozenset({"tokenize"})),
+    ]
+    path.write_text("".join(map(entry_of, keys)))
+    async with served(model, security=SecurityConfig(api_keys_file=path)) as (client, mesh, _running):
+
+        async def ask(key: str, **more: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})}
+            return await client.post("/v1/completions", json={**PROMPT, **more}, headers=headers)
+
+        for refused in (await ask("a", slo_ttft_ms=100), await ask("a", headers={"x-slo-ttft-ms": "1"})):
+            assert (refused.status_code, error_of(refused)["param"]) == (400, "slo_ttft_ms")
+        assert error_of(await ask("a", priority=-1))["param"] == "priority"
+        assert [(await ask("a", slo_ttft_ms=200)).status_code for _ in range(3)] == [200, 200, 429]
+        assert (await ask("a")).headers["retry-after"]
+        refused = await ask("b")
+        assert (refused.status_code, error_of(refused)["code"]) == (403, "missing_scope")
+        response = await client.post("/tokenize", json={"prompt": "a"}, headers={"authorization": "Bearer b"})
+        assert response.status_code == 200
+        assert [submit.tenant for submit in mesh.submitted] == ["alice", "alice"]

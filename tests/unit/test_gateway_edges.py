@@ -11,11 +11,9 @@ import anyio
 import msgspec
 import pytest
 
-from pdmesh.config import SecurityConfig
 from pdmesh.engine.files import DefaultSampling, ModelInfo
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.testing.tokenizers import write_tokenizer
-from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.http.body import ClientGone, decode_body, may_hold_more_values, read_body
 from pdmesh_gateway.http.chat import template_messages
 from pdmesh_gateway.limits import SMALL_BODY_BYTES, Admission
@@ -198,26 +196,6 @@ def test_admission_counts_and_gives_back() -> None:
                 pass
             assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
     assert (admission.num_requests, admission.num_bytes) == (0, 0)
-
-
-def test_keys_come_from_file_and_setting(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("# ours\nfirst\n\n second \n")
-    keys = ApiKeys.load(SecurityConfig(api_keys_file=path, api_key="third"))
-    for key in ("first", "second", "third"):
-        keys.check(f"Bearer {key}")
-    for header in (None, "", "first", "Basic first", "Bearer", "Bearer fourth", "Bearer # ours", "Bearer \udcff"):
-        with pytest.raises(RequestRejected) as refused:
-            keys.check(header)
-        assert refused.value.status == 401
-    ApiKeys.load(SecurityConfig()).check(None)
-
-
-def test_a_keys_file_without_keys_stops_the_start(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("# none\n")
-    for name in ("empty", "missing"):
-        with pytest.raises(ConfigError, match="api_keys_file"):
-            ApiKeys.load(SecurityConfig(api_keys_file=tmp_path / name))
 
 
 def test_templates_follow_hugging_faces_conventions() -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, cast
 import typer
 
 from pdmesh import __version__
+from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.options import (
     ConfigFile,
     Decode,
@@ -46,6 +47,7 @@ app.add_typer(study_app)
 app.add_typer(requests_app, name="requests")
 app.add_typer(policy_app, name="policy")
 app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,7 +34,7 @@ def api_key(security: SecurityConfig) -> str | None:
     """A key that the gateway takes, if it asks for one."""
     if security.api_key is not None:
         return security.api_key
-    if security.api_keys_file is None:
+    if security.api_keys_file is None or security.api_keys_file.suffix == ".toml":  # which holds hashes only
         return None
     return next(iter(Path(security.api_keys_file).read_text(encoding="utf-8").split()), None)
 

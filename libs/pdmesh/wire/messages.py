@@ -242,6 +242,7 @@ class Submit(Message, frozen=True, kw_only=True):
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     others: tuple[OtherChoice, ...] = ()
+    tenant: str = ""  # the name of the key that it came with
 
     def generations(self) -> Iterator[Generation]:
         """Of every choice; they share the tokens' bytes."""

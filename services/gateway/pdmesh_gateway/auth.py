@@ -1,52 +1,238 @@
-"""API keys of the HTTP and gRPC edges."""
+"""Keys at the edges: who a client is, what it may ask for, and how much.
+
+The file of keys is read again when it has changed, which is looked at when a key is checked. A file that is wrong then
+leaves the keys as they were.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
 
+import structlog
+
+from pdmesh.apikeys import ApiKey, hash_key, parse_api_keys
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh.metrics import Slo
+
+log = structlog.get_logger()
+
+#: At most so often the file is looked at.
+LOOK_S = 1.0
+
+#: Who enters where no key is needed.
+ANYBODY = ApiKey(name="", hash="")
+
+
+class Allowance:
+    """So many units a minute, at most a minute's at once. What is charged afterwards may leave a debt."""
+
+    def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = per_minute
+        self._at_s = clock()
+
+    def wait_s(self) -> float:
+        """Until something may be used again; 0 is now."""
+        self._refill()
+        return 0.0 if self._level >= 1 else (1 - self._level) * 60 / self.per_minute
+
+    def use(self, amount: float) -> None:
+        self._refill()
+        self._level -= amount
+
+    def _refill(self) -> None:
+        now_s = self._clock()
+        self._level = min(self.per_minute, self._level + (now_s - self._at_s) * self.per_minute / 60)
+        self._at_s = now_s
+
+
+class Client:
+    """One key and what was used of it."""
+
+    def __init__(self, key: ApiKey, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_running = 0
+        self._requests: Allowance | None = None
+        self._tokens: Allowance | None = None
+        self.key = key
+        self.change(key)
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+    def change(self, key: ApiKey) -> None:
+        """Its entry was changed: what it has used of a limit that stays is not forgotten."""
+        self.key = key
+        self._requests = self._allowance(self._requests, key.requests_per_minute)
+        self._tokens = self._allowance(self._tokens, key.tokens_per_minute)
+
+    def check_scope(self, scope: str) -> None:
+        """Raises RequestRejected (403)."""
+        if scope not in self.key.scopes:
+            raise RequestRejected(
+                f"The key {self.name!r} may not do this: it lacks the scope {scope!r}.",
+                status=403,
+                code="missing_scope",
+            )
+
+    def check_wish(self, priority: int, slo: Slo) -> None:
+        """Check what a request asks for beyond its turn. Raises RequestRejected."""
+        low, high, least_ms = self.key.min_priority, self.key.max_priority, self.key.min_slo_ttft_ms
+        if (low is not None and priority < low) or (high is not None and priority > high):
+            raise RequestRejected(
+                f"`priority` must be {_range(low, high)} for the key {self.name!r}, got {priority}.",
+                param="priority",
+                code="invalid_value",
+            )
+        if least_ms is not None and slo.ttft_s is not None and slo.ttft_s * 1e3 < least_ms:
+            raise RequestRejected(
+                f"The key {self.name!r} may ask for a time to first token of {least_ms:g} ms or more, "
+                f"not of {slo.ttft_s * 1e3:g} ms.",
+                param="slo_ttft_ms",
+                code="invalid_value",
+            )
+
+    @contextmanager
+    def generating(self, *, num_choices: int, num_prompt_tokens: int) -> Generator[Callable[[int], None]]:
+        """One request within the block; tell the function that it yields of its output tokens.
+
+        Raises RequestRejected (429).
+        """
+        most = self.key.max_concurrent_requests
+        if most is not None and self._num_running + num_choices > most:
+            raise self._limited(f"{most:g} requests at once", 1.0)
+        for allowance, unit in ((self._requests, "requests"), (self._tokens, "tokens")):
+            if allowance is not None and (wait_s := allowance.wait_s()) > 0:
+                raise self._limited(f"{allowance.per_minute:g} {unit} a minute", wait_s)
+        if self._requests is not None:
+            self._requests.use(1)
+        self._use_tokens(num_prompt_tokens)
+        self._num_running += num_choices
+        try:
+            yield self._use_tokens
+        finally:
+            self._num_running -= num_choices
+
+    def _use_tokens(self, num_tokens: int) -> None:
+        if self._tokens is not None:
+            self._tokens.use(num_tokens)
+
+    def _limited(self, limit: str, retry_after_s: float) -> RequestRejected:
+        return RequestRejected(
+            f"Rate limit reached for the key {self.name!r}: {limit}.",
+            status=429,
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            retry_after_s=retry_after_s,
+        )
+
+    def _allowance(self, old: Allowance | None, per_minute: float | None) -> Allowance | None:
+        if per_minute is None:
+            return None
+        return old if old is not None and old.per_minute == per_minute else Allowance(per_minute, self._clock)
 
 
 class ApiKeys:
     """The keys one of which a client must show; none means that everybody may enter."""
 
-    def __init__(self, keys: frozenset[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
-
-    @classmethod
-    def load(cls, security: SecurityConfig) -> ApiKeys:
-        """Keys from the file, one a line (``#`` begins a comment), and the single one. Raises ConfigError."""
-        keys = {security.api_key} if security.api_key else set[str]()
-        if security.api_keys_file is not None:
-            try:
-                lines = security.api_keys_file.read_text(encoding="utf-8").splitlines()
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"security.api_keys_file: cannot read {security.api_keys_file}: {error}") from error
-            from_file = {line.strip() for line in lines if line.strip() and not line.strip().startswith("#")}
-            if not from_file:
-                raise ConfigError(f"security.api_keys_file: {security.api_keys_file} holds no key")
-            keys |= from_file
-        return cls(frozenset(keys))
+    def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError if there is a file of keys that cannot be used."""
+        self._clock = clock
+        self._file = security.api_keys_file
+        self._single = security.api_key
+        self._clients: dict[str, Client] = {}  # by hash
+        self._anybody = Client(ANYBODY, clock)
+        self._looked_s = clock()
+        self._seen = None if self._file is None else _state_of(self._file)
+        self._take(self._read())
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._clients)
 
-    def check(self, authorization: str | None) -> None:
-        """Check an ``Authorization`` header. Raises RequestRejected (401). Takes the same time for every key."""
-        if not self._digests:
-            return
+    def check(self, authorization: str | None) -> Client:
+        """Whose ``Authorization`` header it is. Raises RequestRejected (401)."""
+        if not self._clients:
+            return self._anybody
+        self._look_again()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("You didn't provide an API key: send it as `Authorization: Bearer KEY`.")
-        given = _digest(key.strip())
-        if not sum(hmac.compare_digest(given, digest) for digest in self._digests):
+        # Looked up by hash: how long that takes tells nothing of a key.
+        client = self._clients.get(hash_key(key.strip()))
+        if client is None:
             raise _unauthorized("Incorrect API key provided.")
+        return client
+
+    def _look_again(self) -> None:
+        now_s = self._clock()
+        if self._file is None or now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        seen = _state_of(self._file)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            keys = self._read()
+        except ConfigError as error:
+            log.error("the keys stay as they were", error=str(error))
+            return
+        self._take(keys)
+        log.info("keys read again", num_keys=len(keys))
+
+    def _take(self, keys: list[ApiKey]) -> None:
+        by_name = {client.name: client for client in self._clients.values()}
+        clients: dict[str, Client] = {}
+        for key in keys:
+            client = by_name.get(key.name) or Client(key, self._clock)
+            client.change(key)
+            clients[key.hash] = client
+        self._clients = clients
+
+    def _read(self) -> list[ApiKey]:
+        """Raises ConfigError."""
+        keys: list[ApiKey] = []
+        if self._single:
+            keys.append(ApiKey(name="api_key", hash=hash_key(self._single)))
+        if self._file is not None:
+            where = f"security.api_keys_file {self._file}"
+            try:
+                text = self._file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"cannot read {where}: {error}") from error
+            keys += parse_api_keys(text, where).values() if self._file.suffix == ".toml" else _lines(text, where)
+        return keys
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _lines(text: str, where: str) -> list[ApiKey]:
+    """Keys as they are, one a line (``#`` begins a comment), without limits. Raises ConfigError."""
+    lines = dict.fromkeys(line.strip() for line in text.splitlines())
+    hashes = [hash_key(line) for line in lines if line and not line.startswith("#")]
+    if not hashes:
+        raise ConfigError(f"{where} holds no key")
+    return [ApiKey(name=f"key-{digest[7:15]}", hash=digest) for digest in hashes]
+
+
+def _state_of(file: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def _range(low: int | None, high: int | None) -> str:
+    return " and ".join(
+        part
+        for part in (f"at least {low}" if low is not None else "", f"at most {high}" if high is not None else "")
+        if part
+    )
 
 
 def _unauthorized(message: str) -> RequestRejected:

@@ -54,6 +54,7 @@ class GenerationJob:
     skip_special_tokens: bool = True
     priority: int = 0
     slo: Slo = NO_SLO
+    tenant: str = ""  # the name of the client's key
     traceparent: str | None = None
     deadline_s: float = 3600.0
     operation: str = "text_completion"
@@ -396,6 +397,7 @@ class Generator:
             priority=transcript.priority,
             slo_ttft_s=transcript.slo.ttft_s,
             slo_tpot_s=transcript.slo.tpot_s,
+            tenant=transcript.tenant,
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)
@@ -422,6 +424,7 @@ class Generator:
             params=replace(job.params, seed=(job.params.seed + i) % 2**63),
             mailbox=mailbox,
             clock=time.monotonic,
+            tenant=job.tenant,
             priority=job.priority,
             slo=job.slo,
             traceparent=traceparent,

@@ -19,6 +19,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.metrics import Slo
 from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
+from pdmesh_gateway.auth import Client
 from pdmesh_gateway.generate import Delta, Generation, GenerationJob
 from pdmesh_gateway.grpc_guard import Guard
 from pdmesh_gateway.http.exchange import as_rejection
@@ -26,7 +27,7 @@ from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_label, check_traceparent, new_request_id, prompt_bytes
+from pdmesh_gateway.serving import Serving, check_label, check_traceparent, new_request_id
 
 log = structlog.get_logger()
 
@@ -42,6 +43,7 @@ HEALTH_INTERVAL_S = 1.0
 _STATUS_OF_HTTP = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
@@ -112,20 +114,22 @@ class _Inference(pb_grpc.InferenceServicer):
         received_at = time.time()
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
-            job = await self._job(request, metadata.get("traceparent"), received_at)
-            num_bytes = prompt_bytes(job.num_prompt_tokens, n=1)
-            with self._serving.admission.hold(num_requests=1, num_bytes=num_bytes):
-                async with self._serving.generator.open(job) as generation:
-                    async for batch in generation.deltas():
-                        for delta in batch:
-                            yield _response(delta, generation, with_logprobs=request.sampling.HasField("logprobs"))
+            client = self._serving.keys.check(metadata.get("authorization"))
+            client.check_scope("generate")
+            job = await self._job(request, client, metadata.get("traceparent"), received_at)
+            async with self._serving.generation(client, job) as generation:
+                async for batch in generation.deltas():
+                    for delta in batch:
+                        yield _response(delta, generation, with_logprobs=request.sampling.HasField("logprobs"))
         except RequestRejected as error:
             await _abort(context, error)
         except Exception as error:
             log.exception("request failed", label=request.request_id)
             await _abort(context, as_rejection(error))
 
-    async def _job(self, request: pb.GenerateRequest, traceparent: str | None, received_at: float) -> GenerationJob:
+    async def _job(
+        self, request: pb.GenerateRequest, client: Client, traceparent: str | None, received_at: float
+    ) -> GenerationJob:
         serving = self._serving
         serving.check_model(request.model or None)
         label = check_label(request.request_id, param="request_id") if request.request_id else ""
@@ -141,7 +145,13 @@ class _Inference(pb_grpc.InferenceServicer):
             what="prompt",
         )
         logprobs = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
+        slo = Slo(
+            ttft_s=target_s("slo_ttft_ms", request.slo_ttft_ms if request.HasField("slo_ttft_ms") else None),
+            tpot_s=target_s("slo_tpot_ms", request.slo_tpot_ms if request.HasField("slo_tpot_ms") else None),
+        )
+        client.check_wish(request.priority, slo)
         return GenerationJob(
+            tenant=client.name,
             request_id=new_request_id(),
             label=label,
             prompts=[prompt],
@@ -150,10 +160,7 @@ class _Inference(pb_grpc.InferenceServicer):
             include_stop=request.sampling.include_stop,
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=request.priority,
-            slo=Slo(
-                ttft_s=target_s("slo_ttft_ms", request.slo_ttft_ms if request.HasField("slo_ttft_ms") else None),
-                tpot_s=target_s("slo_tpot_ms", request.slo_tpot_ms if request.HasField("slo_tpot_ms") else None),
-            ),
+            slo=slo,
             traceparent=check_traceparent(traceparent),
             deadline_s=serving.config.request_timeout_s,
             received_at=received_at,

@@ -46,7 +46,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         raise ConfigError("the gateway needs a model: set `model` to the directory or hub id that the workers serve")
     if not config.scheduler_address:
         raise ConfigError("the gateway needs `scheduler_address`: the host:port of the scheduler")
-    keys = ApiKeys.load(config.security)
+    keys = ApiKeys(config.security)
     check_bind(gateway.host, config.security, what="the gateway", has_key=bool(keys))
     directory = await anyio.to_thread.run_sync(resolve_model, config.model)
     info = await anyio.to_thread.run_sync(load_model_info, directory)

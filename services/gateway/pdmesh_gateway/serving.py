@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pdmesh.config import GatewayConfig, SecurityConfig
@@ -12,8 +13,8 @@ from pdmesh.engine.files import ModelInfo
 from pdmesh.errors import RequestRejected
 from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.activity import ActivityHub
-from pdmesh_gateway.auth import ApiKeys
-from pdmesh_gateway.generate import Generator
+from pdmesh_gateway.auth import ApiKeys, Client
+from pdmesh_gateway.generate import Generation, GenerationJob, Generator
 from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.limits import Admission
 from pdmesh_gateway.metrics import GatewayMetrics
@@ -79,6 +80,25 @@ class Serving:
                 "n" if n > 1 else "prompt",
                 f"{num_tokens} prompt tokens with `n` = {n} are more than this server can hold. Send fewer at a time.",
             )
+
+    @asynccontextmanager
+    async def generation(self, client: Client, job: GenerationJob) -> AsyncGenerator[Generation]:
+        """A job under way within the block, counted to what the gateway holds and to what its client may use.
+
+        Raises RequestRejected.
+        """
+        num_bytes = prompt_bytes(job.num_prompt_tokens, job.n)
+        with (
+            self.admission.hold(num_requests=job.num_choices, num_bytes=num_bytes),
+            client.generating(
+                num_choices=job.num_choices, num_prompt_tokens=job.num_prompt_tokens * job.n
+            ) as use_tokens,
+        ):
+            async with self.generator.open(job) as generation:
+                try:
+                    yield generation
+                finally:
+                    use_tokens(generation.num_output_tokens)
 
     async def encode(self, text: str, *, add_special_tokens: bool, what: str) -> list[int]:
         """Tokenize a prompt that is not hopelessly long. Raises RequestRejected."""

@@ -83,6 +83,7 @@ class Transcript:
     clock: Callable[[], float]
     priority: int = 0
     slo: Slo = NO_SLO
+    tenant: str = ""
     traceparent: str | None = None
     label: str = ""  # what its client calls it
     epoch: Epoch = FIRST_EPOCH

@@ -145,4 +145,5 @@ def _request(submit: Submit, generation: Generation, now_s: float) -> Request:
         priority=submit.priority,
         slo_ttft_s=submit.slo_ttft_s,
         slo_tpot_s=submit.slo_tpot_s,
+        tenant=submit.tenant,
     )

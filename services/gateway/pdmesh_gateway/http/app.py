@@ -28,13 +28,13 @@ CLIENT_CLOSED_REQUEST = 499
 def build_app(serving: Serving) -> ASGIApp:
     """The ASGI application of a gateway."""
     utility = UtilityEndpoints(serving)
-    guarded: list[tuple[str, str, Handler]] = [
-        ("/v1/chat/completions", "POST", ChatEndpoint(serving)),
-        ("/v1/completions", "POST", CompletionsEndpoint(serving)),
-        ("/v1/models", "GET", utility.models),
-        ("/v1/models/{model:path}", "GET", utility.model),
-        ("/tokenize", "POST", utility.tokenize),
-        ("/detokenize", "POST", utility.detokenize),
+    guarded: list[tuple[str, str, Handler, str]] = [  # with the scope that a key needs
+        ("/v1/chat/completions", "POST", ChatEndpoint(serving), "generate"),
+        ("/v1/completions", "POST", CompletionsEndpoint(serving), "generate"),
+        ("/v1/models", "GET", utility.models, "models"),
+        ("/v1/models/{model:path}", "GET", utility.model, "models"),
+        ("/tokenize", "POST", utility.tokenize, "tokenize"),
+        ("/detokenize", "POST", utility.detokenize, "tokenize"),
     ]
     # Probes and scrapers carry no key, and learn nothing from these that a key protects.
     open_to_all: list[tuple[str, str, Handler]] = [
@@ -49,13 +49,16 @@ def build_app(serving: Serving) -> ASGIApp:
     ]
     if serving.config.ui:
         ui = UiEndpoints(serving)
-        guarded += [("/ui/events", "GET", ui.events), ("/ui/requests/{request_id}", "GET", ui.request)]
+        guarded += [
+            ("/ui/events", "GET", ui.events, "watch"),
+            ("/ui/requests/{request_id}", "GET", ui.request, "watch"),
+        ]
         open_to_all += [("/ui", "GET", ui.page), ("/ui/{name}", "GET", ui.file)]
     routes = [
-        *(_Endpoint(serving, path, handler, guarded=True).route(method) for path, method, handler in guarded),
-        *(_Endpoint(serving, path, handler, guarded=False).route(method) for path, method, handler in open_to_all),
+        *(_Endpoint(serving, path, handler, scope).route(method) for path, method, handler, scope in guarded),
+        *(_Endpoint(serving, path, handler).route(method) for path, method, handler in open_to_all),
     ]
-    return Router(routes, default=_Endpoint(serving, "other", _not_found, guarded=False), redirect_slashes=False)
+    return Router(routes, default=_Endpoint(serving, "other", _not_found), redirect_slashes=False)
 
 
 async def _not_found(exchange: Exchange) -> None:
@@ -68,11 +71,11 @@ async def _not_found(exchange: Exchange) -> None:
 class _Endpoint:
     """An ASGI application around one handler."""
 
-    def __init__(self, serving: Serving, path: str, handler: Handler, *, guarded: bool) -> None:
+    def __init__(self, serving: Serving, path: str, handler: Handler, scope: str | None = None) -> None:
         self._serving = serving
         self._path = path
         self._handler = handler
-        self._guarded = guarded
+        self._scope = scope
         self._method = ""
 
     def route(self, method: str) -> Route:
@@ -104,9 +107,10 @@ class _Endpoint:
             raise RequestRejected(
                 f"Not allowed to {exchange.scope['method']} on {self._path}.", status=405, code="method_not_allowed"
             )
-        if self._guarded:
+        if self._scope is not None:
             self._serving.origins.check(exchange.header("host"), exchange.header("origin"))
-            self._serving.keys.check(exchange.header("authorization"))
+            exchange.client = self._serving.keys.check(exchange.header("authorization"))
+            exchange.client.check_scope(self._scope)
 
     async def _answered_preflight(self, exchange: Exchange) -> bool:
         """Say to a browser what pages of an origin may do, if it asks."""

@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pdmesh.errors import RequestRejected
+from pdmesh_gateway.auth import Client
 from pdmesh_gateway.http.body import ClientGone, read_body
 from pdmesh_gateway.http.errors import error_headers, error_json, internal_error
 from pdmesh_gateway.limits import Admission
@@ -36,6 +37,7 @@ class Exchange:
     request_id: str  # ours
     headers: dict[bytes, bytes]
     label: str = ""  # the client's own id, echoed
+    client: Client | None = None  # who showed a key, where one is asked for
     started: bool = False  # the response's head was sent
     status: int = 0
     received_at: float = field(default_factory=time.time)  # Unix time, seconds
@@ -44,6 +46,12 @@ class Exchange:
     def header(self, name: str) -> str | None:
         value = self.headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
+
+    @property
+    def known_client(self) -> Client:
+        """Of a request whose key was checked."""
+        assert self.client is not None
+        return self.client
 
     @property
     def content_length(self) -> int | None:

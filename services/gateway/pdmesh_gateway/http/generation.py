@@ -19,7 +19,7 @@ from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import DONE, usage_of
 from pdmesh_gateway.protocol import SamplingFields, Usage
 from pdmesh_gateway.sampling import stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_label, check_traceparent, prompt_bytes
+from pdmesh_gateway.serving import Serving, check_label, check_traceparent
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
 
@@ -96,13 +96,12 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
                 "`stream_options` is only allowed when `stream` is true.", param="stream_options", code="invalid_value"
             )
         job, rendering = await self.prepare(request, exchange)
-        with serving.admission.hold(num_requests=job.num_choices, num_bytes=prompt_bytes(job.num_prompt_tokens, job.n)):
-            async with serving.generator.open(job) as generation:
-                if request.stream:
-                    with_usage = options is not None and bool(options.include_usage)
-                    await _stream(exchange, generation, rendering, with_usage=with_usage)
-                else:
-                    await _respond(exchange, generation, rendering)
+        async with serving.generation(exchange.known_client, job) as generation:
+            if request.stream:
+                with_usage = options is not None and bool(options.include_usage)
+                await _stream(exchange, generation, rendering, with_usage=with_usage)
+            else:
+                await _respond(exchange, generation, rendering)
 
     def job(
         self,
@@ -117,7 +116,14 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
         if request.request_id is not None and exchange.header("x-request-id") is None:
             exchange.label = check_label(request.request_id, param="request_id")
+        slo = Slo(
+            ttft_s=_target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", request.slo_ttft_ms),
+            tpot_s=_target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", request.slo_tpot_ms),
+        )
+        client = exchange.known_client
+        client.check_wish(request.priority or 0, slo)
         return GenerationJob(
+            tenant=client.name,
             request_id=exchange.request_id,
             label=exchange.label,
             prompts=prompts,
@@ -127,10 +133,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
             priority=request.priority or 0,
-            slo=Slo(
-                ttft_s=_target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", request.slo_ttft_ms),
-                tpot_s=_target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", request.slo_tpot_ms),
-            ),
+            slo=slo,
             traceparent=check_traceparent(exchange.header("traceparent")),
             deadline_s=serving.config.request_timeout_s,
             operation=self.operation,

@@ -1,0 +1,126 @@
+"""API keys as a file lists them: names, hashes, and what each may ask for.
+
+::
+
+    [keys.alice]
+    hash = "sha256:…"                # of the key, which is written nowhere; `pdmesh keys new` makes both
+    scopes = ["generate"]            # of generate, tokenize, models, watch; all if not given
+    requests_per_minute = 600
+    tokens_per_minute = 200_000      # prompt and output tokens
+    max_concurrent_requests = 32     # choices count
+    min_priority = 0                 # lower is earlier
+    max_priority = 10
+    min_slo_ttft_ms = 200            # the shortest target it may ask for
+
+What is not given is not limited.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import tomllib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pdmesh.errors import ConfigError
+
+SCOPES = frozenset({"generate", "tokenize", "models", "watch"})
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_COUNTS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
+_PRIORITIES = ("min_priority", "max_priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A key's entry. None is no limit."""
+
+    name: str
+    hash: str  # "sha256:" and hexadecimal digits
+    scopes: frozenset[str] = SCOPES
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_concurrent_requests: float | None = None
+    min_priority: int | None = None
+    max_priority: int | None = None
+    min_slo_ttft_ms: float | None = None
+
+
+def new_key() -> str:
+    """256 random bits, as text."""
+    return f"sk-pdmesh-{secrets.token_urlsafe(32)}"
+
+
+def hash_key(key: str) -> str:
+    """What a file holds of a key. Keys are long and random, so that a quick hash protects them."""
+    return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def parse_api_keys(text: str, where: str) -> dict[str, ApiKey]:
+    """Entries by name, of the TOML text that ``where`` holds. Raises ConfigError that names what is wrong."""
+    try:
+        tree = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid TOML: {error}") from error
+    entries = tree.pop("keys", {})
+    if tree or not isinstance(entries, dict):
+        raise ConfigError(f"{where} holds {', '.join(tree) or 'keys'}: it may hold tables [keys.NAME] only")
+    keys = {name: _api_key(name, entry, f"[keys.{name}] in {where}") for name, entry in entries.items()}
+    if not keys:
+        raise ConfigError(f"{where} holds no key: `pdmesh keys new NAME` makes one")
+    by_hash: dict[str, str] = {}
+    for key in keys.values():
+        if (other := by_hash.setdefault(key.hash, key.name)) != key.name:
+            raise ConfigError(f"{where}: {other} and {key.name} are the same key")
+    return keys
+
+
+def _api_key(name: str, entry: Any, where: str) -> ApiKey:
+    known = [item.name for item in fields(ApiKey) if item.name != "name"]
+    if not _NAME.fullmatch(name) or not isinstance(entry, dict):
+        raise ConfigError(f"{where}: a key is a table, its name 1 to 64 characters of A-Z a-z 0-9 _ -")
+    for field, value in entry.items():
+        if field not in known:
+            raise ConfigError(f"{where}: unknown setting {field}; there are {', '.join(known)}")
+        if problem := _problem(field, value):
+            raise ConfigError(f"{where}: {field} {problem}, not {value!r}")
+    if "hash" not in entry:
+        raise ConfigError(f"{where} has no hash: `pdmesh keys new {name}` makes a key and its entry")
+    values = {**entry, "scopes": frozenset(entry.get("scopes", SCOPES))}
+    key = ApiKey(name=name, **values)
+    if key.min_priority is not None and key.max_priority is not None and key.min_priority > key.max_priority:
+        raise ConfigError(f"{where}: min_priority is above max_priority")
+    return key
+
+
+def _problem(field: str, value: Any) -> str | None:
+    """What a value must be, if it is not that."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if field == "hash":
+        is_hash = isinstance(value, str) and _HASH.fullmatch(value) is not None
+        return None if is_hash else "must be sha256: and 64 hexadecimal digits"
+    if field == "scopes":
+        known = isinstance(value, list) and all(isinstance(scope, str) and scope in SCOPES for scope in value)
+        return None if known else f"must be a list of {', '.join(sorted(SCOPES))}"
+    if field in _PRIORITIES:
+        whole = isinstance(value, int) and is_number and abs(value) < 2**31
+        return None if whole else "must be a whole number below 2**31"
+    if field in _COUNTS:
+        return None if is_number and 1 <= value < 1e15 else "must be a number of at least 1"
+    return None if is_number and 0 < value < 1e9 else "must be a number above 0"
+
+
+def entry_of(key: ApiKey) -> str:
+    """A key's entry, as a file holds it."""
+    lines = [f"[keys.{key.name}]", f'hash = "{key.hash}"']
+    if key.scopes != SCOPES:
+        scopes = ", ".join(f'"{scope}"' for scope in sorted(key.scopes))
+        lines.append(f"scopes = [{scopes}]")
+    for name in (*_COUNTS, *_PRIORITIES, "min_slo_ttft_ms"):
+        value = getattr(key, name)
+        if value is not None:
+            lines.append(f"{name} = {value!r}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,73 @@
+"""``pdmesh keys``: API keys for `security.api_keys_file`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key, new_key, parse_api_keys
+from pdmesh.errors import ConfigError
+
+app = typer.Typer(help="Make API keys.", no_args_is_help=True)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Whose key it is; it shows in logs and limits.")],
+    file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.api_keys_file).")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(sorted(SCOPES))}. [default: all]")] = None,
+    requests_per_minute: Annotated[float | None, typer.Option()] = None,
+    tokens_per_minute: Annotated[float | None, typer.Option(help="Prompt and output tokens.")] = None,
+    max_concurrent_requests: Annotated[float | None, typer.Option()] = None,
+    min_priority: Annotated[int | None, typer.Option(help="Lower is earlier.")] = None,
+    max_priority: Annotated[int | None, typer.Option()] = None,
+    min_slo_ttft_ms: Annotated[float | None, typer.Option(help="The shortest target it may ask for.")] = None,
+) -> None:
+    """Make a key and its entry. The key is shown once and written nowhere."""
+    secret = new_key()
+    key = ApiKey(
+        name=name,
+        hash=hash_key(secret),
+        scopes=frozenset(scope) if scope else SCOPES,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_concurrent_requests=max_concurrent_requests,
+        min_priority=min_priority,
+        max_priority=max_priority,
+        min_slo_ttft_ms=min_slo_ttft_ms,
+    )
+    try:
+        entry = entry_of(key)
+        if parse_api_keys(entry, "the entry") != {name: key}:
+            raise ConfigError("the entry would not be read back as it is")
+        if file is not None:
+            add_entry(file, key, entry)
+    except ConfigError as error:
+        typer.echo(f"pdmesh: {error}", err=True)
+        raise typer.Exit(2) from error
+    if file is None:
+        typer.echo(f"# for the file that security.api_keys_file names (its name ends in .toml)\n{entry}", err=True)
+    else:
+        typer.echo(f"pdmesh: {name} added to {file}; a running gateway takes it within seconds", err=True)
+    typer.echo(secret)
+
+
+def add_entry(file: Path, key: ApiKey, entry: str) -> None:
+    """Append an entry, to a file that only its owner can read. Raises ConfigError."""
+    if file.suffix != ".toml":
+        raise ConfigError(f"{file}: entries go into a file whose name ends in .toml")
+    try:
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        if text and key.name in parse_api_keys(text, str(file)):
+            raise ConfigError(f"{file} has an entry {key.name}: remove it first")
+        whole = f"{text.rstrip()}\n\n{entry}".lstrip()
+        parse_api_keys(whole, str(file))
+        beside = file.with_name(f".{file.name}.new")
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
+            out.write(whole)
+        beside.replace(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write {file}: {error}") from error
