@@ -152,6 +152,21 @@ def status(
     show_status(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), output)
 
 
+@app.command()
+def top(
+    name: Name = DEFAULT_NAME,
+    url: Annotated[str | None, typer.Option(help="A gateway elsewhere, such as http://host:8000.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and leave.")] = False,
+    output: OutputFormat = Output.TABLE,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Watch the mesh at work, as on the gateway's page: instances, their steps, requests. Ctrl-C leaves."""
+    from pdmesh.cli.top import run_top
+
+    run_top(build_config(config, settings), mesh_state(os.environ, name), url, once=once, output=output)
+
+
 @requests_app.command("show")
 def requests_show(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],

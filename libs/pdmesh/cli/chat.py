@@ -10,12 +10,11 @@ from typing import Any
 import httpx
 import typer
 
-from pdmesh.cli.http import api_key, base_url, trust
+from pdmesh.cli.http import gateway_client
 from pdmesh.cli.state import MeshState
 from pdmesh.config import MeshConfig
 from pdmesh.errors import PdmeshError
 
-_CONNECT_TIMEOUT_S = 5.0
 #: Between two pieces of an answer: a long prompt ahead of ours may take minutes.
 _READ_TIMEOUT_S = 600.0
 
@@ -30,28 +29,17 @@ class ChatOptions:
 
 def run_chat(config: MeshConfig, state: MeshState, url: str | None, options: ChatOptions, message: str | None) -> int:
     """Converse until the end of input, or give one answer to ``message``. Raises PdmeshError."""
-    if url is None:
-        record = state.read()
-        if record is None or not record.http_address:
-            raise PdmeshError(f"no mesh named {state.name!r} is running: start one with `pdmesh up`, or give --url")
-        url = base_url(record.http_address, config.security)
-    key = api_key(config.security)
-    with httpx.Client(
-        base_url=url,
-        headers={} if key is None else {"Authorization": f"Bearer {key}"},
-        verify=trust(config.security),
-        timeout=httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
-    ) as client:
+    with gateway_client(config, state, url, read_timeout_s=_READ_TIMEOUT_S) as client:
         try:
             model = options.model or _first_model(client)
             history = [{"role": "system", "content": options.system}] if options.system else []
             if message is not None:
                 _turn(client, model, options, history, message)
                 return 0
-            typer.echo(f"{model} at {url}; Ctrl-C stops an answer, Ctrl-D leaves")
+            typer.echo(f"{model} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D leaves")
             return _converse(client, model, options, history)
         except httpx.TransportError as error:
-            raise PdmeshError(f"the gateway at {url} cannot be reached: {error}") from error
+            raise PdmeshError(f"the gateway at {client.base_url} cannot be reached: {error}") from error
 
 
 def _converse(client: httpx.Client, model: str, options: ChatOptions, history: list[dict[str, str]]) -> int:

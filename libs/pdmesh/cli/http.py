@@ -8,8 +8,11 @@ from pathlib import Path
 import anyio
 import httpx
 
-from pdmesh.config import SecurityConfig
+from pdmesh.cli.state import MeshState
+from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.errors import PdmeshError
 
+_CONNECT_TIMEOUT_S = 5.0
 _FIRST_DELAY_S = 0.02
 _MAX_DELAY_S = 0.5
 
@@ -61,3 +64,19 @@ async def wait_until_ready(url: str, security: SecurityConfig) -> None:
                 pass  # not there yet, or being restarted
             await anyio.sleep(delay_s)
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+
+def gateway_client(config: MeshConfig, state: MeshState, url: str | None, *, read_timeout_s: float) -> httpx.Client:
+    """A client of the gateway at ``url``, else of the mesh on this machine. Raises PdmeshError if there is none."""
+    if url is None:
+        record = state.read()
+        if record is None or not record.http_address:
+            raise PdmeshError(f"no mesh named {state.name!r} is running: start one with `pdmesh up`, or give --url")
+        url = base_url(record.http_address, config.security)
+    key = api_key(config.security)
+    return httpx.Client(
+        base_url=url,
+        headers={} if key is None else {"Authorization": f"Bearer {key}"},
+        verify=trust(config.security),
+        timeout=httpx.Timeout(read_timeout_s, connect=_CONNECT_TIMEOUT_S),
+    )

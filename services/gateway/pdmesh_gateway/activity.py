@@ -86,4 +86,6 @@ class ActivityHub:
 def _instance(status: InstanceStatus) -> dict[str, Any]:
     """As the page names it."""
     state = "serving" if status.state == "up" else status.state
-    return {**msgspec.to_builtins(status), "id": status.instance_id, "state": state}
+    # msgspec leaves out what has its default
+    plain = {name: getattr(status, name) for name in status.__struct_fields__}
+    return {**plain, "id": status.instance_id, "state": state}

@@ -1,0 +1,174 @@
+"""`pdmesh top`: the mesh at work in a terminal, from the stream that feeds the gateway's page."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pdmesh.cli.http import gateway_client
+from pdmesh.cli.options import Output
+from pdmesh.cli.state import MeshState
+from pdmesh.config import MeshConfig
+from pdmesh.errors import PdmeshError
+
+#: One character of an instance's timeline, seconds; and how many there are.
+CELL_S = 0.5
+NUM_CELLS = 20
+
+#: Requests shown; the page shows more.
+MAX_REQUESTS = 12
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_STYLES = {"prefill": "blue", "decode": "green", "mixed": "magenta"}
+
+Frame = Mapping[str, Any]
+
+
+class Timelines:
+    """How much of each half second an instance's steps took, over the last ones."""
+
+    def __init__(self) -> None:
+        self._busy_s: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._last_cell = 0
+
+    def take(self, now_s: float, steps: Sequence[Sequence[Any]]) -> None:
+        """Steps as the stream has them: instance, begin and end in seconds, and more."""
+        self._last_cell = int(now_s / CELL_S)
+        for instance_id, begin_s, end_s, *_ in steps:
+            cells = self._busy_s[instance_id]
+            for cell in range(int(begin_s / CELL_S), int(end_s / CELL_S) + 1):
+                cells[cell] += min(end_s, (cell + 1) * CELL_S) - max(begin_s, cell * CELL_S)
+        oldest = self._last_cell - NUM_CELLS
+        for cells in self._busy_s.values():
+            for cell in [cell for cell in cells if cell <= oldest]:
+                del cells[cell]
+
+    def of(self, instance_id: str) -> str:
+        """A character for each half second, the last one now."""
+        cells = self._busy_s[instance_id]
+        shares = [cells.get(cell, 0.0) / CELL_S for cell in range(self._last_cell - NUM_CELLS + 1, self._last_cell + 1)]
+        return "".join(_LEVELS[min(len(_LEVELS) - 1, -int(-share * (len(_LEVELS) - 1) // 1))] for share in shares)
+
+
+def run_top(config: MeshConfig, state: MeshState, url: str | None, *, once: bool, output: Output) -> None:
+    """Show the mesh until Ctrl-C, or as it is now. Raises PdmeshError if the gateway does not tell."""
+    with gateway_client(config, state, url, read_timeout_s=30.0) as client:
+        try:
+            if once or output is Output.JSON:
+                _show_once(next(_frames(client)), output)
+                return
+            timelines = Timelines()
+            with Live(Text("waiting for the mesh"), screen=True, auto_refresh=False) as live:
+                for frame in _frames(client):
+                    timelines.take(frame["now_s"], frame["steps"])
+                    live.update(view(frame, timelines), refresh=True)
+        except httpx.TransportError as error:
+            raise PdmeshError(f"the gateway at {client.base_url} cannot be reached: {error}") from error
+        except KeyboardInterrupt:
+            pass
+
+
+def _show_once(frame: Frame, output: Output) -> None:
+    if output is Output.JSON:
+        typer.echo(json.dumps(frame, indent=2))
+        return
+    timelines = Timelines()
+    timelines.take(frame["now_s"], frame["steps"])
+    Console().print(view(frame, timelines))
+
+
+def _frames(client: httpx.Client) -> Iterator[Frame]:
+    """What the gateway tells of the mesh. Raises PdmeshError when it stops, or will not."""
+    with client.stream("GET", "/ui/events") as response:
+        if response.status_code != 200:
+            response.read()
+            raise PdmeshError(_reason(response))
+        for line in response.iter_lines():
+            if line.startswith("data:"):
+                frame: dict[str, Any] = json.loads(line.removeprefix("data:"))
+                if "instances" not in frame:  # the gateway has no news
+                    raise PdmeshError(f"no news of the mesh: {frame['unready_reason']}")
+                yield frame
+    raise PdmeshError("the gateway ended the stream")
+
+
+def _reason(response: httpx.Response) -> str:
+    if response.status_code == 404:
+        return "this gateway has no page: it was turned off (gateway.ui)"
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answered {response.status_code}"
+
+
+def view(frame: Frame, timelines: Timelines) -> RenderableType:
+    """One frame as text."""
+    reason = frame["unready_reason"]
+    head = Text.assemble(
+        ("pdmesh ", "bold"),
+        ("serving" if reason is None else reason, "green" if reason is None else "bold red"),
+        f"  {frame['model']}  policy {frame['bundle']}  running {frame['num_running']}  waiting {frame['num_waiting']}",
+        f"  TTFT {_percentiles(frame['ttft_s'])}  ITL {_percentiles(frame['itl_s'])}",
+    )
+    return Group(head, Text(), _instances(frame, timelines), Text(), _requests(frame))
+
+
+def _instances(frame: Frame, timelines: Timelines) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("instance", f"steps of {NUM_CELLS * CELL_S:g} s", "KV blocks"):
+        table.add_column(title, no_wrap=True)
+    for title in ("prefills", "decodes", "queued"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for item in frame["instances"]:
+        style = _STYLES.get(item["role"], "")
+        state = "" if item["state"] == "serving" else f" {item['state']}"
+        taken, total = item["num_taken_blocks"], max(item["num_blocks"], 1)
+        table.add_row(
+            Text.assemble((item["id"], style), (state, "red")),
+            Text(timelines.of(item["id"]), style),
+            f"{_bar(taken / total)} {100 * taken / total:3.0f} %",
+            str(item["num_prefilling"]),
+            str(item["num_decoding"]),
+            str(item["num_queued_tokens"]),
+        )
+    return table
+
+
+def _requests(frame: Frame) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("request", "where"):
+        table.add_column(title, no_wrap=True)
+    for title in ("prompt", "progress", "age"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for item in frame["requests"][:MAX_REQUESTS]:
+        done = 1.0 if item["phase"] == "decoding" else item["num_planned_tokens"] / max(item["num_prompt_tokens"], 1)
+        table.add_row(
+            str(item.get("label") or item["id"])[:40],
+            " → ".join(item["where"]) or "waiting",
+            str(item["num_prompt_tokens"]),
+            "decoding" if item["phase"] == "decoding" else f"{100 * done:.0f} %",
+            f"{item['age_s']:.1f} s",
+        )
+    return table
+
+
+def _bar(share: float, width: int = 5) -> str:
+    filled = round(max(0.0, min(share, 1.0)) * width)
+    return "█" * filled + "░" * (width - filled)
+
+
+def _percentiles(values: Mapping[str, float] | None) -> str:
+    return "-" if values is None else f"{_ms(values['p50'])} / {_ms(values['p99'])}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

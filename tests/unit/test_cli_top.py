@@ -1,0 +1,126 @@
+"""`pdmesh top`: what it draws, and what it says when there is nothing to draw."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pdmesh.cli import top
+from pdmesh.cli.app import app
+from pdmesh.cli.top import CELL_S, NUM_CELLS, Timelines, view
+
+FRAME: dict[str, Any] = {
+    "now_s": 100.0,
+    "model": "demo",
+    "bundle": "pdmesh",
+    "unready_reason": None,
+    "num_running": 1,
+    "num_waiting": 2,
+    "ttft_s": {"p50": 0.1, "p99": 1.5},
+    "itl_s": None,
+    "instances": [
+        {
+            "id": "prefill-0",
+            "role": "prefill",
+            "state": "serving",
+            "num_blocks": 100,
+            "num_taken_blocks": 25,
+            "num_prefilling": 1,
+            "num_decoding": 0,
+            "num_queued_tokens": 512,
+        }
+    ],
+    "requests": [
+        {
+            "id": "abc",
+            "label": "mine",
+            "phase": "prefilling",
+            "where": ["prefill-0", "decode-0"],
+            "num_prompt_tokens": 1000,
+            "num_planned_tokens": 250,
+            "age_s": 0.5,
+        }
+    ],
+    "steps": [["prefill-0", 99.0, 99.5, 512, 0, False]],
+}
+
+
+def text_of(frame: dict[str, Any]) -> str:
+    timelines = Timelines()
+    timelines.take(frame["now_s"], frame["steps"])
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(view(frame, timelines))
+    return console.export_text()
+
+
+def test_a_frame_says_what_the_page_says() -> None:
+    text = text_of(FRAME)
+    for part in (
+        "serving",
+        "policy pdmesh",
+        "running 1",
+        "waiting 2",
+        "TTFT 100 ms / 1.5 s",
+        "ITL -",
+        "prefill-0",
+        "25 %",
+    ):
+        assert part in text
+    for part in ("mine", "prefill-0 → decode-0", "1000", "25 %", "0.5 s"):
+        assert part in text
+
+
+def test_timelines_have_the_share_of_each_half_second_that_steps_took() -> None:
+    timelines = Timelines()
+    timelines.take(10.0, [["i", 9.0, 9.5, 1, 0, False], ["i", 9.75, 10.0, 1, 0, False]])
+    drawn = timelines.of("i")
+    assert len(drawn) == NUM_CELLS
+    assert drawn[-3:] == "█▄ "
+    assert timelines.of("another") == " " * NUM_CELLS
+    timelines.take(10.0 + NUM_CELLS * CELL_S, [])
+    assert timelines.of("i").strip() == ""
+
+
+def served(monkeypatch: pytest.MonkeyPatch, handle: Any) -> None:
+    def client(*_: Any, **__: Any) -> httpx.Client:
+        return httpx.Client(transport=httpx.MockTransport(handle), base_url="http://gateway")
+
+    monkeypatch.setattr(top, "gateway_client", client)
+
+
+def test_once_prints_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b": no news\n\ndata: " + json.dumps(FRAME).encode() + b"\n\n"
+    served(monkeypatch, lambda request: httpx.Response(200, content=body))
+    shown = CliRunner().invoke(app, ["top", "--once"])
+    assert shown.exit_code == 0, shown.output
+    assert "prefill-0" in shown.output
+    as_json = CliRunner().invoke(app, ["top", "-o", "json"])
+    assert json.loads(as_json.output) == FRAME
+
+
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        (httpx.Response(404, json={}), "turned off (gateway.ui)"),
+        (httpx.Response(401, json={"error": {"message": "You didn't provide an API key"}}), "You didn't provide"),
+        (httpx.Response(502, content=b"<html>"), "answered 502"),
+        (
+            httpx.Response(200, content=b'data: {"unready_reason": "the scheduler cannot be reached"}\n\n'),
+            "cannot be reached",
+        ),
+        (httpx.Response(200, content=b""), "ended the stream"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, response: httpx.Response, said: str
+) -> None:
+    served(monkeypatch, lambda request: response)
+    shown = CliRunner().invoke(app, ["top", "--once"])
+    assert shown.exit_code != 0
+    assert said in f"{shown.output}{shown.exception}"
