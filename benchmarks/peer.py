@@ -28,6 +28,7 @@ from pathlib import Path
 import httpx
 from report import heading, unavailable
 
+from pdmesh.cli.processes import ending_with_us
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh.testing.mesh import running_mesh
 
@@ -126,7 +127,7 @@ def running_vllm(vllm: Path, checkpoint: Path) -> Generator[str]:
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            [str(vllm), "serve", str(checkpoint), *arguments],
+            ending_with_us([str(vllm), "serve", str(checkpoint), *arguments]),
             env={"VLLM_CPU_KVCACHE_SPACE": "2", **foreign_environment()},
             stdout=log,
             stderr=subprocess.STDOUT,

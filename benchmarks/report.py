@@ -14,6 +14,9 @@ from typing import NoReturn
 #: Exit code of a benchmark that cannot run here: EX_UNAVAILABLE of sysexits.h.
 UNAVAILABLE = 69
 
+#: How the last line of a benchmark begins that measured all, and missed a limit.
+MISSED = "limits missed:"
+
 
 def heading(title: str) -> str:
     """Title, machine and commit, in two lines."""
@@ -24,6 +27,32 @@ def unavailable(reason: str) -> NoReturn:
     """Say why nothing is measured, and exit."""
     print(f"not measured: {reason}", file=sys.stderr)
     sys.exit(UNAVAILABLE)
+
+
+class Limits:
+    """What a benchmark is to keep. A miss is printed beside its figure, and is the exit code of `end`."""
+
+    def __init__(self) -> None:
+        self._missed: list[str] = []
+
+    def at_most(self, what: str, value: float, limit: float) -> str:
+        """How ``value`` stands to the most it may be, in words."""
+        return self._judged(what, value <= limit, f"{value / limit:.2f} x the limit")
+
+    def at_least(self, what: str, value: float, limit: float) -> str:
+        """How ``value`` stands to the least it must be, in words."""
+        return self._judged(what, value >= limit, f"{value / limit:.2f} x the target")
+
+    def _judged(self, what: str, is_kept: bool, words: str) -> str:
+        if not is_kept:
+            self._missed.append(what)
+        return words if is_kept else f"{words}: MISSED"
+
+    def end(self) -> NoReturn:
+        """Say what was missed, and exit: with 1 if anything was."""
+        if self._missed:
+            print(f"{MISSED} {', '.join(self._missed)}")
+        sys.exit(1 if self._missed else 0)
 
 
 def cpu_model() -> str:

@@ -14,8 +14,6 @@ import argparse
 import json
 import os
 import random
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -26,7 +24,7 @@ from statistics import median
 
 import anyio
 import httpx
-from report import heading
+from report import Limits, heading
 
 from pdmesh.eventlog import EventLogReader, Header, core_of, replay
 from pdmesh.metrics import percentile
@@ -220,7 +218,6 @@ def main() -> None:
     parser.add_argument("--longs", type=int, nargs="*", default=[4096, 8192], help="prompt tokens of the long ones")
     parser.add_argument("--keep", type=Path, help="keep the event logs in this folder")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a mesh that runs is stopped
     print(heading(f"Simulated against live, Llama 82M bf16, {arguments.mesh}, {arguments.bundle}"))
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(Path(name) / "model", shape=LLAMA_82M, dtype="bfloat16")
@@ -234,7 +231,10 @@ def main() -> None:
     print(f"fitted to seed {FIT_SEED}: {model}; client to scheduler and back {way * 1e3:.1f} ms")
     compare(f"seed {FIT_SEED}, fitted to", runs[FIT_SEED], model, way)
     worst = compare(f"seed {TEST_SEED}, foretold", runs[TEST_SEED], model, way)
-    print(f"\nlargest difference of the run foretold: {worst:.1%} ({worst / LIMIT:.2f} x the limit of {LIMIT:.0%})")
+    limits = Limits()
+    stands = limits.at_most("largest difference", worst, LIMIT)
+    print(f"\nlargest difference of the run foretold: {worst:.1%} ({stands} of {LIMIT:.0%})")
+    limits.end()
 
 
 if __name__ == "__main__":

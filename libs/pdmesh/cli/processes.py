@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +107,11 @@ class Child:
             self.process.send_signal(number)
 
 
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """``command`` such that the kernel kills what it starts when the thread that starts it ends, in whatever way."""
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+
+
 def _open_log(path: Path) -> BinaryIO:
     """For appending; where it cannot be opened, a disk that is gone, a service runs without a log."""
     try:
@@ -122,7 +127,7 @@ async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
     try:
         with _open_log(spec.log_file) as log:
             process = await anyio.open_process(
-                [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *spec.command],
+                ending_with_us(spec.command),
                 stdin=None,
                 stdout=log,
                 stderr=log,

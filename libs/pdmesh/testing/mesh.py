@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from pdmesh.cli.processes import ending_with_us
 from pdmesh.cli.state import MeshRecord
 from pdmesh.wire.messages import MeshState, RequestRecord
 
@@ -122,9 +124,11 @@ def running_mesh(
     mixed: int = 0,
     settings: Mapping[str, str] | None = None,
 ) -> Generator[RunningMesh]:
-    """Start ``pdmesh up --detach`` with its state under ``folder`` and stop it at the end.
+    """Start ``pdmesh up`` with its state under ``folder`` and stop it at the end.
 
-    ``settings`` are environment names without their prefix, as ``{"POLICY_CHUNK_TOKENS": "7"}``.
+    A process that is killed within the block takes its mesh along: the kernel ends the supervisor when the thread that
+    started it ends, and the services with the supervisor. ``settings`` are environment names without their prefix, as
+    ``{"POLICY_CHUNK_TOKENS": "7"}``.
     """
     environ = {
         **os.environ,
@@ -135,19 +139,31 @@ def running_mesh(
     }
     name = "test"
     pools = ["--prefill", str(prefill), "--decode", str(decode), "--mixed", str(mixed)]
-    arguments = ["up", "--detach", "--name", name, *pools, *(["--model", str(model)] if model is not None else [])]
+    arguments = ["up", "--name", name, *pools, *(["--model", str(model)] if model is not None else [])]
     command = [sys.executable, "-m", "pdmesh.cli"]
-    started = subprocess.run(
-        [*command, *arguments], env=environ, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
-    )
     state = folder / "state" / "pdmesh" / name
-    if started.returncode != 0:
-        logs = "\n".join(file.read_text() for file in sorted(state.glob("*.log")))
-        raise RuntimeError(f"pdmesh up exited with {started.returncode}:\n{started.stdout}{started.stderr}\n{logs}")
-    try:
-        record = msgspec.json.decode((state / "mesh.json").read_bytes(), type=MeshRecord)
-        yield RunningMesh(record, environ, state)
-    finally:
-        subprocess.run(
-            [*command, "down", "--name", name], env=environ, check=True, capture_output=True, timeout=STOP_TIMEOUT_S
+    state.mkdir(parents=True, exist_ok=True)
+    read_fd, write_fd = os.pipe()
+    with (state / "up.log").open("wb") as log, open(read_fd, "rb") as ready:
+        supervisor = subprocess.Popen(
+            ending_with_us([*command, *arguments]),
+            env={**environ, "PDMESH_READY_FD": str(write_fd)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(write_fd,),
         )
+        os.close(write_fd)
+        try:
+            if not select.select([ready], [], [], START_TIMEOUT_S)[0] or not ready.readline():
+                supervisor.terminate()
+                supervisor.wait(STOP_TIMEOUT_S)
+                logs = "\n".join(file.read_text() for file in sorted(state.glob("*.log")))
+                raise RuntimeError(f"pdmesh up exited with {supervisor.returncode}:\n{logs}")
+            record = msgspec.json.decode((state / "mesh.json").read_bytes(), type=MeshRecord)
+            yield RunningMesh(record, environ, state)
+        finally:
+            if supervisor.poll() is None:
+                supervisor.terminate()
+                supervisor.wait(STOP_TIMEOUT_S)
