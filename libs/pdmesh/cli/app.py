@@ -30,6 +30,7 @@ from pdmesh.cli.options import (
 )
 from pdmesh.cli.state import DEFAULT_NAME, mesh_state
 from pdmesh.cli.study_commands import app as study_app
+from pdmesh.cli.tls import app as tls_app
 from pdmesh.config import MeshConfig
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ app.add_typer(requests_app, name="requests")
 app.add_typer(policy_app, name="policy")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
+app.add_typer(tls_app, name="tls")
 
 
 def _print_version(wanted: bool) -> None:

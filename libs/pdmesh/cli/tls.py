@@ -1,0 +1,90 @@
+"""`pdmesh tls dev-ca`: an authority for development, and one certificate of it for all services and for clients."""
+
+from __future__ import annotations
+
+import ipaddress
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdmesh.errors import ConfigError
+
+app = typer.Typer(help="Certificates for development.", no_args_is_help=True)
+
+#: Names under which services of one machine reach each other.
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+_TIMEOUT_S = 30
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+@app.callback()
+def tls() -> None:
+    """Certificates for development."""
+
+
+@app.command("dev-ca")
+def dev_ca(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is not there.")] = Path("tls"),
+    host: Annotated[
+        list[str] | None, typer.Option(help="A name or an IP address the services have, beside localhost; repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=825, help="How long the certificates are good for.")] = 30,
+) -> None:
+    """Make a certificate authority in FOLDER, if it has none, and a certificate for this mesh.
+
+    For development: whoever reads FOLDER can be any service.
+    """
+    make_certificates(folder, hosts=(*LOCAL_HOSTS, *(host or ())), days=days)
+    for setting, file in (("CERT", "mesh.pem"), ("KEY", "mesh.key"), ("CA", "ca.pem")):
+        typer.echo(f"export PDMESH_SECURITY_TLS_{setting}={(folder / file).resolve()}")
+
+
+def make_certificates(folder: Path, *, hosts: Sequence[str], days: int) -> None:
+    """Write ``ca.pem`` and ``ca.key``, unless they are there, and ``mesh.pem`` and ``mesh.key`` for ``hosts``.
+
+    The certificate serves both ends, as services check each other's. Raises ConfigError.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder}: {error.strerror}") from error
+    authority = [folder / "ca.pem", folder / "ca.key"]
+    if not all(file.exists() for file in authority):
+        _openssl(
+            *(*_KEY, "-days", str(days), "-subj", "/CN=pdmesh development CA"),
+            *("-addext", "basicConstraints=critical,CA:TRUE,pathlen:0"),
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),
+            *("-out", str(authority[0]), "-keyout", str(authority[1])),
+        )
+    names = ",".join(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts)
+    _openssl(
+        *(*_KEY, "-days", str(days), "-subj", "/CN=pdmesh"),
+        *("-CA", str(authority[0]), "-CAkey", str(authority[1])),
+        *("-addext", "basicConstraints=critical,CA:FALSE", "-addext", f"subjectAltName={names}"),
+        *("-addext", "extendedKeyUsage=serverAuth,clientAuth"),
+        *("-out", str(folder / "mesh.pem"), "-keyout", str(folder / "mesh.key")),
+    )
+
+
+def _openssl(*options: str) -> None:
+    try:
+        subprocess.run(
+            ["openssl", "req", "-x509", *options], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except FileNotFoundError as error:
+        raise ConfigError("openssl is not installed: install it, or bring certificates of your own") from error
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
+        raise ConfigError(f"openssl cannot make the certificate (3.0 or later is needed): {reason[0]}") from error
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,188 @@
+"""TLS between services and for clients: with the right certificate, another authority's, an expired one, and none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import ssl
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from pdmesh.cli.tls import LOCAL_HOSTS, make_certificates
+from pdmesh.config import SecurityConfig
+from pdmesh.core.commands import FreeKv
+from pdmesh.core.events import LoadReported
+from pdmesh.errors import ConfigError, InstanceUnavailable
+from pdmesh.model import Epoch, InstanceId, RequestId
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.exactness import complete
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.wire.endpoint import open_channel, serving
+from pdmesh.wire.link import FrameLink, open_link, serve_link
+from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, WorkerUp
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with"),
+]
+
+SERVICE = "pdmesh.test"
+BEAT = EventMessage.of(LoadReported(InstanceId("i"), 0, 0, 0, 0))
+ANSWER = CommandMessage.of(FreeKv(instance_id=InstanceId("i"), request_id=RequestId("r"), epoch=Epoch(0)))
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders ``right`` and ``other``, each of an authority of its own; ``right`` has an expired certificate, too."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for name in ("right", "other"):
+        make_certificates(folder / name, hosts=LOCAL_HOSTS, days=2)
+    make_expired(folder / "right")
+    return folder
+
+
+def make_expired(folder: Path) -> None:
+    (folder / "index.txt").touch()
+    (folder / "serial").write_text("01")
+    (folder / "ca.cnf").write_text(
+        "[ca]\ndefault_ca = here\n[here]\ndatabase = index.txt\nserial = serial\nnew_certs_dir = .\n"
+        "default_md = sha256\npolicy = any\ncopy_extensions = copy\n[any]\ncommonName = supplied\n"
+    )
+    request = "openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=pdmesh"
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    sign = "openssl ca -batch -notext -config ca.cnf -cert ca.pem -keyfile ca.key -in expired.csr -out expired.pem"
+    for command in (
+        [*request.split(), "-addext", names, "-keyout", "expired.key", "-out", "expired.csr"],
+        [*sign.split(), "-startdate", "20200101000000Z", "-enddate", "20200201000000Z"],
+    ):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
+
+
+def security_of(folder: Path, name: str = "mesh") -> SecurityConfig:
+    return SecurityConfig(
+        tls_cert=folder / f"{name}.pem", tls_key=folder / f"{name}.key", tls_ca=folder / "ca.pem", mesh_token="token"
+    )
+
+
+@asynccontextmanager
+async def service(security: SecurityConfig) -> AsyncGenerator[str]:
+    """Answers each frame; yields its address."""
+
+    async def serve(link: FrameLink[WorkerDown, WorkerUp], _peer: str) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.pump)
+            async for _ in link.frames():
+                link.post(ANSWER)
+            link.close()
+
+    methods = {"Echo": serve_link(serve, WorkerUp)}
+    async with serving(SERVICE, methods, host="127.0.0.1", port=0, security=security) as port:
+        yield f"127.0.0.1:{port}"
+
+
+async def is_answered(address: str, security: SecurityConfig) -> bool:
+    with anyio.fail_after(30):
+        try:
+            async with (
+                open_channel(address, security) as channel,
+                open_link(channel, f"/{SERVICE}/Echo", WorkerDown) as link,
+                anyio.create_task_group() as tasks,
+            ):
+                tasks.start_soon(link.pump)
+                link.post(BEAT)
+                async for frame in link.frames():
+                    link.close()
+                    return frame == [ANSWER]
+        except* InstanceUnavailable:
+            pass
+    return False
+
+
+async def test_a_service_talks_to_those_of_its_authority_alone(certificates: Path) -> None:
+    right = security_of(certificates / "right")
+    other = security_of(certificates / "other")
+    expired = security_of(certificates / "right", "expired")
+    async with service(right) as address:
+        assert await is_answered(address, right)
+        assert not await is_answered(address, other)
+        assert not await is_answered(address, replace(other, tls_ca=right.tls_ca))  # trusts us; we do not trust it
+        assert not await is_answered(address, expired)
+        assert not await is_answered(address, replace(right, tls_cert=None, tls_key=None))  # not TLS at all
+        assert await is_answered(address, right)
+
+
+async def test_a_service_is_believed_by_its_certificate_alone(certificates: Path) -> None:
+    right = security_of(certificates / "right")
+    for served in (
+        security_of(certificates / "other"),
+        replace(security_of(certificates / "right", "expired"), tls_ca=None),
+        SecurityConfig(mesh_token="token"),  # not TLS at all
+    ):
+        async with service(served) as address:
+            assert not await is_answered(address, right)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Generator[RunningMesh]:
+    folder = tmp_path_factory.mktemp("tls")
+    settings = {
+        "SECURITY_TLS_CERT": str(certificates / "right" / "mesh.pem"),
+        "SECURITY_TLS_KEY": str(certificates / "right" / "mesh.key"),
+        "SECURITY_TLS_CA": str(certificates / "right" / "ca.pem"),
+    }
+    with running_mesh(folder, model=write_checkpoint(folder / "model"), settings=settings) as mesh:
+        yield mesh
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+async def test_a_mesh_serves_clients_that_trust_its_authority(mesh: RunningMesh, certificates: Path) -> None:
+    url = f"https://{mesh.record.http_address}"
+    right = ssl.create_default_context(cafile=certificates / "right" / "ca.pem")
+    async with httpx.AsyncClient(base_url=url, verify=right, trust_env=False) as client:
+        answer = await complete(client, mesh.model, [1, 2, 3], 5)
+        assert len(answer.token_ids) == 5
+    other = ssl.create_default_context(cafile=certificates / "other" / "ca.pem")
+    for untrusting in (other, ssl.create_default_context()):
+        async with httpx.AsyncClient(base_url=url, verify=untrusting, trust_env=False) as client:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await client.get("/health")
+    async with httpx.AsyncClient(base_url=url.replace("https", "http"), trust_env=False) as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get("/health")
+    assert mesh.status().instances  # the command trusts it, and goes to the scheduler with the certificate
+
+
+def test_the_command_makes_what_the_settings_take(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "tls"
+    command = [sys.executable, "-m", "pdmesh.cli", "tls", "dev-ca", str(folder)]
+    run = subprocess.run([*command, "--host", "mesh.test"], check=True, capture_output=True, text=True, timeout=60)
+    exported = dict(line.removeprefix("export ").split("=") for line in run.stdout.splitlines())
+    assert exported == {
+        "PDMESH_SECURITY_TLS_CERT": str(folder / "mesh.pem"),
+        "PDMESH_SECURITY_TLS_KEY": str(folder / "mesh.key"),
+        "PDMESH_SECURITY_TLS_CA": str(folder / "ca.pem"),
+    }
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.glob("*.key"))
+    authority = (folder / "ca.pem").read_bytes()
+    before = (folder / "mesh.pem").read_bytes()
+    subprocess.run(command, check=True, capture_output=True, timeout=60)  # again: the same authority
+    assert (folder / "ca.pem").read_bytes() == authority
+    assert (folder / "mesh.pem").read_bytes() != before
+
+
+def test_what_openssl_says_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="openssl cannot make the certificate"):
+        make_certificates(tmp_path, hosts=["not a name,"], days=2)
+    monkeypatch.setitem(os.environ, "PATH", "")
+    with pytest.raises(ConfigError, match="not installed"):
+        make_certificates(tmp_path / "elsewhere", hosts=["localhost"], days=2)
