@@ -23,9 +23,11 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.sender import KvSender
+from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.sender import KvDestination, KvSender
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch
+from pdmesh.testing.kv import EVERYTHING
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.worker.threads import EngineThread
@@ -83,13 +85,13 @@ async def kv_out(
                 capability=1,
                 block_ids=range(len(blocks)),
                 num_context_tokens=chunk.num_tokens,
-                source_address=transports[0].address,
+                source_addresses=(transports[0].address,),
             )
             sender = sending.offer(request, epoch, block_ids=blocks, num_context_tokens=chunk.num_tokens)
-            sending.grant(request, epoch, destination_address=transports[1].address, capability=1)
+            sending.grant(request, epoch, destinations=[KvDestination(transports[1].address, EVERYTHING)], capability=1)
             hook = partial(_layer_ready, sender, len(blocks))
             steps.append(await thread.run(partial(_step_s, engine, chunk, hook)))
-            sender.commit(token_id=1, token_index=0)
+            sender.commit(FirstToken(1, 0))
             with anyio.fail_after(_LIMIT_S):
                 pair = [await outcomes.receive(), await outcomes.receive()]
             assert {type(outcome) for outcome in pair} == {SentTransfer, LandedTransfer}, pair

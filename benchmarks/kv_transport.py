@@ -35,8 +35,10 @@ from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.sender import PIECES_IN_FLIGHT
+from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.sender import PIECES_IN_FLIGHT, KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.testing.kv import EVERYTHING
 from pdmesh.transport.ucx import UcxTransport
 
 EPOCH, CAPABILITY = Epoch(0), 1
@@ -129,7 +131,7 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
                     capability=CAPABILITY,
                     block_ids=block_ids,
                     num_context_tokens=num_context_tokens,
-                    source_address=peer,
+                    source_addresses=(peer,),
                 )
             pipe.send("ready")
         else:
@@ -138,10 +140,10 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
             for request_id in request_ids:
                 await slots.acquire()
                 sender = mover.offer(request_id, EPOCH, block_ids=block_ids, num_context_tokens=num_context_tokens)
-                mover.grant(request_id, EPOCH, destination_address=peer, capability=CAPABILITY)
+                mover.grant(request_id, EPOCH, destinations=[KvDestination(peer, EVERYTHING)], capability=CAPABILITY)
                 for layer in range(NUM_LAYERS):
                     sender.blocks_ready(chunk=0, layer=layer, first_block=0, num_blocks=num_blocks)
-                sender.commit(token_id=0, token_index=0)
+                sender.commit(FirstToken(0, 0))
         for _ in request_ids:
             await ended.acquire()
         pipe.send((time.monotonic(), num_requests * NUM_LAYERS * num_blocks * layout.block_bytes))

@@ -129,6 +129,15 @@ class Span(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
+    def holds(self, other: Span) -> bool:
+        """Whether all of ``other``, which is not empty, is in it."""
+        return self.start <= other.start < other.stop <= self.stop
+
+    def common(self, other: Span) -> Span:
+        """What is in both; of size 0 if nothing is."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
 
 class KvPart(NamedTuple):
     """A part of a request's KV: blocks of its block table, in some layers, of some KV heads.
@@ -139,6 +148,15 @@ class KvPart(NamedTuple):
     blocks: Span
     layers: Span
     heads: Span
+
+    @property
+    def num_pages(self) -> int:
+        """Blocks, counted in each of its layers."""
+        return self.blocks.size * self.layers.size
+
+    def common(self, other: KvPart) -> KvPart:
+        """What is in both."""
+        return KvPart(*(mine.common(theirs) for mine, theirs in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

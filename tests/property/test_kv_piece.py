@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdmesh.errors import KvTransferError, ProtocolError
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, KvPart, RequestId, Span
 from pdmesh.transport.address import WorkerAddress, pack_address, unpack_address
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import MeshKey
@@ -19,6 +19,15 @@ from pdmesh.transport.seal import MeshKey
 KEY = MeshKey("the mesh's")
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+
+
+OTHERS = {"kind", "request_key", "epoch", "capability", "checksum", "source", "destination", "has_token", "part"}
+
+
+def spans(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Span]:
+    return st.builds(Span, numbers, numbers)
+
+
 headers = st.builds(
     PieceHeader,
     kind=st.sampled_from(PieceKind),
@@ -26,12 +35,15 @@ headers = st.builds(
     epoch=u32.map(Epoch),
     capability=u64,
     checksum=u64,
-    head_start=u16,
-    num_heads=u16,
+    source=u16,
+    destination=u16,
+    has_token=st.booleans(),
+    part=st.builds(KvPart, spans(u32), spans(u16), spans(u16)),
     **{
         name: u32
         for name in (field.name for field in fields(PieceHeader))
-        if name not in {"kind", "request_key", "epoch", "capability", "checksum", "head_start", "num_heads"}
+        if name
+        not in {"kind", "request_key", "epoch", "capability", "checksum", "source", "destination", "has_token", "part"}
     },
 )
 
@@ -96,21 +108,20 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         epoch=Epoch(1),
         capability=2,
         chunk=3,
-        layer=4,
-        first_block=5,
-        num_blocks=6,
+        source=14,
+        destination=15,
+        part=KvPart(Span(4, 5), Span(6, 16), Span(9, 10)),
         payload_bytes=7,
         checksum=8,
-        head_start=9,
-        num_heads=10,
         num_context_tokens=11,
+        has_token=True,
         token_id=12,
         token_index=13,
     )
-    assert packed(header)[:80].hex() == (
-        "70644b320100000001000000000102030405060708090a0b0c0d0e0f0200000000000000"
-        "03000000040000000500000006000000070000000800000000000000"
-        "09000a000b0000000c0000000d000000"
+    assert packed(header)[:84].hex() == (
+        "70644b330101000001000000000102030405060708090a0b0c0d0e0f0200000000000000"
+        "0e000f00030000000400000005000000060010000900"
+        "0a000700000008000000000000000b0000000c0000000d000000"
     )
 
 

@@ -17,9 +17,11 @@ from pdmesh.engine.cuda.staging import Staging
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.sender import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId, num_blocks_for
 from pdmesh.testing.cuda import FakeStreams
-from pdmesh.testing.kv import SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.testing.kv import EVERYTHING, SMALL_TRANSFER, ByteStore, TransportMaker
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=5, dtype="bfloat16")
 
@@ -128,14 +130,19 @@ async def test_nothing_is_sent_before_the_device_has_written_it() -> None:
                 assert streams.num_pinned == SMALL_TRANSFER.num_send_buffers + SMALL_TRANSFER.num_receive_buffers
                 blocks_a, blocks_b = pool_a.allocate(3), pool_b.allocate(3)
                 receiving.expect(
-                    request, epoch, capability=7, block_ids=blocks_b, num_context_tokens=12, source_address=a.address
+                    request,
+                    epoch,
+                    capability=7,
+                    block_ids=blocks_b,
+                    num_context_tokens=12,
+                    source_addresses=(a.address,),
                 )
                 sender = sending.offer(request, epoch, block_ids=blocks_a, num_context_tokens=12)
-                sending.grant(request, epoch, destination_address=b.address, capability=7)
+                sending.grant(request, epoch, destinations=[KvDestination(b.address, EVERYTHING)], capability=7)
                 streams.held = True
                 for layer in range(3):  # given to the device, which has computed none of it
                     sender.blocks_ready(chunk=0, layer=layer, first_block=0, num_blocks=3)
-                sender.commit(token_id=1, token_index=0)
+                sender.commit(FirstToken(1, 0))
                 await anyio.lowlevel.checkpoint()
                 for layer in range(3):  # now it computes
                     source.layers[layer][:3] = float(layer + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -18,9 +18,10 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
-from pdmesh.kv.sender import KvSender
-from pdmesh.model import Epoch, KvLayout, RequestId
-from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.sender import KvDestination, KvSender
+from pdmesh.model import Epoch, KvLayout, KvPart, RequestId, Span
+from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.anyio
 REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234_5678_9ABC_DEF0
 KEY = MeshKey("")
 NUM_BLOCKS = 32
+A_PAGE = KvPart(Span(0, 1), Span(0, 1), Span(0, 2))
 #: Blocks of 128 KiB: copied on a thread.
 LARGE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=8, head_dim=64, block_size=32, dtype="float32")
 LARGE_TRANSFER = replace(SMALL_TRANSFER, max_payload_bytes=3 * LARGE_LAYOUT.block_bytes)
@@ -55,6 +57,10 @@ class Side:
         return self.outcomes.pop(0)
 
 
+def everything_to(side: Side) -> KvDestination:
+    return KvDestination(side.transport.address, EVERYTHING)
+
+
 class Pair:
     def __init__(self, a: Side, b: Side) -> None:
         self.a, self.b = a, b
@@ -69,7 +75,7 @@ class Pair:
         return self.a.mover.offer(REQUEST, epoch, block_ids=self.a_blocks, num_context_tokens=self.num_context_tokens)
 
     def grant(self, capability: int = CAPABILITY) -> None:
-        self.a.mover.grant(REQUEST, EPOCH, destination_address=self.b.transport.address, capability=capability)
+        self.a.mover.grant(REQUEST, EPOCH, destinations=[everything_to(self.b)], capability=capability)
 
     def expect(self, epoch: Epoch = EPOCH, num_context_tokens: int | None = None) -> None:
         self.b.mover.expect(
@@ -78,7 +84,7 @@ class Pair:
             capability=CAPABILITY,
             block_ids=self.b_blocks,
             num_context_tokens=num_context_tokens or self.num_context_tokens,
-            source_address=self.a.transport.address,
+            source_addresses=(self.a.transport.address,),
         )
 
     def compute(self, sender: KvSender, *, chunks: tuple[tuple[int, int], ...] = ((0, 4), (4, 5))) -> None:
@@ -162,7 +168,7 @@ async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_
         if granted_first:
             pair.grant()
         await anyio.to_thread.run_sync(lambda: pair.compute(sender))  # as an engine would
-        sender.commit(token_id=7, token_index=2)
+        sender.commit(FirstToken(7, 2))
         if not granted_first:
             pair.grant()
         landed = await pair.b.outcome()
@@ -207,7 +213,7 @@ async def test_pieces_are_what_both_sides_hold(maker: TransportMaker, sizes: tup
             sender = pair.offer()
             pair.grant()
             pair.compute(sender)
-            sender.commit(token_id=1, token_index=0)
+            sender.commit(FirstToken(1, 0))
             assert isinstance(await b.outcome(), LandedTransfer)
             assert isinstance(await a.outcome(), SentTransfer)
             pair.check_moved()
@@ -219,10 +225,10 @@ async def test_no_bytes_move_before_the_grant(memory: TransportMaker) -> None:
         pair.expect()
         sender = pair.offer()
         pair.compute(sender)
-        sender.commit(token_id=1, token_index=0)
+        sender.commit(FirstToken(1, 0))
         await anyio.wait_all_tasks_blocked()
         assert pair.b.mover.counters().num_pieces_received == 0
-        pair.a.mover.grant(REQUEST, Epoch(2), destination_address=pair.b.transport.address, capability=CAPABILITY)
+        pair.a.mover.grant(REQUEST, Epoch(2), destinations=[everything_to(pair.b)], capability=CAPABILITY)
         await anyio.wait_all_tasks_blocked()
         assert pair.b.mover.counters().num_pieces_received == 0
         pair.free_all()
@@ -241,7 +247,7 @@ async def test_a_paused_transfer_moves_nothing_until_it_is_granted_again(maker: 
             pair.a.mover.pause(REQUEST, EPOCH)
             with anyio.fail_after(30):
                 assert await pair.a.outcome() == PausedTransfer(request_id=REQUEST, epoch=EPOCH)
-            sender.commit(token_id=7, token_index=0)
+            sender.commit(FirstToken(7, 0))
             num_sent = pair.a.mover.counters().num_pieces_sent
             await anyio.wait_all_tasks_blocked()
             assert pair.a.mover.counters().num_pieces_sent == num_sent
@@ -263,7 +269,7 @@ async def test_only_what_was_granted_and_is_not_whole_can_be_paused(memory: Tran
         pair.grant()
         pair.compute(sender)
         pair.a.mover.pause(REQUEST, Epoch(EPOCH + 1))
-        sender.commit(token_id=7, token_index=0)
+        sender.commit(FirstToken(7, 0))
         pair.a.mover.pause(REQUEST, EPOCH)
         with anyio.fail_after(30):
             assert isinstance(await pair.b.outcome(), LandedTransfer)
@@ -278,7 +284,7 @@ async def test_cancel_at_any_moment_frees_everything(maker: TransportMaker) -> N
             sender = pair.offer()
             pair.compute(sender)
             pair.grant()
-            sender.commit(token_id=1, token_index=0)
+            sender.commit(FirstToken(1, 0))
             for _ in range(num_checkpoints):
                 await anyio.lowlevel.checkpoint()
             released = anyio.Event()
@@ -321,7 +327,7 @@ async def test_blocks_freed_during_a_copy_stay_quarantined_until_it_ends(memory:
 
 
 async def test_a_damaged_piece_fails_both_sides(memory: TransportMaker) -> None:
-    memory.fabric.faults = MemoryFaults(corrupt=lambda header: unpack_header(header, KEY).layer == 2)
+    memory.fabric.faults = MemoryFaults(corrupt=lambda header: unpack_header(header, KEY).part.layers.start == 2)
     async with open_pair(memory) as pair:
         pair.expect()
         sender = pair.offer()
@@ -340,12 +346,12 @@ async def test_a_damaged_piece_fails_both_sides(memory: TransportMaker) -> None:
 
 
 async def test_a_lost_piece_is_noticed_at_the_commit(memory: TransportMaker) -> None:
-    memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header, KEY).layer == 1)
+    memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header, KEY).part.layers.start == 1)
     async with open_pair(memory) as pair:
         pair.expect()
         sender = pair.offer()
         pair.compute(sender)
-        sender.commit(token_id=1, token_index=0)
+        sender.commit(FirstToken(1, 0))
         pair.grant()
         failed = await pair.b.outcome()
         assert isinstance(failed, FailedTransfer)
@@ -361,7 +367,7 @@ async def test_a_lost_end_is_noticed_by_the_deadline(memory: TransportMaker, los
         pair.expect()
         sender = pair.offer()
         pair.compute(sender)
-        sender.commit(token_id=1, token_index=0)
+        sender.commit(FirstToken(1, 0))
         pair.grant()
         failed = await pair.a.outcome()
         assert isinstance(failed, FailedTransfer)
@@ -423,8 +429,7 @@ def _forgeries() -> list[Forgery]:
         request_key=request_key(REQUEST),
         epoch=EPOCH,
         capability=CAPABILITY,
-        num_blocks=1,
-        num_heads=2,
+        part=A_PAGE,
         payload_bytes=size,
         checksum=KEY.checksum(memoryview(bytes(size))),
     )
@@ -436,16 +441,21 @@ def _forgeries() -> list[Forgery]:
         Forgery("epoch", replace(good, epoch=Epoch(4)), size),
         Forgery("capability", replace(good, capability=CAPABILITY ^ 1), size),
         Forgery("capability", replace(good, kind=PieceKind.COMMIT, capability=0), 0),
-        Forgery("range", replace(good, layer=3), size),
-        Forgery("range", replace(good, layer=2**32 - 1), size),
-        Forgery("range", replace(good, first_block=9), size),
-        Forgery("range", replace(good, first_block=2**32 - 1), size),
-        Forgery("range", replace(good, num_blocks=0), size),
-        Forgery("range", replace(good, num_blocks=2), size),
-        Forgery("range", replace(good, num_blocks=2, payload_bytes=2 * size), size),
+        Forgery("range", replace(good, source=1), size),
+        Forgery("range", replace(good, destination=1), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(layers=Span(3, 4))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(layers=Span(2**16 - 2, 2**16 - 1))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(layers=Span(0, 2)), payload_bytes=2 * size), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(layers=Span(1, 0))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(9, 10))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(2**32 - 2, 2**32 - 1))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(0, 0))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(2, 1))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(0, 2))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(0, 2)), payload_bytes=2 * size), size),
         Forgery("range", replace(good, payload_bytes=size + 1), size),
-        Forgery("range", replace(good, head_start=1), size),
-        Forgery("range", replace(good, num_heads=1), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(heads=Span(1, 3))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(heads=Span(0, 1))), size),
     ]
 
 
@@ -456,7 +466,7 @@ async def test_a_forged_piece_is_dropped_and_the_transfer_goes_on(maker: Transpo
         await send_raw(pair, forgery.header, bytes(forgery.payload_bytes))
         sender = pair.offer()
         pair.compute(sender)
-        sender.commit(token_id=1, token_index=0)
+        sender.commit(FirstToken(1, 0))
         pair.grant()
         assert isinstance(await pair.b.outcome(), LandedTransfer)
         assert isinstance(await pair.a.outcome(), SentTransfer)
@@ -497,7 +507,7 @@ async def test_who_does_not_know_the_mesh_token_forges_nothing(maker: TransportM
         await send_raw(pair, header, bytes(good.payload_bytes), MeshKey("another mesh's"))
         sender = pair.offer()
         pair.compute(sender)
-        sender.commit(token_id=1, token_index=0)
+        sender.commit(FirstToken(1, 0))
         pair.grant()
         assert isinstance(await pair.b.outcome(), LandedTransfer)
         assert isinstance(await pair.a.outcome(), SentTransfer)
@@ -518,7 +528,7 @@ async def test_a_commit_for_another_length_fails(memory: TransportMaker) -> None
         pair.expect(num_context_tokens=pair.num_context_tokens + 1)
         sender = pair.offer()
         pair.compute(sender)
-        sender.commit(token_id=1, token_index=0)
+        sender.commit(FirstToken(1, 0))
         pair.grant()
         failed = await pair.b.outcome()
         assert isinstance(failed, FailedTransfer)
@@ -536,7 +546,7 @@ async def test_a_newer_epoch_takes_the_place_of_an_older_one(memory: TransportMa
         pair.a.mover.cancel(REQUEST, Epoch(2))  # late: touches nothing
         pair.b.mover.cancel(REQUEST, Epoch(2))
         pair.compute(sender)
-        sender.commit(token_id=1, token_index=0)
+        sender.commit(FirstToken(1, 0))
         pair.grant()
         assert isinstance(await pair.b.outcome(), LandedTransfer)
         assert isinstance(await pair.a.outcome(), SentTransfer)
@@ -555,12 +565,17 @@ async def test_many_requests_at_once(maker: TransportMaker) -> None:
                 capability=CAPABILITY,
                 block_ids=destination,
                 num_context_tokens=3 * layout.block_size,
-                source_address=pair.a.transport.address,
+                source_addresses=(pair.a.transport.address,),
             )
             sender = pair.a.mover.offer(request_id, EPOCH, block_ids=source, num_context_tokens=3 * layout.block_size)
-            pair.a.mover.grant(request_id, EPOCH, destination_address=pair.b.transport.address, capability=CAPABILITY)
+            pair.a.mover.grant(
+                request_id,
+                EPOCH,
+                destinations=[everything_to(pair.b)],
+                capability=CAPABILITY,
+            )
             pair.compute(sender, chunks=((0, 2), (2, 1)))
-            sender.commit(token_id=1, token_index=0)
+            sender.commit(FirstToken(1, 0))
         for side, kind in ((pair.b, LandedTransfer), (pair.a, SentTransfer)):
             outcomes = [await side.outcome() for _ in blocks]
             assert all(isinstance(outcome, kind) for outcome in outcomes)
@@ -585,3 +600,109 @@ async def test_a_piece_must_hold_a_block(memory: TransportMaker) -> None:
         store = ByteStore(SMALL_LAYOUT, 1)
         with pytest.raises(ConfigError, match="max_payload_bytes"):
             KvMover(transport=transport, store=store, pool=BlockPool(1), config=config, on_outcome=print)
+
+
+# --- several sources and destinations ---
+
+
+class Mesh:
+    """Two sources, which hold nine blocks of a request between them, and two destinations for all of them."""
+
+    def __init__(self, sides: list[Side]) -> None:
+        self.sources, self.destinations = sides[:2], sides[2:]
+        self.tables = [side.pool.allocate(9) for side in sides]
+        self.shares = (Span(0, 5), Span(5, 9))
+
+    def expect(self) -> None:
+        addresses = tuple(source.transport.address for source in self.sources)
+        for index, side in enumerate(self.destinations):
+            side.mover.expect(
+                REQUEST,
+                EPOCH,
+                capability=CAPABILITY,
+                block_ids=self.tables[2 + index],
+                num_context_tokens=33,
+                source_addresses=addresses,
+                destination=index,
+            )
+
+    def offer(self, shares: tuple[Span, Span] | None = None) -> list[KvSender]:
+        senders: list[KvSender] = []
+        for index, (side, blocks) in enumerate(zip(self.sources, shares or self.shares, strict=True)):
+            table = self.tables[index]
+            sender = side.mover.offer(
+                REQUEST, EPOCH, block_ids=table, num_context_tokens=33, source=index, blocks=blocks
+            )
+            destinations = [everything_to(destination) for destination in self.destinations]
+            side.mover.grant(REQUEST, EPOCH, destinations=destinations, capability=CAPABILITY)
+            for layer in range(SMALL_LAYOUT.num_layers):
+                sender.blocks_ready(chunk=0, layer=layer, first_block=blocks.start, num_blocks=blocks.size)
+            senders.append(sender)
+        return senders
+
+    def free_all(self) -> None:
+        for side, table in zip((*self.sources, *self.destinations), self.tables, strict=True):
+            side.mover.cancel(REQUEST, EPOCH)
+            side.pool.free(table)
+
+
+@asynccontextmanager
+async def open_mesh(memory: TransportMaker) -> AsyncIterator[Mesh]:
+    async with AsyncExitStack() as stack:
+        stores = [ByteStore(SMALL_LAYOUT, NUM_BLOCKS, seed=seed) for seed in (1, 2, 3, 4)]
+        sides = [
+            await stack.enter_async_context(open_side(memory, SMALL_LAYOUT, SMALL_TRANSFER, store)) for store in stores
+        ]
+        with anyio.fail_after(30):
+            yield Mesh(sides)
+        for side in sides:
+            assert (side.outcomes, side.pool.num_free) == ([], NUM_BLOCKS)
+            assert side.mover.counters()[-2:] == (0, 0)
+
+
+async def test_each_source_sends_its_blocks_to_all_and_the_sampler_the_token(memory: TransportMaker) -> None:
+    async with open_mesh(memory) as mesh:
+        mesh.expect()
+        first, second = mesh.offer()
+        second.commit(FirstToken(7, 2))
+        await anyio.wait_all_tasks_blocked()
+        assert all(not side.outcomes for side in (*mesh.sources, *mesh.destinations))  # half of it is there
+        first.commit(None)
+        for side in mesh.destinations:
+            landed = await side.outcome()
+            assert isinstance(landed, LandedTransfer)
+            assert (landed.token_id, landed.token_index) == (7, 2)
+            assert landed.num_bytes == 9 * SMALL_LAYOUT.num_layers * SMALL_LAYOUT.block_bytes
+        for side, share in zip(mesh.sources, mesh.shares, strict=True):
+            sent = await side.outcome()
+            assert isinstance(sent, SentTransfer)
+            assert sent.num_bytes == 2 * share.size * SMALL_LAYOUT.num_layers * SMALL_LAYOUT.block_bytes
+        for layer in range(SMALL_LAYOUT.num_layers):
+            for block in range(9):
+                owner = 0 if block < 5 else 1
+                source = mesh.sources[owner].store.block(layer, mesh.tables[owner][block])
+                for index, side in enumerate(mesh.destinations):
+                    assert side.store.block(layer, mesh.tables[2 + index][block]) == source
+        mesh.free_all()
+
+
+@pytest.mark.parametrize(
+    ("shares", "token", "reason"),
+    [
+        ((Span(0, 5), Span(6, 9)), FirstToken(1, 0), "3 blocks are missing"),
+        ((Span(0, 5), Span(5, 9)), None, "no source drew the first token"),
+    ],
+)
+async def test_sources_that_are_not_all_of_it_do_not_land(
+    memory: TransportMaker, shares: tuple[Span, Span], token: FirstToken | None, reason: str
+) -> None:
+    async with open_mesh(memory) as mesh:
+        mesh.expect()
+        first, second = mesh.offer(shares)
+        first.commit(token)
+        second.commit(None)
+        for side in (*mesh.destinations, *mesh.sources):
+            failed = await side.outcome()
+            assert isinstance(failed, FailedTransfer)
+            assert failed.reason in (reason, "the receiver gave up")
+        mesh.free_all()

@@ -9,9 +9,10 @@ What a worker runtime needs to know::
 
 **Sending** (prefill). ``sending = mover.offer(...)`` when the request is admitted; it holds no resources until there is
 something to send. From the engine's thread, for each layer of each chunk, ``sending.blocks_ready(...)`` (about a
-microsecond). ``mover.grant(...)`` when the scheduler says so, before or after. ``sending.commit(...)`` with the first
-token. Exactly one outcome follows: `SentTransfer` or `FailedTransfer`; then the blocks may be freed. Before the prompt
-is computed, ``mover.pause(...)`` stops it until the next grant, and `PausedTransfer` says that no piece is under way.
+microsecond). ``mover.grant(...)`` when the scheduler says so, before or after. ``sending.commit(...)`` at the end, with
+the first token if it was drawn here. Exactly one outcome follows: `SentTransfer` or `FailedTransfer`; then the blocks
+may be freed. Before, ``mover.pause(...)`` stops it until the next grant, and `PausedTransfer` says that no piece is
+under way.
 
 **Receiving** (decode). ``mover.expect(...)`` with the reserved blocks. Exactly one outcome follows: `LandedTransfer`
 (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
@@ -47,9 +48,9 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome, PausedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.receiver import KvReceiver
-from pdmesh.kv.sender import KvSender
+from pdmesh.kv.sender import KvDestination, KvSender
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, RequestId, Span
 from pdmesh.transport.base import KvTransport, ReceivedPiece
 from pdmesh.transport.seal import MeshKey
 
@@ -122,10 +123,18 @@ class KvMover:
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def offer(
-        self, request_id: RequestId, epoch: Epoch, *, block_ids: Sequence[int], num_context_tokens: int
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        block_ids: Sequence[int],
+        num_context_tokens: int,
+        source: int = 0,
+        blocks: Span | None = None,
     ) -> KvSender:
         """Get ready to send. ``block_ids`` is the request's block table, whose first blocks hold the context.
 
+        This is source number ``source`` of the transfer, which sends ``blocks`` of the table; None sends all.
         An older epoch of the request is cancelled.
         """
         sender = KvSender(
@@ -133,6 +142,8 @@ class KvMover:
             epoch,
             block_ids=block_ids,
             num_context_tokens=num_context_tokens,
+            source=source,
+            blocks=blocks,
             store=self._store,
             transport=self._transport,
             config=self._config,
@@ -148,12 +159,15 @@ class KvMover:
         self._tasks.start_soon(self._send, sender, scope)
         return sender
 
-    def grant(self, request_id: RequestId, epoch: Epoch, *, destination_address: bytes, capability: int) -> None:
+    def grant(
+        self, request_id: RequestId, epoch: Epoch, *, destinations: Sequence[KvDestination], capability: int
+    ) -> None:
         """Let an offered transfer start. Ignored if it is not there (the request was freed meanwhile)."""
         sender, _ = self._senders.get(request_key(request_id), (None, None))
         if sender is not None and sender.epoch == epoch:
-            self._admit(destination_address)
-            sender.grant(destination_address, capability)
+            for destination in destinations:
+                self._admit(destination.address)
+            sender.grant(destinations, capability)
 
     def pause(self, request_id: RequestId, epoch: Epoch) -> None:
         """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if it is not there."""
@@ -169,11 +183,12 @@ class KvMover:
         capability: int,
         block_ids: Sequence[int],
         num_context_tokens: int,
-        source_address: bytes,
+        source_addresses: tuple[bytes, ...],
+        destination: int = 0,
     ) -> None:
         """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
 
-        An older epoch of the request is cancelled.
+        This is the transfer's destination number ``destination``. An older epoch of the request is cancelled.
         """
         receiver = KvReceiver(
             request_id,
@@ -181,11 +196,13 @@ class KvMover:
             capability=capability,
             block_ids=block_ids,
             num_context_tokens=num_context_tokens,
-            source_address=source_address,
+            source_addresses=source_addresses,
+            destination=destination,
             layout=self._store.layout,
         )
         self._receivers[receiver.key] = receiver
-        self._admit(source_address)
+        for address in source_addresses:
+            self._admit(address)
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
         """Stop sending and receiving this epoch and older, without an outcome. Idempotent."""
@@ -244,8 +261,8 @@ class KvMover:
                 except KvTransferError as error:
                     self._forget_sender(sender)
                     self._fail(sender.request_id, sender.epoch, sending=True, reason=str(error))
-                    if sender.destination_address is not None:
-                        await self._tell(PieceKind.ABORT, sender, sender.destination_address)
+                    for index, destination in enumerate(sender.destinations):
+                        await self._tell(PieceKind.ABORT, sender, destination.address, destination=index)
                 else:
                     self._forget_sender(sender)
                     self._on_outcome(outcome)
@@ -258,9 +275,21 @@ class KvMover:
     def _paused(self, sender: KvSender) -> None:
         self._on_outcome(PausedTransfer(request_id=sender.request_id, epoch=sender.epoch))
 
-    async def _tell(self, kind: PieceKind, transfer: KvSender | KvReceiver, address: bytes) -> None:
+    async def _tell_sources(self, kind: PieceKind, receiver: KvReceiver) -> None:
+        for address in receiver.source_addresses:
+            await self._tell(kind, receiver, address, destination=receiver.destination)
+
+    async def _tell(
+        self, kind: PieceKind, transfer: KvSender | KvReceiver, address: bytes, *, destination: int
+    ) -> None:
         """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
-        header = PieceHeader(kind=kind, request_key=transfer.key, epoch=transfer.epoch, capability=transfer.capability)
+        header = PieceHeader(
+            kind=kind,
+            request_key=transfer.key,
+            epoch=transfer.epoch,
+            capability=transfer.capability,
+            destination=destination,
+        )
         try:
             async with self._transport.lend() as buffer:
                 pack_header(header, buffer.header, self._key)
@@ -306,7 +335,7 @@ class KvMover:
             self._drop(piece, reason)
         else:
             piece.release()
-            sender.landed()
+            sender.landed(header.destination)
 
     def _take_abort(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         sender, _ = self._senders.get(header.request_key, (None, None))
@@ -360,13 +389,13 @@ class KvMover:
         """Check the payload and copy it into its blocks. False, and nothing copied, if it was damaged on the way."""
         if self._key.checksum(piece.payload) != header.checksum:
             return False
-        self._store.scatter(header.layer, receiver.block_ids_of(header), piece.payload)
+        self._store.scatter(header.part.layers.start, receiver.block_ids_of(header), piece.payload)
         return True
 
     def _end_copy(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece, valid: bool) -> None:
         if not valid:
             self._drop(piece, "checksum")
-            self._give_up(receiver, f"a piece of layer {header.layer} was damaged on the way")
+            self._give_up(receiver, f"a piece of layer {header.part.layers.start} was damaged on the way")
             return
         piece.release()
         self._num_pieces_received += 1
@@ -380,7 +409,7 @@ class KvMover:
         assert receiver.first_token is not None
         assert receiver.first_piece_s is not None
         del self._receivers[receiver.key]
-        self._tasks.start_soon(self._tell, PieceKind.LANDED, receiver, receiver.source_address)
+        self._tasks.start_soon(self._tell_sources, PieceKind.LANDED, receiver)
         self._on_outcome(
             LandedTransfer(
                 request_id=receiver.request_id,
@@ -397,7 +426,7 @@ class KvMover:
             return  # cancelled, or failed before
         del self._receivers[receiver.key]
         if tell:
-            self._tasks.start_soon(self._tell, PieceKind.ABORT, receiver, receiver.source_address)
+            self._tasks.start_soon(self._tell_sources, PieceKind.ABORT, receiver)
         self._fail(receiver.request_id, receiver.epoch, sending=False, reason=reason)
 
 

@@ -1,6 +1,6 @@
 """The fixed header of a piece, and the checks that come before anything else is believed of it.
 
-Little-endian, 96 of `HEADER_BYTES` bytes used; the last sixteen are a seal that only services of the mesh can make
+Little-endian, 100 of `HEADER_BYTES` bytes used; the last sixteen are a seal that only services of the mesh can make
 (`pdmesh.transport.seal`), so that a damaged or foreign header is told apart from a wrong one. The payload has a
 checksum of its own, of the same secret, which the header holds.
 """
@@ -13,20 +13,23 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from pdmesh.errors import ProtocolError
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, KvPart, RequestId, Span
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK2"  # the digit is the version
-_FIELDS = struct.Struct("<4sB3xI16sQ5IQ2H3I")
+_MAGIC = b"pdK3"  # the digit is the version
+_FIELDS = struct.Struct("<4sB?2xI16sQ2HI2I4HIQ3I")
 _USED = _FIELDS.size + SEAL_BYTES
 assert _USED <= HEADER_BYTES
 
 
+NO_PART = KvPart(Span(0, 0), Span(0, 0), Span(0, 0))
+
+
 class PieceKind(IntEnum):
     KV = 1  # blocks of one layer
-    COMMIT = 2  # sender to receiver, after the last KV: the first token
-    LANDED = 3  # receiver to sender: everything is in place
+    COMMIT = 2  # source to destination, after its last KV: what it sent, and the first token if it drew it
+    LANDED = 3  # destination to each source: everything is in place
     ABORT = 4  # either way: the other side gave up
 
 
@@ -38,17 +41,16 @@ class PieceHeader:
     request_key: bytes  # see `request_key`
     epoch: Epoch
     capability: int
+    source: int = 0  # which of the transfer's sources and destinations this is between
+    destination: int = 0
     chunk: int = 0
-    layer: int = 0
-    first_block: int = 0  # index into the request's block table, the same on both sides
-    num_blocks: int = 0
+    part: KvPart = NO_PART  # KV: what the payload is, of one layer; COMMIT: all that this source has sent
     payload_bytes: int = 0
     checksum: int = 0  # of the payload: `MeshKey.checksum`
-    head_start: int = 0  # the KV heads in the payload; today all of them
-    num_heads: int = 0
-    num_context_tokens: int = 0  # COMMIT: tokens whose KV was sent
-    token_id: int = 0  # COMMIT: the first token, drawn by prefill
-    token_index: int = 0  # COMMIT: its output index
+    num_context_tokens: int = 0  # COMMIT: tokens of the request's context
+    has_token: bool = False  # COMMIT: this source drew the first token
+    token_id: int = 0
+    token_index: int = 0  # its output index
 
 
 def request_key(request_id: RequestId) -> bytes:
@@ -63,17 +65,18 @@ def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
         0,
         _MAGIC,
         header.kind,
+        header.has_token,
         header.epoch,
         header.request_key,
         header.capability,
+        header.source,
+        header.destination,
         header.chunk,
-        header.layer,
-        header.first_block,
-        header.num_blocks,
+        *header.part.blocks,
+        *header.part.layers,
+        *header.part.heads,
         header.payload_bytes,
         header.checksum,
-        header.head_start,
-        header.num_heads,
         header.num_context_tokens,
         header.token_id,
         header.token_index,
@@ -85,29 +88,28 @@ def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
     """Inverse of `pack_header`. Raises ProtocolError, and nothing else, for anything else."""
     if len(data) < _USED:
         raise ProtocolError(f"a piece header of {len(data)} bytes")
-    magic, kind, epoch, request, capability, *numbers = _FIELDS.unpack_from(data)
+    magic, kind, has_token, epoch, request, capability, *numbers = _FIELDS.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError("not a piece of this version")
     if not key.opens(data[: _FIELDS.size], data[_FIELDS.size : _USED]):
         raise ProtocolError("a damaged piece header, or another mesh's")
     if kind not in _KINDS:
         raise ProtocolError(f"a piece of unknown kind {kind}")
-    chunk, layer, first_block, num_blocks, payload_bytes, checksum, head_start, num_heads, *commit = numbers
-    num_context_tokens, token_id, token_index = commit
+    source, destination, chunk, *spans = numbers[:9]
+    payload_bytes, checksum, num_context_tokens, token_id, token_index = numbers[9:]
     return PieceHeader(
         kind=PieceKind(kind),
         request_key=request,
         epoch=Epoch(epoch),
         capability=capability,
+        source=source,
+        destination=destination,
         chunk=chunk,
-        layer=layer,
-        first_block=first_block,
-        num_blocks=num_blocks,
+        part=KvPart(Span(*spans[:2]), Span(*spans[2:4]), Span(*spans[4:])),
         payload_bytes=payload_bytes,
         checksum=checksum,
-        head_start=head_start,
-        num_heads=num_heads,
         num_context_tokens=num_context_tokens,
+        has_token=has_token,
         token_id=token_id,
         token_index=token_index,
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdmesh.kv.piece import PieceHeader, request_key
-from pdmesh.model import Epoch, KvLayout, RequestId, num_blocks_for
+from pdmesh.model import Epoch, KvLayout, KvPart, RequestId, Span, num_blocks_for
 
 
 class FirstToken(NamedTuple):
@@ -17,9 +17,10 @@ class FirstToken(NamedTuple):
 
 
 class KvReceiver:
-    """The receiver's side of a transfer: its books. `pdmesh.kv.mover.KvMover` does the work.
+    """A destination's side of a transfer: its books. `pdmesh.kv.mover.KvMover` does the work.
 
-    A (layer, block) is *claimed* when a piece for it has been accepted and *placed* when it has been copied in.
+    A page, that is a (layer, block), is *claimed* when a piece for it has been accepted and *placed* when it has been
+    copied in. Every source ends with a commit that says what it sent; together they must have sent all pages.
     """
 
     def __init__(
@@ -30,7 +31,8 @@ class KvReceiver:
         capability: int,
         block_ids: Sequence[int],
         num_context_tokens: int,
-        source_address: bytes,
+        source_addresses: tuple[bytes, ...],
+        destination: int,
         layout: KvLayout,
     ) -> None:
         num_blocks = num_blocks_for(num_context_tokens, layout.block_size)
@@ -39,61 +41,78 @@ class KvReceiver:
         self.epoch = epoch
         self.key = request_key(request_id)
         self.capability = capability
-        self.source_address = source_address
+        self.source_addresses = source_addresses
+        self.destination = destination
         self.first_piece_s: float | None = None
         self.first_token: FirstToken | None = None
         self.num_bytes = 0
         self._block_ids = list(block_ids[:num_blocks])
         self._num_context_tokens = num_context_tokens
         self._layout = layout
+        self._part = KvPart(Span(0, num_blocks), Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
         self._claimed = [bytearray(num_blocks) for _ in range(layout.num_layers)]
-        self._num_unclaimed = self._num_unplaced = num_blocks * layout.num_layers
+        self._num_claimed_of = [0] * len(source_addresses)
+        self._uncommitted = set(range(len(source_addresses)))
+        self._num_unclaimed = self._num_unplaced = self._part.num_pages
 
     def block_ids_of(self, header: PieceHeader) -> list[int]:
-        return self._block_ids[header.first_block : header.first_block + header.num_blocks]
+        return self._block_ids[header.part.blocks.start : header.part.blocks.stop]
 
     def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
         """Accept a KV piece, or say why it must be dropped."""
-        layout = self._layout
+        blocks, layers, heads = part = header.part
         if (
-            header.layer >= layout.num_layers
-            or header.num_blocks == 0
-            or header.first_block + header.num_blocks > len(self._block_ids)
-            or header.payload_bytes != header.num_blocks * layout.block_bytes
+            header.source >= len(self.source_addresses)
+            or header.destination != self.destination
+            or layers.size != 1
+            or not self._part.layers.holds(layers)
+            or not self._part.blocks.holds(blocks)
+            or heads != self._part.heads
+            or header.payload_bytes != part.num_pages * self._layout.block_bytes
             or header.payload_bytes != payload_bytes
-            or (header.head_start, header.num_heads) != (0, layout.num_kv_heads)
         ):
             return "range"
-        blocks = slice(header.first_block, header.first_block + header.num_blocks)
-        claimed = self._claimed[header.layer]
-        if any(claimed[blocks]):
+        claimed = self._claimed[layers.start]
+        if any(claimed[blocks.start : blocks.stop]):
             return "duplicate"
-        claimed[blocks] = b"\1" * header.num_blocks
-        self._num_unclaimed -= header.num_blocks
+        claimed[blocks.start : blocks.stop] = b"\1" * blocks.size
+        self._num_claimed_of[header.source] += blocks.size
+        self._num_unclaimed -= blocks.size
         return None
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
-        self._num_unplaced -= header.num_blocks
+        self._num_unplaced -= header.part.blocks.size
         self.num_bytes += header.payload_bytes
 
     def commit(self, header: PieceHeader) -> str | None:
-        """Take the first token, or say why the transfer has failed. The sender sends it after all KV was taken."""
+        """Take a source's commit, or say why the transfer has failed. It sends it after all of its KV was taken."""
+        if header.source >= len(self.source_addresses) or header.destination != self.destination:
+            return f"a commit of source {header.source} for destination {header.destination}"
         if header.num_context_tokens != self._num_context_tokens:
             return f"the sender moved {header.num_context_tokens} tokens, {self._num_context_tokens} were expected"
-        if self._num_unclaimed > 0:
+        num_missing = header.part.num_pages - self._num_claimed_of[header.source]
+        if num_missing:
+            return f"{num_missing} blocks of source {header.source} are missing"
+        if header.has_token:
+            self.first_token = FirstToken(header.token_id, header.token_index)
+        self._uncommitted.discard(header.source)
+        if not self._uncommitted and self._num_unclaimed:
             return f"{self._num_unclaimed} blocks are missing"
-        self.first_token = FirstToken(header.token_id, header.token_index)
+        if not self._uncommitted and self.first_token is None:
+            return "no source drew the first token"
         return None
 
     @property
     def complete(self) -> bool:
-        return self._num_unplaced == 0 and self.first_token is not None
+        return not self._uncommitted and self._num_unplaced == 0
 
     def check_integrity(self) -> None:
+        """AssertionError names the numbers that do not balance."""
         num_claimed = sum(sum(layer) for layer in self._claimed)
-        total = len(self._block_ids) * self._layout.num_layers
+        total = self._part.num_pages
         assert num_claimed + self._num_unclaimed == total, f"{num_claimed} + {self._num_unclaimed} != {total}"
+        assert sum(self._num_claimed_of) == num_claimed, f"{self._num_claimed_of} do not sum to {num_claimed}"
         assert self._num_unclaimed <= self._num_unplaced, (
             f"{self._num_unclaimed} unclaimed, {self._num_unplaced} unplaced"
         )

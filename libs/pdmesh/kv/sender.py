@@ -13,8 +13,9 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
+from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, RequestId, num_blocks_for
+from pdmesh.model import Epoch, KvPart, RequestId, Span, num_blocks_for
 from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.seal import MeshKey
 
@@ -34,13 +35,18 @@ class _Blocks(NamedTuple):
     num_blocks: int
 
 
-class _Commit(NamedTuple):
-    token_id: int
-    token_index: int
+class KvDestination(NamedTuple):
+    """Where a transfer goes: a data address, and what of the request's KV is to be there."""
+
+    address: bytes
+    part: KvPart
 
 
 class KvSender:
-    """The sender's side of a transfer; made by `pdmesh.kv.mover.KvMover.offer`, which also runs it."""
+    """A source's side of a transfer; made by `pdmesh.kv.mover.KvMover.offer`, which also runs it.
+
+    Each destination gets what it and this source have in common.
+    """
 
     def __init__(
         self,
@@ -49,6 +55,8 @@ class KvSender:
         *,
         block_ids: Sequence[int],
         num_context_tokens: int,
+        source: int,
+        blocks: Span | None,
         store: KvStore,
         transport: KvTransport,
         config: TransferConfig,
@@ -64,7 +72,8 @@ class KvSender:
         self.request_id = request_id
         self.epoch = epoch
         self.key = request_key(request_id)
-        self.destination_address: bytes | None = None
+        self.source = source
+        self.destinations: tuple[KvDestination, ...] = ()  # once granted
         self.capability = 0
         self.num_bytes = 0
         self.num_pieces = 0
@@ -79,16 +88,19 @@ class KvSender:
         self._clock = clock
         self._on_paused = on_paused
         self._blocks_per_piece = transport.max_payload_bytes // layout.block_bytes
-        self._num_awaited = num_blocks * layout.num_layers  # (layer, block) pairs not yet computed
+        own = Span(0, num_blocks) if blocks is None else blocks.common(Span(0, num_blocks))
+        self._part = KvPart(own, Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
+        self._num_awaited = self._part.num_pages  # not yet computed
         self._computed_s = 0.0
         # A piece has one block at least, so that this bound is never reached.
         self._ready_in, self._ready_out = anyio.create_memory_object_stream[_Blocks](self._num_awaited)
-        self._commit: _Commit | None = None
+        self._first_token: FirstToken | None = None
         self._failure: str | None = None
         self._granted = anyio.Event()
         self._pausing = False  # asked to stop, with pieces under way
         self._num_under_way = 0
         self._committed = anyio.Event()
+        self._unlanded: set[int] = set()  # destinations that have not acknowledged, once granted
         self._landed = anyio.Event()
         self._work = anyio.CancelScope()
 
@@ -97,26 +109,27 @@ class KvSender:
     def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
         """Blocks ``first_block`` … of the request's block table are complete in this layer. The engine's thread; cheap.
 
-        Each (layer, block) is named once; the context's last block when its last token has been computed.
+        Each (layer, block) of this source's is named once; the context's last block when its last token was computed.
         """
         if num_blocks > 0:
             blocks = _Blocks(chunk, layer, first_block, num_blocks)
             self._store.when_written(lambda: self._call_soon(lambda: self._add_ready(blocks)))
 
-    def commit(self, *, token_id: int, token_index: int) -> None:
-        """The first token, drawn from the last chunk, and its output index. Event loop only.
+    def commit(self, first_token: FirstToken | None) -> None:
+        """All that this source computes is computed; ``first_token`` if it drew it. Event loop only.
 
         From here on, the transfer is what decode waits for: its exposed seconds begin.
         """
         self._computed_s = self._clock()
-        self._commit = _Commit(token_id, token_index)
+        self._first_token = first_token
         self._committed.set()
 
     # --- called by the mover ------------------------------------------------------------------------------------------
 
-    def grant(self, destination_address: bytes, capability: int) -> None:
-        self.destination_address = destination_address
+    def grant(self, destinations: Sequence[KvDestination], capability: int) -> None:
+        self.destinations = tuple(destinations)
         self.capability = capability
+        self._unlanded = set(range(len(self.destinations)))
         self._granted.set()
 
     def pause(self) -> None:
@@ -131,8 +144,11 @@ class KvSender:
             self._pausing = False
             self._on_paused(self)
 
-    def landed(self) -> None:
-        self._landed.set()
+    def landed(self, destination: int) -> None:
+        """A destination has all that goes there."""
+        self._unlanded.discard(destination)
+        if self.destinations and not self._unlanded:
+            self._landed.set()
 
     def fail(self, reason: str) -> None:
         """End `run` with a KvTransferError."""
@@ -160,7 +176,8 @@ class KvSender:
                 await self._committed.wait()
                 await self._wait_for_grant()
                 self._work.deadline = anyio.current_time() + limit_s
-            await self._send_commit()
+            for index, destination in enumerate(self.destinations):
+                await self._send_commit(index, destination)
             await self._landed.wait()
             landed_s = self._clock()
             return SentTransfer(
@@ -177,7 +194,8 @@ class KvSender:
     def _add_ready(self, blocks: _Blocks) -> None:
         end = blocks.first_block + blocks.num_blocks
         assert blocks.layer < self._store.layout.num_layers, f"layer {blocks.layer}"
-        assert end <= len(self._block_ids), f"block {end - 1} of {len(self._block_ids)}"
+        own = self._part.blocks
+        assert own.start <= blocks.first_block <= end <= own.stop, f"blocks {blocks.first_block} … {end - 1} of {own}"
         self._num_awaited -= blocks.num_blocks
         assert self._num_awaited >= 0, "a block was named twice"
         try:
@@ -194,10 +212,9 @@ class KvSender:
         for first in range(blocks.first_block, end, size):
             yield blocks._replace(first_block=first, num_blocks=min(size, end - first))
 
-    def _blocks_taken(self) -> int:
-        """Blocks of a piece that the receiver takes: its buffers may be smaller than ours."""
-        assert self.destination_address is not None
-        limit = self._transport.payload_limit(self.destination_address)
+    def _blocks_taken(self, address: bytes) -> int:
+        """Blocks of a piece that a destination takes: its buffers may be smaller than ours."""
+        limit = self._transport.payload_limit(address)
         if limit < self._store.layout.block_bytes:
             raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
         return limit // self._store.layout.block_bytes
@@ -211,28 +228,37 @@ class KvSender:
             async for blocks in self._ready_out:
                 await self._wait_for_grant()
                 self._num_under_way += 1
-                for piece in self._pieces(blocks, self._blocks_taken()):
-                    async with self._transport.lend() as buffer:
-                        await self._send_blocks(piece, buffer)
+                for index, destination in enumerate(self.destinations):
+                    await self._send_to(index, destination, blocks)
                 self._num_under_way -= 1
                 self._check_paused()
         except KvTransferError as error:
             self.fail(str(error))
 
-    async def _send_blocks(self, blocks: _Blocks, buffer: SendBuffer) -> None:
-        assert self.destination_address is not None
+    async def _send_to(self, index: int, destination: KvDestination, blocks: _Blocks) -> None:
+        """What of ``blocks`` goes to a destination."""
+        end = blocks.first_block + blocks.num_blocks
+        wanted = destination.part.blocks.common(Span(blocks.first_block, end))
+        if wanted.size == 0 or not destination.part.layers.holds(Span(blocks.layer, blocks.layer + 1)):
+            return
+        wanted_blocks = blocks._replace(first_block=wanted.start, num_blocks=wanted.size)
+        for piece in self._pieces(wanted_blocks, self._blocks_taken(destination.address)):
+            async with self._transport.lend() as buffer:
+                await self._send_blocks(index, destination.address, piece, buffer)
+
+    async def _send_blocks(self, index: int, address: bytes, blocks: _Blocks, buffer: SendBuffer) -> None:
         payload_bytes = blocks.num_blocks * self._store.layout.block_bytes
         if payload_bytes <= self._store.inline_copy_bytes:
-            self._fill(blocks, buffer, payload_bytes)
+            self._fill(index, blocks, buffer, payload_bytes)
         else:
-            await anyio.to_thread.run_sync(self._fill, blocks, buffer, payload_bytes, limiter=self._copies)
+            await anyio.to_thread.run_sync(self._fill, index, blocks, buffer, payload_bytes, limiter=self._copies)
             # The request may have been freed, and its blocks used again, while the thread copied them.
             await anyio.lowlevel.checkpoint_if_cancelled()
-        await self._transport.send(self.destination_address, buffer, payload_bytes)
+        await self._transport.send(address, buffer, payload_bytes)
         self.num_pieces += 1
         self.num_bytes += payload_bytes
 
-    def _fill(self, blocks: _Blocks, buffer: SendBuffer, payload_bytes: int) -> None:
+    def _fill(self, index: int, blocks: _Blocks, buffer: SendBuffer, payload_bytes: int) -> None:
         payload = buffer.payload[:payload_bytes]
         first = blocks.first_block
         self._store.gather(blocks.layer, self._block_ids[first : first + blocks.num_blocks], payload)
@@ -241,28 +267,30 @@ class KvSender:
             request_key=self.key,
             epoch=self.epoch,
             capability=self.capability,
+            source=self.source,
+            destination=index,
             chunk=blocks.chunk,
-            layer=blocks.layer,
-            first_block=first,
-            num_blocks=blocks.num_blocks,
+            part=KvPart(Span(first, first + blocks.num_blocks), Span(blocks.layer, blocks.layer + 1), self._part.heads),
             payload_bytes=payload_bytes,
             checksum=self._key.checksum(payload),
-            num_heads=self._store.layout.num_kv_heads,
         )
         pack_header(header, buffer.header, self._key)
 
-    async def _send_commit(self) -> None:
-        assert self.destination_address is not None
-        assert self._commit is not None
+    async def _send_commit(self, index: int, destination: KvDestination) -> None:
+        token = self._first_token
         header = PieceHeader(
             kind=PieceKind.COMMIT,
             request_key=self.key,
             epoch=self.epoch,
             capability=self.capability,
+            source=self.source,
+            destination=index,
+            part=self._part.common(destination.part),
             num_context_tokens=self._num_context_tokens,
-            token_id=self._commit.token_id,
-            token_index=self._commit.token_index,
+            has_token=token is not None,
+            token_id=0 if token is None else token.token_id,
+            token_index=0 if token is None else token.token_index,
         )
         async with self._transport.lend() as buffer:
             pack_header(header, buffer.header, self._key)
-            await self._transport.send(self.destination_address, buffer, 0)
+            await self._transport.send(destination.address, buffer, 0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import KvLayout
+from pdmesh.model import KvLayout, KvPart, Span
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.ucx import UcxTransport
@@ -18,6 +18,10 @@ SMALL_LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, 
 SMALL_TRANSFER = TransferConfig(
     transport="memory", max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=5.0
 )
+
+
+#: More of a request's KV than any has here.
+EVERYTHING = KvPart(Span(0, 1 << 30), Span(0, 1 << 14), Span(0, 1 << 14))
 
 
 class ByteStore(HostKvStore):

@@ -30,6 +30,8 @@ from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.sender import KvDestination
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role, TransferId, num_blocks_for
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, TokensUp, unpack_token_ids
@@ -123,8 +125,14 @@ class Instance:
             return
         if command.transfer is not None:
             hold.transfer = command.transfer
+            source = command.transfer.source_ids.index(self.instance_id)
             hold.sender = self._mover.offer(
-                hold.request_id, hold.epoch, block_ids=hold.sequence.block_table, num_context_tokens=num_tokens
+                hold.request_id,
+                hold.epoch,
+                block_ids=hold.sequence.block_table,
+                num_context_tokens=num_tokens,
+                source=source,
+                blocks=command.transfer.sources[source].part.blocks,
             )
 
     def _expect(self, message: ExpectKv) -> None:
@@ -151,7 +159,8 @@ class Instance:
             capability=transfer.capability,
             block_ids=hold.sequence.block_table,
             num_context_tokens=num_context_tokens,
-            source_address=message.source_addresses[0],
+            source_addresses=message.source_addresses,
+            destination=transfer.destination_ids.index(self.instance_id),
         )
         self._report(DecodeReserved(self.instance_id, hold.request_id, hold.epoch, transfer.transfer_id))
 
@@ -160,7 +169,10 @@ class Instance:
         self._mover.grant(
             command.request_id,
             command.epoch,
-            destination_address=message.destination_addresses[0],
+            destinations=[
+                KvDestination(address, shard.part)
+                for address, shard in zip(message.destination_addresses, command.transfer.destinations, strict=False)
+            ],
             capability=command.transfer.capability,
         )
         hold = self._sequences.get(command.request_id, command.epoch)
@@ -263,7 +275,7 @@ class Instance:
         if not hold.doomed:
             assert result.token_id is not None
             hold.stage = Stage.SENDING
-            hold.sender.commit(token_id=result.token_id, token_index=token_index)
+            hold.sender.commit(FirstToken(result.token_id, token_index))
 
     def _start_decoding(self, hold: Hold) -> None:
         self._sequences.start_decoding(hold)
