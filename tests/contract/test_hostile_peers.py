@@ -26,8 +26,10 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
+from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.sender import KvDestination
 from pdmesh.model import Epoch, RequestId
-from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
+from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
 from pdmesh.transport.address import peer_id, unpack_address
 from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES
@@ -261,7 +263,7 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
                     capability=1,
                     block_ids=block_ids,
                     num_context_tokens=8,
-                    source_address=a.address,
+                    source_addresses=(a.address,),
                 )
                 for _ in range(3):
                     changes: dict[str, Any] = {
@@ -292,12 +294,14 @@ async def _hand_over(
     """An honest transfer lands."""
     request, epoch = RequestId("honest"), Epoch(0)
     tables = pools[0].allocate(2), pools[1].allocate(2)
-    receiving.expect(request, epoch, capability=9, block_ids=tables[1], num_context_tokens=8, source_address=a.address)
+    receiving.expect(
+        request, epoch, capability=9, block_ids=tables[1], num_context_tokens=8, source_addresses=(a.address,)
+    )
     sender = sending.offer(request, epoch, block_ids=tables[0], num_context_tokens=8)
-    sending.grant(request, epoch, destination_address=b.address, capability=9)
+    sending.grant(request, epoch, destinations=[KvDestination(b.address, EVERYTHING)], capability=9)
     for layer in range(SMALL_LAYOUT.num_layers):
         sender.blocks_ready(chunk=0, layer=layer, first_block=0, num_blocks=2)
-    sender.commit(token_id=1, token_index=0)
+    sender.commit(FirstToken(1, 0))
     with anyio.fail_after(20):
         while len(outcomes) < 2:
             await anyio.wait_all_tasks_blocked()
