@@ -4,6 +4,11 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# A machine that is busy is slow: how long an example takes says nothing about the code.
+settings.register_profile("pdmesh", deadline=None)
+settings.load_profile("pdmesh")
 
 NO_DEVICE = "torch finds no CUDA device"
 

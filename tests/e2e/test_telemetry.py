@@ -108,8 +108,10 @@ def test_choices_share_the_requests_span_and_are_listed(observed: Observed) -> N
     for name in ("many", request_id, f"cmpl-{request_id}", request_id[:8]):
         listed = observed.mesh.pdmesh("requests", "show", name)
         assert "2 requests" in listed
-        shown = [line.split()[:2] for line in listed.splitlines()[2:]]
-        assert shown == [[f"{request_id}-{index}", "finished"] for index in range(2)]
+        shown = [line.split()[0] for line in listed.splitlines() if line.startswith(f"{request_id}-")]
+        assert shown == [f"{request_id}-{index}" for index in range(2)]
+        records = json.loads(observed.mesh.pdmesh("requests", "show", name, "-o", "json"))["requests"]
+        assert [record["state"] for record in records] == ["finished", "finished"]
 
 
 def test_a_record_tells_when_the_tokens_came(observed: Observed) -> None:

@@ -203,7 +203,12 @@ async def test_a_child_that_does_not_drain_is_told_again_and_then_killed(
 
 
 async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
-    mesh = Mesh(tmp_path, hang_s=0.3)
+    class Probed(Mesh):
+        async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:
+            # The others are there: a busy machine must not make it look otherwise.
+            return name != "gateway" or await super()._answers(name, facts)
+
+    mesh = Probed(tmp_path, hang_s=0.3)
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(mesh.supervisor.run)

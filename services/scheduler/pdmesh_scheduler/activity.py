@@ -115,7 +115,7 @@ class ActivityFeed:
             with anyio.move_on_after(IDLE_S if self._collects else None):
                 await self._asking.wait()
             if self._asked:
-                frame = self._frame(state())
+                frame = self.frame(state())
                 for gateway_id in self._asked:
                     self._gateways.post(gateway_id, frame)
                 self._asked.clear()
@@ -125,7 +125,8 @@ class ActivityFeed:
             self._asking = anyio.Event()
             await anyio.sleep(FRAME_S)
 
-    def _frame(self, state: MeshState) -> Activity:
+    def frame(self, state: MeshState) -> Activity:
+        """What was noted since the last one."""
         now_s = self._clock()
         requests = [
             RequestActivity(
