@@ -33,7 +33,7 @@ def chosen_by(placement: PrefillPlacement, request: Request, *candidates: Instan
         ([COMPUTING, DECODING, QUEUED, IDLE], "idle"),
         ([COMPUTING, DECODING, QUEUED], "queued"),
         ([COMPUTING, DECODING, FULL], "decoding"),
-        ([COMPUTING, replace(DECODING, num_queued_tokens=500)], "computing"),
+        ([COMPUTING, DECODING._replace(num_queued_tokens=500)], "computing"),
         ([COMPUTING, FULL], "computing"),
         ([COMPUTING], "computing"),
     ],
@@ -58,7 +58,7 @@ def test_a_long_prompt_waits_for_another_unless_that_gives_way() -> None:
 
 
 def test_a_reserved_pool_is_for_long_prompts() -> None:
-    grouped = replace(IDLE, grouped=True)
+    grouped = IDLE._replace(grouped=True)
     assert chosen_by(Reservation(), SHORT, grouped) is None
     assert chosen_by(Reservation(), SHORT, grouped, FULL) == "full"
 
@@ -70,7 +70,7 @@ def test_a_group_serves_one_long_prompt_at_a_time() -> None:
 
 
 def test_an_idle_group_has_no_work_at_all() -> None:
-    seated = replace(IDLE, num_seats_taken=1)
+    seated = IDLE._replace(num_seats_taken=1)
     assert IdleGroup().choose(LONG, {"a": [IDLE, seated], "b": [IDLE, IDLE]}) == "b"
     assert IdleGroup().choose(LONG, {"a": [IDLE, seated]}) is None
 

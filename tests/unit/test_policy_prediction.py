@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.policy.latency import PROFILES, ChunkShape, LatencyModel, LinearLatencyModel, StepShape
+from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, ChunkSizer, StaticChunks
 from pdmesh.policy.prediction import Prediction, RemainingTime
 from pdmesh.testing.core import a_request
@@ -15,14 +15,14 @@ NOTHING = StepShape((), 0, 0)
 
 
 class Adaptive:
-    def __init__(self, model: LatencyModel, budget_s: float) -> None:
+    def __init__(self, model: LinearLatencyModel, budget_s: float) -> None:
         self.sizer, self.budget_s = ChunkSizer(model, 8192), budget_s
 
     def chunk_alone(self, start: int, num_left: int) -> int:
         return self.sizer.largest(NOTHING, start, num_left, self.budget_s) or min(num_left, CHUNK_UNIT_TOKENS)
 
 
-def simulate(model: LatencyModel, chunker: Adaptive | StaticChunks, num_tokens: int) -> float:
+def simulate(model: LinearLatencyModel, chunker: Adaptive | StaticChunks, num_tokens: int) -> float:
     start, total_s = 0, 0.0
     while start < num_tokens:
         chunk = chunker.chunk_alone(start, num_tokens - start)

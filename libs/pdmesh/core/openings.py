@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from pdmesh.core.books import Books
 from pdmesh.core.lengths import Lengths
-from pdmesh.core.queue import in_order
+from pdmesh.core.queue import first_of
 from pdmesh.core.ranking import Decoders, Ranking
 from pdmesh.core.state import Instance, RequestState
 from pdmesh.model import InstanceId
@@ -147,14 +147,9 @@ class Openings:
         if not queue.has_line:
             return False
         least = queue.least_prompt_tokens
-        if least <= bundle.local_prompt_tokens:
-            for instance in self._perhaps_spare.values():
-                if bundle.packing.takes_local(instance.view):
-                    self._spare.put(instance)
-            self._perhaps_spare.clear()
-            if self._spare:
-                return True
         if self._idle or least <= self._interruptible_by.greatest:
+            return True
+        if least <= bundle.local_prompt_tokens and self.spare():
             return True
         # A group may take someone whatever its members do.
         return bool(self._books.groups) and any(entry.instance.prefills for entry in self._interruptible.values())
@@ -162,19 +157,24 @@ class Openings:
     def for_prompts(self, opened: Mapping[InstanceId, Instance], *, others: bool) -> Iterator[Instance]:
         """Those ``opened``, and the ``others`` that may have an opening, in the order of the placement."""
         key = self._bundle.prefill_placement.key
-        lines = [sorted((key(instance.view), instance_id, instance) for instance_id, instance in opened.items())]
-        if others:
-            lines += [self._idle.line(), self._interruptible_line.line()]
+        lines = [line for line in (self._idle.line(), self._interruptible_line.line()) if line and others]
+        if not lines and len(opened) == 1:
+            yield from opened.values()
+            return
+        lines.append(sorted([(key(instance.view), name, instance) for name, instance in opened.items()]))
         last: Instance | None = None
         for *_, instance in merge(*lines):
             if instance is not last:  # it may be in several of them
                 yield instance
             last = instance
 
-    @property
-    def spare(self) -> Iterator[Instance]:
+    def spare(self) -> list[Instance]:
         """Those that only decode, with room in their steps, as the placement sorts them."""
-        return (instance for *_, instance in self._spare.line())
+        for instance in self._perhaps_spare.values():
+            if self._bundle.packing.takes_local(instance.view):
+                self._spare.put(instance)
+        self._perhaps_spare.clear()
+        return [instance for _, _, instance in self._spare.line()]
 
     def is_idle(self, instance: Instance) -> bool:
         return instance.instance_id in self._idle
@@ -191,5 +191,5 @@ class Openings:
             entry is not None
             and state.request.num_prompt_tokens <= entry.max_tokens
             and state not in entry.states
-            and in_order(self._bundle.order, [*entry.states, state], now_s)[0] is state
+            and first_of(self._bundle.order, [state, *entry.states], now_s) is state
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import inf
 from typing import Generic, TypeVar
 
 from pdmesh.model import GatewayId, InstanceId, RequestId, RequestKey
@@ -51,5 +52,6 @@ class Orphans(Generic[OwnerT]):
         return due
 
     @property
-    def next_deadline_s(self) -> float | None:
-        return next(iter(self._orphans.values())).deadline_s if self._orphans else None
+    def next_deadline_s(self) -> float:
+        """Of the oldest; infinite if there is none."""
+        return next(iter(self._orphans.values())).deadline_s if self._orphans else inf

@@ -96,6 +96,8 @@ class Round:
 
     def pack(self) -> list[Instance]:
         """The instances that were given a plan."""
+        if not self._openings and not self._for_waiting and not self._books.groups:
+            return []  # only a group may still take someone, whatever its members do
         self._place_waiting()
         for opening in list(self._openings.values()):
             self._plan_running(opening, self._in_order(opening.running))
@@ -107,6 +109,8 @@ class Round:
         if not instance.reachable or not (instance.prefills or may_take):
             return
         urgent = not self._known.has_room(instance)
+        if urgent and not self._known.is_interruptible(instance):
+            return
         running = [state for state in instance.prefills if not urgent or self._may_interrupt(instance, state)]
         if running or may_take or not urgent:
             self._openings[instance.instance_id] = Opening(instance, PartialStep(self._now_s), running, urgent)
@@ -147,9 +151,10 @@ class Round:
             return Wait.FOR_INSTANCE if never else wait
         if placement is not Wait.FOR_OPENING:
             return placement
-        spare = (instance for instance in self._known.spare if instance.instance_id not in self._openings)
-        if self._for_waiting and (local := place_locally(request, spare, bundle)) is not None:
-            return local
+        if self._for_waiting and request.num_prompt_tokens <= bundle.local_prompt_tokens:
+            spare = (instance for instance in self._known.spare() if instance.instance_id not in self._openings)
+            if (local := place_locally(request, spare, bundle)) is not None:
+                return local
         others = bundle.is_long(request) and any(
             opening.step.longest_prompt_tokens >= bundle.long_prompt_tokens for opening in self._openings.values()
         )

@@ -34,7 +34,7 @@ class Placement(NamedTuple):
     @property
     def instance_ids(self) -> Collection[InstanceId]:
         """Of all that have a part in it."""
-        return dict.fromkeys(instance.instance_id for instance in (self.prefill, self.decode, *self.members))
+        return dict.fromkeys([instance.instance_id for instance in (self.prefill, self.decode, *self.members)])
 
 
 def place(request: Request, offers: Iterable[Instance], decoders: Decoders, bundle: Bundle) -> Placement | Wait:
@@ -57,8 +57,6 @@ def place(request: Request, offers: Iterable[Instance], decoders: Decoders, bund
 
 def place_locally(request: Request, spare: Iterable[Instance], bundle: Bundle) -> Placement | None:
     """Where an instance of ``spare`` that only decodes has room for it: it is computed there, and no KV moves."""
-    if request.num_prompt_tokens > bundle.local_prompt_tokens:
-        return None
     for instance in spare:
         if instance.can_decode(request) and bundle.prefill_placement.takes(request, instance.view):
             return Placement(instance, instance)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
 from operator import itemgetter
 
 from pdmesh.core.lengths import Lengths
@@ -12,9 +14,8 @@ from pdmesh.core.state import RequestState
 from pdmesh.model import RequestId, RequestKey
 from pdmesh.policy.base import PrefillOrder, Rank
 
+#: The first of a lane behind its key and its arrival, which no two share: so entries compare without the requests.
 _Head = tuple[tuple[float, ...], tuple[float, RequestId], RequestState]
-
-_KEY = itemgetter(0, 1)
 
 
 class WaitingQueue:
@@ -26,8 +27,11 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
-        # The first of each lane with its key and its arrival; lanes where that is to be looked up; what keys are for.
-        self._heads: dict[float, _Head] = {}
+        # The first of each lane, with its rank and its arrival; lanes where that is to be looked up.
+        self._firsts: dict[float, tuple[Rank, tuple[float, RequestId], RequestState]] = {}
+        # A heap of them, and of some that were; and what it was made for.
+        self._heads: list[_Head] = []
+        self._passed_over: list[_Head] = []  # taken out of the heap, in lanes that wait
         self._changed_lanes: dict[float, None] = {}
         self._compared_for: tuple[PrefillOrder, float] | None = None
         self._work_us: dict[float, int] = {}  # of each lane
@@ -50,20 +54,44 @@ class WaitingQueue:
         return bool(self._lanes)
 
     def head(self, order: PrefillOrder, now_s: float, waiting_lanes: Collection[float] = ()) -> RequestState | None:
-        """The first in line now, but for ``waiting_lanes``."""
+        """The first in line now, but for ``waiting_lanes``: from one call to the next these only grow, or are none."""
+        changed = self._changed_lanes
+        for lane in changed:
+            state = self._lanes[lane][0]
+            self._firsts[lane] = state.rank, _arrival(state), state
         if self._compared_for != (order, now_s):
             self._compared_for = order, now_s
-            self._changed_lanes.update(dict.fromkeys(self._lanes))
-        if self._changed_lanes:
-            states = [self._lanes[lane][0] for lane in self._changed_lanes]
-            keys = order.keys([state.rank for state in states], now_s)
-            for lane, key, state in zip(self._changed_lanes, keys, states, strict=True):
-                self._heads[lane] = key, _arrival(state), state
-            self._changed_lanes.clear()
+            self._heads = self._keyed(self._firsts, order, now_s)
+            heapify(self._heads)
+            self._passed_over.clear()
+        elif changed:
+            for head in self._keyed(changed, order, now_s):
+                heappush(self._heads, head)
+        changed.clear()
         heads = self._heads
-        if waiting_lanes:
-            heads = {lane: head for lane, head in heads.items() if lane not in waiting_lanes}
-        return min(heads.values(), key=_KEY)[2] if heads else None
+        if not waiting_lanes:
+            for head in self._passed_over:
+                heappush(heads, head)
+            self._passed_over.clear()
+        while heads:
+            state = heads[0][2]
+            if not self._is_first(state):
+                heappop(heads)
+            elif state.rank.lane in waiting_lanes:
+                self._passed_over.append(heappop(heads))
+            else:
+                return state
+        return None
+
+    def _keyed(self, lanes: Iterable[float], order: PrefillOrder, now_s: float) -> list[_Head]:
+        firsts = [self._firsts[lane] for lane in lanes]
+        keys = order.keys([rank for rank, _, _ in firsts], now_s)
+        return [(key, arrival, state) for key, (_, arrival, state) in zip(keys, firsts, strict=True)]
+
+    def _is_first(self, state: RequestState) -> bool:
+        """Whether it is the first of its lane."""
+        lane = self._lanes.get(state.rank.lane)
+        return lane is not None and lane[0] is state
 
     def work_before_s(self, rank: Rank, order: PrefillOrder, now_s: float) -> float:
         """Predicted work, in seconds, of those in line that come before one of this rank, as things are now.
@@ -94,8 +122,9 @@ class WaitingQueue:
         }
 
     @property
-    def next_deadline_s(self) -> float | None:
-        return next(iter(self._deadlines.values()))[0] if self._deadlines else None
+    def next_deadline_s(self) -> float:
+        """Of who has waited longest; infinite if nobody waits."""
+        return next(iter(self._deadlines.values()))[0] if self._deadlines else inf
 
     def first_due(self, now_s: float) -> RequestState | None:
         """The request that has waited longest, if its time is over."""
@@ -132,7 +161,9 @@ class WaitingQueue:
         in_line = [state for lane in self._lanes.values() for state in lane]
         self._lanes.clear()
         self._work_us.clear()
+        self._firsts.clear()
         self._heads.clear()
+        self._passed_over.clear()
         self._changed_lanes.clear()
         for _, state in self._deadlines.values():
             state.rank_by(order)
@@ -154,7 +185,7 @@ class WaitingQueue:
             self._changed_lanes[state.rank.lane] = None
         else:
             del self._lanes[state.rank.lane], self._work_us[state.rank.lane]
-            self._heads.pop(state.rank.lane, None)
+            self._firsts.pop(state.rank.lane, None)
             self._changed_lanes.pop(state.rank.lane, None)
 
     def check_integrity(self) -> None:
@@ -174,8 +205,17 @@ class WaitingQueue:
             assert places == sorted(places), "the line is out of order"
 
 
+def first_of(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> RequestState:
+    """The first of what `in_order` gives."""
+    keys = order.keys([state.rank for state in states], now_s)
+    first = min(keys)
+    return min((state for key, state in zip(keys, states, strict=True) if key == first), key=_arrival)
+
+
 def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> list[RequestState]:
     """Sorted by what the order makes of them now, then by arrival, then by id."""
+    if len(states) < 2:
+        return list(states)
     keys = order.keys([state.rank for state in states], now_s)
     keyed = [(key, _arrival(state), state) for key, state in zip(keys, states, strict=True)]
     return [state for *_, state in sorted(keyed, key=itemgetter(0, 1))]

@@ -67,6 +67,9 @@ class _KvGroup:
 
     def set_room(self, instance_id: InstanceId, num_tokens: int) -> None:
         old = self._room_of.pop(instance_id, 0)
+        if old == num_tokens != 0:
+            self._room_of[instance_id] = old
+            return
         if old:
             self.rooms.remove(old)
         if num_tokens:
@@ -86,6 +89,8 @@ class Decoders:
         """It changed; None: it is gone."""
         room = 0 if instance is None else instance.num_decode_tokens
         known = self._group_of.get(instance_id)
+        if not room and known is None:
+            return
         if instance is None or not room:
             group = None
         elif (group := self._groups.get(instance.kv_group)) is None:
@@ -104,9 +109,16 @@ class Decoders:
         group = self._groups.get(kv_group)
         if group is None or group.rooms.greatest < request.max_total_tokens:
             return None
-        return next((instance for *_, instance in group.ranking.line() if instance.can_decode(request)), None)
+        for _, _, instance in group.ranking.line():
+            if instance.can_decode(request):
+                return instance
+        return None
 
     def firsts(self, request: Request) -> dict[str, Instance]:
         """The first of every KV group where there is one."""
-        found = ((kv_group, self.first(kv_group, request)) for kv_group in self._groups)
-        return {kv_group: instance for kv_group, instance in found if instance is not None}
+        firsts: dict[str, Instance] = {}
+        for kv_group in self._groups:
+            first = self.first(kv_group, request)
+            if first is not None:
+                firsts[kv_group] = first
+        return firsts

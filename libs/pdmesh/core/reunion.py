@@ -24,9 +24,9 @@ class Reunion:
         self._unfound: Orphans[GatewayId] = Orphans()  # waited for, and on no instance, so far
 
     @property
-    def next_deadline_s(self) -> float | None:
-        deadlines = (self._unclaimed.next_deadline_s, self._unfound.next_deadline_s)
-        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
+    def next_deadline_s(self) -> float:
+        """Infinite if there is none."""
+        return min(self._unclaimed.next_deadline_s, self._unfound.next_deadline_s)
 
     def expire(self, now_s: float) -> None:
         for unfound in self._unfound.pop_due(now_s):

@@ -14,6 +14,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, islice
+from math import inf
 from typing import assert_never
 
 from pdmesh.core.admission import Admission, work_us
@@ -70,7 +71,8 @@ class SchedulerCore:
         self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._admission = Admission(self._books, config)
         self._now_s = 0.0
-        self._wake_s: float | None = None
+        self._due_s = inf  # when the next time limit of a request ends
+        self._wake_s = inf  # for when a Tick was asked for
 
     # --- what the driver may look at ---
 
@@ -135,7 +137,8 @@ class SchedulerCore:
         self._now_s = now_s
         commands = self._books.commands = []
         self._admission.passed(now_s)
-        self._expire()
+        if self._due_s <= now_s:
+            self._expire()
         match event:
             case RequestArrived():
                 self._arrived(event.request)
@@ -185,7 +188,7 @@ class SchedulerCore:
                 if instance := self._instance(event.instance_id, event):
                     instance.set_quarantined(event.num_quarantined_blocks)
             case Tick():
-                self._wake_s = None  # what is due has been looked at
+                self._wake_s = inf  # what is due has been looked at
             case _:
                 assert_never(event)
         self._packer.pack(self._bundle, now_s)
@@ -414,13 +417,12 @@ class SchedulerCore:
         self._reunion.expire(self._now_s)
 
     def _ask_for_wake_up(self) -> None:
-        if self._wake_s is not None and self._wake_s <= self._now_s:
-            self._wake_s = None
-        deadlines = (self._books.queue.next_deadline_s, self._reunion.next_deadline_s)
-        at_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
-        if at_s is not None and (self._wake_s is None or at_s < self._wake_s):
-            self._wake_s = at_s
-            self._books.commands.append(WakeAt(at_s=at_s))
+        self._due_s = min(self._books.queue.next_deadline_s, self._reunion.next_deadline_s)
+        if self._wake_s <= self._now_s:
+            self._wake_s = inf
+        if self._due_s < self._wake_s:
+            self._wake_s = self._due_s
+            self._books.commands.append(WakeAt(at_s=self._due_s))
 
     # --- small things ---
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import IntEnum, StrEnum, auto
 from typing import NamedTuple
 
 from pdmesh.core.transfers import Transfer
@@ -107,7 +107,7 @@ class RequestState:
         return instance_id in self.decode_ids or (self.phase is Phase.PREFILLING and instance_id in self.prefill_ids)
 
 
-class HoldKind(Enum):
+class HoldKind(IntEnum):  # a key of the counts, and quick to look up as one
     """What a request has on an instance."""
 
     PREFILL = auto()  # its prompt's KV, which moves away
@@ -163,15 +163,17 @@ class Instance:
         self.num_seats_taken = 0  # by those that decode here, or will
         self._num_promised_blocks = 0
         self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
+        self._slo_tpots_s: frozenset[float | None] = frozenset()  # of the above
         self._num_resident_blocks = 0
         self._view: InstanceView | None = None
         self._decode_room: int | None = None
         self._prefill_room: int | None = None
+        self._decode_tokens: int | None = None
         self._changed = changed
         self._change()
 
     def _change(self) -> None:
-        self._view = self._decode_room = self._prefill_room = None
+        self._view = self._decode_room = self._prefill_room = self._decode_tokens = None
         self._changed[self.instance_id] = None
 
     # --- holds ---
@@ -209,6 +211,8 @@ class Instance:
             self._num_long_decoding += sign
         elif hold.long_tokens and kind is not HoldKind.PROMISED:
             self._long_prefill_tokens[hold.long_tokens] += sign
+            if not self._long_prefill_tokens[hold.long_tokens]:
+                del self._long_prefill_tokens[hold.long_tokens]
         self.num_taken_blocks += sign * num_blocks
         self.num_decoding = self._num_of_kind[HoldKind.RESIDENT]
         self.num_seats_taken = (
@@ -219,6 +223,8 @@ class Instance:
         elif kind is HoldKind.RESIDENT:
             self._num_resident_blocks += sign * num_blocks
             self._num_with_tpot[hold.slo_tpot_s] += sign
+            if self._num_with_tpot[hold.slo_tpot_s] == (sign > 0):
+                self._slo_tpots_s = frozenset(slo_s for slo_s, number in self._num_with_tpot.items() if number)
         self._change()
 
     def shard(self, num_blocks: int, first_block: int = 0) -> KvShard:
@@ -291,8 +297,10 @@ class Instance:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens of the largest request that could decode here now; 0 if it takes none."""
-        return max(0, min(self.decode_room * self.block_size, self.profile.max_model_len - 1))
+        """Tokens of the largest request that could decode here now; 0 if it takes none. Counted only after a change."""
+        if self._decode_tokens is None:
+            self._decode_tokens = max(0, min(self.decode_room * self.block_size, self.profile.max_model_len - 1))
+        return self._decode_tokens
 
     def can_decode(self, request: Request) -> bool:
         """Whether the whole request fits now, with a seat."""
@@ -316,7 +324,7 @@ class Instance:
     @property
     def has_long(self) -> bool:
         """Whether it computes or decodes a long request."""
-        return self._num_long_decoding > 0 or self._long_prefill_tokens.total() > 0
+        return self._num_long_decoding > 0 or bool(self._long_prefill_tokens)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -408,10 +416,10 @@ class Instance:
                 draining=self.draining,
                 reachable=self.reachable,
                 num_resident_tokens=self._num_resident_blocks * self.block_size,
-                num_long_prefilling=self._long_prefill_tokens.total(),
+                num_long_prefilling=self._long_prefill_tokens.total() if self._long_prefill_tokens else 0,
                 num_long_decoding=self._num_long_decoding,
-                shortest_long_prefill_tokens=min(+self._long_prefill_tokens, default=None),
-                slo_tpots_s=frozenset(slo_s for slo_s, number in self._num_with_tpot.items() if number),
+                shortest_long_prefill_tokens=min(self._long_prefill_tokens, default=None),
+                slo_tpots_s=self._slo_tpots_s,
                 grouped=bool(self.profile.group_id),
             )
         return self._view

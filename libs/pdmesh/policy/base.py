@@ -16,8 +16,7 @@ from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
 from pdmesh.settings import COUNT, NO_SETTING, SHARE, Range
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceView:
+class InstanceView(NamedTuple):
     """An instance as the core's books have it.
 
     ``num_free_blocks`` leaves out what is promised to transfers on their way (*virtual usage*), and

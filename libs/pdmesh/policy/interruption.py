@@ -5,14 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdmesh.model import Request
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 
 
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
+class StepInFlight(NamedTuple):
     """A step plan that an instance runs or will run."""
 
     requests: tuple[Request, ...]  # whose chunks it has

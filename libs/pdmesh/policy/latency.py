@@ -6,22 +6,20 @@ profile is such a model for one model on one instance: ``PROFILES`` has built-in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkShape:
+class ChunkShape(NamedTuple):
     """New prompt tokens of one request, and the tokens before them."""
 
     num_tokens: int
     num_history_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What a step computes: chunks, and one token for each of its decodes. The mean of several steps is one too."""
 
     chunks: tuple[ChunkShape, ...]
@@ -78,6 +76,16 @@ class LinearLatencyModel:
             num_tokens = chunk.num_tokens
             total_s += num_tokens * (self.b_s + self.c_s * chunk.num_history_tokens + self.d_s * num_tokens)
         return total_s
+
+    def with_chunk_s(self, beside: StepShape, num_history_tokens: int) -> Callable[[int], float]:
+        """`step_s` of what is ``beside`` and one more chunk, by how many tokens that has; bit for bit the same."""
+        if beside.chunks:
+            before_s = self.step_s(beside)
+        else:
+            before_s = self.decode_s * beside.num_decodes + self.decode_context_s * beside.num_decode_context_tokens
+            before_s += self.a_s
+        token_s, d_s = self.b_s + self.c_s * num_history_tokens, self.d_s
+        return lambda num_tokens: before_s + num_tokens * (token_s + d_s * num_tokens)
 
 
 def features(shape: StepShape) -> tuple[float, ...]:

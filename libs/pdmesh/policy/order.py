@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import frexp, inf, ldexp
+from math import frexp, ldexp
 
 from pdmesh.model import Request
 from pdmesh.policy.base import Rank
@@ -147,17 +147,17 @@ class GuardedShortestFirst:
         return Rank(_rounded(due_s), _work_class_s(work_s), latest_s)
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
-        starts_s: dict[float, float] = {}  # of the most urgent in each lane
-        for _, work_s, latest_s in ranks:
-            if latest_s < starts_s.get(work_s, inf):
-                starts_s[work_s] = latest_s
+        starts_s = {work_s: latest_s for _, work_s, latest_s in ranks}  # of the most urgent in each lane
+        if len(starts_s) < len(ranks):
+            for _, work_s, latest_s in ranks:
+                starts_s[work_s] = min(starts_s[work_s], latest_s)
         spare = self.spare_slack - 5e-10  # as if all were rounded
-        slacks = {work_s: (latest_s - now_s) / work_s for work_s, latest_s in starts_s.items()}
-        urgent = {work_s: round(slack, 9) for work_s, slack in slacks.items() if slack < spare}
-        return [
-            (0.0, urgent[work_s], work_s, due_s) if work_s in urgent else (1.0, _scale(work_s), due_s)
-            for due_s, work_s, _ in ranks
-        ]
+        keys: list[tuple[float, ...]] = []
+        for due_s, work_s, _ in ranks:
+            slack = (starts_s[work_s] - now_s) / work_s
+            urgent = slack < spare
+            keys.append((0.0, round(slack, 9), work_s, due_s) if urgent else (1.0, _scale(work_s), due_s))
+        return keys
 
 
 def _latest_start_s(prediction: Prediction, request: Request, num_done_tokens: int) -> float:

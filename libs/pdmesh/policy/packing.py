@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.model import Request, Role
 from pdmesh.policy.base import InstanceView, PartialStep
-from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
 
 #: Adaptive chunks are multiples of this, but for a prompt's last. A step with no chunk yet takes one in any case.
@@ -57,23 +57,20 @@ class StaticChunks:
 class ChunkSizer:
     """The largest chunk that keeps a step within a time budget (the binary search of Medha, Algorithm 2)."""
 
-    model: LatencyModel
+    model: LinearLatencyModel
     max_tokens: int
 
     def largest(self, beside: StepShape, start: int, num_left: int, budget_s: float) -> int:
         """At most ``num_left`` tokens at ``start``, in a step that has ``beside``; 0 if not even a unit fits."""
 
-        def fits(num_tokens: int) -> bool:
-            chunks = (*beside.chunks, ChunkShape(num_tokens, start))
-            step_s = self.model.step_s(StepShape(chunks, beside.num_decodes, beside.num_decode_context_tokens))
-            return step_s <= budget_s + 1e-9  # nanoseconds are rounding errors
-
-        if num_left <= self.max_tokens and fits(num_left):
+        step_s = self.model.with_chunk_s(beside, start)
+        limit_s = budget_s + 1e-9  # nanoseconds are rounding errors
+        if num_left <= self.max_tokens and step_s(num_left) <= limit_s:
             return num_left
         low, high = 0, min(num_left, self.max_tokens) // CHUNK_UNIT_TOKENS + 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle * CHUNK_UNIT_TOKENS) else (low, middle)
+            low, high = (middle, high) if step_s(middle * CHUNK_UNIT_TOKENS) <= limit_s else (low, middle)
         return low * CHUNK_UNIT_TOKENS
 
 

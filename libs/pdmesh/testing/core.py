@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from pdmesh.core.commands import Command, PlaceDecode
@@ -69,7 +68,7 @@ def a_view(instance_id: str = "a", role: Role = Role.MIXED, **fields: Any) -> In
         num_queued_tokens=0,
         draining=False,
     )
-    return replace(empty, **fields)
+    return empty._replace(**fields)
 
 
 class CoreBench:
