@@ -93,6 +93,48 @@ async def receive_raw(pipe: Connection, config: TransferConfig, num_pieces: int)
         await anyio.to_thread.run_sync(pipe.recv)
 
 
+async def ask(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    """Empty pieces one after another, and then there and back."""
+    async with UcxTransport(config) as transport:
+        pipe.send(transport.address)
+        destination = await anyio.to_thread.run_sync(pipe.recv)
+        pieces = aiter(transport.receive())
+
+        async def send(word: bytes) -> None:
+            async with transport.lend() as buffer:
+                buffer.header[:4] = word
+                await transport.send(destination, buffer, 0)
+
+        began_s = time.perf_counter()
+        for _ in range(num_pieces):
+            await send(b"take")
+        sent_s = time.perf_counter()
+        for _ in range(num_pieces):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send, b"echo")
+                (await anext(pieces)).release()
+        pipe.send(((sent_s - began_s) / num_pieces, (time.perf_counter() - sent_s) / num_pieces))
+        await send(b"last")
+        await anyio.to_thread.run_sync(pipe.recv)
+
+
+async def answer(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    async with UcxTransport(config) as transport:
+        pipe.send(transport.address)
+        peer = await anyio.to_thread.run_sync(pipe.recv)
+        transport.admit(peer)
+        pipe.send("ready")
+        async for piece in transport.receive():
+            word = bytes(piece.header[:4])
+            piece.release()
+            if word == b"echo":
+                async with transport.lend() as buffer:
+                    await transport.send(peer, buffer, 0)
+            elif word == b"last":
+                break
+        await anyio.to_thread.run_sync(pipe.recv)
+
+
 async def send_kv(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
     await move(pipe, config, num_pieces, sending=True)
 
@@ -191,6 +233,14 @@ def measure_raw(config: TransferConfig, num_pieces: int) -> float:
         return float(num_pieces * config.max_payload_bytes / (receiver.recv() - started_s) / 1e9)
 
 
+def measure_empty(config: TransferConfig, num_pieces: int) -> tuple[float, float]:
+    """Seconds that the send of an empty piece takes, and that one takes there and back."""
+    with two_processes(ask, answer, config, num_pieces) as (asker, answerer):
+        introduce(asker, answerer)
+        sending_s, round_trip_s = asker.recv()
+        return sending_s, round_trip_s
+
+
 def measure_handover(config: TransferConfig, num_pieces: int) -> float:
     with two_processes(send_kv, receive_kv, config, num_pieces) as (sender, receiver):
         sender_address, receiver_address = sender.recv(), receiver.recv()
@@ -240,13 +290,16 @@ def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description="KV pieces between two processes, beside ucx_perftest")
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[16 * 1024, 128 * 1024, 1024**2, 4 * 1024**2, 16 * 1024**2]
+        "--sizes", type=int, nargs="+", default=[16 * 1024, 64 * 1024, 128 * 1024, 1024**2, 4 * 1024**2, 16 * 1024**2]
     )
     parser.add_argument("--megabytes", type=int, default=2048, help="moved per measurement")
     parser.add_argument("--rounds", type=int, default=3, help="the best of so many, alternating")
     parser.add_argument("--tls", help="UCX_TLS for all three")
     options = parser.parse_args()
     print(heading("KV pieces between two processes"))
+    empty = [measure_empty(TransferConfig(ucx_tls=options.tls), 2000) for _ in range(options.rounds)]
+    sending_us, round_trip_us = (min(times) * 1e6 for times in zip(*empty, strict=True))
+    print(f"an empty piece: sent and taken in {sending_us:.0f} µs, there and back in {round_trip_us:.0f} µs")
     print(f"{'piece':>10} {'perftest':>9}" + "".join(f" {name:>9} ratio" for name in OURS) + "   (GB/s)")
     for size in options.sizes:
         num_pieces = min(20_000, max(64, options.megabytes * 1_000_000 // size))

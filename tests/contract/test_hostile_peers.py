@@ -6,6 +6,7 @@ Some hundred inputs here; FUZZ_NUMBER and FUZZ_SEED say how many and which.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -30,6 +31,7 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.sender import KvDestination
 from pdmesh.model import Epoch, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
+from pdmesh.transport import local
 from pdmesh.transport.address import peer_id, unpack_address
 from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES
@@ -231,6 +233,30 @@ async def test_another_user_is_hung_up_on() -> None:
             )
         )
         assert (done.stdout, done.stderr) == ("b''\n", "")
+
+
+async def test_a_port_without_descriptors_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[None] = []
+
+    class Full(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            attempts.append(None)
+            if len(attempts) < 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    monkeypatch.setattr(local, "FULL_S", 0.01)
+    monkeypatch.setattr(socket, "socket", Full)
+    async with UcxTransport(CONFIG) as a, UcxTransport(CONFIG) as b, anyio.create_task_group() as tasks:
+        introduce(a, b)
+
+        async def send() -> None:
+            async with a.lend() as buffer:
+                await a.send(b.address, buffer, 0)
+
+        tasks.start_soon(send)
+        (await anext(aiter(b.receive()))).release()
+    assert 3 <= len(attempts) < 10
 
 
 async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_receiver(

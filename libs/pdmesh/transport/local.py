@@ -39,6 +39,10 @@ _LONGEST = 64  # more than any of these
 
 #: Connections that have not said yet whose they are.
 MAX_STRANGERS = 64
+#: Connections that wait to be taken; the system may allow fewer. Strangers wait there, too, until they are hung up on.
+BACKLOG = 1024
+#: How long nobody is let in when no descriptor is left.
+FULL_S = 0.5
 #: What one connection has its turn for.
 MESSAGES_A_TURN = 64
 
@@ -123,8 +127,8 @@ class LocalPort:
         self.loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._socket.bind(_name(self.name))
-        self._socket.listen(128)
-        self.loop.add_reader(self._socket.fileno(), self._accept)
+        self._socket.listen(BACKLOG)
+        self._listen()
 
     def close(self) -> None:
         self.loop.remove_reader(self._socket.fileno())
@@ -155,6 +159,10 @@ class LocalPort:
             del self._callers[caller.peer.id]
         self._on_gone(caller)
 
+    def _listen(self) -> None:
+        if self._socket.fileno() >= 0:
+            self.loop.add_reader(self._socket.fileno(), self._accept)
+
     def _accept(self) -> None:
         for _ in range(MESSAGES_A_TURN):
             try:
@@ -163,6 +171,8 @@ class LocalPort:
                 return
             except OSError as error:  # out of descriptors: the next one may find some
                 log.warning("a connection was not taken", reason=str(error))
+                self.loop.remove_reader(self._socket.fileno())
+                self.loop.call_later(FULL_S, self._listen)
                 return
             pid, user, _ = _credentials(connection)
             if user != os.getuid():
