@@ -59,7 +59,7 @@ resolve: $(VENV)/.base-$(STATE)
 	$(BIN)/python -m pip --isolated --disable-pip-version-check --no-input install -q --dry-run --ignore-installed \
 	  --no-build-isolation --only-binary :all: -c constraints.txt $(TORCH) \
 	  $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; \
-	  print(*(d.replace(' ', '') for d in [*p['dependencies'], *e['test'], *e['lint']]))")
+	  print(*(d.replace(' ', '') for d in [*p['dependencies'], *e['test'], *e['lint'], *e['cuda']]))")
 	@echo "constraints.txt resolves"
 
 docs: $(TEST_STAMP)

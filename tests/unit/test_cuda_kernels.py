@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +73,33 @@ def test_write_pages(ends: list[int]) -> None:
     write_pages_kernel(table, rows, indptr, pages)
     assert torch.equal(pages[:total], expected[:total])
     assert (pages[total:] == -1).all()
+
+
+#: Compiles every kernel as a step launches it, for Hopper, which needs no device.
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pdmesh.engine.cuda import kernels
+
+def compiled(kernel, types, **constants):
+    signature = dict(zip(kernel.arg_names, types.split() + ["constexpr"] * len(constants), strict=True))
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+compiled(kernels._add_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", HAS_DELTA=True, WIDTH=4096)
+compiled(
+    kernels._rotate_and_store_kernel, "*bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i32", HALF=64, HALF_WIDTH=64, HEADS_WIDTH=64
+)
+compiled(kernels._gated_silu_kernel, "*bf16 *bf16 i32", WIDTH=1024)
+compiled(kernels._write_pages_kernel, "*i32 *i32 *i32 *i32 i32", WIDTH=1024)
+"""
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """In a process of its own: here they may be interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
