@@ -4,6 +4,9 @@ Each becomes ``FOLDER/NAME/NAME.so``, which FlashInfer loads as it is from ``fla
 modules as chunks: they are computed by the tensor cores' kernels.
 """
 
+# FlashInfer is only where there is a device.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import shutil

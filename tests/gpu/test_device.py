@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.page_tables import PageTables
+from pdmesh.engine.cuda.sampler import draw
 from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.runner import TorchEngine
+from pdmesh.engine.sampler import sample
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.stepping import Generation, generate, new_sequence, separate_tables, step
@@ -169,6 +173,30 @@ def test_chunks_decodes_and_graphs_agree_with_the_reference(bf16_checkpoint: Pat
         expected = [entry.logprob for entry in scored.prompt_logprobs[length - 1 :]]
         actual = [result.logprobs.logprob for result in generation.results if result.logprobs is not None]
         assert actual == pytest.approx(expected, abs=0.1)
+
+
+def test_a_device_draws_what_the_host_does(streams: CudaStreams) -> None:
+    """At a large vocabulary, without waiting for the device; which tokens fp32 cannot tell apart, fp64 does."""
+    logits = 3 * torch.randn(48, 128_256, generator=torch.Generator().manual_seed(5))
+    choices: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 50, "temperature": 0.6},
+        {"min_p": 0.02},
+        {"temperature": 0.0},
+    ]
+    sequences = [
+        new_sequence([1, 2], [0], SamplingParams(**{"max_tokens": 100, "temperature": 1.0, "seed": row, **choice}))
+        for row, choice in zip(range(48), itertools.cycle(choices), strict=False)
+    ]
+    on_device = logits.to(streams.device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = draw(on_device, sequences)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert drawn.tolist() == sample(logits, sequences)
 
 
 def test_random_weights_are_made_on_the_device(bf16_checkpoint: Path) -> None:
