@@ -668,6 +668,7 @@ PROMPT = {"prompt": "abc", "max_tokens": 1}
         ({"host": "localhost:1", "origin": "http://localhost:1"}, 200),
         ({"origin": "http://llm.example.com"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
         ({"origin": "https://pages.example.org"}, 200),
     ],
 )

@@ -198,6 +198,8 @@ def serve_link(
 
     async def handle(_requests: Any, context: Any) -> None:
         link: FrameLink[Any, Any] = FrameLink(write=context.write, read=context.read, receive_type=receive_type)
+        # With the first message they would be a part of its write, and while that is under way no call can be aborted.
+        await context.send_initial_metadata(())
         try:
             await serve(link, str(context.peer()))
         except* ProtocolError as group:

@@ -164,7 +164,7 @@ def _decoded(decoders: Mapping[str, msgspec.msgpack.Decoder[SaidT]], name: str, 
         raise ProtocolError(f"nothing that can be said here is called {name!r}")
     try:
         return decoder.decode(fields)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
         raise ProtocolError(f"malformed {name}: {error}") from error
 
 

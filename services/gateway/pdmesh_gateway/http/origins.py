@@ -38,7 +38,7 @@ class Origins:
                 status=403,
                 code="unknown_host",
             )
-        if origin is not None and not self.may_read(origin) and urlsplit(origin).netloc != host:
+        if origin is not None and not self.may_read(origin) and origin.partition("://")[2] != host:
             raise RequestRejected(
                 f"Pages of {origin[:200]!r} may not use this server: add it to gateway.cors_origins.",
                 status=403,
