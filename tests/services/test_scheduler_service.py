@@ -26,6 +26,7 @@ from pdmesh.core.events import (
     InstanceLost,
     KvReleased,
     LoadReported,
+    RequestDropped,
     RequestFinished,
     StepDone,
     TransferLanded,
@@ -47,7 +48,9 @@ from pdmesh.model import (
     Resident,
     Role,
     SamplingParams,
+    Span,
 )
+from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.profile import Subject
 from pdmesh.profiles import save_profile
 from pdmesh.service import ServiceContext
@@ -254,6 +257,45 @@ async def told(mesh: Mesh, what: str, count: int) -> list[str]:
 
 
 # --- a request's way ---
+
+
+async def test_every_member_of_a_group_gets_the_prompt() -> None:
+    """The second one's AdmitPrefill ended the scheduler: the prompt was gone with the first."""
+    config = replace(CONFIG, policy=PolicyConfig(long_prompt_tokens=16))
+    pair = [replace(mixed(name), group_id="pair") for name in ("m0", "m1")]
+    async with running(config) as mesh, mesh.worker(pair[0]) as one, mesh.worker(pair[1]) as other:
+        async with mesh.gateway() as g:
+            g.post(submit(prompt=32))
+            admits = [await member.expect(Admit) for member in (one, other)]
+            assert [admit.generation for admit in admits] == 2 * [submit(prompt=32).generation]
+            blocks = [tuple(shard.part.blocks for shard in admit.command.shards) for admit in admits]
+            assert blocks == 2 * [(Span(0, 5), Span(5, 10))]  # of 35 tokens, in blocks of 4, rounded up for each
+            assert [admit.command.num_blocks for admit in admits] == [5, 5]
+        assert isinstance(await mesh.ask(GetStatus()), MeshState)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (EventMessage.of(KvReleased(InstanceId("other"), R, ZERO)), "m speaks for other"),
+        (EventMessage(name="GatewayLost", fields=msgspec.Raw(b"\x80")), "nothing that can be said here"),
+        (EventMessage(name="KvReleased", fields=msgspec.Raw(b"\x80")), "malformed KvReleased"),
+    ],
+)
+async def test_an_instance_says_what_an_instance_may_and_of_itself(message: EventMessage, reason: str) -> None:
+    async with running() as mesh, mesh.worker(mixed()) as m:
+        m.post(message)
+        assert reason in await m.ended()
+        assert isinstance(await mesh.ask(GetStatus()), MeshState)
+
+
+async def test_a_refusal_is_no_failed_transfer() -> None:
+    async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
+        g.post(submit())
+        await m.expect(Admit)
+        m.post(RequestDropped(InstanceId("m"), R, ZERO, "the instance is stopping"))
+        assert (await g.expect(Restarted)).reason == "instance m does not serve it: the instance is stopping"
+        assert "dropped" in await told(mesh, "dropped", 1)
 
 
 async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:

@@ -249,8 +249,8 @@ class TransferBroker:
     def _check_receiver(self, receiver_id: InstanceId, receiver: _Receiver) -> None:
         num_granted = len(receiver.granted)
         assert num_granted <= receiver.num_backends, f"{receiver_id}: {num_granted} on {receiver.num_backends} backends"
-        alone = [transfer for transfer in receiver.line if len(transfer.plan.destinations) == 1]
-        assert receiver.is_full or not alone, f"{receiver_id}: a backend is free while {len(alone)} transfers wait"
+        due = self._next_grantable(receiver)
+        assert due is None, f"{receiver_id}: {due.key} waits for backends that are free"
         ranks = [transfer.rank for transfer in receiver.line]
         assert ranks == sorted(ranks, key=lambda rank: rank or 0), f"{receiver_id}: the line is out of order"
         num_wanted, num_idle = self._num_wanted(receiver), len(self._idle(receiver))
