@@ -1,6 +1,6 @@
-"""Seeded fp32 streams against themselves: the same requests two at a time, and then 32 at a time.
+"""Seeded streams against themselves: the same requests two at a time, and then 32 at a time.
 
-    python benchmarks/seeded.py [--requests 40] [--tokens 400]
+    python benchmarks/seeded.py [--requests 40] [--tokens 400] [--dtype float32]
 
 A step of another shape sums in another order, and its logits differ in the last bits. The model has random weights and
 a vocabulary of 8,192, so that thousands of tokens are nearly equally likely: the worst case for filters.
@@ -48,16 +48,19 @@ async def streams(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seeded fp32 streams, two and 32 at a time")
+    parser = argparse.ArgumentParser(description="Seeded streams, two and 32 at a time")
     parser.add_argument("--requests", type=int, default=40, help="for each setting of the filters")
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
-    print(heading("Seeded fp32 streams against themselves"), flush=True)
+    print(heading(f"Seeded {options.dtype} streams against themselves"), flush=True)
     rng = random.Random(0)
     lengths = [rng.randint(5, 200) for _ in range(options.requests)]
     num_differing = 0
     with tempfile.TemporaryDirectory() as name:
-        checkpoint = write_checkpoint(Path(name) / "model", architecture="llama", shape=SHAPE, seed=1)
+        checkpoint = write_checkpoint(
+            Path(name) / "model", architecture="llama", shape=SHAPE, dtype=options.dtype, seed=1
+        )
         prompts = random_prompts(lengths, SHAPE.vocab_size, seed=7)
         with running_mesh(Path(name), model=checkpoint) as mesh:
             for fields in FILTERS:
