@@ -20,9 +20,10 @@ from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import Epoch, FinishReason, RequestId
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
+from pdmesh.wire import session
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import Generation, Restarted, TokenOut, unpack_token_ids
-from pdmesh_gateway import generate, scheduler_link, transcripts
+from pdmesh_gateway import generate, transcripts
 from pdmesh_gateway.http import server
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 from pdmesh_gateway.transcripts import MAX_RESTARTS
@@ -222,7 +223,7 @@ async def test_a_new_scheduler_hears_of_what_nobody_works_on(model: Path) -> Non
 async def test_a_resume_waits_for_a_scheduler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scheduler and decode instance die together: the stream goes on when there is a scheduler again."""
     monkeypatch.setattr(transcripts, "BREAK_GRACE_S", 0.01)
-    monkeypatch.setattr(scheduler_link, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(session, "FIRST_PAUSE_S", 1.0)
     async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
         texts: list[str] = []
         async with anyio.create_task_group() as tasks:
@@ -243,7 +244,7 @@ async def test_a_scheduler_that_stands_still_does_not_end_the_gateway(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes connections, as a stopped process does, and never says a word."""
-    monkeypatch.setattr(scheduler_link, "WELCOME_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(session, "ANSWER_LIMIT_S", 0.2)
     monkeypatch.setattr(generate, "CONNECT_GRACE_S", 0.01)
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as stopped:
         port = stopped.extra(anyio.abc.SocketAttribute.local_port)

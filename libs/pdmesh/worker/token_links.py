@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import anyio.abc
 import structlog
 
 from pdmesh.config import SecurityConfig
-from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
+from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId
 from pdmesh.wire.endpoint import MeshChannel, open_channel
-from pdmesh.wire.link import MAX_QUEUED_MESSAGES, FrameLink, open_link
-from pdmesh.wire.messages import RegisterTokens, TokensDown, TokensUp
-from pdmesh.worker.reconnect import backoff_s
+from pdmesh.wire.link import MAX_QUEUED_MESSAGES
+from pdmesh.wire.messages import RegisterTokens, TokensAccepted, TokensDown, TokensUp
+from pdmesh.wire.session import Session, Terms
 
 log = structlog.get_logger()
 
@@ -53,9 +54,9 @@ class TokenLinks:
     def open(self, address: str) -> None:
         """Connect in the background, so that the first token need not wait for it."""
         if address not in self._links:
-            link = _GatewayLink(self._registration, self._max_queued)
-            self._links[address] = link
-            self._tasks.start_soon(self._keep, address, link)
+            channel = open_channel(address, self._security)
+            link = self._links[address] = _GatewayLink(channel, self._registration, self._max_queued)
+            self._tasks.start_soon(self._keep, address, channel, link)
 
     def send(self, address: str, message: TokensUp) -> None:
         self.open(address)
@@ -68,10 +69,10 @@ class TokenLinks:
                 for link in self._links.values():
                     tasks.start_soon(link.finish)
 
-    async def _keep(self, address: str, link: _GatewayLink) -> None:
+    async def _keep(self, address: str, channel: MeshChannel, link: _GatewayLink) -> None:
         try:
-            async with open_channel(address, self._security) as channel:
-                await link.run(channel)
+            async with channel:
+                await link.run()
         except TimeoutError:
             log.warning("giving up on a gateway", address=address)
         finally:
@@ -81,72 +82,47 @@ class TokenLinks:
 class _GatewayLink:
     """The stream to one gateway, over all its reconnects."""
 
-    def __init__(self, registration: RegisterTokens, max_queued: int) -> None:
+    def __init__(self, channel: MeshChannel, registration: RegisterTokens, max_queued: int) -> None:
         self._registration = registration
-        self._max_queued = max_queued
         self._remembered: deque[TokensUp] = deque(maxlen=NUM_REMEMBERED)
-        self._link: FrameLink[TokensUp, TokensDown] | None = None
-        self._session = anyio.CancelScope()
-        self._finishing = False
-        self._finished = anyio.Event()
+        self._session: Session[TokensUp, TokensDown] = Session(channel, METHOD, TokensDown, self, max_queued=max_queued)
+        self._limit = anyio.CancelScope()
+        self.finish = self._session.finish
 
     def send(self, message: TokensUp) -> None:
         self._remembered.append(message)
-        if self._link is None:
-            return
-        try:
-            self._link.post(message)
-        except InstanceUnavailable:  # the stream broke; its session is about to notice
-            self._link = None
-        except OutboxFull:
-            log.error("a gateway does not read its tokens; dropping them")
-            self._remembered.clear()
-            self._link = None
-            self._session.cancel()
+        self._session.post(message)
 
-    async def finish(self) -> None:
-        """Return when the gateway has read everything."""
-        self._finishing = True
-        if self._link is not None:
-            self._link.close()
-        await self._finished.wait()
-
-    async def run(self, channel: MeshChannel) -> None:
+    async def run(self) -> None:
         """Stay connected until `finish`. Raises TimeoutError if the gateway takes no stream for `GIVE_UP_S`."""
-        num_failures = 0
-        with anyio.fail_after(GIVE_UP_S) as limit:
-            while True:
-                await channel.channel_ready()
-                num_failures += 1
-                try:
-                    with anyio.CancelScope() as self._session:
-                        await self._serve(channel, limit)
-                except* (InstanceUnavailable, ProtocolError) as group:
-                    log.warning("lost a gateway's stream", reason="; ".join(str(leaf) for leaf in leaves(group)))
-                finally:
-                    self._link = None
-                if self._finishing:
-                    break
-                if limit.deadline == math.inf:
-                    num_failures = 0
-                    limit.deadline = anyio.current_time() + GIVE_UP_S
-                await anyio.sleep(backoff_s(num_failures))
-        self._finished.set()
+        with anyio.fail_after(GIVE_UP_S) as self._limit:
+            await self._session.run()
 
-    async def _serve(self, channel: MeshChannel, limit: anyio.CancelScope) -> None:
-        """One stream, until it ends; ``limit`` is lifted once the gateway has accepted it."""
-        async with open_link(channel, METHOD, TokensDown, max_queued=self._max_queued) as link:
-            link.post(self._registration)
-            for message in self._remembered:
-                link.post(message)
-            self._link = link
-            if self._finishing:
-                link.close()
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(link.pump)
-                async for _accepted in link.frames():
-                    limit.deadline = math.inf
-                tasks.cancel_scope.cancel()
+    # `pdmesh.wire.session.Talk`.
+
+    async def prepare(self) -> None:
+        pass
+
+    def opening(self) -> Sequence[TokensUp]:
+        return [self._registration, *self._remembered]
+
+    def welcomed(self, welcome: Any) -> Terms:
+        if not isinstance(welcome, TokensAccepted):
+            raise ProtocolError("the gateway's first message must be TokensAccepted")
+        self._limit.deadline = math.inf
+        return Terms()
+
+    def heartbeat(self) -> TokensUp:
+        raise AssertionError("token streams have no heartbeat")
+
+    def handle(self, message: TokensDown) -> None:
+        raise ProtocolError("TokensAccepted twice")
+
+    def overflowed(self) -> None:
+        self._remembered.clear()
+
+    def lost(self) -> None:
+        self._limit.deadline = min(self._limit.deadline, anyio.current_time() + GIVE_UP_S)
 
 
 @asynccontextmanager

@@ -38,7 +38,7 @@ log = structlog.get_logger()
 CANCELLED = "cancelled"
 
 #: How long a new request waits for a scheduler that is gone for a moment. Those under way wait until their deadline.
-CONNECT_GRACE_S = 30.0
+CONNECT_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,19 +6,17 @@ because the requests that are still waited for are named at the next registratio
 
 from __future__ import annotations
 
-import random
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anyio
 import structlog
 
 from pdmesh.config import SecurityConfig
-from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, RequestRejected
+from pdmesh.errors import ProtocolError, RequestRejected
 from pdmesh.model import Epoch, GatewayId, RequestId
 from pdmesh.wire.endpoint import open_channel
-from pdmesh.wire.link import FrameLink, open_link
 from pdmesh.wire.messages import (
     Activity,
     Cancel,
@@ -34,20 +32,14 @@ from pdmesh.wire.messages import (
     Submit,
     WelcomeGateway,
 )
+from pdmesh.wire.session import Session, Terms
 
 log = structlog.get_logger()
 
 METHOD = "/pdmesh.v1.Scheduler/Gateway"
 
-#: For the scheduler's answer to a registration.
-WELCOME_TIMEOUT_S = 10.0
-
 #: Without a word from the scheduler for so many leases the stream is given up. It speaks at each heartbeat.
 SILENT_LEASES = 3
-
-#: Pauses between attempts to connect: doubled from the first to the last, each cut by a random part.
-FIRST_PAUSE_S = 0.05
-LAST_PAUSE_S = 1.0
 
 
 class Waiting(Protocol):
@@ -80,9 +72,8 @@ class SchedulerLink:
         self._gateway_id = gateway_id
         self._address = address
         self._security = security
-        self._link: FrameLink[GatewayUp, GatewayDown] | None = None
+        self._session: Session[GatewayUp, GatewayDown] | None = None
         self._connected = anyio.Event()
-        self._jitter = random.Random()
         #: Ever made; the last of them may have broken.
         self.num_connections = 0
         #: Whom the last of them was made to.
@@ -92,12 +83,12 @@ class SchedulerLink:
 
     @property
     def is_connected(self) -> bool:
-        return self._link is not None
+        return self._connected.is_set()
 
     @property
     def unready_reason(self) -> str | None:
         """Why the mesh cannot take a request now, if it cannot."""
-        if self._link is None:
+        if not self.is_connected:
             return "the scheduler cannot be reached"
         if self.state is None:
             return "the scheduler has not reported yet"
@@ -108,112 +99,90 @@ class SchedulerLink:
 
     def submit(self, message: Submit) -> None:
         """Hand a request to the scheduler. Raises RequestRejected if it is gone or does not read."""
-        try:
-            if self._link is None:
-                raise InstanceUnavailable("the scheduler cannot be reached")
-            self._link.post(message)
-        except (InstanceUnavailable, OutboxFull) as error:
+        if not self._post(message):
             raise RequestRejected(
                 "The scheduler cannot be reached.", status=503, type="server_error", code="unavailable", retry_after_s=1
-            ) from error
+            )
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
         """Free what a request holds. While the scheduler is gone there is nobody to tell: see the module's text."""
-        if self._link is None:
-            return
-        try:
-            self._link.post(Cancel(request_id=request_id, epoch=epoch))
-        except (InstanceUnavailable, OutboxFull) as error:
-            log.warning("cancel not sent", request_id=request_id, epoch=epoch, error=str(error))
+        self._post(Cancel(request_id=request_id, epoch=epoch))
 
     def ask_activity(self) -> None:
         """Ask for the next `Activity`. While the scheduler is gone it is asked when it is back."""
-        if self._link is not None:
-            with suppress(InstanceUnavailable, OutboxFull):  # the stream is about to end
-                self._link.post(NextActivity())
+        self._post(NextActivity())
+
+    def _post(self, message: GatewayUp) -> bool:
+        return self.is_connected and self._session is not None and self._session.post(message)
 
     async def run(self, waiting: Waiting, watchers: Watchers) -> None:
         """Connect, and connect again whenever the stream ends, until cancelled."""
-        pause_s = FIRST_PAUSE_S
         async with open_channel(self._address, self._security) as channel:
-            while True:
-                was_connected = self._connected
-                try:
-                    await self._run_once(channel, waiting, watchers)
-                    log.warning("the scheduler ended the stream")
-                except* (InstanceUnavailable, OutboxFull, ProtocolError, TimeoutError) as group:
-                    log.warning("no stream to the scheduler", address=self._address, error=str(group.exceptions[0]))
-                if was_connected.is_set():  # it had been up
-                    pause_s = FIRST_PAUSE_S
-                await anyio.sleep(pause_s * self._jitter.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            self._session = Session(channel, METHOD, GatewayDown, _Talk(self, waiting, watchers))
+            await self._session.run()
 
-    async def _run_once(self, channel: Any, waiting: Waiting, watchers: Watchers) -> None:
-        async with open_link(channel, METHOD, GatewayDown) as link, anyio.create_task_group() as tasks:
-            tasks.start_soon(link.pump)
-            frames = link.frames()
-            link.post(RegisterGateway(gateway_id=self._gateway_id, waiting=waiting.waiting()))
-            welcome, rest = await _welcome(frames)
-            self._link = link
-            self.num_connections += 1
-            self.scheduler_id = welcome.scheduler_id
-            self._connected.set()
-            log.info("registered with the scheduler", gateway_id=self._gateway_id)
-            try:
-                waiting.on_connected()
-                tasks.start_soon(_beat, link, welcome.heartbeat_s)
-                if watchers.is_watched:
-                    self.ask_activity()
-                self._handle(rest, waiting, watchers)
-                frame: list[GatewayDown] | None
-                while True:
-                    with anyio.fail_after(SILENT_LEASES * welcome.lease_s):
-                        frame = await anext(frames, None)
-                    if frame is None:
-                        break
-                    self._handle(frame, waiting, watchers)
-                tasks.cancel_scope.cancel()
-            finally:
-                self._link = None
-                self.state = None
-                self._connected = anyio.Event()
+    # For `_Talk`.
 
-    def _handle(self, frame: list[GatewayDown], waiting: Waiting, watchers: Watchers) -> None:
-        for message in frame:
-            match message:
-                case MeshState():
-                    self.state = message
-                case Rejected():
-                    waiting.on_rejected(message)
-                case Restarted():
-                    waiting.on_restarted(message)
-                case Finished():
-                    waiting.on_finished(message)
-                case Activity():
-                    watchers.publish(message)
-                    if watchers.is_watched:
-                        self.ask_activity()
-                case WelcomeGateway():
-                    raise ProtocolError("WelcomeGateway twice")
+    def registration(self, waiting: Waiting) -> RegisterGateway:
+        return RegisterGateway(gateway_id=self._gateway_id, waiting=waiting.waiting())
+
+    def connected(self, welcome: WelcomeGateway) -> None:
+        self.num_connections += 1
+        self.scheduler_id = welcome.scheduler_id
+        self._connected.set()
+        log.info("registered with the scheduler", gateway_id=self._gateway_id)
+
+    def lost(self) -> None:
+        self.state = None
+        if self._connected.is_set():
+            self._connected = anyio.Event()
 
 
-async def _welcome(frames: AsyncIterator[list[GatewayDown]]) -> tuple[WelcomeGateway, list[GatewayDown]]:
-    frame: list[GatewayDown]
-    try:
-        with anyio.fail_after(WELCOME_TIMEOUT_S):
-            frame = await anext(frames, [])
-    except TimeoutError:
-        raise ProtocolError(f"the scheduler did not answer within {WELCOME_TIMEOUT_S:g} s") from None
-    match frame:
-        case [WelcomeGateway() as welcome, *rest]:
-            return welcome, rest
-        case []:
-            raise InstanceUnavailable("the scheduler ended the stream")
-        case _:
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """What is said on the stream (`pdmesh.wire.session.Talk`)."""
+
+    link: SchedulerLink
+    waiting: Waiting
+    watchers: Watchers
+
+    async def prepare(self) -> None:
+        pass
+
+    def opening(self) -> Sequence[GatewayUp]:
+        return [self.link.registration(self.waiting)]
+
+    def welcomed(self, welcome: Any) -> Terms:
+        if not isinstance(welcome, WelcomeGateway):
             raise ProtocolError("the scheduler's first message must be WelcomeGateway")
+        self.link.connected(welcome)
+        self.waiting.on_connected()
+        if self.watchers.is_watched:
+            self.link.ask_activity()
+        return Terms(heartbeat_s=welcome.heartbeat_s, silence_s=SILENT_LEASES * welcome.lease_s)
 
+    def heartbeat(self) -> GatewayUp:
+        return GatewayHeartbeat()
 
-async def _beat(link: FrameLink[GatewayUp, GatewayDown], heartbeat_s: float) -> None:
-    while True:
-        await anyio.sleep(heartbeat_s)
-        link.post(GatewayHeartbeat())
+    def handle(self, message: GatewayDown) -> None:
+        match message:
+            case MeshState():
+                self.link.state = message
+            case Rejected():
+                self.waiting.on_rejected(message)
+            case Restarted():
+                self.waiting.on_restarted(message)
+            case Finished():
+                self.waiting.on_finished(message)
+            case Activity():
+                self.watchers.publish(message)
+                if self.watchers.is_watched:
+                    self.link.ask_activity()
+            case WelcomeGateway():
+                raise ProtocolError("WelcomeGateway twice")
+
+    def overflowed(self) -> None:
+        pass  # registering again tells it what is waited for
+
+    def lost(self) -> None:
+        self.link.lost()

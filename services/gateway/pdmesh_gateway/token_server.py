@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-import anyio
 import structlog
 
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ProtocolError
-from pdmesh.model import InstanceId
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import (
-    PROTOCOL_VERSION,
     PromptLogprobs,
     RegisterTokens,
     TokenOut,
@@ -22,14 +19,12 @@ from pdmesh.wire.messages import (
     TokensDown,
     TokensUp,
 )
+from pdmesh.wire.session import converse, registration
 from pdmesh_gateway.transcripts import Transcripts
 
 log = structlog.get_logger()
 
 SERVICE = "pdmesh.v1.Gateway"
-
-#: For a peer's first message.
-REGISTER_TIMEOUT_S = 10.0
 
 
 @asynccontextmanager
@@ -39,10 +34,7 @@ async def serve_tokens(
     """Serve workers' token streams within the block; yields the port."""
 
     async def serve(link: FrameLink[TokensDown, TokensUp], peer: str) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(link.pump)
-            await _receive_tokens(link, peer, transcripts)
-            link.close()
+        await _receive_tokens(link, peer, transcripts)
 
     methods = {"Tokens": serve_link(serve, TokensUp)}
     async with serving(SERVICE, methods, host=config.token_host, port=config.token_port, security=security) as port:
@@ -51,35 +43,22 @@ async def serve_tokens(
 
 async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, transcripts: Transcripts) -> None:
     frames = link.frames()
-    instance_id, rest = await _registration(frames)
-    link.post(TokensAccepted())
-    log.info("worker streams tokens", instance_id=instance_id, peer=peer)
-    try:
+    registered, rest = await registration(frames, RegisterTokens)
+    instance_id = registered.instance_id
+
+    async def read() -> None:
         transcripts.deliver(_tokens(rest), instance_id)
         # A silent worker is a worker without requests; a dead one is noticed by gRPC's keepalive.
         async for frame in frames:
             transcripts.deliver(_tokens(frame), instance_id)
+
+    link.post(TokensAccepted())
+    log.info("worker streams tokens", instance_id=instance_id, peer=peer)
+    try:
+        await converse(link, read)
     finally:
         log.info("worker's token stream ended", instance_id=instance_id)
         transcripts.source_lost(instance_id)
-
-
-async def _registration(frames: AsyncIterator[list[TokensUp]]) -> tuple[InstanceId, list[TokensUp]]:
-    """Who streams, and what came in the same frame."""
-    frame: list[TokensUp]
-    try:
-        with anyio.fail_after(REGISTER_TIMEOUT_S):
-            frame = await anext(frames, [])
-    except TimeoutError:
-        raise ProtocolError(f"no RegisterTokens within {REGISTER_TIMEOUT_S:g} s") from None
-    match frame:
-        case [RegisterTokens() as register, *rest]:
-            pass
-        case _:
-            raise ProtocolError("the first message must be RegisterTokens")
-    if register.version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {register.version}, ours is {PROTOCOL_VERSION}: update both")
-    return register.instance_id, rest
 
 
 def _tokens(frame: list[TokensUp]) -> list[TokenOut | PromptLogprobs]:

@@ -16,7 +16,6 @@ from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import GatewayId, RejectReason, Request
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
-    PROTOCOL_VERSION,
     Cancel,
     GatewayDown,
     GatewayHeartbeat,
@@ -28,8 +27,9 @@ from pdmesh.wire.messages import (
     Submit,
     WelcomeGateway,
 )
+from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
-from pdmesh_scheduler.peers import Connection, Leases, Peers, converse, first_message
+from pdmesh_scheduler.peers import Connection, Leases, Peers
 
 log = structlog.get_logger()
 
@@ -52,10 +52,8 @@ class GatewayStreams:
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
         """One stream, from its registration to its end."""
         frames = link.frames()
-        registration, rest = await first_message(frames, RegisterGateway)
-        if registration.version != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version {registration.version}, this scheduler speaks {PROTOCOL_VERSION}")
-        gateway_id = registration.gateway_id
+        registered, rest = await registration(frames, RegisterGateway)
+        gateway_id = registered.gateway_id
 
         async def read() -> None:
             await self._take(gateway_id, rest)
@@ -67,13 +65,13 @@ class GatewayStreams:
             connection: Connection[GatewayId, GatewayDown] = Connection(gateway_id, link, scope)
             self.peers.add(connection)
             self.leases.renew(gateway_id)
-            log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(registration.waiting), peer=peer)
+            log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(registered.waiting), peer=peer)
             try:
                 welcome = WelcomeGateway(
                     scheduler_id=self.scheduler_id, lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s
                 )
                 link.post(welcome)
-                self.driver.post(GatewayJoined(gateway_id, registration.waiting))
+                self.driver.post(GatewayJoined(gateway_id, registered.waiting))
                 await converse(link, read, self.stopping)
             finally:
                 if self.peers.remove(connection):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import anyio
 import structlog
 
-from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
+from pdmesh.errors import InstanceUnavailable, OutboxFull
 from pdmesh.wire.link import FrameLink
 
 log = structlog.get_logger()
 
 IdT = TypeVar("IdT", bound=str)
 DownT = TypeVar("DownT")
-MessageT = TypeVar("MessageT")
 
 #: For a peer whose stream broke to open another. One that lives tries within a tenth of a second, but may have to let a
 #: step end first.
@@ -25,9 +24,6 @@ BROKEN_STREAM_GRACE_S = 0.5
 
 #: A lease that ran out so long ago, and nobody noticed: this process stood still.
 STOOD_STILL_S = 0.5
-
-#: For a peer that has opened a stream to say who it is.
-REGISTRATION_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,36 +127,3 @@ class Leases(Generic[IdT]):
             for peer_id in [peer_id for peer_id, deadline_s in self._deadlines.items() if deadline_s <= now_s]:
                 del self._deadlines[peer_id]
                 expired(peer_id)
-
-
-async def first_message(frames: AsyncIterator[list[Any]], message_type: type[MessageT]) -> tuple[MessageT, list[Any]]:
-    """A stream's registration, and what came in the same frame. Raises ProtocolError."""
-    with anyio.move_on_after(REGISTRATION_LIMIT_S):
-        match await anext(frames, []):
-            case [first, *rest] if isinstance(first, message_type):
-                return first, rest
-            case _:
-                raise ProtocolError(f"the first message must be {message_type.__name__}")
-    raise ProtocolError(f"no {message_type.__name__} within {REGISTRATION_LIMIT_S:g} s")
-
-
-async def converse(link: FrameLink[Any, Any], read: Callable[[], Awaitable[None]], stopping: anyio.Event) -> None:
-    """Write and ``read`` until the peer ends the stream.
-
-    Raises ProtocolError or InstanceUnavailable bare, as `pdmesh.wire.link.serve_link` wants them.
-    """
-
-    async def end_at_stop() -> None:
-        await stopping.wait()
-        raise InstanceUnavailable("the scheduler is stopping")
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(link.pump)
-            tasks.start_soon(end_at_stop)
-            await read()
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        errors = leaves(group)
-        unexpected = [error for error in errors if not isinstance(error, ProtocolError | InstanceUnavailable)]
-        raise (unexpected or errors)[0] from None

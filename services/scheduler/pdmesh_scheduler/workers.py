@@ -18,7 +18,6 @@ from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.policy.profile import Profile, Subject
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
-    PROTOCOL_VERSION,
     EventMessage,
     Goodbye,
     RegisterWorker,
@@ -26,8 +25,9 @@ from pdmesh.wire.messages import (
     WorkerDown,
     WorkerUp,
 )
+from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
-from pdmesh_scheduler.peers import Connection, Leases, Peers, converse, first_message
+from pdmesh_scheduler.peers import Connection, Leases, Peers
 
 log = structlog.get_logger()
 
@@ -46,10 +46,10 @@ class WorkerStreams:
     async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
         """One stream, from its registration to its end."""
         frames = link.frames()
-        registration, rest = await first_message(frames, RegisterWorker)
-        _check(registration)
-        self._check_profile(registration.profile)
-        instance_id = registration.profile.instance_id
+        registered, rest = await registration(frames, RegisterWorker)
+        _check(registered)
+        self._check_profile(registered.profile)
+        instance_id = registered.profile.instance_id
 
         with anyio.CancelScope() as scope:
             connection: Connection[InstanceId, WorkerDown] = Connection(instance_id, link, scope)
@@ -62,10 +62,10 @@ class WorkerStreams:
 
             self.peers.add(connection)
             self.leases.renew(instance_id)
-            log.info("instance joined", instance_id=instance_id, role=registration.profile.role, peer=peer)
+            log.info("instance joined", instance_id=instance_id, role=registered.profile.role, peer=peer)
             try:
                 link.post(WelcomeWorker(lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s))
-                self.driver.post(InstanceJoined(registration.profile, registration.residents))
+                self.driver.post(InstanceJoined(registered.profile, registered.residents))
                 await converse(link, read, self.stopping)
             finally:
                 if self.peers.remove(connection):
@@ -110,8 +110,6 @@ class WorkerStreams:
 
 def _check(registration: RegisterWorker) -> None:
     """Refuse what the core could not work with. Raises ProtocolError."""
-    if registration.version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {registration.version}, this scheduler speaks {PROTOCOL_VERSION}")
     profile = registration.profile
     counts = {
         "num_blocks": profile.num_blocks,

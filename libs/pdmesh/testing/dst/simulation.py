@@ -248,7 +248,7 @@ def _device_broke(process: Process, failure: BaseException | None) -> bool:
 def _submit_nonsense(process: Process) -> None:
     """What a newer or broken gateway might send: a request that cannot be, on the stream that others use too."""
     gateway: Gateway | None = process.parts.get("gateway")
-    link = None if gateway is None else gateway.link._link
+    link = None if gateway is None or not gateway.link.is_connected else gateway.link
     if gateway is None or link is None:
         return
     generation = Generation(
@@ -260,4 +260,4 @@ def _submit_nonsense(process: Process) -> None:
         num_prompt_tokens=3,
         params=SamplingParams(max_tokens=1),
     )
-    link.post(Submit(generation=generation, slo_ttft_s=0.0))
+    link.submit(Submit(generation=generation, slo_ttft_s=0.0))

@@ -1,0 +1,243 @@
+"""The life of a long-lived stream between two services, the same for all of them: who it is, welcome, heartbeats, loss.
+
+The client's end is a `Session`: it registers, is welcomed, says at each heartbeat that it lives, and begins anew
+whenever the stream ends, after a pause. The server's end is served by `registration` and `converse`. Every wait for the
+other side has a limit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import anyio
+import structlog
+
+from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
+from pdmesh.wire.link import MAX_QUEUED_MESSAGES, Channel, FrameLink, open_link
+from pdmesh.wire.messages import PROTOCOL_VERSION
+
+log = structlog.get_logger()
+
+SendT = TypeVar("SendT")
+RecvT = TypeVar("RecvT")
+SaysT = TypeVar("SaysT", covariant=True)
+HearsT = TypeVar("HearsT", contravariant=True)
+RegistrationT = TypeVar("RegistrationT", bound="Versioned")
+
+#: For the first message of either side, and for the server to hear a client's last.
+ANSWER_LIMIT_S = 10.0
+
+#: Pauses between attempts: doubled from the first to the last, each cut by a random part, so that a mesh does not knock
+#: all at once. The last is below the scheduler's grace for orphans, so that residents are claimed in time.
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 1.0
+
+
+class Versioned(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+# --- the client's end ---
+
+
+class ReadyChannel(Channel, Protocol):
+    """What a session is held over: `pdmesh.wire.endpoint.open_channel` makes one."""
+
+    async def channel_ready(self) -> None:
+        """Until it is connected."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a welcome says of the time between words."""
+
+    heartbeat_s: float | None = None  # how often to say that we live; None: never
+    silence_s: float | None = None  # without a word for so long the stream is given up; None: gRPC's keepalive decides
+
+
+class Talk(Protocol[SaysT, HearsT]):
+    """What is said on a client's stream."""
+
+    async def prepare(self) -> None:
+        """Awaited before each registration."""
+        ...
+
+    def opening(self) -> Sequence[SaysT]:
+        """The registration, as things are now, and what is to follow it at once."""
+        ...
+
+    def welcomed(self, welcome: Any) -> Terms:
+        """The registration was accepted. Raises ProtocolError if this first message is no welcome."""
+        ...
+
+    def heartbeat(self) -> SaysT:
+        """Asked for only if the terms have heartbeats."""
+        ...
+
+    def handle(self, message: HearsT) -> None:
+        """Every message after the welcome."""
+        ...
+
+    def overflowed(self) -> None:
+        """The peer does not read: what waited for it is dropped, and the stream begun anew."""
+        ...
+
+    def lost(self) -> None:
+        """The stream ended, or could not be opened."""
+        ...
+
+
+class Session(Generic[SendT, RecvT]):
+    """A stream that is up whenever it can be. Only `run` and `finish` wait."""
+
+    def __init__(
+        self,
+        channel: ReadyChannel,
+        method: str,
+        receive_type: Any,
+        talk: Talk[SendT, RecvT],
+        *,
+        max_queued: int = MAX_QUEUED_MESSAGES,
+    ) -> None:
+        self._channel = channel
+        self._method = method
+        self._receive_type = receive_type
+        self._talk = talk
+        self._max_queued = max_queued
+        self._link: FrameLink[SendT, RecvT] | None = None
+        self._scope = anyio.CancelScope()
+        self._pause_s = 0.0  # so far
+        self._finishing = False
+        self._finished = anyio.Event()
+
+    def post(self, message: SendT) -> bool:
+        """Queue a message behind the registration; False if there is no stream to carry it."""
+        if self._link is None:
+            return False
+        try:
+            self._link.post(message)
+        except InstanceUnavailable:  # the stream broke, and is about to notice
+            self._link = None
+        except OutboxFull as error:
+            log.error("a peer does not read its stream; connecting again", method=self._method, error=str(error))
+            self._link = None
+            self._talk.overflowed()
+            self._scope.cancel()
+        return self._link is not None
+
+    async def run(self) -> None:
+        """Stay connected until cancelled or `finish`."""
+        while True:
+            await self._channel.channel_ready()
+            reason = "the peer ended it"
+            try:
+                with anyio.CancelScope() as self._scope:
+                    await self._hold()
+            except* (InstanceUnavailable, OutboxFull, ProtocolError, TimeoutError) as group:
+                reason = "; ".join(str(leaf) or type(leaf).__name__ for leaf in leaves(group))
+            finally:
+                self._link = None
+                self._talk.lost()
+            if self._finishing:
+                break
+            log.warning("a stream ended", method=self._method, reason=reason)
+            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
+            await anyio.sleep(self._pause_s * random.uniform(0.5, 1.0))
+        self._finished.set()
+
+    async def finish(self) -> None:
+        """Say nothing more; return when the peer has read everything."""
+        self._finishing = True
+        if self._link is not None:
+            self._link.close()
+        await self._finished.wait()
+
+    async def _hold(self) -> None:
+        """One stream, until it ends."""
+        talk = self._talk
+        await talk.prepare()
+        async with (
+            open_link(self._channel, self._method, self._receive_type, max_queued=self._max_queued) as link,
+            anyio.create_task_group() as tasks,
+        ):
+            for said in talk.opening():
+                link.post(said)
+            self._link = link  # what is posted from here on comes after the registration
+            if self._finishing:
+                link.close()
+            tasks.start_soon(link.pump)
+            frames = link.frames()
+            first = await _next(frames, ANSWER_LIMIT_S)
+            if not first:
+                raise InstanceUnavailable("the peer ended the stream")
+            terms = talk.welcomed(first[0])
+            self._pause_s = 0.0
+            if terms.heartbeat_s is not None:
+                tasks.start_soon(self._beat, link, terms.heartbeat_s)
+            frame: list[RecvT] | None = first[1:]
+            while frame is not None:
+                for message in frame:
+                    talk.handle(message)
+                frame = await _next(frames, terms.silence_s)
+            tasks.cancel_scope.cancel()
+
+    async def _beat(self, link: FrameLink[SendT, RecvT], heartbeat_s: float) -> None:
+        while not self._finishing:
+            link.post(self._talk.heartbeat())
+            await anyio.sleep(heartbeat_s)
+
+
+async def _next(frames: AsyncIterator[list[RecvT]], limit_s: float | None) -> list[RecvT] | None:
+    """The next frame, or None at the end of the stream. Raises TimeoutError."""
+    frame: list[RecvT] | None = None
+    with anyio.fail_after(limit_s):
+        frame = await anext(frames, None)
+    return frame
+
+
+# --- the server's end ---
+
+
+async def registration(
+    frames: AsyncIterator[list[Any]], message_type: type[RegistrationT]
+) -> tuple[RegistrationT, list[Any]]:
+    """Who is at the other end, and what came in the same frame. Raises ProtocolError."""
+    with anyio.move_on_after(ANSWER_LIMIT_S):
+        match await anext(frames, []):
+            case [first, *rest] if isinstance(first, message_type):
+                if first.version != PROTOCOL_VERSION:
+                    raise ProtocolError(f"protocol version {first.version}, ours is {PROTOCOL_VERSION}: update both")
+                return first, rest
+            case _:
+                raise ProtocolError(f"the first message must be {message_type.__name__}")
+    raise ProtocolError(f"no {message_type.__name__} within {ANSWER_LIMIT_S:g} s")
+
+
+async def converse(
+    link: FrameLink[Any, Any], read: Callable[[], Awaitable[None]], stopping: anyio.Event | None = None
+) -> None:
+    """Write and ``read`` until the peer ends the stream, or until ``stopping``.
+
+    Raises ProtocolError or InstanceUnavailable bare, as `pdmesh.wire.link.serve_link` wants them.
+    """
+
+    async def end_at_stop(stopping: anyio.Event) -> None:
+        await stopping.wait()
+        raise InstanceUnavailable("the service is stopping")
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.pump)
+            if stopping is not None:
+                tasks.start_soon(end_at_stop, stopping)
+            await read()
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        errors = leaves(group)
+        unexpected = [error for error in errors if not isinstance(error, ProtocolError | InstanceUnavailable)]
+        raise (unexpected or errors)[0] from None
