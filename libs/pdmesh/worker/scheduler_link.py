@@ -54,8 +54,7 @@ class SchedulerLink:
         self._load = load
         self._handle = handle
         self._session: Session[WorkerUp, WorkerDown] = Session(channel, METHOD, WorkerDown, self)
-        #: For `Session`.
-        self.prepare = prepare
+        self._prepare = prepare
         #: Set at the first accepted registration.
         self.registered = anyio.Event()
 
@@ -74,6 +73,9 @@ class SchedulerLink:
                 await self._session.finish()
 
     # `pdmesh.wire.session.Talk`.
+
+    async def prepare(self) -> None:
+        await self._prepare()
 
     def opening(self) -> Sequence[WorkerUp]:
         return [self._registration()]

@@ -385,6 +385,9 @@ class _Context:
     def peer(self) -> str:
         return f"virtual:{self._call.client.name}"
 
+    async def send_initial_metadata(self, _metadata: Sequence[tuple[str, str]]) -> None:
+        """Here a call can be aborted at any time."""
+
     async def read(self) -> Any:
         frame = await self._call.up.get()
         return grpc.aio.EOF if frame is None else frame
