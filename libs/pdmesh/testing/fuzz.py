@@ -321,6 +321,9 @@ async def _code_of(call: Any, messages: Sequence[bytes]) -> grpc.StatusCode:
         call.cancel()
     except (grpc.RpcError, asyncio.InvalidStateError):
         pass
+    except asyncio.CancelledError:  # gRPC raises it, too, for a call that the server has reset
+        if not call.done():
+            raise
     code = grpc.StatusCode(await call.code())
     # Ours, not the server's: we wrote to a call that it had ended.
     return grpc.StatusCode.CANCELLED if await call.details() == "Internal error from Core" else code

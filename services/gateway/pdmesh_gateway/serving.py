@@ -69,11 +69,11 @@ class Serving:
         """Refuse what could never be under way, before anything is built for it: ``n`` choices of each prompt, with
         ``num_tokens`` in all of these. Raises RequestRejected.
         """
-        if num_prompts * n > self.config.max_concurrent_requests:
+        most = max(1, self.config.max_concurrent_requests // 4)  # one request leaves room for others
+        if num_prompts * n > most:
             raise invalid(
                 "n" if n > 1 else "prompt",
-                f"{num_prompts} prompts with `n` = {n} are more than the {self.config.max_concurrent_requests} "
-                "generations that may run at once. Send fewer at a time.",
+                f"{num_prompts} prompts with `n` = {n} are more than {most} generations at once. Send fewer at a time.",
             )
         if prompt_bytes(num_tokens, n) > self.config.max_queued_bytes:
             raise invalid(

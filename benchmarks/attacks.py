@@ -1,0 +1,172 @@
+"""What one client's hostile requests cost the others: worst latency before and during each attack, refusals, memory.
+
+    python benchmarks/attacks.py [--seconds 6]
+
+A 1P+1D mesh of stand-in engines. A client sends a short request every 50 ms, by a connection of its own; the attacks
+run beside it, bounded in number and bytes. Held: nobody else is refused, their worst latency is at most twice that of
+before, or 1 s, and the gateway's memory stays within 512 MiB of what it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+MAX_WORST_S = 1.0
+MAX_GROWTH_MIB = 512
+
+Attack = Callable[[str, int], None]
+
+
+def post(path: str, body: bytes, num_times: int, num_threads: int = 4) -> Attack:
+    """Send a body so many times."""
+
+    def one(base_url: str) -> None:
+        with httpx.Client(base_url=base_url, timeout=60, trust_env=False) as client:
+            for _ in range(num_times):
+                with suppress(httpx.HTTPError):
+                    client.post(path, content=body)
+
+    def attack(base_url: str, _port: int) -> None:
+        threads = [threading.Thread(target=one, args=(base_url,)) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return attack
+
+
+def raw(head: bytes, filler: bytes, num_fillers: int, num_connections: int, stay_s: float = 0.0) -> Attack:
+    """Open connections, send, and stay."""
+
+    def attack(_base_url: str, port: int) -> None:
+        sockets: list[socket.socket] = []
+        for _ in range(num_connections):
+            with suppress(OSError):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+                sockets.append(connection)
+                connection.sendall(head)
+                for _ in range(num_fillers):
+                    connection.sendall(filler)
+        time.sleep(stay_s)
+        for connection in sockets:
+            connection.close()
+
+    return attack
+
+
+UPLOAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 33000000\r\n\r\n"
+ATTACKS: dict[str, Attack] = {
+    "targets of 5e-324 ms": post("/v1/completions", b'{"prompt":"a","slo_ttft_ms":5e-324}', 50),
+    "32 prompts of 8,000 ids, n=128": post(
+        "/v1/completions", json.dumps({"prompt": [[5] * 8000] * 32, "n": 128, "max_tokens": 1}).encode(), 1, 1
+    ),
+    "8 prompts of 8,000 ids, n=128": post(
+        "/v1/completions", json.dumps({"prompt": [[5] * 8000] * 8, "n": 128, "max_tokens": 1}).encode(), 1, 1
+    ),
+    "/tokenize of 8 MB": post("/tokenize", json.dumps({"prompt": "word " * 1_600_000}).encode(), 2),
+    "8 million prompts": post("/v1/completions", b'{"prompt":[' + b'"",' * 8_000_000 + b'""]}', 1),
+    "2.5 million messages": post("/v1/chat/completions", b'{"messages":[' + b'{"role":""},' * 2_500_000 + b"{}]}", 1),
+    "16 million ids": post("/detokenize", b'{"tokens":[' + b"1," * 16_000_000 + b"1]}", 1),
+    "NaN in 30 MB": post("/v1/completions", b'{"min_p":NaN,"prompt":[' + b"1," * 15_000_000 + b"1]}", 1),
+    "16 idle uploads": raw(UPLOAD, b"", 0, 16, stay_s=5),
+    "16 uploads of 31 MB, then idle": raw(UPLOAD, b" " * 1_000_000, 31, 16, stay_s=5),
+    "a header of 100 MB": raw(b"GET /live HTTP/1.1\r\nx: ", b"y" * 1_000_000, 100, 2),
+    "strangers' templates": post(
+        "/v1/chat/completions",
+        b'{"messages":[{"role":"user"}],"chat_template":"{% for a in range(9**9) %}{% endfor %}"}',
+        25,
+    ),
+    "arguments nested 990 deep": post(
+        "/v1/chat/completions",
+        b'{"messages":[{"role":"user","tool_calls":[{"function":{"arguments":%s}}]}]}' % (b"[" * 990 + b"]" * 990),
+        50,
+    ),
+}  # fmt: skip
+
+
+class Bystander(threading.Thread):
+    """Another client."""
+
+    def __init__(self, base_url: str, model: str) -> None:
+        super().__init__()
+        self._base_url, self._model = base_url, model
+        self.latencies_s: list[float] = []
+        self.refused: list[int] = []
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._base_url, timeout=60, trust_env=False) as client:
+            while not self.done.wait(0.05):
+                began_s = time.perf_counter()
+                body = {"model": self._model, "prompt": "abc", "max_tokens": 2}
+                status = client.post("/v1/completions", json=body).status_code
+                self.latencies_s.append(time.perf_counter() - began_s)
+                if status != 200:
+                    self.refused.append(status)
+
+
+def memory_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def beside(mesh: RunningMesh, url: str, work: Callable[[], None]) -> Bystander:
+    bystander = Bystander(url, mesh.model)
+    bystander.start()
+    try:
+        work()
+    finally:
+        bystander.done.set()
+        bystander.join()
+    return bystander
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of undisturbed requests before each attack")
+    parser.add_argument("--only", default="", help="attacks whose name holds this")
+    arguments = parser.parse_args()
+    num_failed = 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_mesh(Path(folder), model=None, settings={"WORKER_ENGINE": "fake"}) as mesh,
+    ):
+        url = mesh.base_url.removesuffix("/v1")
+        port = int(url.rpartition(":")[2])
+        print(f"{'attack':32} {'worst before':>12} {'worst during':>12} {'refused':>8} {'of':>5} {'memory':>10}")
+        for name, attack in ATTACKS.items():
+            if arguments.only not in name:
+                continue
+            before = beside(mesh, url, lambda: time.sleep(arguments.seconds))
+            pid = next(pid for service, pid in mesh.pids().items() if service.startswith("gateway"))
+            memory = memory_mib(pid)
+            during = beside(mesh, url, lambda: attack(url, port))  # noqa: B023
+            same = pid in mesh.pids().values()
+            growth = memory_mib(pid) - memory if same else float("inf")
+            worst_before_s, worst_s = max(before.latencies_s), max(during.latencies_s, default=0.0)
+            held = not during.refused and worst_s <= max(2 * worst_before_s, MAX_WORST_S) and growth <= MAX_GROWTH_MIB
+            num_failed += not held
+            print(
+                f"{name:32} {1e3 * worst_before_s:9.0f} ms {1e3 * worst_s:9.0f} ms {len(during.refused):8} "
+                f"{len(during.latencies_s):5} {growth:+6.0f} MiB  {'held' if held else 'FAILED'}",
+                flush=True,
+            )
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
