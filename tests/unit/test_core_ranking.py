@@ -1,0 +1,76 @@
+"""What is kept sorted by those that changed is what sorting all of them gives."""
+
+from __future__ import annotations
+
+import random
+
+from pdmesh.core.lengths import Lengths
+from pdmesh.core.queue import WaitingQueue
+from pdmesh.core.ranking import Decoders, Ranking
+from pdmesh.core.state import HoldKind, Instance, RequestState
+from pdmesh.model import InstanceId, Role
+from pdmesh.policy.order import ShortFirst
+from pdmesh.policy.placement import Apart
+from pdmesh.testing.core import a_request
+from pdmesh.testing.modelled import modelled_profile
+
+PLACE = Apart(long_prompt_tokens=1000)
+
+
+def line_of(members: dict[InstanceId, Instance]) -> list[InstanceId]:
+    return sorted(members, key=lambda name: (PLACE.key(members[name].view), name))
+
+
+def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None:
+    rng, changed = random.Random(0), dict[InstanceId, None]()
+    roles = (Role.DECODE, Role.MIXED, Role.PREFILL)
+    instances = [Instance(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed) for n in range(12)]
+    ranking, decoders = Ranking(PLACE.key), Decoders(PLACE)
+    members: dict[InstanceId, Instance] = {}
+    for number in range(400):
+        instance = rng.choice(instances)
+        if rng.random() < 0.2:
+            members.pop(instance.instance_id, None)
+            ranking.discard(instance.instance_id)
+            decoders.look_at(instance.instance_id, None)
+        else:
+            key = a_request(f"r{number}")
+            if instance.holds and rng.random() < 0.5:
+                instance.give_back(next(iter(instance.holds)))
+            elif instance.num_free_blocks > 20 and instance.num_seats_taken < 8:
+                instance.take((key.request_id, key.epoch), rng.randint(1, 20), HoldKind.RESIDENT)
+            members[instance.instance_id] = instance
+            ranking.put(instance)
+            decoders.look_at(instance.instance_id, instance)
+        if rng.random() < 0.5:
+            assert [name for _, name, _ in ranking.line()] == line_of(members)
+            request = a_request("new", prompt=rng.randint(1, 250))
+            first = decoders.first(instances[0].kv_group, request)
+            fitting = [name for name in line_of(members) if members[name].can_decode(request)]
+            assert (first and first.instance_id) == (fitting[0] if fitting else None)
+
+
+def test_lengths_come_and_go() -> None:
+    lengths = Lengths()
+    assert (lengths.least, lengths.greatest, len(lengths)) == (0, 0, 0)
+    for length in (5, 3, 5, 9):
+        lengths.add(length)
+    lengths.remove(5)
+    assert lengths.all() == [3, 5, 9]
+    assert (lengths.least, lengths.greatest) == (3, 9)
+
+
+def test_a_lane_that_waits_is_passed_over_until_nobody_waits() -> None:
+    order, queue = ShortFirst(long_prompt_tokens=1000), WaitingQueue()
+    short, later, long = (
+        RequestState(request, order.rank(request, 0, None))
+        for request in (a_request("a", 10), a_request("b", 10, arrival_s=1.0), a_request("c", 2000))
+    )
+    for state in (short, later, long):
+        queue.add(state, 100.0)
+    assert queue.head(order, 2.0) is short
+    assert queue.head(order, 2.0, {short.rank.lane}) is long
+    queue.remove(short)
+    assert queue.head(order, 2.0, {short.rank.lane}) is long
+    assert queue.head(order, 2.0, {short.rank.lane, long.rank.lane}) is None
+    assert queue.head(order, 2.0) is later
