@@ -1,5 +1,6 @@
 """What a mesh of real processes tells about a request: its spans, its log lines, its record."""
 
+import itertools
 import json
 import re
 from collections.abc import Generator
@@ -131,8 +132,8 @@ def test_a_cancelled_request_is_traced_and_told_as_such(observed: Observed) -> N
     url = f"{observed.mesh.base_url}/v1/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:
         chunks = (line for line in response.iter_lines() if line.startswith("data: "))
-        for _ in range(3):  # the first token is the prefill instance's, those after it the decode instance's
-            chunk = next(chunks)
+        # The first token is the prefill instance's, those after it the decode instance's.
+        *_, chunk = itertools.islice(chunks, 3)
     observed.mesh.wait_until_idle()
     by_name = {span.name: span for span in observed.spans(id_of(json.loads(chunk.removeprefix("data: "))), 6)}
     assert by_name["request"].parent_id == ""
