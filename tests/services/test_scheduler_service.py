@@ -690,8 +690,8 @@ async def test_a_bug_in_the_core_ends_the_service(monkeypatch: pytest.MonkeyPatc
 async def test_streams_end_with_unavailable_when_the_service_stops() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         mesh.context.stopping.set()
-        assert "UNAVAILABLE: the scheduler is stopping" in await m.ended()
-        assert "UNAVAILABLE: the scheduler is stopping" in await g.ended()
+        assert "UNAVAILABLE: the service is stopping" in await m.ended()
+        assert "UNAVAILABLE: the service is stopping" in await g.ended()
 
 
 async def test_the_event_log_of_a_live_run_can_be_replayed(tmp_path: Path) -> None:
