@@ -74,7 +74,7 @@ clean:
 
 # torch comes first and alone: a range would make pip take the newest build, with gigabytes of CUDA packages.
 $(VENV)/.base-$(STATE):
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "pdmesh needs Python 3.11 or newer; say which with make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "pdmesh needs Python 3.11 to 3.13; say which with make PYTHON=...")'
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing what constraints.txt pins into $(VENV); the first time takes a few minutes"
 	@rm -f $(VENV)/.base-* $(VENV)/.run-* $(VENV)/.test-*

@@ -44,14 +44,15 @@ def requests_table(requests: Sequence[RequestRecord]) -> Table:
     """A line for each."""
     table = Table(box=None, pad_edge=False)
     table.add_column("id", min_width=max((len(record.request_id) for record in requests), default=0))  # never cut
-    for column in ("label", "arrived", "state"):
+    has_labels = any(record.label for record in requests)
+    for column in ("label", "arrived", "state") if has_labels else ("arrived", "state"):
         table.add_column(column)
-    for column in ("prompt", "output", "first token ms", "last token ms"):
+    for column in ("prompt", "output", "first ms", "last ms"):
         table.add_column(column, justify="right")
     for record in requests:
         table.add_row(
             record.request_id,
-            record.label,
+            *([record.label] if has_labels else []),
             datetime.fromtimestamp(record.arrived_at).astimezone().strftime("%H:%M:%S"),
             record.state,
             str(record.num_prompt_tokens),

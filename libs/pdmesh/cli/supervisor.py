@@ -36,7 +36,7 @@ TEND_S = 10.0
 #: For a child that was told to end what still runs, before it is killed.
 END_S = ENDING_LIMIT_S + 5.0
 #: What those after the gateway have at least to drain, since their requests end with it.
-MIN_DRAIN_S = 2.0
+MIN_DRAIN_S = 5.0
 
 EXIT_CONFIG = 2
 
@@ -155,7 +155,7 @@ class Service:
         self._signal(signal.SIGTERM)
         if await self._ends_within(drain_s):
             return
-        self.on_event(self, f"did not drain within {drain_s:g} s: what still runs is ended")
+        self.on_event(self, f"did not drain within {drain_s:.3g} s: what still runs is ended")
         self._signal(signal.SIGTERM)
         if await self._ends_within(END_S):
             return
