@@ -59,7 +59,9 @@ def test_a_table_says_what_was_tried() -> None:
     done = pdmesh("plan", "--limit", "30", "--slo-ttft", "2", "--slo-tpot", "0.1", "--max-instances", "4")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.split("\n")[0].split() == ["prefill", "decode", "within", "targets"]
+    instances, header, *_ = done.stdout.splitlines()
+    assert instances.startswith("instances: a100-llama3-8b")
+    assert header.split() == ["prefill", "decode", "within", "targets"]
     assert done.stdout.count("the smallest") == 1
     assert "makespan, s" in done.stdout
 
