@@ -47,7 +47,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.openings import Openings
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import Instance
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, RequestKey, Role, StepPlan
 from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
@@ -535,7 +535,7 @@ class EveryInstance(Openings):
     def refresh(self, instance_ids: Iterable[InstanceId]) -> None:
         super().refresh({*self._books.instances, *instance_ids})
 
-    def computing(self) -> list[Instance]:
+    def computing(self) -> list[InstanceBooks]:
         return [instance for instance in self._books.instances.values() if not self.is_idle(instance)]
 
 

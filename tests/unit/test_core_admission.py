@@ -14,7 +14,7 @@ from pdmesh.core.books import Books
 from pdmesh.core.commands import Reject
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested, RequestArrived
-from pdmesh.core.state import Instance
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, RejectReason, Role
 from pdmesh.policy.base import PolicyConfig, Rank
 from pdmesh.policy.order import Fcfs
@@ -36,7 +36,7 @@ def refusal(
     changed: dict[InstanceId, None] = {}
     for number in range(num_instances):
         profile = modelled_profile(f"p{number}", Role.PREFILL)
-        books.instances[profile.instance_id] = Instance(profile, changed=changed)
+        books.instances[profile.instance_id] = InstanceBooks(profile, changed=changed)
     for name, waiting_s in (("waits", work_before_s), ("comes", work_s)):
         state = books.open(replace(a_request(name), slo_ttft_s=ttft_s), Rank())
         state.work_us = round(1e6 * waiting_s)

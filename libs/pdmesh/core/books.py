@@ -20,7 +20,7 @@ from pdmesh.core.commands import (
     Restart,
 )
 from pdmesh.core.queue import WaitingQueue
-from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
+from pdmesh.core.state import HoldKind, InstanceBooks, Phase, RequestState
 from pdmesh.core.transfers import Transfer
 from pdmesh.model import (
     GatewayId,
@@ -42,11 +42,11 @@ class Books:
     def __init__(self, rng: random.Random) -> None:
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
-        self.instances: dict[InstanceId, Instance] = {}
+        self.instances: dict[InstanceId, InstanceBooks] = {}
         self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
         self.num_joined = 0
-        self._groups: dict[str, list[Instance]] | None = None  # None: to be looked up
-        self._kinds: list[Instance] | None = None
+        self._groups: dict[str, list[InstanceBooks]] | None = None  # None: to be looked up
+        self._kinds: list[InstanceBooks] | None = None
         self.queue = WaitingQueue()
         self.broker = TransferBroker(self._is_preempted, rng)
         self.commands: list[Command] = []
@@ -65,7 +65,7 @@ class Books:
         self._groups = self._kinds = None
 
     @property
-    def groups(self) -> Mapping[str, Sequence[Instance]]:
+    def groups(self) -> Mapping[str, Sequence[InstanceBooks]]:
         """Instances that compute long prompts together, by the name that they declared."""
         if self._groups is None:
             self._groups = {}
@@ -75,7 +75,7 @@ class Books:
         return self._groups
 
     @property
-    def kinds(self) -> Sequence[Instance]:
+    def kinds(self) -> Sequence[InstanceBooks]:
         """One instance of each kind: what fits none of them fits no instance, even if it were empty."""
         if self._kinds is None:
             self._kinds = list({instance.kind: instance for instance in self.instances.values()}.values())
@@ -103,8 +103,8 @@ class Books:
     def place(
         self,
         state: RequestState,
-        prefills: Sequence[Instance],
-        decode: Instance | None,
+        prefills: Sequence[InstanceBooks],
+        decode: InstanceBooks | None,
         *,
         in_group: bool,
         long_tokens: int,
@@ -197,7 +197,7 @@ class Books:
             if state.transfer is not None:
                 self.grant(self.broker.land(state.transfer, instance_id))
 
-    def drop_plans(self, instance: Instance) -> None:
+    def drop_plans(self, instance: InstanceBooks) -> None:
         """Nobody will report the plans that were in flight on an instance that has gone, or has begun anew."""
         for plan in instance.plans.values():
             for chunk in plan.chunks:
@@ -279,7 +279,7 @@ class Books:
                 assert state.key in self.instances[state.decode_id].holds, f"{state.key} has no room to decode"
 
 
-def _shares(instances: Sequence[Instance], num_tokens: int) -> tuple[KvShard, ...]:
+def _shares(instances: Sequence[InstanceBooks], num_tokens: int) -> tuple[KvShard, ...]:
     """Consecutive blocks of a request on each of ``instances``, equally many, with room for ``num_tokens`` in all."""
     first = instances[0]
     num_blocks = -(-num_blocks_for(num_tokens, first.block_size) // len(instances))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdmesh.core.config import LatencyLearning
 from pdmesh.core.events import StepDone
-from pdmesh.core.state import Instance
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceProfile, StepPlan
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import self_measured
@@ -34,7 +34,7 @@ class LatencyLearner:
         self._refinement = Refinement(model)
         return True
 
-    def step_done(self, instance: Instance, plan: StepPlan, event: StepDone) -> bool:
+    def step_done(self, instance: InstanceBooks, plan: StepPlan, event: StepDone) -> bool:
         if self._learning is LatencyLearning.FIXED:
             return False
         computed = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}

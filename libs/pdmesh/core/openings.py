@@ -19,7 +19,7 @@ from pdmesh.core.books import Books
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import first_of
 from pdmesh.core.ranking import Decoders, Ranking
-from pdmesh.core.state import Instance, RequestState
+from pdmesh.core.state import InstanceBooks, RequestState
 from pdmesh.model import InstanceId
 from pdmesh.policy.base import Bundle
 from pdmesh.policy.interruption import StepInFlight
@@ -32,7 +32,7 @@ _BY_NUMBER = attrgetter("number")
 class _Interruptible:
     """An instance whose steps may be interrupted, by a prompt of at most ``max_tokens``."""
 
-    instance: Instance
+    instance: InstanceBooks
     states: list[RequestState]  # of the requests in flight
     max_tokens: int
 
@@ -46,14 +46,16 @@ class Openings:
     def _reset(self, bundle: Bundle) -> None:
         """Everything is to be looked at, under this bundle."""
         self._bundle = bundle
-        self._computing: dict[InstanceId, Instance] = {}  # with room for a regular plan, and prompts for it
+        self._computing: dict[InstanceId, InstanceBooks] = {}  # with room for a regular plan, and prompts for it
         self._idle = Ranking(bundle.prefill_placement.key)  # with room for one, and no prompt
         self._spare = Ranking(bundle.prefill_placement.key)  # those that only decode, and have room in their steps
-        self._perhaps_spare: dict[InstanceId, Instance] = {}  # the same, not looked at yet: nobody has waited since
+        self._perhaps_spare: dict[
+            InstanceId, InstanceBooks
+        ] = {}  # the same, not yet looked at: nobody waited since
         self._interruptible: dict[InstanceId, _Interruptible] = {}
         self._interruptible_line = Ranking(bundle.prefill_placement.key)  # of the same
         self._interruptible_by = Lengths()  # the most tokens of who may interrupt them
-        self._with_own: dict[InstanceId, Instance] = {}  # of the same: where one placed there may interrupt
+        self._with_own: dict[InstanceId, InstanceBooks] = {}  # of the same: where one placed there may interrupt
         self._with_long: dict[InstanceId, None] = {}
         self.decoders = Decoders(bundle.decode_placement)
         self._books.changed.update(dict.fromkeys(self._books.instances))
@@ -90,7 +92,7 @@ class Openings:
                 if instance is not None and instance_id in ranking:
                     ranking.put(instance)
 
-    def _look_at(self, instance: Instance) -> None:
+    def _look_at(self, instance: InstanceBooks) -> None:
         bundle = self._bundle
         if self.has_room(instance):
             if instance.prefills:
@@ -101,7 +103,7 @@ class Openings:
                 self._perhaps_spare[instance.instance_id] = instance
         self._look_inside(instance)
 
-    def _look_inside(self, instance: Instance) -> None:
+    def _look_inside(self, instance: InstanceBooks) -> None:
         """Note it if its steps may be interrupted."""
         plans, interruption = instance.plans.values(), self._bundle.interruption
         if interruption is None or not plans or any(plan.urgent or plan.group for plan in plans):
@@ -128,7 +130,7 @@ class Openings:
 
     # --- what there is ---
 
-    def has_room(self, instance: Instance) -> bool:
+    def has_room(self, instance: InstanceBooks) -> bool:
         """Whether it can be given a regular plan."""
         return instance.num_regular_plans < self._plans_in_flight
 
@@ -137,7 +139,7 @@ class Openings:
         """Whether some instance computes or decodes a long request."""
         return bool(self._with_long)
 
-    def computing(self) -> list[Instance]:
+    def computing(self) -> list[InstanceBooks]:
         """Those with prompts of their own for a regular plan, perhaps for an urgent one; in the order they joined."""
         return sorted((self._computing | self._with_own).values(), key=_BY_NUMBER)
 
@@ -154,7 +156,7 @@ class Openings:
         # A group may take someone whatever its members do.
         return bool(self._books.groups) and any(entry.instance.prefills for entry in self._interruptible.values())
 
-    def for_prompts(self, opened: Mapping[InstanceId, Instance], *, others: bool) -> Iterator[Instance]:
+    def for_prompts(self, opened: Mapping[InstanceId, InstanceBooks], *, others: bool) -> Iterator[InstanceBooks]:
         """Those ``opened``, and the ``others`` that may have an opening, in the order of the placement."""
         key = self._bundle.prefill_placement.key
         lines = [line for line in (self._idle.line(), self._interruptible_line.line()) if line and others]
@@ -162,13 +164,13 @@ class Openings:
             yield from opened.values()
             return
         lines.append(sorted([(key(instance.view), name, instance) for name, instance in opened.items()]))
-        last: Instance | None = None
+        last: InstanceBooks | None = None
         for *_, instance in merge(*lines):
             if instance is not last:  # it may be in several of them
                 yield instance
             last = instance
 
-    def spare(self) -> list[Instance]:
+    def spare(self) -> list[InstanceBooks]:
         """Those that only decode, with room in their steps, as the placement sorts them."""
         for instance in self._perhaps_spare.values():
             if self._bundle.packing.takes_local(instance.view):
@@ -176,15 +178,15 @@ class Openings:
         self._perhaps_spare.clear()
         return [instance for _, _, instance in self._spare.line()]
 
-    def is_idle(self, instance: Instance) -> bool:
+    def is_idle(self, instance: InstanceBooks) -> bool:
         return instance.instance_id in self._idle
 
-    def is_interruptible(self, instance: Instance, num_prompt_tokens: int = 0) -> bool:
+    def is_interruptible(self, instance: InstanceBooks, num_prompt_tokens: int = 0) -> bool:
         """Whether a prompt of this length may interrupt its steps, if it is urgent enough."""
         entry = self._interruptible.get(instance.instance_id)
         return entry is not None and num_prompt_tokens <= entry.max_tokens
 
-    def may_interrupt(self, instance: Instance, state: RequestState, now_s: float) -> bool:
+    def may_interrupt(self, instance: InstanceBooks, state: RequestState, now_s: float) -> bool:
         """Whether a request may run before all that the instance has in flight, of which it is not."""
         entry = self._interruptible.get(instance.instance_id)
         return (

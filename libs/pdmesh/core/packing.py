@@ -24,7 +24,7 @@ from pdmesh.core.placing import (
     room_or_turn,
 )
 from pdmesh.core.queue import in_order
-from pdmesh.core.state import Instance, RequestState
+from pdmesh.core.state import InstanceBooks, RequestState
 from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 
@@ -33,7 +33,7 @@ from pdmesh.policy.base import Bundle, PartialStep
 class Opening:
     """An instance's next step while it is packed."""
 
-    instance: Instance
+    instance: InstanceBooks
     step: PartialStep
     running: list[RequestState] = field(default_factory=list[RequestState])  # that have not had their turn at it
     urgent: bool = False  # the instance has its plans; what may interrupt them can be added
@@ -80,7 +80,7 @@ class Round:
         openings: Openings,
         bundle: Bundle,
         now_s: float,
-        instances: Iterable[Instance],
+        instances: Iterable[InstanceBooks],
         for_waiting: bool,
     ) -> None:
         self._books = books
@@ -94,7 +94,7 @@ class Round:
         for instance in instances:
             self._open(instance)
 
-    def pack(self) -> list[Instance]:
+    def pack(self) -> list[InstanceBooks]:
         """The instances that were given a plan."""
         if not self._openings and not self._for_waiting and not self._books.groups:
             return []  # only a group may still take someone, whatever its members do
@@ -103,7 +103,7 @@ class Round:
             self._plan_running(opening, self._in_order(opening.running))
         return [opening.instance for opening in self._openings.values() if self._send(opening)]
 
-    def _open(self, instance: Instance) -> None:
+    def _open(self, instance: InstanceBooks) -> None:
         """Nothing, if there is nothing that the instance could be given."""
         may_take = self._books.queue.has_line and instance.role.can_prefill
         if not instance.reachable or not (instance.prefills or may_take):
@@ -160,7 +160,7 @@ class Round:
         )
         return Wait.FOR_TURN if others else Wait.FOR_OPENING
 
-    def _may_take(self) -> Iterator[Instance]:
+    def _may_take(self) -> Iterator[InstanceBooks]:
         """The instances that take prompts and may have an opening, in the order of the placement."""
         opened = {instance_id: opening.instance for instance_id, opening in self._openings.items()}
         found = self._known.for_prompts(opened, others=self._for_waiting)
@@ -173,7 +173,7 @@ class Round:
             lanes |= self._books.queue.lanes_from(head.request.num_prompt_tokens)
         return lanes
 
-    def _fits(self, instance: Instance, head: RequestState) -> bool:
+    def _fits(self, instance: InstanceBooks, head: RequestState) -> bool:
         """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""
         opening = self._openings.get(instance.instance_id)
         if opening is None:
@@ -207,12 +207,12 @@ class Round:
             if self._is_open(instance):
                 self._opening_of(instance).running.append(state)
 
-    def _is_open(self, instance: Instance) -> bool:
+    def _is_open(self, instance: InstanceBooks) -> bool:
         """Whether it has an opening, be it for those before whom nothing else may go."""
         is_open = instance.instance_id in self._openings
         return is_open or (self._for_waiting and self._known.is_interruptible(instance))
 
-    def _opening_of(self, instance: Instance) -> Opening:
+    def _opening_of(self, instance: InstanceBooks) -> Opening:
         """Of an instance that has one. Those that were idle come last."""
         opening = self._openings.get(instance.instance_id)
         if opening is None:
@@ -279,7 +279,7 @@ class Round:
             member.group = group
         self._plan(state, num_tokens, [member.instance for member in members])
 
-    def _plan(self, state: RequestState, num_tokens: int, instances: Collection[Instance]) -> None:
+    def _plan(self, state: RequestState, num_tokens: int, instances: Collection[InstanceBooks]) -> None:
         """Note that the next ``num_tokens`` of its prompt are in the next step of each of ``instances``."""
         state.num_planned_tokens += num_tokens
         state.num_chunks_in_flight += len(instances)
@@ -315,7 +315,7 @@ class Round:
     def _in_order(self, states: Sequence[RequestState]) -> list[RequestState]:
         return in_order(self._bundle.order, states, self._now_s)
 
-    def _may_interrupt(self, instance: Instance, state: RequestState) -> bool:
+    def _may_interrupt(self, instance: InstanceBooks, state: RequestState) -> bool:
         return self._known.may_interrupt(instance, state, self._now_s)
 
 

@@ -7,12 +7,12 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from pdmesh.core.ranking import Decoders
-from pdmesh.core.state import Instance
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, Request
 from pdmesh.policy.base import Bundle
 
 #: Instances that compute long prompts together, the leader first, by the name that they declared.
-Groups = Mapping[str, Sequence[Instance]]
+Groups = Mapping[str, Sequence[InstanceBooks]]
 
 
 class Wait(Enum):
@@ -27,9 +27,9 @@ class Wait(Enum):
 class Placement(NamedTuple):
     """``prefill is decode`` where the request stays; ``members``, if any, compute and hold it together with these."""
 
-    prefill: Instance
-    decode: Instance
-    members: tuple[Instance, ...] = ()
+    prefill: InstanceBooks
+    decode: InstanceBooks
+    members: tuple[InstanceBooks, ...] = ()
 
     @property
     def instance_ids(self) -> Collection[InstanceId]:
@@ -37,7 +37,7 @@ class Placement(NamedTuple):
         return dict.fromkeys([instance.instance_id for instance in (self.prefill, self.decode, *self.members)])
 
 
-def place(request: Request, offers: Iterable[Instance], decoders: Decoders, bundle: Bundle) -> Placement | Wait:
+def place(request: Request, offers: Iterable[InstanceBooks], decoders: Decoders, bundle: Bundle) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy."""
     wait = Wait.FOR_OPENING
     firsts = decoders.firsts(request)
@@ -55,7 +55,7 @@ def place(request: Request, offers: Iterable[Instance], decoders: Decoders, bund
     return wait
 
 
-def place_locally(request: Request, spare: Iterable[Instance], bundle: Bundle) -> Placement | None:
+def place_locally(request: Request, spare: Iterable[InstanceBooks], bundle: Bundle) -> Placement | None:
     """Where an instance of ``spare`` that only decodes has room for it: it is computed there, and no KV moves."""
     for instance in spare:
         if instance.can_decode(request) and bundle.prefill_placement.takes(request, instance.view):
@@ -87,20 +87,20 @@ def room_or_turn(request: Request, others: bool, bundle: Bundle) -> Wait:
     return Wait.FOR_TURN if others and bundle.is_long(request) else Wait.FOR_ROOM
 
 
-def could_place(request: Request, instances: Collection[Instance], groups: Groups, bundle: Bundle) -> bool:
+def could_place(request: Request, instances: Collection[InstanceBooks], groups: Groups, bundle: Bundle) -> bool:
     """Whether some pair, or some group, of the instances could take the request if they were empty."""
     targets = {instance.kv_group for instance in instances if instance.could_decode(request)}
     alone = any(instance.kv_group in targets and instance.could_prefill(request) for instance in instances)
     return alone or needs_group(request, groups, bundle)
 
 
-def have_pair(instances: Collection[Instance]) -> bool:
+def have_pair(instances: Collection[InstanceBooks]) -> bool:
     """Whether some instance prefills and some instance, perhaps the same, decodes what it prefilled."""
     groups = {instance.kv_group for instance in instances if instance.role.can_decode}
     return any(instance.role.can_prefill and instance.kv_group in groups for instance in instances)
 
 
-def _could_share(request: Request, group: Sequence[Instance]) -> bool:
+def _could_share(request: Request, group: Sequence[InstanceBooks]) -> bool:
     return all(
         instance.could_share(request, len(group)) and instance.kv_group == group[0].kv_group for instance in group
     )

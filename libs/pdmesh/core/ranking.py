@@ -6,12 +6,12 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 
 from pdmesh.core.lengths import Lengths
-from pdmesh.core.state import Instance
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, Request
 from pdmesh.policy.base import DecodePlacement, InstanceView
 
 #: An instance behind its key and its id, which no two share: so entries compare without the instances.
-Ranked = tuple[tuple[float, ...], InstanceId, Instance]
+Ranked = tuple[tuple[float, ...], InstanceId, InstanceBooks]
 
 
 class Ranking:
@@ -19,7 +19,7 @@ class Ranking:
 
     def __init__(self, key: Callable[[InstanceView], tuple[float, ...]]) -> None:
         self._key = key
-        self._members: dict[InstanceId, Instance] = {}
+        self._members: dict[InstanceId, InstanceBooks] = {}
         self._changed: dict[InstanceId, None] = {}  # since the line was last sorted
         self._entries: dict[InstanceId, Ranked] = {}
         self._line: list[Ranked] = []
@@ -30,7 +30,7 @@ class Ranking:
     def __contains__(self, instance_id: object) -> bool:
         return instance_id in self._members
 
-    def put(self, instance: Instance) -> None:
+    def put(self, instance: InstanceBooks) -> None:
         """It is a member, and has perhaps another place from now on."""
         self._members[instance.instance_id] = instance
         self._changed[instance.instance_id] = None
@@ -85,7 +85,7 @@ class Decoders:
         self._groups: dict[str, _KvGroup] = {}
         self._group_of: dict[InstanceId, _KvGroup] = {}
 
-    def look_at(self, instance_id: InstanceId, instance: Instance | None) -> None:
+    def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         """It changed; None: it is gone."""
         room = 0 if instance is None else instance.num_decode_tokens
         known = self._group_of.get(instance_id)
@@ -104,7 +104,7 @@ class Decoders:
             group.ranking.put(instance)
             self._group_of[instance_id] = group
 
-    def first(self, kv_group: str, request: Request) -> Instance | None:
+    def first(self, kv_group: str, request: Request) -> InstanceBooks | None:
         """The first of a KV group that has room for the whole request."""
         group = self._groups.get(kv_group)
         if group is None or group.rooms.greatest < request.max_total_tokens:
@@ -114,9 +114,9 @@ class Decoders:
                 return instance
         return None
 
-    def firsts(self, request: Request) -> dict[str, Instance]:
+    def firsts(self, request: Request) -> dict[str, InstanceBooks]:
         """The first of every KV group where there is one."""
-        firsts: dict[str, Instance] = {}
+        firsts: dict[str, InstanceBooks] = {}
         for kv_group in self._groups:
             first = self.first(kv_group, request)
             if first is not None:

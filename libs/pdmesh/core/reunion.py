@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Outcome
 from pdmesh.core.orphans import Orphans
-from pdmesh.core.state import HoldKind, Instance, Phase, RequestState
+from pdmesh.core.state import HoldKind, InstanceBooks, Phase, RequestState
 from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey, Resident
 from pdmesh.policy.base import Rank
 
@@ -96,7 +96,7 @@ class Reunion:
         books, instance_id = self._books, profile.instance_id
         old = books.instances.pop(instance_id, None)
         books.num_joined += 1
-        instance = books.instances[instance_id] = Instance(
+        instance = books.instances[instance_id] = InstanceBooks(
             profile,
             changed=books.changed,
             number=books.num_joined,

@@ -50,7 +50,7 @@ from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
-from pdmesh.core.state import Instance, Phase, RequestView
+from pdmesh.core.state import InstanceBooks, Phase, RequestView
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.errors import ConfigError
 from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId, RequestKey
@@ -426,7 +426,7 @@ class SchedulerCore:
 
     # --- small things ---
 
-    def _instance(self, instance_id: InstanceId, event: Event) -> Instance | None:
+    def _instance(self, instance_id: InstanceId, event: Event) -> InstanceBooks | None:
         instance = self._books.instances.get(instance_id)
         if instance is None:
             self._books.ignore(type(event).__name__)

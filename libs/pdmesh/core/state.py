@@ -117,7 +117,7 @@ class HoldKind(IntEnum):  # a key of the counts, and quick to look up as one
 
 
 @dataclass(slots=True)
-class Hold:
+class HeldBlocks:
     kind: HoldKind
     num_blocks: int
     long_tokens: int = 0  # of the prompt, if it is long
@@ -125,7 +125,7 @@ class Hold:
     freeing: bool = False  # FreeKv was sent
 
 
-class Instance:
+class InstanceBooks:
     """One instance's books."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Instance:
         self.plans: dict[int, StepPlan] = {}  # in flight
         self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
         self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned
-        self.holds: dict[RequestKey, Hold] = {}
+        self.holds: dict[RequestKey, HeldBlocks] = {}
         self.num_taken_blocks = 0
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
@@ -187,7 +187,7 @@ class Instance:
         long_tokens: int = 0,
         slo_tpot_s: float | None = None,
     ) -> None:
-        hold = self.holds[key] = Hold(kind, num_blocks, long_tokens, slo_tpot_s)
+        hold = self.holds[key] = HeldBlocks(kind, num_blocks, long_tokens, slo_tpot_s)
         self._count(hold, 1)
 
     def settle(self, key: RequestKey) -> None:
@@ -198,13 +198,13 @@ class Instance:
             hold.kind = HoldKind.RESIDENT
             self._count(hold, 1)
 
-    def give_back(self, key: RequestKey) -> Hold | None:
+    def give_back(self, key: RequestKey) -> HeldBlocks | None:
         hold = self.holds.pop(key, None)
         if hold is not None:
             self._count(hold, -1)
         return hold
 
-    def _count(self, hold: Hold, sign: int) -> None:
+    def _count(self, hold: HeldBlocks, sign: int) -> None:
         kind, num_blocks = hold.kind, hold.num_blocks
         self._num_of_kind[kind] += sign
         if hold.long_tokens and kind is HoldKind.RESIDENT:
