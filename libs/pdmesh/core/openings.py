@@ -49,9 +49,7 @@ class Openings:
         self._computing: dict[InstanceId, InstanceBooks] = {}  # with room for a regular plan, and prompts for it
         self._idle = Ranking(bundle.prefill_placement.key)  # with room for one, and no prompt
         self._spare = Ranking(bundle.prefill_placement.key)  # those that only decode, and have room in their steps
-        self._perhaps_spare: dict[
-            InstanceId, InstanceBooks
-        ] = {}  # the same, not yet looked at: nobody waited since
+        self._perhaps_spare: dict[InstanceId, InstanceBooks] = {}  # the same, not yet looked at: nobody waited since
         self._interruptible: dict[InstanceId, _Interruptible] = {}
         self._interruptible_line = Ranking(bundle.prefill_placement.key)  # of the same
         self._interruptible_by = Lengths()  # the most tokens of who may interrupt them
