@@ -7,7 +7,7 @@ import random
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.ranking import Decoders, Ranking
-from pdmesh.core.state import HoldKind, Instance, RequestState
+from pdmesh.core.state import HoldKind, InstanceBooks, RequestState
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.order import ShortFirst
 from pdmesh.policy.placement import Apart
@@ -17,16 +17,16 @@ from pdmesh.testing.modelled import modelled_profile
 PLACE = Apart(long_prompt_tokens=1000)
 
 
-def line_of(members: dict[InstanceId, Instance]) -> list[InstanceId]:
+def line_of(members: dict[InstanceId, InstanceBooks]) -> list[InstanceId]:
     return sorted(members, key=lambda name: (PLACE.key(members[name].view), name))
 
 
 def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None:
     rng, changed = random.Random(0), dict[InstanceId, None]()
     roles = (Role.DECODE, Role.MIXED, Role.PREFILL)
-    instances = [Instance(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed) for n in range(12)]
+    instances = [InstanceBooks(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed) for n in range(12)]
     ranking, decoders = Ranking(PLACE.key), Decoders(PLACE)
-    members: dict[InstanceId, Instance] = {}
+    members: dict[InstanceId, InstanceBooks] = {}
     for number in range(400):
         instance = rng.choice(instances)
         if rng.random() < 0.2:
