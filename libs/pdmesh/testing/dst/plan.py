@@ -45,7 +45,7 @@ class FaultKind(StrEnum):
     BREAK = "break"  # an instance's device fails, which ends it; it is started again at the end
     ROLE = "role"  # an operator gives an instance another role
     BUNDLE = "bundle"  # an operator switches the policies
-    NONSENSE = "nonsense"  # a gateway submits what no gateway may, beside its other requests
+    NONSENSE = "nonsense"  # a gateway submits what no gateway may, and meddles with the requests of others
 
 
 #: How often each is drawn.

@@ -9,17 +9,17 @@ from functools import partial
 
 from pdmesh.core.events import BundleChangeRequested, RoleChangeRequested
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.model import Epoch, InstanceId, RequestId, Role, SamplingParams
+from pdmesh.model import InstanceId, Role
 from pdmesh.service import ServiceContext
 from pdmesh.testing.dst.clients import Client
 from pdmesh.testing.dst.data_plane import DataPlane
 from pdmesh.testing.dst.laws import Laws
 from pdmesh.testing.dst.network import Network
+from pdmesh.testing.dst.nonsense import meddle
 from pdmesh.testing.dst.plan import SCHEDULER, Ask, Fault, FaultKind, Plan
 from pdmesh.testing.dst.process import Process, ProcessLoop
 from pdmesh.testing.dst.services import Gateway, config_of, serve_gateway, serve_instance, serve_scheduler
 from pdmesh.testing.dst.timeline import Timeline
-from pdmesh.wire.messages import Generation, Submit, pack_token_ids
 from pdmesh.worker.instance import Instance
 
 Serve = Callable[[ServiceContext], Awaitable[None]]
@@ -168,7 +168,7 @@ class Simulation:
             case FaultKind.BUNDLE:
                 self._operate(BundleChangeRequested(fault.other))
             case FaultKind.NONSENSE if process is not None:
-                _submit_nonsense(process)
+                meddle(process, [other for other in self.processes.values() if other is not process])
             case _:
                 pass  # what it would harm is not there
         self._later(fault.duration_s, partial(self._end, fault, process))
@@ -243,21 +243,3 @@ class Simulation:
 def _device_broke(process: Process, failure: BaseException | None) -> bool:
     engine = process.parts.get("engine")
     return engine is not None and engine.broke and isinstance(failure, InstanceUnavailable)
-
-
-def _submit_nonsense(process: Process) -> None:
-    """What a newer or broken gateway might send: a request that cannot be, on the stream that others use too."""
-    gateway: Gateway | None = process.parts.get("gateway")
-    link = None if gateway is None or not gateway.link.is_connected else gateway.link
-    if gateway is None or link is None:
-        return
-    generation = Generation(
-        request_id=RequestId("nonsense"),
-        epoch=Epoch(0),
-        gateway_id=gateway.generator._gateway_id,
-        token_address="127.0.0.1:1",
-        token_ids=pack_token_ids([1, 2, 3]),
-        num_prompt_tokens=3,
-        params=SamplingParams(max_tokens=1),
-    )
-    link.submit(Submit(generation=generation, slo_ttft_s=0.0))
