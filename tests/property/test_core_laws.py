@@ -29,6 +29,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
     DecodeReserved,
+    DrainRequested,
     Event,
     GatewayJoined,
     GatewayLost,
@@ -39,6 +40,7 @@ from pdmesh.core.events import (
     RequestArrived,
     RequestCancelled,
     RequestFinished,
+    RoleChangeRequested,
     StepDone,
     Tick,
     TransferLanded,
@@ -66,11 +68,15 @@ POLICY = PolicyConfig(
 CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=POLICY)
 GATEWAYS = (GatewayId("g0"), GatewayId("g1"))
 CALAMITIES = ("gateway lost", "gateway reconnects", "instance lost", "instance reconnects", "scheduler restarts")
+#: Instances that compute long prompts together.
+GROUP_OF_3 = "3M in a group"
+
 MESHES = {
     "1P+1D": (Role.PREFILL, Role.DECODE),
     "2P+2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
     "2M": (Role.MIXED, Role.MIXED),
     "1P+1M+1D": (Role.PREFILL, Role.MIXED, Role.DECODE),
+    GROUP_OF_3: (Role.MIXED, Role.MIXED, Role.MIXED),
 }
 
 
@@ -82,7 +88,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.chosen = make_bundle(bundle, POLICY)
         self.profiles = {
-            profile.instance_id: profile
+            profile.instance_id: replace(profile, group_id="g" if shape == GROUP_OF_3 else "")
             for index, role in enumerate(MESHES[shape])
             for profile in [
                 modelled_profile(
@@ -113,6 +119,9 @@ class MeshMachine(RuleBasedStateMachine):
         self.receiver_of: dict[RequestKey, InstanceId] = {}
         self.reserved: set[RequestKey] = set()  # the receiver knows of them
         self.wake_at_s: float | None = None
+        self.leader_of: dict[RequestKey, InstanceId] = {}
+        self.draining: set[InstanceId] = set()
+        self.roles: dict[InstanceId, Role] = {}
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
         for instance in self.mesh.instances.values():
@@ -138,19 +147,28 @@ class MeshMachine(RuleBasedStateMachine):
             self.plans.pop((event.instance_id, event.plan_id), None)
         if isinstance(event, InstanceJoined | InstanceLost):
             self.cut_off(event.profile.instance_id if isinstance(event, InstanceJoined) else event.instance_id)
+        self.note_what_it_may_do(event)
         preempted = self.preempted()
         commands = self.core.handle(event, self.now_s)
         assert self.diligent.handle(event, self.now_s) == commands, "an instance was overlooked"
         for command in commands:
             match command:
                 case AdmitPrefill():
-                    key = (command.request_id, command.epoch)
+                    key, leader_id = (command.request_id, command.epoch), command.shards[0].instance_id
+                    self.check_may_prefill(command)
+                    if command.instance_id != leader_id:
+                        assert self.leader_of[key] == leader_id, f"{key} has two leaders"
+                        self.mesh.send(command)
+                        continue
                     assert key not in self.placed, f"{key} placed twice"
                     self.placed.add(key)
+                    self.leader_of[key] = leader_id
                     self.num_unplanned[key] = self.waiting[key].num_prompt_tokens
                     self.check_overtakes_nobody(self.waiting[key])
                     del self.waiting[key]
                 case PlaceDecode():
+                    assert command.instance_id not in self.draining, f"{command} on an instance that drains"
+                    assert self.roles[command.instance_id].can_decode, f"{command} on an instance that does not decode"
                     self.receiver_of[command.request_id, command.epoch] = command.instance_id
                 case GrantTransfer():
                     key = (command.request_id, command.epoch)
@@ -173,7 +191,9 @@ class MeshMachine(RuleBasedStateMachine):
                         self.check_urgent(command.instance_id, plan)
                     self.plans[command.instance_id, plan.plan_id] = plan
                     for chunk in plan.chunks:
-                        self.num_unplanned[chunk.request_id, chunk.epoch] -= chunk.num_tokens
+                        key = (chunk.request_id, chunk.epoch)
+                        if self.leader_of[key] == command.instance_id:
+                            self.num_unplanned[key] -= chunk.num_tokens
                 case ForgetRequest():
                     key = (command.request_id, command.epoch)
                     assert key not in self.ended, f"{key} ended twice"
@@ -192,6 +212,28 @@ class MeshMachine(RuleBasedStateMachine):
                     pass
             self.mesh.send(command)
         self.no_backend_is_held_back()
+
+    def note_what_it_may_do(self, event: Event) -> None:
+        """Roles and drains, as the core has heard of them."""
+        match event:
+            case InstanceJoined(profile=profile):
+                self.roles[profile.instance_id] = profile.role
+            case InstanceLost(instance_id=instance_id):
+                self.draining.discard(instance_id)
+            case DrainRequested(instance_id=instance_id, enabled=enabled):
+                (self.draining.add if enabled else self.draining.discard)(instance_id)
+            case RoleChangeRequested(instance_id=instance_id, role=role):
+                self.roles[instance_id] = role
+            case _:
+                pass
+
+    def check_may_prefill(self, command: AdmitPrefill) -> None:
+        role = self.roles[command.instance_id]
+        assert command.instance_id not in self.draining, f"{command} on an instance that drains"
+        if command.transfer is None:
+            assert role.can_decode, f"{command} on an instance that does not decode"
+        else:
+            assert role.can_prefill, f"{command} on an instance that does not prefill"
 
     def check_urgent(self, instance_id: InstanceId, plan: StepPlan) -> None:
         assert self.chosen.interruption is not None
@@ -455,6 +497,37 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(InstanceUnreachable(instance.instance_id))
             self.feed(instance.rejoin(self.gateway_of))
 
+    @rule(data=st.data(), enabled=st.sampled_from((True, True, False)))
+    def operator_drains(self, data: st.DataObject, enabled: bool) -> None:
+        if instance := self.pick(data, list(self.mesh.instances.values())):
+            self.feed(DrainRequested(instance.instance_id, enabled))
+
+    @rule(data=st.data())
+    def instance_stops(self, data: st.DataObject) -> None:
+        """It refuses what is on its way from now on; the scheduler hears of that later."""
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.admits]):
+            instance.admits = False
+            instance.events.append(DrainRequested(instance.instance_id))
+
+    @rule(data=st.data(), role=st.sampled_from(tuple(Role)))
+    def operator_changes_a_role(self, data: st.DataObject, role: Role) -> None:
+        if instance := self.pick(data, list(self.mesh.instances.values())):
+            self.feed(RoleChangeRequested(instance.instance_id, role))
+
+    @rule(data=st.data())
+    def copies_begin_or_end(self, data: st.DataObject) -> None:
+        """While copies run, freed blocks are quarantined."""
+        if instance := self.pick(data, list(self.mesh.instances.values())):
+            if instance.copies_run:
+                instance.end_copies()
+            else:
+                instance.copies_run = True
+
+    @rule(data=st.data())
+    def load_is_reported(self, data: st.DataObject) -> None:
+        if instance := self.pick(data, list(self.mesh.instances.values())):
+            instance.report_load()
+
     @rule(bundle=st.sampled_from(sorted(BUNDLES)))
     def operator_switches(self, bundle: str) -> None:
         self.chosen = make_bundle(bundle, POLICY)
@@ -476,6 +549,12 @@ class MeshMachine(RuleBasedStateMachine):
         for instance_id in sorted(set(self.profiles) - set(self.mesh.instances)):
             self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id])
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+        for instance_id, instance in self.mesh.instances.items():
+            instance.admits = True
+            instance.end_copies()
+            instance.events.append(DrainRequested(instance_id, enabled=False))
+            instance.events.append(RoleChangeRequested(instance_id, self.profiles[instance_id].role))
+            instance.report_load()
         for _ in range(1000):
             if not self.settle_once():
                 break

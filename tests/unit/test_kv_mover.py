@@ -592,6 +592,11 @@ async def test_leaving_the_mover_ends_what_is_under_way(memory: TransportMaker) 
     async with open_side(memory, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore(SMALL_LAYOUT, NUM_BLOCKS)) as side:
         block_ids = side.pool.allocate(2)
         side.mover.offer(REQUEST, EPOCH, block_ids=block_ids, num_context_tokens=5)
+        assert side.mover.counters().num_sending == 1
+    assert side.mover.counters().num_sending == 0
+    assert not side.outcomes  # nobody is there to be told
+    side.pool.free(block_ids)
+    assert side.pool.num_free == NUM_BLOCKS
 
 
 async def test_a_piece_must_hold_a_block(memory: TransportMaker) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -28,6 +28,7 @@ from pdmesh.core.events import (
     InstanceJoined,
     KvReleased,
     LoadReported,
+    RequestDropped,
     RequestFinished,
     StepDone,
     TransferFailed,
@@ -81,6 +82,7 @@ class ModelledHold:
 
     num_blocks: int
     seated: bool  # it decodes here, or will
+    leads: bool  # of a group that computes it together: the one that decodes
     transfer: TransferPlan | None  # that takes its KV away, or brings it
     sends: bool = False  # it is a source of the transfer
     num_computed_tokens: int = 0
@@ -101,10 +103,15 @@ class ModelledInstance:
         self.plans: deque[StepPlan] = deque()  # not begun
         self.running: list[StepPlan] = []  # the last one between two layers of the one before it
         self.holds: dict[RequestKey, ModelledHold] = {}
+        self.role = profile.role
+        self.admits = True  # False: it is stopping
+        self.copies_run = False  # whatever is freed now is still touched, and quarantined until `end_copies`
+        self.quarantined: dict[RequestKey, int] = {}  # blocks
 
     @property
     def num_free_blocks(self) -> int:
-        return self.profile.num_blocks - sum(hold.num_blocks for hold in self.holds.values())
+        num_held = sum(hold.num_blocks for hold in self.holds.values())
+        return self.profile.num_blocks - num_held - sum(self.quarantined.values())
 
     def take_command(self) -> None:
         """Receive the next command."""
@@ -113,13 +120,20 @@ class ModelledInstance:
                 stays = admit.transfer is None
                 self._hold(
                     (admit.request_id, admit.epoch),
-                    ModelledHold(admit.num_blocks, seated=stays, transfer=admit.transfer, sends=not stays),
+                    ModelledHold(
+                        admit.num_blocks,
+                        seated=stays,
+                        leads=admit.shards[0].instance_id == self.instance_id,
+                        transfer=admit.transfer,
+                        sends=not stays,
+                    ),
                 )
             case PlaceDecode() as place:
-                self._hold(
+                if not self._hold(
                     (place.request_id, place.epoch),
-                    ModelledHold(place.num_blocks, seated=True, transfer=place.transfer),
-                )
+                    ModelledHold(place.num_blocks, seated=True, leads=True, transfer=place.transfer),
+                ):
+                    return
                 self.events.append(
                     DecodeReserved(self.instance_id, place.request_id, place.epoch, place.transfer.transfer_id)
                 )
@@ -146,19 +160,28 @@ class ModelledInstance:
                         TransferPaused(self.instance_id, pause.request_id, pause.epoch, pause.transfer_id)
                     )
             case FreeKv() as free:
-                self.holds.pop((free.request_id, free.epoch), None)
-                self.events.append(KvReleased(self.instance_id, free.request_id, free.epoch))
-            case SetRole():
-                pass
+                key = (free.request_id, free.epoch)
+                if key in self.holds:
+                    self.release(key)
+                elif key not in self.quarantined:
+                    self.events.append(KvReleased(self.instance_id, *key))
+            case SetRole(role=role):
+                self.role = role
             case command:
                 raise AssertionError(f"{command} is not for an instance")
 
-    def _hold(self, key: RequestKey, hold: ModelledHold) -> None:
+    def _hold(self, key: RequestKey, hold: ModelledHold) -> bool:
+        """False if the instance is stopping, and has said so."""
+        if not self.admits:
+            self.events.append(RequestDropped(self.instance_id, *key, "the instance is stopping"))
+            self.events.append(KvReleased(self.instance_id, *key))
+            return False
         assert key not in self.holds, f"{self.instance_id} holds {key} already"
         assert hold.num_blocks <= self.num_free_blocks, f"{self.instance_id}: no room for {key}"
         self.holds[key] = hold
         num_seated = sum(held.seated for held in self.holds.values())
         assert num_seated <= self.profile.max_num_seqs, f"{self.instance_id}: no seat for {key}"
+        return True
 
     @property
     def can_begin(self) -> bool:
@@ -195,8 +218,8 @@ class ModelledInstance:
                 hold.num_computed_tokens += chunk.num_tokens
                 if chunk.is_last:
                     hold.computed = True
-                    hold.decoding = hold.transfer is None
-                    if ended_by_first_token:
+                    hold.decoding = hold.transfer is None and hold.leads
+                    if ended_by_first_token and hold.leads:
                         finished.append(key)
             results.append(
                 ChunkDone(
@@ -217,16 +240,31 @@ class ModelledInstance:
         self.release(key)
 
     def release(self, key: RequestKey) -> None:
-        del self.holds[key]
-        self.events.append(KvReleased(self.instance_id, *key))
+        """Give a request's blocks back: at once, or when the copies that touch them have ended."""
+        hold = self.holds.pop(key)
+        if self.copies_run:
+            self.quarantined[key] = hold.num_blocks
+        else:
+            self.events.append(KvReleased(self.instance_id, *key))
+
+    def end_copies(self) -> None:
+        """No copy runs any more: what was quarantined is free."""
+        self.copies_run = False
+        for key in self.quarantined:
+            self.events.append(KvReleased(self.instance_id, *key))
+        self.quarantined.clear()
 
     def report_load(self) -> None:
-        num_held = self.profile.num_blocks - self.num_free_blocks
+        num_held = sum(hold.num_blocks for hold in self.holds.values())
+        num_quarantined = sum(self.quarantined.values())
         num_decoding = sum(hold.decoding for hold in self.holds.values())
-        self.events.append(LoadReported(self.instance_id, self.num_free_blocks, num_held, 0, num_decoding))
+        self.events.append(
+            LoadReported(self.instance_id, self.num_free_blocks, num_held, num_quarantined, num_decoding)
+        )
 
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
-        """A new stream: what does not decode is dropped, what was on its way is lost."""
+        """A new stream: what does not decode is dropped, what was on its way is lost, and copies have ended."""
+        self.end_copies()
         self.commands.clear()
         self.events.clear()
         self.plans.clear()
@@ -243,7 +281,7 @@ class ModelledInstance:
             )
             for key, hold in self.holds.items()
         )
-        return InstanceJoined(self.profile, residents)
+        return InstanceJoined(replace(self.profile, role=self.role), residents)
 
 
 class ModelledMesh:

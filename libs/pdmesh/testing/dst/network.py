@@ -286,7 +286,6 @@ class Call:
                 await self.up.put(frame)
         except asyncio.CancelledError:
             self.cancel()
-            raise
         if self._status is not None:
             self._raise_for_status(self._status)
 
@@ -302,12 +301,12 @@ class Call:
         if self._status is not None:
             self._raise_for_status(self._status)
             return grpc.aio.EOF
+        frame: bytes | None = None
         try:
             await self._connected.wait()
             frame = None if self._status is not None else await self.down.get()
         except asyncio.CancelledError:
             self.cancel()
-            raise
         if frame is not None:
             return frame
         if self._status is None:
@@ -319,7 +318,7 @@ class Call:
 
     def _raise_for_status(self, status: Status) -> None:
         if self._cancelled:
-            raise asyncio.CancelledError
+            raise asyncio.CancelledError  # a bare one, as gRPC's own: not that of the scope which cancelled the read
         if status.code is not grpc.StatusCode.OK:
             raise status.error()
 
@@ -371,6 +370,10 @@ class Call:
             self.down.break_off()
 
 
+class RefusedPeer(Exception):
+    """A service ended a peer's stream, and with it everybody's messages, for one that it did not like."""
+
+
 class _Aborted(Exception):
     """What ``context.abort`` leaves a handler with."""
 
@@ -381,6 +384,7 @@ class _Context:
     def __init__(self, call: Call) -> None:
         self._call = call
         self.status = OK
+        self.num_frames = 0  # read; the first registers
 
     def peer(self) -> str:
         return f"virtual:{self._call.client.name}"
@@ -390,6 +394,7 @@ class _Context:
 
     async def read(self) -> Any:
         frame = await self._call.up.get()
+        self.num_frames += frame is not None
         return grpc.aio.EOF if frame is None else frame
 
     async def write(self, frame: bytes) -> None:
@@ -469,6 +474,8 @@ class Server:
         finally:
             if context.status is not OK:
                 status = context.status
+            if status.code is grpc.StatusCode.INVALID_ARGUMENT and context.num_frames > 1:
+                self._network.on_failure(self.process, RefusedPeer(f"{call.client.name}: {status.details}"))
             call.trailing(status)
 
     def _unlisten(self) -> None:

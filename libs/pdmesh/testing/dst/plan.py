@@ -55,13 +55,13 @@ WEIGHTS = {
     FaultKind.STOP: 3,
     FaultKind.CUT: 2,
     FaultKind.AWAY: 2,
-    FaultKind.SLOW: 1,
+    FaultKind.SLOW: 2,
     FaultKind.FRAMES: 1,
     FaultKind.PIECES: 2,
     FaultKind.BREAK: 1,
     FaultKind.ROLE: 1,
     FaultKind.BUNDLE: 1,
-    FaultKind.NONSENSE: 1,
+    FaultKind.NONSENSE: 2,
 }
 
 
@@ -140,7 +140,7 @@ def draw(seed: int) -> Plan:
     """The plan of a seed: always the same one."""
     rng = random.Random(seed)
     roles = rng.choice(SHAPES)
-    num_gateways = rng.choice((1, 1, 2))
+    num_gateways = rng.choice((1, 2))
     instances = [f"i{index}" for index in range(len(roles))]
     gateways = [f"g{index}" for index in range(num_gateways)]
     names = [SCHEDULER, *gateways, *instances]
@@ -151,7 +151,7 @@ def draw(seed: int) -> Plan:
         if faults and rng.random() < 0.4:
             at_s = faults[-1].at_s + rng.choice((0.0, rng.uniform(0, 0.3)))
         faults.append(_fault(rng, at_s, gateways, instances))
-    if rng.random() < 0.2:
+    if rng.random() < 0.35:
         faults += _two_deaths(rng, rng.choice(asks).at_s + rng.uniform(0, 0.8), instances)
     return Plan(
         seed=seed,
