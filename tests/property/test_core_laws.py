@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -55,6 +56,9 @@ from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
+
+#: Many examples, and a busy machine may take minutes for them.
+pytestmark = pytest.mark.timeout(400)
 
 #: A second for each token: the seconds that pass between two events matter to every deadline.
 POLICY = PolicyConfig(
@@ -631,5 +635,5 @@ def order_of(request: Request) -> tuple[float, str]:
     return request.arrival_s, request.request_id
 
 
-MeshMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+MeshMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestMesh = MeshMachine.TestCase
