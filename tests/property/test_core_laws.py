@@ -72,15 +72,11 @@ POLICY = PolicyConfig(
 CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=POLICY)
 GATEWAYS = (GatewayId("g0"), GatewayId("g1"))
 CALAMITIES = ("gateway lost", "gateway reconnects", "instance lost", "instance reconnects", "scheduler restarts")
-#: Instances that compute long prompts together.
-GROUP_OF_3 = "3M in a group"
-
 MESHES = {
     "1P+1D": (Role.PREFILL, Role.DECODE),
     "2P+2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
     "2M": (Role.MIXED, Role.MIXED),
     "1P+1M+1D": (Role.PREFILL, Role.MIXED, Role.DECODE),
-    GROUP_OF_3: (Role.MIXED, Role.MIXED, Role.MIXED),
 }
 
 
@@ -92,7 +88,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.chosen = make_bundle(bundle, POLICY)
         self.profiles = {
-            profile.instance_id: replace(profile, group_id="g" if shape == GROUP_OF_3 else "")
+            profile.instance_id: profile
             for index, role in enumerate(MESHES[shape])
             for profile in [
                 modelled_profile(
