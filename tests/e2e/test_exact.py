@@ -25,11 +25,12 @@ class Case:
     mixed: int
     bundle: str
     chunk_tokens: int  # where steps are static
+    over_ucx: bool = False  # as between hosts: no memory of another process is read
 
 
 CASES = [
     Case("llama", 1, 1, 0, "fcfs", 512),
-    Case("qwen2", 2, 2, 0, "fcfs", 7),
+    Case("qwen2", 2, 2, 0, "fcfs", 7, over_ucx=True),
     Case("qwen3", 0, 0, 2, "fcfs", 64),
     # Long from 1,000 tokens on: the prompts of 4,000 are interrupted between layers, and preempted, by the others.
     Case("llama", 1, 1, 0, "pdmesh", 0),
@@ -52,17 +53,20 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     long = 1500 if 0 < case.chunk_tokens < 64 else 4000
     prompts = random_prompts([*PROMPT_LENGTHS, long], SHAPE.vocab_size, seed=7)
     references = [reference(checkpoint, prompt, 24) for prompt in prompts]
+    settings = {
+        "SCHEDULER_BUNDLE": case.bundle,
+        "POLICY_CHUNK_TOKENS": str(case.chunk_tokens or 512),
+        "POLICY_LONG_PROMPT_TOKENS": "1000",
+    }
+    if case.over_ucx:
+        settings |= {"TRANSFER_UCX_TLS": "tcp", "TRANSFER_UCX_NET_DEVICES": "lo"}
     with running_mesh(
         folder,
         model=checkpoint,
         prefill=case.prefill,
         decode=case.decode,
         mixed=case.mixed,
-        settings={
-            "SCHEDULER_BUNDLE": case.bundle,
-            "POLICY_CHUNK_TOKENS": str(case.chunk_tokens or 512),
-            "POLICY_LONG_PROMPT_TOKENS": "1000",
-        },
+        settings=settings,
     ) as mesh:
         yield Served(mesh, references)
         mesh.wait_until_idle()

@@ -157,12 +157,13 @@ class MeshRun:
         named = "" if record.name == DEFAULT_NAME else f" --name {record.name}"
         body = {"model": record.model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
         has_key = self.config.security.api_key or self.config.security.api_keys_file
+        page = f", or {url}/ui" if self.config.gateway.ui else ""
         key = ' -H "Authorization: Bearer $PDMESH_SECURITY_API_KEY"' if has_key else ""
         _say(
             f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}\n\n"
             f"  try   curl -N {url}/v1/chat/completions{key} \\\n"
             f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
-            f"  look  {command} status{named}\n"
+            f"  look  {command} status{named}{page}\n"
             f"  logs  {self.state.folder}\n"
             f"  stop  {'Ctrl-C, or ' if self.config.ready_fd is None else ''}{command} down{named}\n"
         )
