@@ -406,7 +406,7 @@ async def test_wrong_methods_paths_and_ids(model: Path) -> None:
 
 
 async def test_limits_answer_413_408_and_429(model: Path) -> None:
-    config = GatewayConfig(max_body_bytes=1000, body_timeout_s=0.2, max_concurrent_requests=2)
+    config = GatewayConfig(max_body_bytes=1000, body_timeout_s=0.2, max_concurrent_requests=8)  # a quarter for one
     async with served(model, gateway=config) as (client, _mesh, running):
         big = await client.post("/v1/completions", content=b" " * 1001)
         assert (big.status_code, error_of(big)["code"]) == (413, "body_too_large")
