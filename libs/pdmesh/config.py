@@ -72,6 +72,12 @@ class GatewayConfig:
     max_queued_bytes: Annotated[int, COUNT, "bodies and prompts held for requests under way"] = 512 * 1024 * 1024
     body_timeout_s: Annotated[float, "a body that does not end"] = 30.0
     request_timeout_s: Annotated[float, "a whole request"] = 3600.0
+    sse_keep_alive_s: Annotated[
+        float, Range(0, 3600), "a stream that waits for a token says so this often; 0: never"
+    ] = 10.0
+    no_instance_grace_s: Annotated[
+        float, Range(0, 3600), "how long a new request waits while no instance is usable, before it gets a 503"
+    ] = 5.0
     default_max_tokens: Annotated[
         int | None, COUNT, "for requests that do not say; if not set, up to the context length"
     ] = None

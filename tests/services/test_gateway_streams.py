@@ -14,17 +14,19 @@ import grpc
 import grpc.aio
 import httpx
 import msgspec
+import openai
 import pytest
 
 from pdmesh.config import GatewayConfig, SecurityConfig
-from pdmesh.model import Epoch, FinishReason, RequestId
+from pdmesh.model import Epoch, FinishReason, RejectReason, RequestId
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
+from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire import session
 from pdmesh.wire.endpoint import open_channel
-from pdmesh.wire.messages import Generation, Restarted, TokenOut, unpack_token_ids
+from pdmesh.wire.messages import Generation, Rejected, Restarted, TokenOut, unpack_token_ids
 from pdmesh_gateway import generate, transcripts
 from pdmesh_gateway.http import server
+from pdmesh_gateway.scheduler_link import SchedulerLink
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 from pdmesh_gateway.transcripts import MAX_RESTARTS
 
@@ -269,6 +271,134 @@ async def test_without_a_scheduler_requests_wait_a_little_and_get_503(
         assert response.status_code == 503
         assert "retry-after" in response.headers
         assert (await client.get("/ready")).status_code == 503
+
+
+NOT_READY = msgspec.structs.replace(READY, ready=False, reason="no decode instance is there", instances=())
+
+
+async def test_without_a_usable_instance_a_new_request_gets_503_in_seconds(model: Path) -> None:
+    config = GatewayConfig(no_instance_grace_s=0.01)
+    async with scripted_mesh(silence) as mesh:
+        mesh.state = NOT_READY
+        async with (
+            served(model, mesh, gateway=config) as running,
+            httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+        ):
+            for stream in (True, False):
+                response = await client.post("/v1/completions", json={**BODY, "stream": stream})
+                assert response.status_code == 503
+                assert "no decode instance is there" in response.json()["error"]["message"]
+                assert int(response.headers["retry-after"]) >= 1
+        assert not mesh.submitted
+
+
+async def test_a_request_does_not_hear_of_an_instance_that_is_back_within_the_grace(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = anyio.Event()
+    wait_ready = SchedulerLink.wait_ready
+
+    async def noticed(link: SchedulerLink) -> None:
+        waiting.set()
+        await wait_ready(link)
+
+    monkeypatch.setattr(SchedulerLink, "wait_ready", noticed)
+    async with scripted_mesh() as mesh:
+        mesh.state = NOT_READY
+        async with served(model, mesh, gateway=GatewayConfig(no_instance_grace_s=60)) as running:
+            texts: list[str] = []
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(complete_into, texts, running)
+                with anyio.fail_after(20):
+                    await waiting.wait()
+                assert not mesh.submitted
+                mesh.set_state(READY)
+            assert texts == [WHOLE]
+
+
+async def test_a_request_under_way_outlasts_a_mesh_without_instances(model: Path) -> None:
+    async with (
+        scripted_mesh(silence) as mesh,
+        served(model, mesh, gateway=GatewayConfig(no_instance_grace_s=0.01)) as running,
+    ):
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            generation = (await mesh.next_submit(0)).generation
+            mesh.send_tokens(*first_tokens(generation, 2))
+            await delivered(running, 2)
+            mesh.set_state(NOT_READY)
+            mesh.say(Restarted(request_id=generation.request_id, epoch=generation.epoch, reason="lost"))
+            again = (await mesh.next_submit(1)).generation
+            mesh.set_state(READY)
+            mesh.send_tokens(*first_tokens(again, 6)[2 - again.num_output_tokens :])
+        assert texts == [WHOLE]
+
+
+async def test_a_stream_that_waits_says_that_it_lives(model: Path) -> None:
+    config = GatewayConfig(sse_keep_alive_s=0.01)
+    async with (
+        scripted_mesh(silence) as mesh,
+        served(model, mesh, gateway=config) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+        client.stream("POST", "/v1/completions", json=BODY) as response,
+    ):
+        generation = (await mesh.next_submit(0)).generation
+        lines = response.aiter_lines()
+        assert [await anext(lines) for _ in range(4)] == [": keep-alive", ""] * 2  # before the first token
+        mesh.send_tokens(*first_tokens(generation, 2))
+        while not (line := await anext(lines)).startswith("data: "):
+            assert line in (": keep-alive", "")
+        while await anext(lines) != ": keep-alive":  # and between two
+            pass
+        mesh.send_tokens(*first_tokens(generation, 6)[2:])
+        rest = [line async for line in lines]
+        assert "data: [DONE]" in rest
+
+
+async def test_keep_alives_are_nothing_to_the_openai_client(model: Path) -> None:
+    async with (
+        scripted_mesh(silence) as mesh,
+        served(model, mesh, gateway=GatewayConfig(sse_keep_alive_s=0.01)) as running,
+        openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        # The response begins with a keep-alive: there is no token yet.
+        stream = await client.completions.create(model="tiny", prompt="abc", max_tokens=6, stream=True)
+        mesh.send_tokens(*first_tokens((await mesh.next_submit(0)).generation, 6))
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == WHOLE
+
+
+@pytest.mark.parametrize("keep_alive_s", [0.0, 0.01])
+async def test_an_error_before_the_first_token_is_a_status_until_a_keep_alive_was_sent(
+    model: Path, keep_alive_s: float
+) -> None:
+    async with (
+        scripted_mesh(silence) as mesh,
+        served(model, mesh, gateway=GatewayConfig(sse_keep_alive_s=keep_alive_s)) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+
+        async def refuse() -> None:
+            generation = (await mesh.next_submit(0)).generation
+            mesh.say(
+                Rejected(
+                    request_id=generation.request_id,
+                    epoch=generation.epoch,
+                    reason=RejectReason.QUEUE_TIMEOUT,
+                    message="no room",
+                )
+            )
+
+        async with anyio.create_task_group() as tasks:
+            if not keep_alive_s:
+                tasks.start_soon(refuse)
+            async with client.stream("POST", "/v1/completions", json=BODY) as response:
+                if keep_alive_s:
+                    await refuse()
+                text = (await response.aread()).decode()
+        assert response.status_code == (200 if keep_alive_s else 503)
+        assert '"code":"queue_timeout"' in text
+        assert "[DONE]" not in text
 
 
 async def test_a_deadline_ends_a_request(model: Path) -> None:

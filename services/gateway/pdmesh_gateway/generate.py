@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from pdmesh.errors import RequestRejected
@@ -39,6 +41,9 @@ CANCELLED = "cancelled"
 
 #: How long a new request waits for a scheduler that is gone for a moment. Those under way wait until their deadline.
 CONNECT_GRACE_S = 60.0
+
+#: When to come again, where no instance is usable: about what one needs to start.
+RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +167,16 @@ class Generation:
         transcript = self._choices[index].transcript
         return [transcript.prompt_logprobs.get(position) for position in range(transcript.num_prompt_tokens)]
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, until every choice has ended. Raises RequestRejected if one cannot."""
+    async def deltas(self, *, idle_s: float = math.inf) -> AsyncIterator[list[Delta]]:
+        """What is new, until every choice has ended; an empty list after each ``idle_s`` without news.
+
+        Raises RequestRejected if a choice cannot go on.
+        """
         metrics = self._generator.metrics
         first_s: dict[int, float] = {}
         last_s: dict[int, float] = {}
         while self._num_left:
-            await self._wait()
+            is_idle = not await self._wait(idle_s)
             now_s = time.monotonic()
             batch: list[Delta] = []
             while (transcript := self._mailbox.take()) is not None:
@@ -198,27 +206,28 @@ class Generation:
                     self._generator.finish(transcript)
                 elif transcript.failure is not None:
                     raise transcript.failure
-            if batch:
+            if batch or is_idle:
                 yield batch
 
-    async def _wait(self) -> None:
-        """Until there is news, resuming what lost a token on the way."""
+    async def _wait(self, idle_s: float) -> bool:
+        """Until there is news, resuming what lost a token on the way. False after ``idle_s`` without any."""
+        idle_at_s = time.monotonic() + idle_s
         while True:
             stalled = [
                 (resume_at_s, choice.transcript)
                 for choice in self._choices
                 if (resume_at_s := choice.transcript.resume_at_s) is not None
             ]
-            if not stalled:
+            until_s = min((resume_at_s for resume_at_s, _ in stalled), default=math.inf)
+            with anyio.move_on_after(min(until_s, idle_at_s) - time.monotonic()):
                 await self._mailbox.wait()
-                return
-            first_s = min(resume_at_s for resume_at_s, _ in stalled)
-            with anyio.move_on_after(first_s - time.monotonic()):
-                await self._mailbox.wait()
-                return
+                return True
+            now_s = time.monotonic()
             for resume_at_s, transcript in stalled:
-                if resume_at_s <= time.monotonic():
+                if resume_at_s <= now_s:
                     self._generator.resume(transcript, "a token was lost on the way", cancel=True)
+            if idle_at_s <= now_s:
+                return False
 
 
 class Generator:
@@ -235,6 +244,7 @@ class Generator:
         metrics: GatewayMetrics,
         tracing: Tracing,
         model: str,
+        no_instance_grace_s: float,
     ) -> None:
         self._gateway_id = gateway_id
         self._token_address = token_address
@@ -243,13 +253,15 @@ class Generator:
         self._link = link
         self._tracing = tracing
         self._model = model
+        self._no_instance_grace_s = no_instance_grace_s
         self.metrics = metrics
 
     @asynccontextmanager
     async def open(self, job: GenerationJob) -> AsyncGenerator[Generation]:
         """Submit a job; whatever of it has not ended when the block is left is cancelled.
 
-        Raises RequestRejected if the scheduler cannot be reached or the job takes longer than its deadline.
+        Raises RequestRejected if the scheduler cannot be reached, no instance is usable, or the job takes longer than
+        its deadline.
         """
         mailbox = Mailbox()
         choices: list[Choice] = []
@@ -257,8 +269,7 @@ class Generator:
         outcome = CANCELLED  # unless the block is left with an error
         is_failure = False
         try:
-            with anyio.move_on_after(CONNECT_GRACE_S):
-                await self._link.wait_connected()
+            await self._wait_ready()
             for prompt_index, prompt in enumerate(job.prompts):
                 packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
                 of_prompt: list[Choice] = []
@@ -268,6 +279,7 @@ class Generator:
                     of_prompt.append(choice)
                 choices += of_prompt
                 self._submit(*(choice.transcript for choice in of_prompt))
+                await anyio.lowlevel.checkpoint()  # many choices must not hold up other clients
             with anyio.move_on_after(job.deadline_s) as scope:
                 yield Generation(self, job, choices, mailbox, span)
             if scope.cancelled_caught:
@@ -286,6 +298,25 @@ class Generator:
                 if not choice.is_done:
                     self.finish(choice.transcript)
             self._ended(job, choices, span, outcome, is_failure=is_failure)
+
+    async def _wait_ready(self) -> None:
+        """Until the mesh takes new requests. Raises RequestRejected if it does not soon."""
+        link = self._link
+        if link.unready_reason is None:
+            return
+        with anyio.move_on_after(CONNECT_GRACE_S):
+            await link.wait_connected()
+        # A service that is started again comes back within the grace; a client need not know.
+        with anyio.move_on_after(self._no_instance_grace_s):
+            await link.wait_ready()
+        if (reason := link.unready_reason) is not None:
+            raise RequestRejected(
+                f"The mesh cannot serve now: {reason}.",
+                status=503,
+                type="server_error",
+                code="unavailable",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def finish(self, transcript: Transcript) -> None:
         """Forget a request whose client has all it wants; cancel it where it still runs."""

@@ -71,6 +71,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             metrics=metrics,
             tracing=context.tracing,
             model=model,
+            no_instance_grace_s=gateway.no_instance_grace_s,
         )
         serving = Serving(
             config=gateway,

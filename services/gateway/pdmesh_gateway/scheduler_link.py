@@ -74,6 +74,7 @@ class SchedulerLink:
         self._security = security
         self._session: Session[GatewayUp, GatewayDown] | None = None
         self._connected = anyio.Event()
+        self._state_changed = anyio.Event()
         #: Ever made; the last of them may have broken.
         self.num_connections = 0
         #: Whom the last of them was made to.
@@ -96,6 +97,11 @@ class SchedulerLink:
 
     async def wait_connected(self) -> None:
         await self._connected.wait()
+
+    async def wait_ready(self) -> None:
+        """Until the mesh can take a request."""
+        while self.unready_reason is not None:
+            await self._state_changed.wait()
 
     def submit(self, message: Submit) -> None:
         """Hand a request to the scheduler. Raises RequestRejected if it is gone or does not read."""
@@ -132,6 +138,11 @@ class SchedulerLink:
         self._connected.set()
         log.info("registered with the scheduler", gateway_id=self._gateway_id)
 
+    def reported(self, state: MeshState) -> None:
+        self.state = state
+        self._state_changed.set()
+        self._state_changed = anyio.Event()
+
     def lost(self) -> None:
         self.state = None
         if self._connected.is_set():
@@ -167,7 +178,7 @@ class _Talk:
     def handle(self, message: GatewayDown) -> None:
         match message:
             case MeshState():
-                self.link.state = message
+                self.link.reported(message)
             case Rejected():
                 self.waiting.on_rejected(message)
             case Restarted():

@@ -104,6 +104,7 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
             metrics=metrics,
             tracing=NoTracing(),
             model="simulated",
+            no_instance_grace_s=config.gateway.no_instance_grace_s,
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.run, generator, ActivityHub("simulated", metrics.latencies, link.ask_activity))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.generate import Delta, Generation, GenerationJob
 from pdmesh_gateway.http.body import decode_body
 from pdmesh_gateway.http.exchange import Exchange
-from pdmesh_gateway.http.sse import DONE, usage_of
+from pdmesh_gateway.http.sse import DONE, KEEP_ALIVE, usage_of
 from pdmesh_gateway.protocol import SamplingFields, Usage
 from pdmesh_gateway.sampling import stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent
@@ -99,7 +100,13 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         async with serving.generation(exchange.known_client, job) as generation:
             if request.stream:
                 with_usage = options is not None and bool(options.include_usage)
-                await _stream(exchange, generation, rendering, with_usage=with_usage)
+                await _stream(
+                    exchange,
+                    generation,
+                    rendering,
+                    with_usage=with_usage,
+                    keep_alive_s=serving.config.sse_keep_alive_s or math.inf,
+                )
             else:
                 await _respond(exchange, generation, rendering)
 
@@ -148,12 +155,15 @@ def _target_s(exchange: Exchange, header: str, name: str, field: float | None) -
     return own_s if given is None else target_s(header, given)
 
 
-async def _stream(exchange: Exchange, generation: Generation, rendering: Rendering, *, with_usage: bool) -> None:
-    # The response begins with its first token: until then an error still has a status of its own.
-    async for batch in generation.deltas():
+async def _stream(
+    exchange: Exchange, generation: Generation, rendering: Rendering, *, with_usage: bool, keep_alive_s: float
+) -> None:
+    # The response begins with its first token, or the first keep-alive: until then an error has a status of its own.
+    async for batch in generation.deltas(idle_s=keep_alive_s):
         if not exchange.started:
             await exchange.start_events()
-        await exchange.send_events(b"".join([rendering.chunk(delta, generation) for delta in batch]))
+        events = b"".join([rendering.chunk(delta, generation) for delta in batch])
+        await exchange.send_events(events or KEEP_ALIVE)
     tail = rendering.usage_chunk(_usage(generation, rendering)) if with_usage else b""
     await exchange.send_events(tail + DONE, more=False)
 

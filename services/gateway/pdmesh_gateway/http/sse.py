@@ -13,6 +13,9 @@ from pdmesh_gateway.protocol import PromptTokensDetails, Usage
 
 DONE = b"data: [DONE]\n\n"
 
+#: A comment, which clients skip: it tells them, and proxies on the way, that the connection is alive.
+KEEP_ALIVE = b": keep-alive\n\n"
+
 _END = b"}\n\n"
 _encode = msgspec.json.Encoder().encode
 
