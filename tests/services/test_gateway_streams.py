@@ -396,9 +396,9 @@ async def test_an_error_before_the_first_token_is_a_status_until_a_keep_alive_wa
                 if keep_alive_s:
                     await refuse()
                 text = (await response.aread()).decode()
-        assert response.status_code == (200 if keep_alive_s else 503)
-        assert '"code":"queue_timeout"' in text
-        assert "[DONE]" not in text
+                assert response.status_code == (200 if keep_alive_s else 503)
+                assert '"code":"queue_timeout"' in text
+                assert "[DONE]" not in text
 
 
 async def test_a_deadline_ends_a_request(model: Path) -> None:
