@@ -217,6 +217,36 @@ async def test_echo_gives_prompt_logprobs_as_evaluation_harnesses_read_them(mode
         assert all(submit.generation.params.prompt_logprobs == 1 for submit in mesh.submitted)
 
 
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+async def test_text_offsets_agree_with_the_text(model: Path, echo: bool, skip: bool) -> None:
+    """Special tokens that are not shown take no room, nor do bytes that do not end a character."""
+    async with served(model) as (client, _mesh, _running):
+        prompt = "a<|im_start|>b\u00e9c<|im_end|>d"
+        body = {
+            "prompt": prompt,
+            "max_tokens": 8,
+            "logprobs": 1,
+            "echo": echo,
+            "skip_special_tokens": skip,
+            "ignore_eos": True,
+        }
+        [choice] = (await client.post("/v1/completions", json=body)).json()["choices"]
+        streamed = await client.post("/v1/completions", json={**body, "stream": True})
+    text, logprobs = choice["text"], choice["logprobs"]
+    assert ("<|im_start|>" in text) is not skip
+    ends = [*logprobs["text_offset"][1:], len(text)]
+    pieces = [text[start:end] for start, end in zip(logprobs["text_offset"], ends, strict=True)]
+    expected = [
+        "" if (token.startswith("<|") and skip) or token.startswith("\ufffd") else token for token in logprobs["tokens"]
+    ]
+    assert [piece.strip("\u00e9") for piece in pieces] == expected
+    assert "".join(pieces) == text
+    assert text.count("\u00e9") == 1 + echo
+    *chunks, _done = events(streamed.text)
+    assert [at for chunk in chunks for at in chunk["choices"][0]["logprobs"]["text_offset"]] == logprobs["text_offset"]
+
+
 async def test_stop_strings_end_a_generation_and_cancel_the_rest(model: Path) -> None:
     def endless(generation: Generation) -> list[TokenOut]:
         tokens = echo_prompt(generation)

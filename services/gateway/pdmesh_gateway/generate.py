@@ -82,6 +82,7 @@ class Delta:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list[int])
+    text_offsets: list[int] = field(default_factory=list[int])  # of each token: the choice's characters before it
     logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -103,6 +104,7 @@ class Choice:
     detokenizer: Detokenizer
     stop: StopFinder
     num_tokens: int = 0
+    num_characters: int = 0  # of the text so far, with what stop strings hold back
     finish_reason: str | None = None
 
     @property
@@ -121,12 +123,14 @@ class Choice:
             if token.token_id is not None:
                 self.num_tokens += 1
                 delta.token_ids.append(token.token_id)
+                delta.text_offsets.append(self.num_characters)
                 delta.logprobs.append(token.logprobs)
                 # The token that stopped the generation is no text, unless its text was asked for.
                 if finish != "stop" or self.stop.include_stop:
                     piece = self.detokenizer.push(token.token_id)
             if finish is not None:
                 piece += self.detokenizer.flush()
+            self.num_characters += len(piece)
             shown, found = self.stop.push(piece, check=self.num_tokens > min_tokens)
             delta.text += shown
             if found is not None:

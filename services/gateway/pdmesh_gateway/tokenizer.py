@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,9 @@ INLINE_CHARS = 4096
 
 #: Longer ones take long enough to keep others waiting; they wait for each other.
 HEAVY_CHARS = 128 * 1024
+
+#: Decoding a token as it comes takes about as long as tokenizing so many characters.
+DETOKENIZED_CHARS = 64
 
 #: More ids than any tokenizer has; the library takes memory and time for each up to the largest.
 MAX_VOCAB_SIZE = 1 << 24
@@ -107,6 +111,16 @@ class ModelTokenizer:
             return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
         return await self._work(decode, len(token_ids))
+
+    async def offsets(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+        """How many characters of the text that `decode` gives come before each token; a hidden one has none."""
+
+        def offsets() -> list[int]:
+            detokenizer = self.detokenizer((), skip_special_tokens=skip_special_tokens)
+            pieces = (detokenizer.push(token_id) for token_id in token_ids)
+            return [0, *accumulate(map(len, pieces))][: len(token_ids)]
+
+        return await self._work(offsets, len(token_ids) * DETOKENIZED_CHARS)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them (``token_strs`` of ``/tokenize``)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -13,7 +13,7 @@ from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.generate import Delta, Generation, GenerationJob
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
-from pdmesh_gateway.http.logprobs import completion_logprobs, num_characters
+from pdmesh_gateway.http.logprobs import completion_logprobs
 from pdmesh_gateway.http.sse import ChunkWriter, usage_of
 from pdmesh_gateway.protocol import (
     DEFAULT_COMPLETION_TOKENS,
@@ -62,9 +62,9 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         job = self.job(request, exchange, prompts=prompts, params=params, n=n)
-        texts = await self._echoed(request, prompts) if request.echo else []
+        echoed = await self._echoed(request, prompts) if request.echo else []
         rendering = _CompletionRendering(
-            request, serving.tokenizer, model=request.model or serving.model, job=job, echoed=texts
+            request, serving.tokenizer, model=request.model or serving.model, job=job, echoed=echoed
         )
         return job, rendering
 
@@ -99,10 +99,23 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             token_ids = await serving.encode(prompt, add_special_tokens=add_special_tokens, what="prompt")
         return serving.check_prompt(token_ids, what="prompt", truncate=request.truncate_prompt_tokens)
 
-    async def _echoed(self, request: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
-        decode = self._serving.tokenizer.decode
+    async def _echoed(self, request: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[_Echo]:
+        tokenizer = self._serving.tokenizer
         skip = request.skip_special_tokens is not False
-        return [await decode(prompt, skip_special_tokens=skip) for prompt in prompts]
+        echoed: list[_Echo] = []
+        for prompt in prompts:
+            text = await tokenizer.decode(prompt, skip_special_tokens=skip)
+            offsets = [] if request.logprobs is None else await tokenizer.offsets(prompt, skip_special_tokens=skip)
+            echoed.append(_Echo(text, offsets))
+        return echoed
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """A prompt as text."""
+
+    text: str
+    text_offsets: list[int]  # of its tokens, where log-probabilities are asked for
 
 
 class _CompletionRendering(Rendering):
@@ -113,7 +126,7 @@ class _CompletionRendering(Rendering):
         *,
         model: str,
         job: GenerationJob,
-        echoed: Sequence[str],
+        echoed: Sequence[_Echo],
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
@@ -132,7 +145,6 @@ class _CompletionRendering(Rendering):
             null_usage=options is not None and bool(options.include_usage) and not self._continuous_usage,
         )
         self._begun = [False] * job.num_choices
-        self._offsets = [0] * job.num_choices
 
     def num_output_tokens(self, generation: Generation) -> int:
         return 0 if self._prompt_only else generation.num_output_tokens
@@ -143,7 +155,7 @@ class _CompletionRendering(Rendering):
         prompt = job.prompts[index // job.n]
         is_first = not self._begun[index]
         self._begun[index] = True
-        delta = self._own(delta)
+        delta = self._own(delta, job)
         new_token_ids = delta.token_ids
         if is_first and self._echoed:
             delta = self._with_echo(delta, generation)
@@ -153,7 +165,7 @@ class _CompletionRendering(Rendering):
             delta.text,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            logprobs=self._logprobs(index, delta.token_ids, delta.logprobs),
+            logprobs=self._logprobs(delta),
             token_ids=new_token_ids if self._request.return_token_ids else None,
             prompt_token_ids=list(prompt) if self._request.return_token_ids and is_first else None,
             usage=usage_of(len(prompt), num_output_tokens) if self._continuous_usage else None,
@@ -177,51 +189,57 @@ class _CompletionRendering(Rendering):
                 index=index,
                 text=choice.text,
                 token_ids=choice.token_ids,
+                text_offsets=choice.text_offsets,
                 logprobs=choice.logprobs,
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
-            )
+            ),
+            generation.job,
         )
         whole = self._with_echo(own, generation) if self._echoed else own
         with_ids = bool(self._request.return_token_ids)
         return CompletionChoice(
             index=index,
             text=whole.text,
-            logprobs=self._logprobs(index, whole.token_ids, whole.logprobs),
+            logprobs=self._logprobs(whole),
             finish_reason=own.finish_reason,
             stop_reason=own.stop_reason,
             token_ids=own.token_ids if with_ids else msgspec.UNSET,
             prompt_token_ids=list(generation.job.prompts[index // generation.job.n]) if with_ids else msgspec.UNSET,
         )
 
-    def _own(self, delta: Delta) -> Delta:
-        """Without the token that nobody asked for."""
-        if not self._prompt_only:
+    def _own(self, delta: Delta, job: GenerationJob) -> Delta:
+        """Behind the echoed prompt, and without the token that nobody asked for."""
+        if self._prompt_only:
+            return Delta(index=delta.index, finish_reason="length")
+        if not self._echoed:
             return delta
-        return Delta(index=delta.index, finish_reason="length")
+        num_echoed = len(self._echoed[delta.index // job.n].text)
+        return replace(delta, text_offsets=[num_echoed + offset for offset in delta.text_offsets])
 
     def _with_echo(self, delta: Delta, generation: Generation) -> Delta:
         """The prompt in front."""
         job = generation.job
         i = delta.index // job.n
+        echo = self._echoed[i]
         logprobs: list[TokenLogprobs | None] = []
         if self._request.logprobs is not None:
             logprobs = generation.prompt_logprobs(delta.index) + delta.logprobs
         return replace(
-            delta, text=self._echoed[i] + delta.text, token_ids=[*job.prompts[i], *delta.token_ids], logprobs=logprobs
+            delta,
+            text=echo.text + delta.text,
+            token_ids=[*job.prompts[i], *delta.token_ids],
+            text_offsets=echo.text_offsets + delta.text_offsets,
+            logprobs=logprobs,
         )
 
-    def _logprobs(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> CompletionLogprobs | None:
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
         if self._request.logprobs is None:
             return None
-        result = completion_logprobs(
+        return completion_logprobs(
             self._tokenizer,
-            token_ids,
-            logprobs,
+            delta.token_ids,
+            delta.logprobs,
             num_top=self._request.logprobs,
-            text_offset=self._offsets[index],
+            text_offsets=delta.text_offsets,
         )
-        self._offsets[index] += num_characters(self._tokenizer, token_ids)
-        return result

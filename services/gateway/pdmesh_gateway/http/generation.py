@@ -31,6 +31,7 @@ class Collected:
 
     texts: list[str] = field(default_factory=list[str])
     token_ids: list[int] = field(default_factory=list[int])
+    text_offsets: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -38,6 +39,7 @@ class Collected:
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
+        self.text_offsets += delta.text_offsets
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason

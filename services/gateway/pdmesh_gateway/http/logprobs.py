@@ -38,16 +38,15 @@ def completion_logprobs(
     logprobs: Sequence[TokenLogprobs | None],
     *,
     num_top: int,
-    text_offset: int,
+    text_offsets: Sequence[int],
 ) -> CompletionLogprobs:
-    """``text_offset`` is the number of characters before the first of these tokens. A token without
-    log-probabilities (the first of an echoed prompt) has null."""
+    """``text_offsets`` has the characters of the choice's text before each token. A token without log-probabilities
+    (the first of an echoed prompt) has null."""
     result = CompletionLogprobs([], [], [], [])
+    result.text_offset.extend(text_offsets)
     for token_id, at in zip(token_ids, logprobs, strict=True):
         text = tokenizer.token_text(token_id)
-        result.text_offset.append(text_offset)
         result.tokens.append(text)
-        text_offset += len(text)
         if at is None:
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)
@@ -61,11 +60,6 @@ def completion_logprobs(
         top.setdefault(text, _finite(at.logprob))
         result.top_logprobs.append(top)
     return result
-
-
-def num_characters(tokenizer: ModelTokenizer, token_ids: Sequence[int]) -> int:
-    """How far these tokens move ``text_offset``."""
-    return sum(len(tokenizer.token_text(token_id)) for token_id in token_ids)
 
 
 def _finite(logprob: float) -> float:
