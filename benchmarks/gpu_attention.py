@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from gpu_timing import queued_s
 
-from pdmesh.engine.attention import Span
+from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention, load_library
 from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
@@ -61,19 +61,19 @@ class _Bench:
             block_size=layout.block_size, max_blocks=num_blocks_for(most, layout.block_size), device=self._device
         )
 
-    def spans(self, number: int, num_queries: int, start: int) -> list[Span]:
+    def spans(self, number: int, num_queries: int, start: int) -> list[QuerySpan]:
         """Sequences over blocks that lie anywhere."""
         each = num_blocks_for(start + num_queries, self._layout.block_size)
         ids = random.Random(0).sample(range(self._num_blocks), number * each)
-        return [Span(i * num_queries, num_queries, start, ids[i * each : (i + 1) * each]) for i in range(number)]
+        return [QuerySpan(i * num_queries, num_queries, start, ids[i * each : (i + 1) * each]) for i in range(number)]
 
-    def chunk_s(self, spans: list[Span], backend: str, rounds: int) -> float:
+    def chunk_s(self, spans: list[QuerySpan], backend: str, rounds: int) -> float:
         self._staging.restart()
         plan = FlashInferAttention(self._flashinfer(backend), self._tables, self._staging).plan(spans)
         query = self._query(spans)
         return queued_s(lambda: plan.attend(query, self._cache), rounds)
 
-    def decode_s(self, spans: list[Span], rounds: int) -> float:
+    def decode_s(self, spans: list[QuerySpan], rounds: int) -> float:
         self._staging.restart()
         index = self._tables.index(spans, self._staging)
         indptr, last_page_len = (torch.from_numpy(values).to(self._device) for values in index.lengths)
@@ -83,7 +83,7 @@ class _Bench:
         query = self._query(spans)
         return queued_s(lambda: decode.attend(query, self._cache), rounds)
 
-    def xqa_s(self, spans: list[Span], rounds: int) -> float:
+    def xqa_s(self, spans: list[QuerySpan], rounds: int) -> float:
         """Its kernel wants contiguous queries, a table of pages, and semaphores that were zero."""
         tables = torch.tensor([list(span.block_table) for span in spans], dtype=torch.int32, device=self._device)
         lengths = torch.tensor([span.end for span in spans], dtype=torch.uint32, device=self._device)
@@ -121,7 +121,7 @@ class _Bench:
             prefill_backend=backend,
         )
 
-    def _query(self, spans: list[Span]) -> torch.Tensor:
+    def _query(self, spans: list[QuerySpan]) -> torch.Tensor:
         rows = spans[-1].row + spans[-1].num_tokens
         width = self._num_heads + 2 * self._layout.num_kv_heads
         qkv = torch.randn(rows, width, self._layout.head_dim, dtype=torch.bfloat16, device=self._device)

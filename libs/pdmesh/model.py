@@ -119,7 +119,7 @@ class KvLayout:
         return 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
 
 
-class Span(NamedTuple):
+class IndexRange(NamedTuple):
     """The numbers from ``start`` to ``stop - 1``."""
 
     start: int
@@ -129,14 +129,14 @@ class Span(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
-    def holds(self, other: Span) -> bool:
+    def holds(self, other: IndexRange) -> bool:
         """Whether all of ``other``, which is not empty, is in it."""
         return self.start <= other.start < other.stop <= self.stop
 
-    def common(self, other: Span) -> Span:
+    def common(self, other: IndexRange) -> IndexRange:
         """What is in both; of size 0 if nothing is."""
         start = max(self.start, other.start)
-        return Span(start, max(start, min(self.stop, other.stop)))
+        return IndexRange(start, max(start, min(self.stop, other.stop)))
 
 
 class KvPart(NamedTuple):
@@ -145,9 +145,9 @@ class KvPart(NamedTuple):
     Blocks are counted from the request's first token on, so they have the same numbers on every instance.
     """
 
-    blocks: Span
-    layers: Span
-    heads: Span
+    blocks: IndexRange
+    layers: IndexRange
+    heads: IndexRange
 
     @property
     def num_pages(self) -> int:

@@ -29,7 +29,7 @@ from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.sender import KvDestination
-from pdmesh.model import Epoch, KvPart, RequestId, Span
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
 from pdmesh.transport import local
 from pdmesh.transport.address import peer_id, unpack_address
@@ -278,8 +278,8 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
     others = {"kind", "request_key", "epoch", "has_token", "part"}
     numbers = [field.name for field in fields(PieceHeader) if field.name not in others]
 
-    def span() -> Span:
-        return Span(rng.choice([0, 0, 1, 2, 2**16 - 1]), rng.choice([0, 1, 2, 2, 2**16 - 1]))
+    def span() -> IndexRange:
+        return IndexRange(rng.choice([0, 0, 1, 2, 2**16 - 1]), rng.choice([0, 1, 2, 2, 2**16 - 1]))
 
     async with UcxTransport(CONFIG) as a, UcxTransport(CONFIG) as b:
         introduce(a, b)
@@ -305,7 +305,7 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
                         kind=rng.choice(list(PieceKind)), request_key=request_key(request), epoch=epoch, capability=1
                     )
                     if rng.random() < 0.8:
-                        heads = rng.choice([span(), Span(0, SMALL_LAYOUT.num_kv_heads)])
+                        heads = rng.choice([span(), IndexRange(0, SMALL_LAYOUT.num_kv_heads)])
                         changes |= {"part": KvPart(span(), span(), heads), "has_token": rng.random() < 0.5}
                     async with a.lend() as buffer:
                         pack_header(replace(header, **changes), buffer.header, key)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdmesh.engine.attention import AttentionPlan, Span, TorchAttention
+from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
 from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.forward import DeviceForward
@@ -23,7 +23,7 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.sampler import sample
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.stepping import Generation, generate, new_sequence, separate_tables, step
+from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 from pdmesh.transport.buffers import allocate_buffers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]  # the first run compiles kernels
@@ -47,11 +47,11 @@ def test_flashinfer_equals_the_reference(streams: CudaStreams, only_decodes: boo
     parts = [(rng.randint(0, 900), 1 if only_decodes else rng.choice([1, 7, 300])) for _ in range(9)]
     total = sum(num_blocks_for(start + length, 16) for start, length in parts)
     block_ids = rng.sample(range(total), total)
-    spans: list[Span] = []
+    spans: list[QuerySpan] = []
     row = block = 0
     for start, length in parts:
         num_blocks = num_blocks_for(start + length, 16)
-        spans.append(Span(row, length, start, block_ids[block : block + num_blocks]))
+        spans.append(QuerySpan(row, length, start, block_ids[block : block + num_blocks]))
         row, block = row + length, block + num_blocks
     generator = torch.Generator(device).manual_seed(seed)
     cache = torch.randn(total, 2, 2, 16, 128, generator=generator, device=device).bfloat16()
@@ -151,7 +151,7 @@ def test_chunks_decodes_and_graphs_agree_with_the_reference(bf16_checkpoint: Pat
     reference = TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda", native=False)
     lengths = [3, 64, 100, 250, 16]
     generations = [
-        Generation(new_sequence(prompt_of(length), table, PARAMS), 24)
+        SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), 24)
         for length, table in zip(lengths, separate_tables(fast, [length + 24 for length in lengths]), strict=True)
     ]
     rng = random.Random(0)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.attention import AttentionPlan, Span, TorchAttention
+from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention, workspace_bytes
 from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.staging import Staging
@@ -36,11 +36,11 @@ class Backends:
         generator = torch.Generator().manual_seed(seed)
         total = sum(num_blocks_for(start + length, block_size) for start, length in parts)
         ids = random.Random(seed).sample(range(total), total)
-        self.spans: list[Span] = []
+        self.spans: list[QuerySpan] = []
         row = block = 0
         for start, length in parts:
             num_blocks = num_blocks_for(start + length, block_size)
-            self.spans.append(Span(row, length, start, ids[block : block + num_blocks]))
+            self.spans.append(QuerySpan(row, length, start, ids[block : block + num_blocks]))
             row, block = row + length, block + num_blocks
         shape = (total, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
         self.cache = torch.randn(shape, generator=generator)
@@ -97,7 +97,7 @@ def check_graph_decode(backends: Backends) -> None:
     indptr, last_page_len = torch.zeros(size + 1, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
     pages = torch.zeros(8 * size, dtype=torch.int32)
     decode = backends.flashinfer.graph_decode(indptr, pages, last_page_len)
-    for spans in ([Span(row, 1, 0, [0]) for row in range(size)], backends.spans):
+    for spans in ([QuerySpan(row, 1, 0, [0]) for row in range(size)], backends.spans):
         index = backends.tables.index(spans, backends.staging)
         for buffer, values in ((indptr, index.lengths.indptr), (last_page_len, index.lengths.last_page_len)):
             buffer.copy_(torch.from_numpy(values))

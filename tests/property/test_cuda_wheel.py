@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionPlan, Span, TorchAttention
+from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.page_tables import PageTables, write_pages
 from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
@@ -84,7 +84,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 
 class Bench:
-    def __init__(self, spans: list[Span]) -> None:
+    def __init__(self, spans: list[QuerySpan]) -> None:
         self.spans = spans
         generator = torch.Generator().manual_seed(1)
         num_blocks = 1 + max(block for span in spans for block in span.block_table)
@@ -112,15 +112,15 @@ def test_chunks_and_decodes(kernels: Kernels) -> None:
     tables = [[4, 9, 0], list(range(10, 30)), [7, 1, 2, 3], [5]]
     parts = [(10, 30), (3, 200), (60, 1), (0, 1)]
     rows = [0, 30, 230, 231]
-    bench = Bench([Span(row, n, start, table) for row, (start, n), table in zip(rows, parts, tables, strict=True)])
+    bench = Bench([QuerySpan(row, n, start, table) for row, (start, n), table in zip(rows, parts, tables, strict=True)])
     bench.check(FlashInferAttention(bench.flashinfer, bench.tables, bench.staging).plan(bench.spans))
     assert kernels.backends == ["fa2", "fa3", "fa2"]  # a short chunk, a long one, decodes
 
 
 def test_decodes_of_a_graph(kernels: Kernels) -> None:
     """From its second plan on FlashInfer copies nothing: the buffers hold what we wrote there."""
-    first = [Span(row, 1, 0, [0]) for row in range(3)]
-    bench = Bench([Span(0, 1, 40, [4, 9, 8]), Span(1, 1, 15, [7]), Span(2, 1, 16, [3, 2])])
+    first = [QuerySpan(row, 1, 0, [0]) for row in range(3)]
+    bench = Bench([QuerySpan(0, 1, 40, [4, 9, 8]), QuerySpan(1, 1, 15, [7]), QuerySpan(2, 1, 16, [3, 2])])
     rows, pages = torch.zeros(3, dtype=torch.int32), torch.zeros(20, dtype=torch.int32)
     packed = torch.zeros(7, dtype=torch.int32)
     indptr, last_page_len = packed[:4], packed[4:]

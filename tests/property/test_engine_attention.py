@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdmesh.engine import attention
-from pdmesh.engine.attention import Span, TorchAttention
+from pdmesh.engine.attention import QuerySpan, TorchAttention
 from pdmesh.model import KvLayout, num_blocks_for
 
 
-def reference(query: Tensor, cache: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor]:
+def reference(query: Tensor, cache: Tensor, span: QuerySpan, scale: float) -> tuple[Tensor, Tensor]:
     """(output, lse) of one span; ``query`` (num_tokens, num_heads, head_dim)."""
     keys, values = cache[list(span.block_table)].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.end]
     group = query.shape[1] // keys.shape[0]
@@ -50,13 +50,13 @@ def test_equals_the_reference(
     layout = KvLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
     torch_dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(seed)
-    spans: list[Span] = []
+    spans: list[QuerySpan] = []
     row = block = 0
     total_blocks = sum(num_blocks_for(start + num_tokens, block_size) for start, num_tokens in parts)
     block_ids = random.Random(seed).sample(range(total_blocks), total_blocks)
     for start, num_tokens in parts:
         num_blocks = num_blocks_for(start + num_tokens, block_size)
-        spans.append(Span(row, num_tokens, start, block_ids[block : block + num_blocks]))
+        spans.append(QuerySpan(row, num_tokens, start, block_ids[block : block + num_blocks]))
         row, block = row + num_tokens, block + num_blocks
     shape = (total_blocks, 2, num_kv_heads, block_size, head_dim)
     cache = torch.randn(shape, generator=generator).to(torch_dtype)

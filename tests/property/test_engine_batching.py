@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.stepping import GREEDY, Generation, generate, new_sequence, separate_tables, step
+from pdmesh.testing.stepping import GREEDY, SteppedRequest, generate, new_sequence, separate_tables, step
 
 MAX_TOKENS = 8
 PARAMS = [
@@ -42,7 +42,7 @@ def test_mixing_changes_no_token(engine: TorchEngine, requests: list[tuple[int, 
     expected = [alone(num_prompt_tokens, kind) for num_prompt_tokens, kind in requests]
     tables = separate_tables(engine, [num_prompt_tokens + MAX_TOKENS for num_prompt_tokens, _ in requests])
     generations = [
-        Generation(new_sequence(prompt_of(num_prompt_tokens), table, PARAMS[kind]), MAX_TOKENS)
+        SteppedRequest(new_sequence(prompt_of(num_prompt_tokens), table, PARAMS[kind]), MAX_TOKENS)
         for (num_prompt_tokens, kind), table in zip(requests, tables, strict=True)
     ]
     while running := [generation for generation in generations if not generation.done]:

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.attention import Span, TorchAttention
+from pdmesh.engine.attention import QuerySpan, TorchAttention
 from pdmesh.engine.native import load_kernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.stepping import Generation, generate, new_sequence, separate_tables, step
+from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 
 COMPUTES = ["float32", "bfloat16, plain torch", "bfloat16, AVX-512", "bfloat16, AMX"]
 
@@ -64,7 +64,7 @@ def test_deterministic_results_are_bit_identical(
     tables = separate_tables(engine, [length + MAX_TOKENS for length in lengths])
     expected = [logprobs_of(generate(engine, prompt_of(length), MAX_TOKENS, params=PARAMS)) for length in lengths]
     generations = [
-        Generation(new_sequence(prompt_of(length), table, PARAMS), MAX_TOKENS)
+        SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), MAX_TOKENS)
         for length, table in zip(lengths, tables, strict=True)
     ]
     while running := [generation for generation in generations if not generation.done]:
@@ -73,7 +73,7 @@ def test_deterministic_results_are_bit_identical(
     assert [logprobs_of(generation) for generation in generations] == expected
 
 
-def logprobs_of(generation: Generation) -> list[object]:
+def logprobs_of(generation: SteppedRequest) -> list[object]:
     return [(result.token_id, result.logprobs) for result in generation.results if result.token_id is not None]
 
 
@@ -96,10 +96,10 @@ def test_tiled_attention_equals_the_reference(
     layout = KvLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=32, block_size=16, dtype="float32")
     num_blocks = [num_blocks_for(start + num_tokens, 16) for start, num_tokens in parts]
     block_ids = random.Random(seed).sample(range(sum(num_blocks)), sum(num_blocks))
-    spans: list[Span] = []
+    spans: list[QuerySpan] = []
     row = 0
     for (start, num_tokens), used in zip(parts, num_blocks, strict=True):
-        spans.append(Span(row, num_tokens, start, [block_ids.pop() for _ in range(used)]))
+        spans.append(QuerySpan(row, num_tokens, start, [block_ids.pop() for _ in range(used)]))
         row += num_tokens
     cache = torch.randn((sum(num_blocks), 2, num_kv_heads, 16, 32), generator=generator)
     query = torch.randn((row, num_kv_heads * group, 32), generator=generator)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from pdmesh.engine.attention import Span, TorchAttention
+from pdmesh.engine.attention import QuerySpan, TorchAttention
 from pdmesh.engine.kernels import Rotation, TorchKernels
 from pdmesh.engine.linear import TileLinear, WeightMemory
 from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels
@@ -38,7 +38,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
 @dataclass(frozen=True, slots=True)
 class Case:
     layout: KvLayout
-    spans: list[Span]
+    spans: list[QuerySpan]
     query: torch.Tensor
     cache: torch.Tensor
 
@@ -57,10 +57,10 @@ def cases(draw: st.DrawFn, parts: st.SearchStrategy[tuple[int, int]]) -> Case:
     seed = draw(st.integers(0, 2**32))
     num_blocks = [num_blocks_for(start + num_tokens, block_size) for start, num_tokens in starts]
     block_ids = random.Random(seed).sample(range(sum(num_blocks)), sum(num_blocks))
-    spans: list[Span] = []
+    spans: list[QuerySpan] = []
     row = block = 0
     for (start, num_tokens), used in zip(starts, num_blocks, strict=True):
-        spans.append(Span(row, num_tokens, start, block_ids[block : block + used]))
+        spans.append(QuerySpan(row, num_tokens, start, block_ids[block : block + used]))
         row, block = row + num_tokens, block + used
     generator = torch.Generator().manual_seed(seed)
     cache = torch.randn((sum(num_blocks), 2, num_kv_heads, block_size, head_dim), generator=generator).bfloat16()
@@ -97,12 +97,12 @@ def test_attention_gives_the_same_bits_in_any_pieces(library: ctypes.CDLL, case:
     """Many rows and few are computed by different code, which sums in one order."""
     backend = NativeAttention(library, case.layout, case.scale)
     expected = backend.plan(case.spans).attend(case.query, case.cache, with_lse=True)
-    pieces: list[Span] = []
+    pieces: list[QuerySpan] = []
     for span in case.spans:
         first = 0
         while first < span.num_tokens:
             size = min(schedule.choice([1, 2, 5, 16, 17, 100]), span.num_tokens - first)
-            pieces.append(Span(span.row + first, size, span.start + first, span.block_table))
+            pieces.append(QuerySpan(span.row + first, size, span.start + first, span.block_table))
             first += size
     actual = backend.plan(pieces).attend(case.query, case.cache, with_lse=True)
     assert expected.lse is not None

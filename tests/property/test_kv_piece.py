@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdmesh.errors import KvTransferError, ProtocolError
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
-from pdmesh.model import Epoch, KvPart, RequestId, Span
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.address import WorkerAddress, pack_address, unpack_address
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import MeshKey
@@ -24,8 +24,8 @@ u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 OTHERS = {"kind", "request_key", "epoch", "capability", "checksum", "source", "destination", "has_token", "part"}
 
 
-def spans(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Span]:
-    return st.builds(Span, numbers, numbers)
+def spans(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[IndexRange]:
+    return st.builds(IndexRange, numbers, numbers)
 
 
 headers = st.builds(
@@ -110,7 +110,7 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         chunk=3,
         source=14,
         destination=15,
-        part=KvPart(Span(4, 5), Span(6, 16), Span(9, 10)),
+        part=KvPart(IndexRange(4, 5), IndexRange(6, 16), IndexRange(9, 10)),
         payload_bytes=7,
         checksum=8,
         num_context_tokens=11,

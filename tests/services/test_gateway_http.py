@@ -19,7 +19,7 @@ from pdmesh.model import FinishReason, RejectReason
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
 from pdmesh.wire.messages import Generation, MeshState, Rejected, Submit, TokenOut
-from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 
 pytestmark = pytest.mark.anyio
@@ -542,13 +542,13 @@ async def test_a_bad_target_in_a_header_is_refused_by_name(model: Path, value: s
 
 async def test_a_prompt_crosses_once_for_all_its_choices(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Submit] = []
-    submit = SchedulerLink.submit
+    submit = GatewaySession.submit
 
-    def spy(link: SchedulerLink, message: Submit) -> None:
+    def spy(link: GatewaySession, message: Submit) -> None:
         sent.append(message)
         submit(link, message)
 
-    monkeypatch.setattr(SchedulerLink, "submit", spy)
+    monkeypatch.setattr(GatewaySession, "submit", spy)
     prompts = [[1 + i] * 500 for i in range(4)]
     async with served(model) as (client, mesh, _running):
         response = await client.post(

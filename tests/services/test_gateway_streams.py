@@ -26,7 +26,7 @@ from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import Generation, Rejected, Restarted, TokenOut, unpack_token_ids
 from pdmesh_gateway import generate, transcripts
 from pdmesh_gateway.http import server
-from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 from pdmesh_gateway.transcripts import MAX_RESTARTS
 
@@ -296,13 +296,13 @@ async def test_a_request_does_not_hear_of_an_instance_that_is_back_within_the_gr
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = anyio.Event()
-    wait_ready = SchedulerLink.wait_ready
+    wait_ready = GatewaySession.wait_ready
 
-    async def noticed(link: SchedulerLink) -> None:
+    async def noticed(link: GatewaySession) -> None:
         waiting.set()
         await wait_ready(link)
 
-    monkeypatch.setattr(SchedulerLink, "wait_ready", noticed)
+    monkeypatch.setattr(GatewaySession, "wait_ready", noticed)
     async with scripted_mesh() as mesh:
         mesh.state = NOT_READY
         async with served(model, mesh, gateway=GatewayConfig(no_instance_grace_s=60)) as running:

@@ -53,14 +53,14 @@ from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.instance import SimInstance
-from pdmesh.sim.links import Links
+from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.recorded import Decision, recorded_run
 from pdmesh.sim.result import RequestRun
 from pdmesh.sim.simulator import GATEWAY, SimConfig, Simulator
 from pdmesh.sim.workload import Arrival
 from pdmesh.telemetry.tracing import NoTracing
 from pdmesh.testing.decisions import RememberingCore
-from pdmesh.testing.sim import UNEVEN_MODEL, Pools, a_workload, tiny_mesh
+from pdmesh.testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
 from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
@@ -94,7 +94,7 @@ POLICY = PolicyConfig(
 )
 CONFIG = CoreConfig(policy=POLICY, max_queue_s=2.0)
 SIM_CONFIG = SimConfig(port_bytes_per_s=1e6)
-MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"mixed": 2}]
+MESHES: list[InstanceCounts] = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"mixed": 2}]
 SEED = 3
 
 
@@ -103,7 +103,7 @@ def an_overload(seed: int) -> list[Arrival]:
     return a_workload(seed, num_requests=100, requests_per_s=6.0)
 
 
-def profiles_of(mesh: Pools) -> list[InstanceProfile]:
+def profiles_of(mesh: InstanceCounts) -> list[InstanceProfile]:
     shape = tiny_mesh(mesh, num_kv_tokens=2048, num_transfer_backends=1)
     return [replace(profile, data_address=profile.instance_id.encode()) for profile, _ in shape.instances(UNEVEN_MODEL)]
 
@@ -169,7 +169,7 @@ class ModelledMesh:
         self.agenda = Agenda()
         self.runs: dict[RequestKey, RequestRun] = {}
         self.workers: dict[InstanceId, Worker] = {}
-        self.links = Links(self.agenda, SIM_CONFIG.port_bytes_per_s, self._drained)
+        self.links = SimulatedLinks(self.agenda, SIM_CONFIG.port_bytes_per_s, self._drained)
         self.turns: dict[InstanceId, None] = {}
         self.on_way = deque[Callable[[], None]]()  # messages to workers
 
@@ -389,7 +389,7 @@ def tokens_of(runs: Sequence[RequestRun]) -> list[list[float]]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bundle", ["fcfs", "sjf", "lars", "medha", "pdmesh"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_service_decides_as_the_simulator_does(mesh: Pools, bundle: str, seed: int) -> None:
+def test_the_service_decides_as_the_simulator_does(mesh: InstanceCounts, bundle: str, seed: int) -> None:
     """Event for event and command for command, at the same times; and so every token comes at the same time."""
     arrivals, profiles = an_overload(seed), profiles_of(mesh)
     decisions, runs = simulate(arrivals, profiles, bundle)

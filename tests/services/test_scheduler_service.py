@@ -41,6 +41,7 @@ from pdmesh.model import (
     Epoch,
     FinishReason,
     GatewayId,
+    IndexRange,
     InstanceId,
     InstanceProfile,
     RejectReason,
@@ -48,7 +49,6 @@ from pdmesh.model import (
     Resident,
     Role,
     SamplingParams,
-    Span,
 )
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.profile import Subject
@@ -269,7 +269,9 @@ async def test_every_member_of_a_group_gets_the_prompt() -> None:
             admits = [await member.expect(Admit) for member in (one, other)]
             assert [admit.generation for admit in admits] == 2 * [submit(prompt=32).generation]
             blocks = [tuple(shard.part.blocks for shard in admit.command.shards) for admit in admits]
-            assert blocks == 2 * [(Span(0, 5), Span(5, 10))]  # of 35 tokens, in blocks of 4, rounded up for each
+            assert blocks == 2 * [
+                (IndexRange(0, 5), IndexRange(5, 10))
+            ]  # of 35 tokens, in blocks of 4, rounded up for each
             assert [admit.command.num_blocks for admit in admits] == [5, 5]
         assert isinstance(await mesh.ask(GetStatus()), MeshState)
 

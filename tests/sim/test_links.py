@@ -6,7 +6,7 @@ import pytest
 
 from pdmesh.model import Epoch, InstanceId, RequestId, RequestKey
 from pdmesh.sim.agenda import Agenda
-from pdmesh.sim.links import Links
+from pdmesh.sim.links import SimulatedLinks
 
 A, B, C, D = (InstanceId(name) for name in "abcd")
 
@@ -19,7 +19,9 @@ class Bench:
     def __init__(self, port_bytes_per_s: float = 100.0) -> None:
         self.agenda = Agenda()
         self.drained: list[tuple[str, float]] = []
-        self.links = Links(self.agenda, port_bytes_per_s, lambda key: self.drained.append((key[0], self.agenda.now_s)))
+        self.links = SimulatedLinks(
+            self.agenda, port_bytes_per_s, lambda key: self.drained.append((key[0], self.agenda.now_s))
+        )
 
     def run(self) -> list[tuple[str, float]]:
         while self.agenda.advance():

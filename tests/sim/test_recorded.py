@@ -31,12 +31,12 @@ from pdmesh.sim.workload import Arrival
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.decisions import RememberingCore
 from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.sim import UNEVEN_MODEL, Pools, a_workload, tiny_mesh
+from pdmesh.testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
 
 POLICY = PolicyConfig(
     chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0
 )
-MESHES: list[Pools] = [{"prefill": 1, "decode": 1}, {"mixed": 2}, {"prefill": 2, "decode": 2, "mixed": 1}]
+MESHES: list[InstanceCounts] = [{"prefill": 1, "decode": 1}, {"mixed": 2}, {"prefill": 2, "decode": 2, "mixed": 1}]
 PORT = SimConfig(port_bytes_per_s=1e6)
 
 
@@ -48,7 +48,7 @@ def arrivals_from_0(seed: int, requests_per_s: float = 4.0) -> list[Arrival]:
 
 def simulated(
     arrivals: Sequence[Arrival],
-    mesh: Pools,
+    mesh: InstanceCounts,
     bundle: str,
     *,
     model: LatencyModel = UNEVEN_MODEL,
@@ -61,7 +61,7 @@ def simulated(
 
 @pytest.mark.parametrize("bundle", ["fcfs", "sjf", "pdmesh"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_record_of_a_simulated_run_tells_of_it(mesh: Pools, bundle: str) -> None:
+def test_the_record_of_a_simulated_run_tells_of_it(mesh: InstanceCounts, bundle: str) -> None:
     arrivals = [replace(arrival, max_tokens=arrival.num_output_tokens + 9) for arrival in arrivals_from_0(1)]
     result, recorded = simulated(arrivals, mesh, bundle)
     assert recorded.arrivals == arrivals
@@ -88,7 +88,7 @@ def test_the_record_of_a_simulated_run_tells_of_it(mesh: Pools, bundle: str) -> 
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_what_a_record_tells_can_be_simulated_and_is_the_same_run(mesh: Pools) -> None:
+def test_what_a_record_tells_can_be_simulated_and_is_the_same_run(mesh: InstanceCounts) -> None:
     result, recorded = simulated(arrivals_from_0(2), mesh, "pdmesh")
     core = RememberingCore(CoreConfig(policy=POLICY), "pdmesh", seed=3)
     again = Simulator(core, [(profile, UNEVEN_MODEL) for profile in recorded.profiles], recorded.arrivals, PORT).run()
@@ -96,7 +96,7 @@ def test_what_a_record_tells_can_be_simulated_and_is_the_same_run(mesh: Pools) -
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_model_fitted_to_a_record_is_the_one_it_was_made_with(mesh: Pools) -> None:
+def test_a_model_fitted_to_a_record_is_the_one_it_was_made_with(mesh: InstanceCounts) -> None:
     """It predicts planned steps within 1 %, and decode steps, which are known by their means only, within 5 %."""
     _, recorded = simulated(arrivals_from_0(3, requests_per_s=2.0), mesh, "fcfs")
     fitted = fitted_model(recorded)
@@ -117,7 +117,7 @@ class Noisy:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_model_fitted_to_noisy_steps_is_right_in_sum(mesh: Pools) -> None:
+def test_a_model_fitted_to_noisy_steps_is_right_in_sum(mesh: InstanceCounts) -> None:
     result, recorded = simulated(arrivals_from_0(5, requests_per_s=1.0), mesh, "fcfs", model=Noisy())
     model = fitted_model(recorded)
     shapes = [

@@ -18,9 +18,9 @@ from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.result import SimResult, StepSpan
 from pdmesh.sim.simulator import SimConfig
 from pdmesh.sim.workload import Arrival, Synthetic, synthetic
-from pdmesh.testing.sim import BINARY_MODEL, Pools, simulate
+from pdmesh.testing.sim import BINARY_MODEL, InstanceCounts, simulate
 
-MESHES: list[Pools] = [
+MESHES: list[InstanceCounts] = [
     {"prefill": 1, "decode": 1},
     {"prefill": 2, "decode": 3},
     {"mixed": 2},
@@ -156,7 +156,7 @@ def test_an_empty_workload_ends_at_once() -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("bundle", [*sorted(BUNDLES), "pdmesh with interruptions"])
-def test_laws(mesh: Pools, bundle: str) -> None:
+def test_laws(mesh: InstanceCounts, bundle: str) -> None:
     arrivals = a_workload(seed=1)
     name, interrupts, _ = bundle.partition(" ")
     config = SimConfig(events_between_checks=1, port_bytes_per_s=1e4)
@@ -248,7 +248,7 @@ def test_the_same_seed_gives_the_same_bytes(bundle: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_decode_steps_taken_together_change_nothing(mesh: Pools) -> None:
+def test_decode_steps_taken_together_change_nothing(mesh: InstanceCounts) -> None:
     together, apart = (
         as_bytes(simulate(a_workload(4), **mesh, config=SimConfig(max_decode_steps=number))) for number in (128, 1)
     )

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from pdmesh.cli.admin import instances_table
 from pdmesh.cli.chat import ChatOptions, run_chat
-from pdmesh.cli.doctor import Verdict, check_memory, check_port, check_ptrace, check_transports
-from pdmesh.cli.state import MeshState
+from pdmesh.cli.doctor import Severity, check_memory, check_port, check_ptrace, check_transports
+from pdmesh.cli.state import StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.model import InstanceId, Role
@@ -142,7 +142,7 @@ def chunk(text: str) -> dict[str, object]:
 
 def say_hi(url: str) -> int:
     options = ChatOptions(model=None, system=None, max_tokens=8, temperature=1.0)
-    return run_chat(MeshConfig(), MeshState("default", Path("nowhere")), url, options, "Hi")
+    return run_chat(MeshConfig(), StateFolder("default", Path("nowhere")), url, options, "Hi")
 
 
 def test_chat_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,13 +187,13 @@ UCX_INFO = "#      Transport: {}\n#         Device: memory\n"
 @pytest.mark.parametrize(
     ("transports", "verdict", "advice"),
     [
-        (["self", "tcp", "sysv", "posix", "cma"], Verdict.OK, ""),
-        (["self", "tcp"], Verdict.OK, ""),
-        (["self", "sysv", "cma"], Verdict.FAILURE, "see `ucx_info -d`"),
-        (["self"], Verdict.FAILURE, "see `ucx_info -d`"),
+        (["self", "tcp", "sysv", "posix", "cma"], Severity.OK, ""),
+        (["self", "tcp"], Severity.OK, ""),
+        (["self", "sysv", "cma"], Severity.FAILURE, "see `ucx_info -d`"),
+        (["self"], Severity.FAILURE, "see `ucx_info -d`"),
     ],
 )
-def test_doctor_judges_transports(transports: list[str], verdict: Verdict, advice: str) -> None:
+def test_doctor_judges_transports(transports: list[str], verdict: Severity, advice: str) -> None:
     check = check_transports(lambda: "".join(map(UCX_INFO.format, transports)), None)
     assert check.verdict is verdict
     assert check.advice.startswith(advice)
@@ -202,12 +202,12 @@ def test_doctor_judges_transports(transports: list[str], verdict: Verdict, advic
 def test_doctor_finds_a_taken_port() -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         check = check_port(LOOPBACK, taken.getsockname()[1])
-    assert check.verdict is Verdict.WARNING
+    assert check.verdict is Severity.WARNING
     assert "--port" in check.advice
 
 
-@pytest.mark.parametrize(("available_kb", "verdict"), [(500_000, Verdict.WARNING), (8_000_000, Verdict.OK)])
-def test_doctor_judges_memory(tmp_path: Path, available_kb: int, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("available_kb", "verdict"), [(500_000, Severity.WARNING), (8_000_000, Severity.OK)])
+def test_doctor_judges_memory(tmp_path: Path, available_kb: int, verdict: Severity) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal:  9000000 kB\nMemAvailable:   {available_kb} kB\n")
     assert check_memory(MeshConfig(), meminfo).verdict is verdict
@@ -215,6 +215,6 @@ def test_doctor_judges_memory(tmp_path: Path, available_kb: int, verdict: Verdic
 
 def test_doctor_finds_restricted_attach(tmp_path: Path) -> None:
     scope = tmp_path / "ptrace_scope"
-    assert check_ptrace(scope).verdict is Verdict.OK
+    assert check_ptrace(scope).verdict is Severity.OK
     scope.write_text("3\n")
-    assert check_ptrace(scope).verdict is Verdict.WARNING
+    assert check_ptrace(scope).verdict is Severity.WARNING

@@ -10,7 +10,7 @@ from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import FreeKv, GrantTransfer, Restart, RunStep
 from pdmesh.core.events import RequestDropped
 from pdmesh.core.transfers import Transfer
-from pdmesh.model import Epoch, InstanceId, KvPart, KvShard, RequestId, RequestKey, Role, Span, TransferPurpose
+from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, KvShard, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.testing.core import CoreBench, of
 from pdmesh.testing.modelled import modelled_profile
 
@@ -48,7 +48,7 @@ class Bench:
 
 
 def shard(instance_id: InstanceId, start: int, num_blocks: int) -> KvShard:
-    part = KvPart(Span(start, start + num_blocks), Span(0, 2), Span(0, 1))
+    part = KvPart(IndexRange(start, start + num_blocks), IndexRange(0, 2), IndexRange(0, 1))
     return KvShard(instance_id=instance_id, part=part)
 
 

@@ -22,7 +22,7 @@ from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.cuda import FakeRecorder, FakeStreams, fake_cuda_compute
 from pdmesh.testing.flashinfer import FakeFlashInfer
-from pdmesh.testing.stepping import GREEDY, Generation, generate, new_sequence, separate_tables, step
+from pdmesh.testing.stepping import GREEDY, SteppedRequest, generate, new_sequence, separate_tables, step
 
 MAX_TOKENS = 20
 PARAMS = [GREEDY, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=3, logprobs=1)]
@@ -48,11 +48,11 @@ class FakeDevice:
         return sum(call.method == method for call in self.library.calls)
 
 
-def prefilled(engine: TorchEngine, lengths: list[int]) -> list[Generation]:
+def prefilled(engine: TorchEngine, lengths: list[int]) -> list[SteppedRequest]:
     """Generations whose prompts have been computed."""
     tables = separate_tables(engine, [length + MAX_TOKENS for length in lengths])
     generations = [
-        Generation(
+        SteppedRequest(
             new_sequence(prompt_of(length), table, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)), MAX_TOKENS
         )
         for length, table in zip(lengths, tables, strict=True)
@@ -93,7 +93,7 @@ def test_any_mixture_of_chunks_and_decodes_equals_the_reference(
     expected = [generate(reference, prompt_of(length), MAX_TOKENS, params=params) for length, params in requests]
     tables = separate_tables(engine, [length + MAX_TOKENS for length, _ in requests])
     generations = [
-        Generation(new_sequence(prompt_of(length), table, params), MAX_TOKENS)
+        SteppedRequest(new_sequence(prompt_of(length), table, params), MAX_TOKENS)
         for (length, params), table in zip(requests, tables, strict=True)
     ]
     while running := [generation for generation in generations if not generation.done]:
@@ -112,7 +112,7 @@ def test_decodes_run_as_few_graphs_whose_padding_changes_nothing(
     expected = [generate(reference, prompt_of(length), MAX_TOKENS).output_ids for length in lengths]
     tables = separate_tables(engine, [length + MAX_TOKENS for length in lengths])
     generations = [
-        Generation(new_sequence(prompt_of(length), table), MAX_TOKENS)
+        SteppedRequest(new_sequence(prompt_of(length), table), MAX_TOKENS)
         for length, table in zip(lengths, tables, strict=True)
     ]
     step(engine, [(generation, 1000) for generation in generations])
@@ -238,7 +238,7 @@ def test_a_hook_may_run_another_step(engine: TorchEngine, reference: TorchEngine
     prompts = [prompt_of(40), prompt_of(30)]
     expected, other_expected = (generate(reference, prompt, 3).output_ids for prompt in prompts)
     outer, inner = (
-        Generation(new_sequence(prompt, table), 3)
+        SteppedRequest(new_sequence(prompt, table), 3)
         for prompt, table in zip(prompts, separate_tables(engine, [50, 40]), strict=True)
     )
     if nested_decodes:  # decodes inside decodes: the same graph
@@ -284,7 +284,7 @@ def test_what_is_sent_of_block_tables_is_what_is_new(engine: TorchEngine, fake: 
     assert isinstance(forward, DeviceForward)
     tables = forward._tables
     table = [9, 4, 7]
-    generation = Generation(new_sequence(prompt_of(40), table), 1000)
+    generation = SteppedRequest(new_sequence(prompt_of(40), table), 1000)
     step(engine, [(generation, 16)])
     assert tables.num_sent == 3
     for _ in range(6):

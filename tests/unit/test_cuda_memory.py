@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdmesh.engine.attention import Span
+from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.cuda.kv_store import DeviceKvStore, block_runs
 from pdmesh.engine.cuda.page_tables import NUM_ROWS, PageTables, write_pages
 from pdmesh.engine.cuda.staging import Staging
@@ -166,7 +166,7 @@ class Tables:
     def check(self, requests: list[tuple[list[int], int]]) -> None:
         """The index for sequences of (block table, length) is theirs."""
         self.staging.restart()
-        index = self.tables.index([Span(0, 1, length - 1, table) for table, length in requests], self.staging)
+        index = self.tables.index([QuerySpan(0, 1, length - 1, table) for table, length in requests], self.staging)
         used = [num_blocks_for(length, self.block_size) for _, length in requests]
         assert index.lengths.indptr.tolist() == [0, *np.cumsum(used).tolist()]
         assert index.lengths.last_page_len.tolist() == [(length - 1) % self.block_size + 1 for _, length in requests]

@@ -12,7 +12,7 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import FinishReason, SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.stepping import Generation, block_table, generate, new_sequence, separate_tables, step
+from pdmesh.testing.stepping import SteppedRequest, block_table, generate, new_sequence, separate_tables, step
 
 PROMPT = list(range(3, 60))
 
@@ -108,14 +108,14 @@ def test_kv_moved_to_another_engine_decodes_the_same(engine: TorchEngine, tmp_pa
     expected = generate(engine, PROMPT, 20).output_ids
     receiver = TorchEngine(tmp_path, num_blocks=32, device="cpu")
     source, target = block_table(engine, 80), block_table(receiver, 80, first=9)
-    sender = Generation(new_sequence(PROMPT, source), max_tokens=20)
+    sender = SteppedRequest(new_sequence(PROMPT, source), max_tokens=20)
     step(engine, [(sender, len(PROMPT))])
     for layer in range(3):
         receiver.kv.scatter(layer, target, memoryview(layer_bytes(engine, layer, source)))
     # a decode instance does not know the prompt's tokens: zeros stand in
     moved = new_sequence([0] * len(PROMPT), target)
     moved.token_ids.extend(sender.output_ids)
-    receiving = Generation(moved, max_tokens=20, num_computed=len(PROMPT))
+    receiving = SteppedRequest(moved, max_tokens=20, num_computed=len(PROMPT))
     while not receiving.done:
         step(receiver, [(receiving, 1)])
     assert receiving.output_ids == expected
@@ -136,7 +136,7 @@ def test_a_resumed_request_goes_on_as_if_nothing_happened(tmp_path: Path) -> Non
     engine = TorchEngine(directory, num_blocks=16)
     params = SamplingParams(max_tokens=30, temperature=0.8, seed=11, repetition_penalty=1.2, min_tokens=3)
     expected = generate(engine, PROMPT, 30, params=params).output_ids
-    resumed = Generation(new_sequence(PROMPT, block_table(engine, 100, first=6), params), max_tokens=30)
+    resumed = SteppedRequest(new_sequence(PROMPT, block_table(engine, 100, first=6), params), max_tokens=30)
     resumed.sequence.token_ids.extend(expected[:13])
     while not resumed.done:
         step(engine, [(resumed, 21)])

@@ -13,7 +13,7 @@ import anyio
 import pytest
 import structlog
 
-from pdmesh.cli.state import MeshState
+from pdmesh.cli.state import StateFolder
 from pdmesh.config import TelemetryConfig
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import GatewayJoined
@@ -165,7 +165,7 @@ def test_files_set_aside_are_so_many_and_in_order(tmp_path: Path, keep: int) -> 
 
 def test_a_state_folder_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    state = MeshState("x", tmp_path / "file" / "x")
+    state = StateFolder("x", tmp_path / "file" / "x")
     with (
         pytest.raises(ConfigError, match=r"cannot use the state folder .*: .*; XDG_STATE_HOME"),
         state.lock(),

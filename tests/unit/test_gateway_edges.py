@@ -16,7 +16,7 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.testing.tokenizers import write_tokenizer
 from pdmesh_gateway.http.body import ClientGone, decode_body, may_hold_more_values, read_body
 from pdmesh_gateway.http.chat import template_messages
-from pdmesh_gateway.limits import SMALL_BODY_BYTES, Admission
+from pdmesh_gateway.limits import SMALL_BODY_BYTES, RequestLimiter
 from pdmesh_gateway.protocol import ChatMessage, ChatRequest, CompletionRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
 from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, compile_template
@@ -47,7 +47,7 @@ def receiver(*parts: bytes, ends: bool = True) -> Callable[[], Awaitable[Any]]:
 
 
 async def read(receive: Callable[[], Awaitable[Any]], **limits: Any) -> bytes:
-    with Admission(max_requests=1, max_bytes=1_000_000).upload() as upload:
+    with RequestLimiter(max_requests=1, max_bytes=1_000_000).upload() as upload:
         return await read_body(receive, upload, **limits)
 
 
@@ -189,7 +189,7 @@ def test_random_seeds_differ() -> None:
 
 
 def test_admission_counts_and_gives_back() -> None:
-    admission = Admission(max_requests=2, max_bytes=10)
+    admission = RequestLimiter(max_requests=2, max_bytes=10)
     with admission.hold(num_requests=2, num_bytes=10):
         for more in ({"num_requests": 1}, {"num_bytes": 1}):
             with pytest.raises(RequestRejected, match="overloaded") as refused, admission.hold(**more):
@@ -269,7 +269,7 @@ async def test_a_body_of_too_many_values_is_not_decoded() -> None:
 
 
 async def test_large_bodies_on_their_way_never_keep_small_ones_out() -> None:
-    admission = Admission(max_requests=1, max_bytes=10_000_000)
+    admission = RequestLimiter(max_requests=1, max_bytes=10_000_000)
     with admission.upload() as slow, admission.upload() as small:
         slow.add(5_000_000)
         with pytest.raises(RequestRejected, match="large requests"):
@@ -280,7 +280,7 @@ async def test_large_bodies_on_their_way_never_keep_small_ones_out() -> None:
 
 async def test_the_oldest_large_body_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdmesh_gateway.limits.UPLOAD_GRACE_S", 0.0)
-    admission = Admission(max_requests=1, max_bytes=2_000_000)
+    admission = RequestLimiter(max_requests=1, max_bytes=2_000_000)
     texts: list[str] = []
 
     async def stand_still(ready: anyio.Event) -> None:

@@ -20,7 +20,7 @@ from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, Se
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.sender import KvDestination, KvSender
-from pdmesh.model import Epoch, KvLayout, KvPart, RequestId, Span
+from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.memory import MemoryFaults
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234_5678_9ABC_DEF0
 KEY = MeshKey("")
 NUM_BLOCKS = 32
-A_PAGE = KvPart(Span(0, 1), Span(0, 1), Span(0, 2))
+A_PAGE = KvPart(IndexRange(0, 1), IndexRange(0, 1), IndexRange(0, 2))
 #: Blocks of 128 KiB: copied on a thread.
 LARGE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=8, head_dim=64, block_size=32, dtype="float32")
 LARGE_TRANSFER = replace(SMALL_TRANSFER, max_payload_bytes=3 * LARGE_LAYOUT.block_bytes)
@@ -443,19 +443,19 @@ def _forgeries() -> list[Forgery]:
         Forgery("capability", replace(good, kind=PieceKind.COMMIT, capability=0), 0),
         Forgery("range", replace(good, source=1), size),
         Forgery("range", replace(good, destination=1), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(layers=Span(3, 4))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(layers=Span(2**16 - 2, 2**16 - 1))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(layers=Span(0, 2)), payload_bytes=2 * size), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(layers=Span(1, 0))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(9, 10))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(2**32 - 2, 2**32 - 1))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(0, 0))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(2, 1))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(0, 2))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=Span(0, 2)), payload_bytes=2 * size), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(3, 4))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(2**16 - 2, 2**16 - 1))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(0, 2)), payload_bytes=2 * size), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(1, 0))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(9, 10))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(2**32 - 2, 2**32 - 1))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(0, 0))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(2, 1))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(0, 2))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(0, 2)), payload_bytes=2 * size), size),
         Forgery("range", replace(good, payload_bytes=size + 1), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(heads=Span(1, 3))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(heads=Span(0, 1))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(heads=IndexRange(1, 3))), size),
+        Forgery("range", replace(good, part=A_PAGE._replace(heads=IndexRange(0, 1))), size),
     ]
 
 
@@ -616,7 +616,7 @@ class Mesh:
     def __init__(self, sides: list[Side]) -> None:
         self.sources, self.destinations = sides[:2], sides[2:]
         self.tables = [side.pool.allocate(9) for side in sides]
-        self.shares = (Span(0, 5), Span(5, 9))
+        self.shares = (IndexRange(0, 5), IndexRange(5, 9))
 
     def expect(self) -> None:
         addresses = tuple(source.transport.address for source in self.sources)
@@ -631,7 +631,7 @@ class Mesh:
                 destination=index,
             )
 
-    def offer(self, shares: tuple[Span, Span] | None = None) -> list[KvSender]:
+    def offer(self, shares: tuple[IndexRange, IndexRange] | None = None) -> list[KvSender]:
         senders: list[KvSender] = []
         for index, (side, blocks) in enumerate(zip(self.sources, shares or self.shares, strict=True)):
             table = self.tables[index]
@@ -694,12 +694,12 @@ async def test_each_source_sends_its_blocks_to_all_and_the_sampler_the_token(mem
 @pytest.mark.parametrize(
     ("shares", "token", "reason"),
     [
-        ((Span(0, 5), Span(6, 9)), FirstToken(1, 0), "3 blocks are missing"),
-        ((Span(0, 5), Span(5, 9)), None, "no source drew the first token"),
+        ((IndexRange(0, 5), IndexRange(6, 9)), FirstToken(1, 0), "3 blocks are missing"),
+        ((IndexRange(0, 5), IndexRange(5, 9)), None, "no source drew the first token"),
     ],
 )
 async def test_sources_that_are_not_all_of_it_do_not_land(
-    memory: TransportMaker, shares: tuple[Span, Span], token: FirstToken | None, reason: str
+    memory: TransportMaker, shares: tuple[IndexRange, IndexRange], token: FirstToken | None, reason: str
 ) -> None:
     async with open_mesh(memory) as mesh:
         mesh.expect()

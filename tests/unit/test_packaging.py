@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -150,3 +151,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for module in free:
             del left[module]
     assert sorted(left) == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Two layers that say one word and mean two things are read wrong; private classes, and the messages that the
+    public gRPC protocol prescribes (generated, in a namespace of their own), do not meet any others."""
+    places: dict[str, list[str]] = {}
+    for source in PACKAGES.values():
+        for file in source.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert len(places) > 500
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

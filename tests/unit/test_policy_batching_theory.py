@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdmesh.policy.batching_theory import (
-    Lengths,
+    LengthMoments,
     StepCosts,
     Threshold,
     crossover_s,
@@ -54,7 +54,7 @@ def test_a_negative_ratio_of_costs_is_refused() -> None:
 def test_no_other_threshold_of_the_fluid_model_is_better(
     mean_output: float, switch_s: float, token_s: float, num_slots: int
 ) -> None:
-    lengths = Lengths(mean_prompt_tokens=256, mean_output_tokens=mean_output)
+    lengths = LengthMoments(mean_prompt_tokens=256, mean_output_tokens=mean_output)
     of = costs(switch_s, prompt_token_s=token_s, decode_token_s=token_s)
     best = exclusive_throughput(num_slots, geometric_threshold(of, mean_output), of, lengths)
     for idle_share in np.linspace(0.002, 0.998, 499):
@@ -96,7 +96,7 @@ def test_in_an_exact_chain_the_threshold_loses_next_to_nothing(num_slots: int, m
     k = max(round(threshold.idle_share * num_slots), 1)
     assert exact[k - 1] >= 0.996 * exact.max()
     predicted = exclusive_throughput(
-        num_slots, threshold, costs(ratio), Lengths(mean_prompt_tokens=0, mean_output_tokens=mean_output)
+        num_slots, threshold, costs(ratio), LengthMoments(mean_prompt_tokens=0, mean_output_tokens=mean_output)
     )
     assert predicted == pytest.approx(exact[k - 1], rel=0.008 if num_slots == 64 else 0.003)
 
@@ -189,13 +189,13 @@ def test_mixed_throughput_is_what_a_simulation_of_its_steps_gives(
         decode_token_s=2e-5,
         interference_s=1e-4,
     )
-    lengths = Lengths(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
+    lengths = LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
     simulated = simulated_mixed(num_slots, of, prompt, mean_output, 20_000)
     assert mixed_throughput(num_slots, of, lengths) == pytest.approx(simulated, rel=0.03)
 
 
 def test_exclusive_batching_wins_where_interference_costs_more_than_the_crossover() -> None:
-    lengths = Lengths(mean_prompt_tokens=128, mean_output_tokens=128)
+    lengths = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=128)
     of = costs(6e-3, decode_step_s=4e-3, mixed_step_s=6e-3, prompt_token_s=1.5e-4, decode_token_s=2e-4)
     threshold = geometric_threshold(of, 128)
     bound = crossover_s(64, threshold, of, lengths)
@@ -206,7 +206,7 @@ def test_exclusive_batching_wins_where_interference_costs_more_than_the_crossove
         assert (exclusive_throughput(64, threshold, of, lengths) > 1 / mixed_s) is exclusive_wins
 
 
-def peaks_above(capacity: float, num_slots: int, k: int, lengths: Lengths, num_phases: int) -> float:
+def peaks_above(capacity: float, num_slots: int, k: int, lengths: LengthMoments, num_phases: int) -> float:
     """Share of decode phases in which what is held exceeds the capacity; geometric outputs, fixed prompts."""
     rng = np.random.default_rng(3)
     p = 1 / lengths.mean_output_tokens
@@ -230,7 +230,7 @@ def peaks_above(capacity: float, num_slots: int, k: int, lengths: Lengths, num_p
 def test_as_many_slots_as_are_said_to_be_safe_are(
     capacity: int, prompt: int, mean_output: int, idle_share: float
 ) -> None:
-    lengths = Lengths(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
+    lengths = LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
     threshold = Threshold(idle_share, -math.log1p(-idle_share) * mean_output)
     num_slots = max_safe_slots(capacity, 0.05, threshold, lengths)
     k = max(int(idle_share * num_slots), 1)
@@ -239,12 +239,12 @@ def test_as_many_slots_as_are_said_to_be_safe_are(
 
 
 def test_no_slot_is_safe_where_one_request_does_not_fit() -> None:
-    lengths = Lengths(mean_prompt_tokens=1000, mean_output_tokens=100)
+    lengths = LengthMoments(mean_prompt_tokens=1000, mean_output_tokens=100)
     assert max_safe_slots(500, 0.01, geometric_threshold(FREE_TOKENS, 100), lengths) == 0
 
 
 def test_where_mixed_steps_interfere_exclusive_batching_is_ahead_and_where_they_do_not_it_is_not() -> None:
-    lengths = Lengths(mean_prompt_tokens=128, mean_output_tokens=128)
+    lengths = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=128)
     bound_by_bandwidth = StepCosts(
         switch_s=6e-3,
         decode_step_s=4e-3,

@@ -14,14 +14,14 @@ from rich.table import Table
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.request_view import print_choices, print_request, requests_table
-from pdmesh.cli.state import MeshRecord, MeshState
+from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
 
 
-def show_status(config: MeshConfig, state: MeshState, output: Output) -> None:
+def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     """Print the state of a mesh. Raises PdmeshError if none can be asked."""
     record, address, security = target(config, state)
     answer = anyio.run(ask_scheduler, address, security, messages.GetStatus())
@@ -48,7 +48,7 @@ def show_status(config: MeshConfig, state: MeshState, output: Output) -> None:
     console.print(instances_table(answer))
 
 
-def show_request(config: MeshConfig, state: MeshState, request_id: str, output: Output) -> None:
+def show_request(config: MeshConfig, state: StateFolder, request_id: str, output: Output) -> None:
     """Print a request's record, or the choices of one that became several.
 
     Raises PdmeshError if it is not remembered or no mesh can be asked.
@@ -66,7 +66,7 @@ def show_request(config: MeshConfig, state: MeshState, request_id: str, output: 
         print_choices(Console(), request_id, answer)
 
 
-def list_requests(config: MeshConfig, state: MeshState, limit: int, output: Output) -> None:
+def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Output) -> None:
     """Print the requests that arrived last. Raises PdmeshError if no mesh can be asked."""
     _, address, security = target(config, state)
     answer = anyio.run(ask_scheduler, address, security, messages.ListRequests(limit=limit))
@@ -78,7 +78,7 @@ def list_requests(config: MeshConfig, state: MeshState, limit: int, output: Outp
         Console().print(requests_table(answer.requests))
 
 
-def target(config: MeshConfig, state: MeshState) -> tuple[MeshRecord | None, str, SecurityConfig]:
+def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, str, SecurityConfig]:
     """Whom to ask, and with which secrets: the scheduler that was named, else that of the mesh on this machine."""
     if config.scheduler_address:
         return None, config.scheduler_address, config.security

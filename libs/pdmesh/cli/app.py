@@ -28,7 +28,7 @@ from pdmesh.cli.options import (
     Settings,
     build_config,
 )
-from pdmesh.cli.state import DEFAULT_NAME, mesh_state
+from pdmesh.cli.state import DEFAULT_NAME, state_folder
 from pdmesh.cli.study_commands import app as study_app
 from pdmesh.cli.tls import app as tls_app
 from pdmesh.config import MeshConfig
@@ -118,7 +118,7 @@ def up(
         telemetry__log_level=log_level,
     )
     pools = make_pools(prefill, decode, mixed)
-    state = mesh_state(os.environ, name)
+    state = state_folder(os.environ, name)
     if detach:
         raise typer.Exit(up_detached(tree, pools, state, os.environ))
     MeshRun(tree, pools, state, os.environ).run()
@@ -136,7 +136,7 @@ def down(
     """Drain and stop a mesh of this machine, and wait until it is gone."""
     from pdmesh.cli.up import down as stop
 
-    stopped = stop(mesh_state(os.environ, name), now=now, drain_s=drain)
+    stopped = stop(state_folder(os.environ, name), now=now, drain_s=drain)
     typer.echo(f"pdmesh: mesh {name!r} {'stopped' if stopped else 'is not running'}")
 
 
@@ -151,7 +151,7 @@ def status(
     """Show the instances of a mesh and what they are doing."""
     from pdmesh.cli.admin import show_status
 
-    show_status(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), output)
+    show_status(build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name), output)
 
 
 @app.command()
@@ -166,7 +166,7 @@ def top(
     """Watch the mesh at work, as on the gateway's page: instances, their steps, requests. Ctrl-C leaves."""
     from pdmesh.cli.top import run_top
 
-    run_top(build_config(config, settings), mesh_state(os.environ, name), url, once=once, output=output)
+    run_top(build_config(config, settings), state_folder(os.environ, name), url, once=once, output=output)
 
 
 @requests_app.command("show")
@@ -182,7 +182,7 @@ def requests_show(
     from pdmesh.cli.admin import show_request
 
     tree = build_config(config, settings, scheduler_address=scheduler)
-    show_request(tree, mesh_state(os.environ, name), request_id, output)
+    show_request(tree, state_folder(os.environ, name), request_id, output)
 
 
 @requests_app.command("list")
@@ -198,7 +198,7 @@ def requests_list(
     from pdmesh.cli.admin import list_requests
 
     tree = build_config(config, settings, scheduler_address=scheduler)
-    list_requests(tree, mesh_state(os.environ, name), limit, output)
+    list_requests(tree, state_folder(os.environ, name), limit, output)
 
 
 @policy_app.command("list")
@@ -212,7 +212,7 @@ def policy_list(
     """List the policy bundles; a star marks the one in use."""
     from pdmesh.cli.policy import list_policies
 
-    list_policies(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), output)
+    list_policies(build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name), output)
 
 
 @policy_app.command("get")
@@ -222,7 +222,7 @@ def policy_get(
     """Print the policy bundle in use."""
     from pdmesh.cli.policy import get_policy
 
-    get_policy(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name))
+    get_policy(build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name))
 
 
 @policy_app.command("set")
@@ -236,7 +236,7 @@ def policy_set(
     """Switch the policy bundle while serving. No request is dropped."""
     from pdmesh.cli.policy import set_policy
 
-    set_policy(build_config(config, settings, scheduler_address=scheduler), mesh_state(os.environ, name), bundle)
+    set_policy(build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name), bundle)
 
 
 @app.command()
@@ -256,7 +256,7 @@ def chat(
 
     options = ChatOptions(model=model, system=system, max_tokens=max_tokens, temperature=temperature)
     tree = build_config(config, settings)
-    raise typer.Exit(run_chat(tree, mesh_state(os.environ, name), url, options, message))
+    raise typer.Exit(run_chat(tree, state_folder(os.environ, name), url, options, message))
 
 
 @app.command()

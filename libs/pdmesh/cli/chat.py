@@ -11,7 +11,7 @@ import httpx
 import typer
 
 from pdmesh.cli.http import gateway_client
-from pdmesh.cli.state import MeshState
+from pdmesh.cli.state import StateFolder
 from pdmesh.config import MeshConfig
 from pdmesh.errors import PdmeshError
 
@@ -27,7 +27,7 @@ class ChatOptions:
     temperature: float
 
 
-def run_chat(config: MeshConfig, state: MeshState, url: str | None, options: ChatOptions, message: str | None) -> int:
+def run_chat(config: MeshConfig, state: StateFolder, url: str | None, options: ChatOptions, message: str | None) -> int:
     """Converse until the end of input, or give one answer to ``message``. Raises PdmeshError."""
     with gateway_client(config, state, url, read_timeout_s=_READ_TIMEOUT_S) as client:
         try:

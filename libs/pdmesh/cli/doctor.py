@@ -36,7 +36,7 @@ _MIN_DISK_BYTES = 2 * _GIB
 _MIN_SHM_BYTES = 64 << 20
 
 
-class Verdict(StrEnum):
+class Severity(StrEnum):
     OK = "ok"
     WARNING = "warning"  # a mesh runs, but slower or with less
     FAILURE = "failure"  # no mesh runs
@@ -45,7 +45,7 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Check:
     subject: str
-    verdict: Verdict
+    verdict: Severity
     found: str
     advice: str = ""
 
@@ -57,7 +57,7 @@ def run_doctor(config: MeshConfig, output: Output, environ: Mapping[str, str]) -
         typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         _print(checks)
-    return 1 if any(check.verdict is Verdict.FAILURE for check in checks) else 0
+    return 1 if any(check.verdict is Severity.FAILURE for check in checks) else 0
 
 
 def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check]:
@@ -74,26 +74,26 @@ def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check
 
 
 def check_python() -> Check:
-    return Check("python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+    return Check("python", Severity.OK, f"{platform.python_version()} at {sys.executable}")
 
 
 def check_torch() -> Iterator[Check]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Check("torch", Verdict.FAILURE, f"cannot be imported: {error}", "run `make up`, or pip install torch")
+        yield Check("torch", Severity.FAILURE, f"cannot be imported: {error}", "run `make up`, or pip install torch")
         return
     cores = num_cores()
-    yield Check("torch", Verdict.OK, f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores")
+    yield Check("torch", Severity.OK, f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores")
     if not torch.cuda.is_available():
         built = "this torch is built without CUDA" if torch.version.cuda is None else "no device is visible"
         has_driver = shutil.which("nvidia-smi") is not None
         advice = "install a CUDA build of torch, or look at CUDA_VISIBLE_DEVICES" if has_driver else ""
-        yield Check("gpu", Verdict.WARNING if has_driver else Verdict.OK, f"none ({built}): the CPU computes", advice)
+        yield Check("gpu", Severity.WARNING if has_driver else Severity.OK, f"none ({built}): the CPU computes", advice)
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        yield Check("gpu", Verdict.OK, f"{index}: {device.name}, {device.total_memory / _GIB:.0f} GiB")
+        yield Check("gpu", Severity.OK, f"{index}: {device.name}, {device.total_memory / _GIB:.0f} GiB")
 
 
 def check_ucx(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -101,12 +101,14 @@ def check_ucx(environ: Mapping[str, str]) -> Iterator[Check]:
         version = importlib.metadata.version("ucxx-cu13")
         subprocess.run([sys.executable, "-c", "import ucxx"], check=True, capture_output=True, timeout=_TOOL_TIMEOUT_S)
     except importlib.metadata.PackageNotFoundError:
-        yield Check("ucx", Verdict.FAILURE, "ucxx is not installed", "pip install ucxx-cu13")
+        yield Check("ucx", Severity.FAILURE, "ucxx is not installed", "pip install ucxx-cu13")
         return
     except (subprocess.SubprocessError, OSError) as error:
-        yield Check("ucx", Verdict.FAILURE, f"ucxx cannot be imported: {error}", "run `python -c 'import ucxx'` to see")
+        yield Check(
+            "ucx", Severity.FAILURE, f"ucxx cannot be imported: {error}", "run `python -c 'import ucxx'` to see"
+        )
         return
-    yield Check("ucx", Verdict.OK, f"ucxx {version}")
+    yield Check("ucx", Severity.OK, f"ucxx {version}")
     yield check_transports(_ucx_info, environ.get("UCX_TLS"))
 
 
@@ -115,11 +117,11 @@ def check_transports(ucx_info: Callable[[], str], ucx_tls: str | None) -> Check:
     try:
         found = sorted(set(re.findall(r"#\s+Transport:\s*(\S+)", ucx_info())) - {"self"})
     except (OSError, subprocess.SubprocessError) as error:
-        return Check("ucx transports", Verdict.WARNING, f"ucx_info does not run: {error}", "")
+        return Check("ucx transports", Severity.WARNING, f"ucx_info does not run: {error}", "")
     named = ", ".join(found) + (f"; UCX_TLS={ucx_tls}" if ucx_tls else "")
     if not set(found) - {"cma", "knem", "posix", "sysv", "xpmem"}:
-        return Check("ucx transports", Verdict.FAILURE, named or "none", "see `ucx_info -d`; unset UCX_TLS")
-    return Check("ucx transports", Verdict.OK, named)
+        return Check("ucx transports", Severity.FAILURE, named or "none", "see `ucx_info -d`; unset UCX_TLS")
+    return Check("ucx transports", Severity.OK, named)
 
 
 def _ucx_info() -> str:
@@ -139,22 +141,22 @@ def check_ptrace(scope_file: Path) -> Check:
     try:
         scope = int(scope_file.read_text())
     except (OSError, ValueError):
-        return Check("cross-memory attach", Verdict.OK, "not restricted")
+        return Check("cross-memory attach", Severity.OK, "not restricted")
     if scope <= 1 or (os.geteuid() == 0 and scope == 2):
-        return Check("cross-memory attach", Verdict.OK, f"ptrace_scope {scope}")
+        return Check("cross-memory attach", Severity.OK, f"ptrace_scope {scope}")
     advice = f"KV will move over TCP at about 1 GB/s; as root: echo 1 > {scope_file}, or start anew if it is 3"
-    return Check("cross-memory attach", Verdict.WARNING, f"ptrace_scope {scope}", advice)
+    return Check("cross-memory attach", Severity.WARNING, f"ptrace_scope {scope}", advice)
 
 
 def check_port(host: str, port: int) -> Check:
     if port == 0:
-        return Check("port", Verdict.OK, "a free one is taken")
+        return Check("port", Severity.OK, "a free one is taken")
     try:
         with socket.create_server((host, port)):
-            return Check("port", Verdict.OK, f"{host}:{port} is free")
+            return Check("port", Severity.OK, f"{host}:{port} is free")
     except OSError as error:
         advice = "stop what uses it (`pdmesh status` if it is a mesh), or take another with --port"
-        return Check("port", Verdict.WARNING, f"{host}:{port}: {error.strerror}", advice)
+        return Check("port", Severity.WARNING, f"{host}:{port}: {error.strerror}", advice)
 
 
 def check_memory(config: MeshConfig, meminfo: Path) -> Check:
@@ -165,8 +167,8 @@ def check_memory(config: MeshConfig, meminfo: Path) -> Check:
     found = f"{available_bytes / _GIB:.1f} GiB available"
     if available_bytes < wanted_bytes:
         advice = f"one prefill and one decode worker take {wanted_bytes / _GIB:.1f} GiB and twice the weights: "
-        return Check("memory", Verdict.WARNING, found, advice + "lower --kv-cache-bytes, or use --mixed 1")
-    return Check("memory", Verdict.OK, found)
+        return Check("memory", Severity.WARNING, found, advice + "lower --kv-cache-bytes, or use --mixed 1")
+    return Check("memory", Severity.OK, found)
 
 
 def check_disk(what: str, folder: Path, variable: str) -> Check:
@@ -174,18 +176,20 @@ def check_disk(what: str, folder: Path, variable: str) -> Check:
     free_bytes = shutil.disk_usage(existing).free
     found = f"{folder}: {free_bytes / _GIB:.1f} GiB free"
     if not os.access(existing, os.W_OK):
-        return Check(f"{what} folder", Verdict.FAILURE, f"{folder} cannot be written", f"point {variable} elsewhere")
+        return Check(f"{what} folder", Severity.FAILURE, f"{folder} cannot be written", f"point {variable} elsewhere")
     if free_bytes < _MIN_DISK_BYTES:
-        return Check(f"{what} folder", Verdict.WARNING, found, "free some space")
-    return Check(f"{what} folder", Verdict.OK, found)
+        return Check(f"{what} folder", Severity.WARNING, found, "free some space")
+    return Check(f"{what} folder", Severity.OK, found)
 
 
 def check_open_files() -> Check:
     """A gateway holds two descriptors for each client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
-        return Check("open files", Verdict.WARNING, f"limit {soft}", f"ulimit -n {_MIN_OPEN_FILES} (hard limit {hard})")
-    return Check("open files", Verdict.OK, f"limit {soft}")
+        return Check(
+            "open files", Severity.WARNING, f"limit {soft}", f"ulimit -n {_MIN_OPEN_FILES} (hard limit {hard})"
+        )
+    return Check("open files", Severity.OK, f"limit {soft}")
 
 
 def check_hub() -> Check:
@@ -194,19 +198,19 @@ def check_hub() -> Check:
     models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
     found = f"cache {cache}, {models} models"
     if constants.is_offline_mode():
-        return Check("hugging face hub", Verdict.OK, f"{found}; offline by HF_HUB_OFFLINE")
+        return Check("hugging face hub", Severity.OK, f"{found}; offline by HF_HUB_OFFLINE")
     host = constants.ENDPOINT.split("://")[-1].split("/")[0]
     name, _, port = host.partition(":")
     try:
         with socket.create_connection((name, int(port or 443)), timeout=3.0):
-            return Check("hugging face hub", Verdict.OK, found)
+            return Check("hugging face hub", Severity.OK, found)
     except OSError:
         advice = "give --model a directory; hub ids work only from the cache (HF_HUB_OFFLINE=1, HF_ENDPOINT)"
-        return Check("hugging face hub", Verdict.WARNING, f"{found}; {host} cannot be reached", advice)
+        return Check("hugging face hub", Severity.WARNING, f"{found}; {host} cannot be reached", advice)
 
 
 def _print(checks: list[Check]) -> None:
-    colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "red"}
+    colours = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.FAILURE: "red"}
     table = Table(box=None, pad_edge=False, show_header=False)
     for check in checks:
         text = check.found + (f"\n→ {check.advice}" if check.advice else "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import httpx
 
-from pdmesh.cli.state import MeshState
+from pdmesh.cli.state import StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import PdmeshError
 
@@ -66,7 +66,7 @@ async def wait_until_ready(url: str, security: SecurityConfig) -> None:
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
 
-def gateway_client(config: MeshConfig, state: MeshState, url: str | None, *, read_timeout_s: float) -> httpx.Client:
+def gateway_client(config: MeshConfig, state: StateFolder, url: str | None, *, read_timeout_s: float) -> httpx.Client:
     """A client of the gateway at ``url``, else of the mesh on this machine. Raises PdmeshError if there is none."""
     if url is None:
         record = state.read()

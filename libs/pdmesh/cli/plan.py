@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdmesh.cli.processes import ChildSpec
-from pdmesh.cli.state import MeshState
+from pdmesh.cli.state import StateFolder
 from pdmesh.config import PREFIX, MeshConfig, environment_of
 from pdmesh.errors import ConfigError
 
@@ -55,12 +55,12 @@ def threads_per_worker(config: MeshConfig, pools: Pools, cores: int) -> int:
     return config.worker.num_threads or max(1, cores // pools.total)
 
 
-def scheduler_spec(config: MeshConfig, state: MeshState, environ: Mapping[str, str]) -> ChildSpec:
+def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str, str]) -> ChildSpec:
     return _spec("scheduler", "pdmesh_scheduler", config, state, environ)
 
 
 def other_specs(
-    config: MeshConfig, pools: Pools, state: MeshState, environ: Mapping[str, str], scheduler: Mapping[str, Any]
+    config: MeshConfig, pools: Pools, state: StateFolder, environ: Mapping[str, str], scheduler: Mapping[str, Any]
 ) -> tuple[ChildSpec, Sequence[ChildSpec]]:
     """The gateway and the workers of the mesh, given what its scheduler announced."""
     config = replace(config, scheduler_address=str(scheduler["address"]))
@@ -94,7 +94,7 @@ def _port(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-def _spec(name: str, package: str, config: MeshConfig, state: MeshState, environ: Mapping[str, str]) -> ChildSpec:
+def _spec(name: str, package: str, config: MeshConfig, state: StateFolder, environ: Mapping[str, str]) -> ChildSpec:
     foreign = {key: value for key, value in environ.items() if not key.startswith(PREFIX)}
     return ChildSpec(
         name=name,

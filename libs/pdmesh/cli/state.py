@@ -44,7 +44,7 @@ class MeshRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class MeshState:
+class StateFolder:
     """The folder of one mesh."""
 
     name: str
@@ -140,8 +140,8 @@ def state_root(environ: Mapping[str, str]) -> Path:
     return Path(base) / "pdmesh"
 
 
-def mesh_state(environ: Mapping[str, str], name: str) -> MeshState:
+def state_folder(environ: Mapping[str, str], name: str) -> StateFolder:
     """The folder of the mesh ``name``, which need not exist. Raises ConfigError for a name that is no folder name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise ConfigError(f"--name is {name!r}: use letters, digits, '.', '_' and '-', at most 63 of them")
-    return MeshState(name, state_root(environ) / name)
+    return StateFolder(name, state_root(environ) / name)

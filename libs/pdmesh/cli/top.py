@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pdmesh.cli.http import gateway_client
 from pdmesh.cli.options import Output
-from pdmesh.cli.state import MeshState
+from pdmesh.cli.state import StateFolder
 from pdmesh.config import MeshConfig
 from pdmesh.errors import PdmeshError
 
@@ -59,7 +59,7 @@ class Timelines:
         return "".join(_LEVELS[min(len(_LEVELS) - 1, -int(-share * (len(_LEVELS) - 1) // 1))] for share in shares)
 
 
-def run_top(config: MeshConfig, state: MeshState, url: str | None, *, once: bool, output: Output) -> None:
+def run_top(config: MeshConfig, state: StateFolder, url: str | None, *, once: bool, output: Output) -> None:
     """Show the mesh until Ctrl-C, or as it is now. Raises PdmeshError if the gateway does not tell."""
     with gateway_client(config, state, url, read_timeout_s=30.0) as client:
         try:

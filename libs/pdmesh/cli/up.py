@@ -22,7 +22,7 @@ import typer
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import Pools, num_cores, other_specs, pinned_settings, scheduler_spec, threads_per_worker
 from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
-from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, MeshState, ServiceRecord
+from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
@@ -41,7 +41,7 @@ class MeshRun:
 
     config: MeshConfig
     pools: Pools
-    state: MeshState
+    state: StateFolder
     environ: Mapping[str, str]
     _started_at: float = field(default_factory=time.time)
     _began_s: float = field(default_factory=time.monotonic)
@@ -237,7 +237,7 @@ def _device(name: str) -> tuple[str, str]:
     return device, hardware
 
 
-def up_detached(config: MeshConfig, pools: Pools, state: MeshState, environ: Mapping[str, str]) -> int:
+def up_detached(config: MeshConfig, pools: Pools, state: StateFolder, environ: Mapping[str, str]) -> int:
     """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code."""
     with state.lock():  # say "is running" here and now; the supervisor takes the lock for itself afterwards
         log_file = state.fresh_log("supervisor", config.supervisor.log_keep)
@@ -268,7 +268,7 @@ def up_detached(config: MeshConfig, pools: Pools, state: MeshState, environ: Map
     return supervisor.wait() or 1
 
 
-def down(state: MeshState, *, now: bool, drain_s: float | None) -> bool:
+def down(state: StateFolder, *, now: bool, drain_s: float | None) -> bool:
     """Stop the mesh and wait until it is gone; False if none of that name runs. Raises PdmeshError if it stays.
 
     Requests may go on for ``drain_s``, or as long as the mesh was configured to let them.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pdmesh.core.transfers import Transfer
 from pdmesh.model import (
+    IndexRange,
     InstanceId,
     InstanceProfile,
     KvPart,
@@ -21,7 +22,6 @@ from pdmesh.model import (
     RequestId,
     RequestKey,
     Role,
-    Span,
     StepPlan,
     num_blocks_for,
 )
@@ -145,7 +145,7 @@ class InstanceBooks:
         self.block_size = profile.kv_layout.block_size
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         layout = profile.kv_layout
-        self._layers, self._heads = Span(0, layout.num_layers), Span(0, layout.num_kv_heads)
+        self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
         self.draining = draining
         self.reachable = True
         self.next_plan_id = next_plan_id
@@ -229,7 +229,7 @@ class InstanceBooks:
 
     def shard(self, num_blocks: int, first_block: int = 0) -> KvShard:
         """So many blocks of a request, all layers and heads of them, as held here."""
-        part = KvPart(Span(first_block, first_block + num_blocks), self._layers, self._heads)
+        part = KvPart(IndexRange(first_block, first_block + num_blocks), self._layers, self._heads)
         return KvShard(instance_id=self.instance_id, part=part)
 
     # --- plans ---

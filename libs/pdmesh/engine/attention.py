@@ -28,7 +28,7 @@ _GROUP_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class QuerySpan:
     """Rows ``row`` … ``row + num_tokens - 1`` of a step: the tokens from ``start`` on of one sequence."""
 
     row: int
@@ -56,7 +56,7 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan: ...
+    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,16 @@ class TorchAttention:
     scale: float
     device: torch.device
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         chunks = [self._chunk(span) for span in spans if span.num_tokens > 1]
         decodes = [self._decodes(group) for group in self._groups([span for span in spans if span.num_tokens == 1])]
         return _TorchPlan(self.layout, self.scale, tuple(chunks), tuple(decodes))
 
-    def _chunk(self, span: Span) -> _Chunk:
+    def _chunk(self, span: QuerySpan) -> _Chunk:
         table = np.asarray(span.block_table[: num_blocks_for(span.end, self.layout.block_size)], dtype=np.int64)
         return _Chunk(span.row, span.num_tokens, span.start, self._head_rows(table[None]))
 
-    def _decodes(self, spans: Sequence[Span]) -> _Decodes:
+    def _decodes(self, spans: Sequence[QuerySpan]) -> _Decodes:
         num_blocks = [num_blocks_for(span.end, self.layout.block_size) for span in spans]
         tables = np.empty((len(spans), max(num_blocks)), dtype=np.int64)
         for table, span, used in zip(tables, spans, num_blocks, strict=True):
@@ -87,7 +87,7 @@ class TorchAttention:
         rows = torch.tensor([span.row for span in spans], device=self.device)
         return _Decodes(rows, self._head_rows(tables), torch.from_numpy(padding).to(self.device))
 
-    def _groups(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
+    def _groups(self, spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
         """Decodes to compute together: contexts within a factor of two, keys and values of bounded size."""
         longest_first = sorted(spans, key=lambda span: -span.end)
         for _, bucket in groupby(longest_first, key=lambda span: span.end.bit_length()):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionBackend, Span
+from pdmesh.engine.attention import AttentionBackend, QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.model import StepInputs, Transformer
 from pdmesh.engine.sampler import sample
@@ -68,7 +68,7 @@ class Forward(Protocol):
     """Runs the transformer over a batch. A layer hook may run another step inside."""
 
     def step(
-        self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None
+        self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> AbstractContextManager[StepOutput]:
         """The block ends when all computing has."""
         ...
@@ -98,7 +98,7 @@ class DirectForward:
 
     @contextlib.contextmanager
     def step(
-        self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None
+        self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
         inputs = step_inputs(batch, self._block_size, self._upload)
         plan = self._attention.plan(spans)
@@ -113,12 +113,12 @@ class DirectForward:
         return [torch.from_numpy(values).to(self._device) for values in arrays]
 
 
-def step_spans(batch: Sequence[SequenceSlice]) -> list[Span]:
+def step_spans(batch: Sequence[SequenceSlice]) -> list[QuerySpan]:
     """The batch's rows, one slice after the other."""
-    spans: list[Span] = []
+    spans: list[QuerySpan] = []
     row = 0
     for part in batch:
-        spans.append(Span(row, part.num_tokens, part.start, part.sequence.block_table))
+        spans.append(QuerySpan(row, part.num_tokens, part.start, part.sequence.block_table))
         row += part.num_tokens
     return spans
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionOutput, AttentionPlan, Span
+from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.engine.kernels import Rotation
 from pdmesh.model import KvLayout, num_blocks_for
 
@@ -69,7 +69,7 @@ class NativeAttention:
     layout: KvLayout
     scale: float
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         used = [num_blocks_for(span.end, self.layout.block_size) for span in spans]
         offsets = accumulate(used, initial=0)
         rows = [(span.row, span.num_tokens, span.start, offset) for span, offset in zip(spans, offsets, strict=False)]

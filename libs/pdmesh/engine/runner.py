@@ -10,7 +10,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import Span
+from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
 from pdmesh.engine.checkpoint import load_weights, random_weights
 from pdmesh.engine.choosing import choose_compute
@@ -109,7 +109,9 @@ class TorchEngine:
     def settle(self) -> None:
         self._forward.settle()
 
-    def _sample(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], output: StepOutput) -> list[_Drawn | None]:
+    def _sample(
+        self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], output: StepOutput
+    ) -> list[_Drawn | None]:
         sampling = [index for index, part in enumerate(batch) if part.sample]
         drawn: list[_Drawn | None] = [None] * len(batch)
         if not sampling:

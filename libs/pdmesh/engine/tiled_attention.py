@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdmesh.engine.attention import AttentionOutput, AttentionPlan, Span
+from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.model import KvLayout, num_blocks_for
 
 _TILE_ROWS = 64
@@ -29,7 +29,7 @@ class TiledAttention:
     layout: KvLayout
     scale: float
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         block_size = self.layout.block_size
         tables = [torch.tensor(span.block_table[: num_blocks_for(span.end, block_size)]) for span in spans]
         return _TiledPlan(self.layout.num_kv_heads, self.scale, tuple(zip(spans, tables, strict=True)))
@@ -39,7 +39,7 @@ class TiledAttention:
 class _TiledPlan:
     num_kv_heads: int
     scale: float
-    spans: tuple[tuple[Span, Tensor], ...]
+    spans: tuple[tuple[QuerySpan, Tensor], ...]
 
     def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
         num_heads, head_dim = query.shape[1:]

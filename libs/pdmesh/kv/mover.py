@@ -50,7 +50,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, un
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.kv.sender import KvDestination, KvSender
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, RequestId, Span
+from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.transport.base import KvTransport, ReceivedPiece
 from pdmesh.transport.seal import MeshKey
 
@@ -130,7 +130,7 @@ class KvMover:
         block_ids: Sequence[int],
         num_context_tokens: int,
         source: int = 0,
-        blocks: Span | None = None,
+        blocks: IndexRange | None = None,
     ) -> KvSender:
         """Get ready to send. ``block_ids`` is the request's block table, whose first blocks hold the context.
 

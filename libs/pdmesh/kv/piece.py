@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from pdmesh.errors import ProtocolError
-from pdmesh.model import Epoch, KvPart, RequestId, Span
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
@@ -23,7 +23,7 @@ _USED = _FIELDS.size + SEAL_BYTES
 assert _USED <= HEADER_BYTES
 
 
-NO_PART = KvPart(Span(0, 0), Span(0, 0), Span(0, 0))
+NO_PART = KvPart(IndexRange(0, 0), IndexRange(0, 0), IndexRange(0, 0))
 
 
 class PieceKind(IntEnum):
@@ -105,7 +105,7 @@ def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
         source=source,
         destination=destination,
         chunk=chunk,
-        part=KvPart(Span(*spans[:2]), Span(*spans[2:4]), Span(*spans[4:])),
+        part=KvPart(IndexRange(*spans[:2]), IndexRange(*spans[2:4]), IndexRange(*spans[4:])),
         payload_bytes=payload_bytes,
         checksum=checksum,
         num_context_tokens=num_context_tokens,

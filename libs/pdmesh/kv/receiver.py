@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdmesh.kv.piece import PieceHeader, request_key
-from pdmesh.model import Epoch, KvLayout, KvPart, RequestId, Span, num_blocks_for
+from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
 
 
 class FirstToken(NamedTuple):
@@ -49,7 +49,9 @@ class KvReceiver:
         self._block_ids = list(block_ids[:num_blocks])
         self._num_context_tokens = num_context_tokens
         self._layout = layout
-        self._part = KvPart(Span(0, num_blocks), Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
+        self._part = KvPart(
+            IndexRange(0, num_blocks), IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
+        )
         self._claimed = [bytearray(num_blocks) for _ in range(layout.num_layers)]
         self._num_claimed_of = [0] * len(source_addresses)
         self._uncommitted = set(range(len(source_addresses)))

@@ -15,7 +15,7 @@ from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, KvPart, RequestId, Span, num_blocks_for
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.seal import MeshKey
 
@@ -56,7 +56,7 @@ class KvSender:
         block_ids: Sequence[int],
         num_context_tokens: int,
         source: int,
-        blocks: Span | None,
+        blocks: IndexRange | None,
         store: KvStore,
         transport: KvTransport,
         config: TransferConfig,
@@ -88,8 +88,8 @@ class KvSender:
         self._clock = clock
         self._on_paused = on_paused
         self._blocks_per_piece = transport.max_payload_bytes // layout.block_bytes
-        own = Span(0, num_blocks) if blocks is None else blocks.common(Span(0, num_blocks))
-        self._part = KvPart(own, Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
+        own = IndexRange(0, num_blocks) if blocks is None else blocks.common(IndexRange(0, num_blocks))
+        self._part = KvPart(own, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
         self._num_awaited = self._part.num_pages  # not yet computed
         self._computed_s = 0.0
         # A piece has one block at least, so that this bound is never reached.
@@ -238,8 +238,8 @@ class KvSender:
     async def _send_to(self, index: int, destination: KvDestination, blocks: _Blocks) -> None:
         """What of ``blocks`` goes to a destination."""
         end = blocks.first_block + blocks.num_blocks
-        wanted = destination.part.blocks.common(Span(blocks.first_block, end))
-        if wanted.size == 0 or not destination.part.layers.holds(Span(blocks.layer, blocks.layer + 1)):
+        wanted = destination.part.blocks.common(IndexRange(blocks.first_block, end))
+        if wanted.size == 0 or not destination.part.layers.holds(IndexRange(blocks.layer, blocks.layer + 1)):
             return
         wanted_blocks = blocks._replace(first_block=wanted.start, num_blocks=wanted.size)
         for piece in self._pieces(wanted_blocks, self._blocks_taken(destination.address)):
@@ -270,7 +270,11 @@ class KvSender:
             source=self.source,
             destination=index,
             chunk=blocks.chunk,
-            part=KvPart(Span(first, first + blocks.num_blocks), Span(blocks.layer, blocks.layer + 1), self._part.heads),
+            part=KvPart(
+                IndexRange(first, first + blocks.num_blocks),
+                IndexRange(blocks.layer, blocks.layer + 1),
+                self._part.heads,
+            ),
             payload_bytes=payload_bytes,
             checksum=self._key.checksum(payload),
         )

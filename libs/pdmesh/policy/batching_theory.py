@@ -39,7 +39,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class LengthMoments:
     """Moments of what requests bring, in tokens."""
 
     mean_prompt_tokens: float
@@ -146,7 +146,7 @@ class _PhaseCost:
         return (self.costs.switch_s + self.costs.decode_step_s * num_steps) * self.mean_phases(num_steps)
 
 
-def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: Lengths) -> float:
+def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: LengthMoments) -> float:
     """Requests a second under exclusive batching: N θ over the time of a cycle.
 
     At the threshold of `geometric_threshold` this is (4); there an exact chain of 64 slots or more is 0.8 % away.
@@ -156,7 +156,7 @@ def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCost
     return 1 / (work_s + cycle_s / (num_slots * threshold.idle_share))
 
 
-def mixed_throughput(num_slots: float, costs: StepCosts, lengths: Lengths) -> float:
+def mixed_throughput(num_slots: float, costs: StepCosts, lengths: LengthMoments) -> float:
     """Requests a second under mixed batching.
 
     A request has a slot for one step of its prompt and one for each output token, so N / (1 + mean output) of them
@@ -180,7 +180,7 @@ def mixed_throughput(num_slots: float, costs: StepCosts, lengths: Lengths) -> fl
     return 1 / (work_s + step_s / starts)
 
 
-def crossover_s(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: Lengths) -> float:
+def crossover_s(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: LengthMoments) -> float:
     """By how many seconds a token mixed steps may be slower than exclusive ones before exclusive batching wins: (7).
 
     ``num_slots`` are requests, not tokens. It is very sensitive to ``mixed_step_s``, which has to be measured.
@@ -192,7 +192,7 @@ def crossover_s(num_slots: float, threshold: Threshold, costs: StepCosts, length
 
 
 def max_safe_slots(
-    capacity_tokens: float, risk: float, threshold: Threshold, lengths: Lengths, *, at_most: int = 1 << 20
+    capacity_tokens: float, risk: float, threshold: Threshold, lengths: LengthMoments, *, at_most: int = 1 << 20
 ) -> int:
     """The largest N whose KV stays within ``capacity_tokens`` through a decode phase, but for a chance of ``risk``.
 

@@ -55,7 +55,7 @@ from pdmesh.model import (
 )
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
-from pdmesh.sim.links import Links
+from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.result import RequestRun, StepSpan
 
 
@@ -100,7 +100,7 @@ class SimInstance:
         model: LatencyModel,
         *,
         agenda: Agenda,
-        links: Links,
+        links: SimulatedLinks,
         runs: dict[RequestKey, RequestRun],
         report: Callable[[Event], None],
         land: Callable[[TransferPlan, RequestKey, float], None],

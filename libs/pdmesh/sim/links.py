@@ -26,7 +26,7 @@ class _Flow:
     end: Appointment | None = None
 
 
-class Links:
+class SimulatedLinks:
     """``on_drained`` is called when a transfer has moved all that it was given so far."""
 
     def __init__(self, agenda: Agenda, port_bytes_per_s: float, on_drained: Callable[[RequestKey], None]) -> None:

@@ -38,7 +38,7 @@ from pdmesh.model import (
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.instance import SimInstance
-from pdmesh.sim.links import Links
+from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
 from pdmesh.sim.workload import Arrival
 
@@ -79,7 +79,7 @@ class Simulator:
         self._config = config = config or SimConfig()
         self._core = core
         self._agenda = Agenda()
-        self._links = Links(self._agenda, config.port_bytes_per_s, self._drained)
+        self._links = SimulatedLinks(self._agenda, config.port_bytes_per_s, self._drained)
         self._runs: dict[RequestKey, RequestRun] = {}
         self._instances = {
             profile.instance_id: SimInstance(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import KvLayout, KvPart, Span
+from pdmesh.model import IndexRange, KvLayout, KvPart
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.ucx import UcxTransport
@@ -21,7 +21,7 @@ SMALL_TRANSFER = TransferConfig(
 
 
 #: More of a request's KV than any has here.
-EVERYTHING = KvPart(Span(0, 1 << 30), Span(0, 1 << 14), Span(0, 1 << 14))
+EVERYTHING = KvPart(IndexRange(0, 1 << 30), IndexRange(0, 1 << 14), IndexRange(0, 1 << 14))
 
 
 class ByteStore(HostKvStore):

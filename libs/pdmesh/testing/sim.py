@@ -27,7 +27,7 @@ UNEVEN_MODEL = LinearLatencyModel(
 )
 
 
-class Pools(TypedDict, total=False):
+class InstanceCounts(TypedDict, total=False):
     """Instances of each role."""
 
     prefill: int
@@ -51,7 +51,7 @@ def a_workload(seed: int, *, num_requests: int, requests_per_s: float) -> list[A
 
 
 def tiny_mesh(
-    pools: Pools,
+    pools: InstanceCounts,
     *,
     num_kv_tokens: int = 4096,
     max_num_seqs: int = 8,

@@ -25,7 +25,7 @@ def new_sequence(
 
 
 @dataclass(slots=True)
-class Generation:
+class SteppedRequest:
     """One request on its way: ``next_slice`` says what to compute next, ``accept`` takes its result in."""
 
     sequence: EngineSequence
@@ -59,7 +59,7 @@ class Generation:
             self.sequence.token_ids.append(result.token_id)
 
 
-def step(engine: Engine, parts: Sequence[tuple[Generation, int]]) -> None:
+def step(engine: Engine, parts: Sequence[tuple[SteppedRequest, int]]) -> None:
     """One step over the next slices (of at most so many tokens) of these generations."""
     batch = [(generation, generation.next_slice(chunk_tokens)) for generation, chunk_tokens in parts]
     results = engine.execute([part for _, part in batch])
@@ -75,9 +75,9 @@ def generate(
     chunk_tokens: int = 1 << 20,
     params: SamplingParams = GREEDY,
     first_block: int = 0,
-) -> Generation:
+) -> SteppedRequest:
     """Run one request alone to its end, its blocks counted down from the cache's end so that ids are no order."""
-    generation = Generation(
+    generation = SteppedRequest(
         new_sequence(prompt_ids, block_table(engine, len(prompt_ids) + max_tokens, first_block), params), max_tokens
     )
     while not generation.done:

@@ -22,6 +22,7 @@ from pdmesh.model import (
     ChunkPlan,
     Epoch,
     GatewayId,
+    IndexRange,
     InstanceId,
     KvLayout,
     KvPart,
@@ -29,7 +30,6 @@ from pdmesh.model import (
     RequestId,
     Role,
     SamplingParams,
-    Span,
     StepPlan,
     TransferId,
     TransferPlan,
@@ -244,7 +244,7 @@ async def running_instance(
 def a_shard(instance_id: str, num_blocks: int, layout: KvLayout | None = None) -> KvShard:
     """The first blocks of a request on an instance, of all layers and heads (of one, without a ``layout``)."""
     num_layers, num_heads = (1, 1) if layout is None else (layout.num_layers, layout.num_kv_heads)
-    part = KvPart(Span(0, num_blocks), Span(0, num_layers), Span(0, num_heads))
+    part = KvPart(IndexRange(0, num_blocks), IndexRange(0, num_layers), IndexRange(0, num_heads))
     return KvShard(instance_id=InstanceId(instance_id), part=part)
 
 

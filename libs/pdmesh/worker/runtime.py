@@ -29,7 +29,7 @@ from pdmesh.worker.engines import EngineFacts, build_engine, device_name, engine
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.measuring import measure_at_start
 from pdmesh.worker.metrics import WorkerMetrics
-from pdmesh.worker.scheduler_link import SchedulerLink
+from pdmesh.worker.scheduler_link import WorkerSession
 from pdmesh.worker.steps import run_steps
 from pdmesh.worker.threads import EngineThread, fair_num_threads
 from pdmesh.worker.token_links import open_token_links
@@ -124,7 +124,7 @@ async def serve_instance(
             metrics=metrics,
             tracing=context.tracing,
         )
-        scheduler = SchedulerLink(
+        scheduler = WorkerSession(
             channel,
             prepare=instance.drop_all_but_decoding,
             registration=registration,
@@ -163,13 +163,13 @@ async def serve_instance(
         raise InstanceUnavailable(f"the engine failed: {failure}") from failure
 
 
-async def _announce(context: ServiceContext, scheduler: SchedulerLink, facts: dict[str, object]) -> None:
+async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: dict[str, object]) -> None:
     await scheduler.registered.wait()
     context.announce(**facts)
 
 
 async def _drain(
-    context: ServiceContext, scheduler: SchedulerLink, instance: Instance, work: anyio.CancelScope
+    context: ServiceContext, scheduler: WorkerSession, instance: Instance, work: anyio.CancelScope
 ) -> None:
     """When told to stop: take nothing new, and let what runs end until told to end it."""
     await context.stopping.wait()

@@ -34,7 +34,7 @@ METHOD = "/pdmesh.v1.Scheduler/Worker"
 LEAVE_LIMIT_S = 5.0
 
 
-class SchedulerLink:
+class WorkerSession:
     """See the module's docstring.
 
     Before each registration ``prepare`` is awaited (it may have to let a step end); ``registration`` is what is true

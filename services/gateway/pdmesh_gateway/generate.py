@@ -28,7 +28,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.metrics import GatewayMetrics
-from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.spans import FIRST_TOKEN, REQUEST, request_attributes, response_attributes
 from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -144,7 +144,7 @@ class Choice:
         return delta
 
 
-class Generation:
+class TextStream:
     """The choices of one job under way. Iterate `deltas` once."""
 
     def __init__(
@@ -244,7 +244,7 @@ class Generator:
         token_address: str,
         tokenizer: ModelTokenizer,
         transcripts: Transcripts,
-        link: SchedulerLink,
+        link: GatewaySession,
         metrics: GatewayMetrics,
         tracing: Tracing,
         model: str,
@@ -261,7 +261,7 @@ class Generator:
         self.metrics = metrics
 
     @asynccontextmanager
-    async def open(self, job: GenerationJob) -> AsyncGenerator[Generation]:
+    async def open(self, job: GenerationJob) -> AsyncGenerator[TextStream]:
         """Submit a job; whatever of it has not ended when the block is left is cancelled.
 
         Raises RequestRejected if the scheduler cannot be reached, no instance is usable, or the job takes longer than
@@ -285,7 +285,7 @@ class Generator:
                 self._submit(*(choice.transcript for choice in of_prompt))
                 await anyio.lowlevel.checkpoint()  # many choices must not hold up other clients
             with anyio.move_on_after(job.deadline_s) as scope:
-                yield Generation(self, job, choices, mailbox, span)
+                yield TextStream(self, job, choices, mailbox, span)
             if scope.cancelled_caught:
                 raise RequestRejected(
                     f"The request took longer than {job.deadline_s:g} s.",

@@ -20,7 +20,7 @@ from pdmesh.metrics import Slo
 from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.auth import Client
-from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
 from pdmesh_gateway.grpc_guard import Guard
 from pdmesh_gateway.http.exchange import as_rejection
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
@@ -198,7 +198,7 @@ def _fields(request: pb.GenerateRequest) -> SamplingFields:
     )
 
 
-def _response(delta: Delta, generation: Generation, *, with_logprobs: bool) -> pb.GenerateResponse:
+def _response(delta: Delta, generation: TextStream, *, with_logprobs: bool) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
         request_id=generation.job.label or generation.job.request_id,
         text=delta.text,

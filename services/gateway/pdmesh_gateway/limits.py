@@ -19,7 +19,7 @@ UPLOAD_GRACE_S = 2.0
 class Upload:
     """A body on its way: tell it of every part that has come, and read within its ``scope``."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: RequestLimiter) -> None:
         self._admission = admission
         self.scope = anyio.CancelScope()
         self.began_s = anyio.current_time()
@@ -34,7 +34,7 @@ class Upload:
         self._admission.grow(self, num_bytes)
 
 
-class Admission:
+class RequestLimiter:
     """Counts requests under way and the bytes that are kept for them. Full means 429 with Retry-After.
 
     A body counts for what has come of it, not for what was announced. Large ones share half of all bytes. Where there

@@ -24,9 +24,9 @@ from pdmesh_gateway.grpc_service import serve_grpc
 from pdmesh_gateway.http.app import build_app
 from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.http.server import open_socket, serve_http
-from pdmesh_gateway.limits import Admission
+from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
-from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import RequestTemplates
 from pdmesh_gateway.token_server import serve_tokens
@@ -56,7 +56,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
 
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
-    link = SchedulerLink(gateway_id, config.scheduler_address, config.security)
+    link = GatewaySession(gateway_id, config.scheduler_address, config.security)
     metrics = GatewayMetrics(model, transcripts, lambda: link.state)
     activity = ActivityHub(model, metrics.latencies, link.ask_activity)
     watch_event_loop(metrics.registry)
@@ -82,7 +82,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             tokenizer=tokenizer,
             generator=generator,
             link=link,
-            admission=Admission(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
+            admission=RequestLimiter(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
             keys=keys,
             origins=Origins(hosts=gateway.allowed_hosts, cors=gateway.cors_origins, has_keys=bool(keys)),
             metrics=metrics,

@@ -65,7 +65,7 @@ class Watchers(Protocol):
     def publish(self, activity: Activity) -> None: ...
 
 
-class SchedulerLink:
+class GatewaySession:
     """`run` keeps the stream up; the other methods never block."""
 
     def __init__(self, gateway_id: GatewayId, address: str, security: SecurityConfig) -> None:
@@ -153,7 +153,7 @@ class SchedulerLink:
 class _Talk:
     """What is said on the stream (`pdmesh.wire.session.Talk`)."""
 
-    link: SchedulerLink
+    link: GatewaySession
     waiting: Waiting
     watchers: Watchers
 

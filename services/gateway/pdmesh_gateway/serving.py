@@ -14,12 +14,12 @@ from pdmesh.errors import RequestRejected
 from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys, Client
-from pdmesh_gateway.generate import Generation, GenerationJob, Generator
+from pdmesh_gateway.generate import GenerationJob, Generator, TextStream
 from pdmesh_gateway.http.origins import Origins
-from pdmesh_gateway.limits import Admission
+from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.sampling import invalid, too_long
-from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 _LABEL = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
@@ -43,8 +43,8 @@ class Serving:
     info: ModelInfo
     tokenizer: ModelTokenizer
     generator: Generator
-    link: SchedulerLink
-    admission: Admission
+    link: GatewaySession
+    admission: RequestLimiter
     keys: ApiKeys
     origins: Origins
     metrics: GatewayMetrics
@@ -82,7 +82,7 @@ class Serving:
             )
 
     @asynccontextmanager
-    async def generation(self, client: Client, job: GenerationJob) -> AsyncGenerator[Generation]:
+    async def generation(self, client: Client, job: GenerationJob) -> AsyncGenerator[TextStream]:
         """A job under way within the block, counted to what the gateway holds and to what its client may use.
 
         Raises RequestRejected.

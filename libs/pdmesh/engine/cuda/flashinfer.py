@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionOutput, AttentionPlan, Span
+from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.engine.cuda.page_tables import Ints, PageIndex, PageTables
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.kv_cache import TORCH_DTYPES
@@ -172,7 +172,7 @@ class FlashInferAttention:
         self._prefill: dict[str, Any] = {}  # by backend
         self._decode = flashinfer.decode()
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         parts: list[_Part] = []
         chunks = [span for span in spans if span.num_tokens > 1]
         for backend in dict.fromkeys(self._flashinfer.backend_for(span.num_tokens) for span in chunks):
@@ -188,7 +188,7 @@ class FlashInferAttention:
             parts.append(_Part(self._decode, self._rows(decodes)))
         return FlashInferPlan(tuple(parts))
 
-    def _rows(self, spans: Sequence[Span]) -> slice | Tensor:
+    def _rows(self, spans: Sequence[QuerySpan]) -> slice | Tensor:
         first, end = spans[0].row, spans[-1].row + spans[-1].num_tokens
         if sum(span.num_tokens for span in spans) == end - first:
             return slice(first, end)

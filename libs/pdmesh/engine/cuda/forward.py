@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import Span
+from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.cuda.flashinfer import MAX_SHORT_CHUNK, FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.graphs import DecodeGraphs, GraphOutput, Recorder
@@ -96,7 +96,7 @@ class DeviceForward:
 
     @contextlib.contextmanager
     def step(
-        self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None
+        self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
         if len(batch) <= self._graphs.max_batch_size and all(part.num_tokens == 1 for part in batch):
             with self._decode(batch, on_layer) as output:
@@ -158,7 +158,9 @@ class _Lane:
         self._streams = streams
         self.staging = staging
 
-    def forward(self, batch: Sequence[SequenceSlice], spans: Sequence[Span], on_layer: LayerHook | None) -> StepOutput:
+    def forward(
+        self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
+    ) -> StepOutput:
         inputs = step_inputs(batch, self._store.layout.block_size, self._upload)
         layers_ahead = 1 if len(inputs.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)

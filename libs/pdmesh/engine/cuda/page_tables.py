@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import Span
+from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.model import num_blocks_for
 
@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int32]
 NUM_ROWS = 512
 
 
-class Lengths(NamedTuple):
+class PageLengths(NamedTuple):
     """How much sequences read, as FlashInfer takes it, on the host.
 
     Sequence ``i`` reads ``pages[indptr[i] : indptr[i + 1]]``, and of the last of these ``last_page_len[i]`` tokens.
@@ -35,7 +35,7 @@ class Lengths(NamedTuple):
 class PageIndex(NamedTuple):
     """Which pages the sequences of a step read; ``pages`` is on the device."""
 
-    lengths: Lengths
+    lengths: PageLengths
     pages: Tensor
 
 
@@ -52,12 +52,12 @@ def write_pages(table: Tensor, rows: Tensor, indptr: Tensor, pages: Tensor) -> N
     pages.copy_(table[rows[sequence], column])
 
 
-def lengths_of(ends: Sequence[int] | Ints, block_size: int) -> Lengths:
+def lengths_of(ends: Sequence[int] | Ints, block_size: int) -> PageLengths:
     """Of sequences that read up to ``ends``, at least one token each."""
     end = np.asarray(ends, dtype=np.int32)
     indptr = np.zeros(len(end) + 1, dtype=np.int32)
     np.cumsum(-(-end // block_size), out=indptr[1:])
-    return Lengths(indptr, (end - 1) % block_size + 1)
+    return PageLengths(indptr, (end - 1) % block_size + 1)
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class PageTables:
         self._rows: OrderedDict[int, _Row] = OrderedDict()  # by id(table), used longest ago first
         self.num_sent = 0  # entries sent to the device so far
 
-    def index(self, spans: Sequence[Span], staging: Staging) -> PageIndex:
+    def index(self, spans: Sequence[QuerySpan], staging: Staging) -> PageIndex:
         """The pages that ``spans`` read: their sequences up to the spans' ends."""
         lengths = lengths_of([span.end for span in spans], self._block_size)
         if len(spans) > NUM_ROWS:

@@ -26,7 +26,7 @@ MAY_REFUSE = frozenset({429, 503})
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class SimulatedClient:
     """One request and what came of it."""
 
     name: str

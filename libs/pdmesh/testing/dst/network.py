@@ -62,7 +62,7 @@ class Network:
         self.rng = rng
         self.weather = weather
         self.listeners: dict[str, Server] = {}
-        self.calls: dict[Call, None] = {}
+        self.calls: dict[SimulatedCall, None] = {}
         self.on_failure: Callable[[Process, BaseException], None] = lambda _process, _error: None
         self._num_ports = 0
 
@@ -112,8 +112,8 @@ class Network:
 
     # --- what `grpc.aio` is replaced by ---
 
-    def insecure_channel(self, target: str, options: Any = None) -> Channel:
-        return Channel(self, target)
+    def insecure_channel(self, target: str, options: Any = None) -> SimulatedChannel:
+        return SimulatedChannel(self, target)
 
     def server(self, *_args: Any, interceptors: Sequence[Any] = (), **_options: Any) -> Server:
         return Server(self, interceptors)
@@ -208,7 +208,7 @@ class _Pipe:
                 writer.set_result(None)
 
 
-class Channel:
+class SimulatedChannel:
     """`grpc.aio.Channel`, of which our services use this much."""
 
     def __init__(self, network: Network, address: str) -> None:
@@ -233,14 +233,14 @@ class Channel:
             await asyncio.sleep(self._network.rng.uniform(*RETRY_S))
         await asyncio.sleep(self._network.delay_s())
 
-    def stream_stream(self, method: str) -> Callable[..., Call]:
-        def multi(metadata: Sequence[tuple[str, str | bytes]] = ()) -> Call:
-            return Call(self._network, self._process, self._address, Details(method, tuple(metadata)))
+    def stream_stream(self, method: str) -> Callable[..., SimulatedCall]:
+        def multi(metadata: Sequence[tuple[str, str | bytes]] = ()) -> SimulatedCall:
+            return SimulatedCall(self._network, self._process, self._address, Details(method, tuple(metadata)))
 
         return multi
 
 
-class Call:
+class SimulatedCall:
     """The client's end of a stream."""
 
     def __init__(self, network: Network, client: Process, address: str, details: Details) -> None:
@@ -381,7 +381,7 @@ class _Aborted(Exception):
 class _Context:
     """The server's end of a stream."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: SimulatedCall) -> None:
         self._call = call
         self.status = OK
         self.num_frames = 0  # read; the first registers
@@ -438,7 +438,7 @@ class Server:
         if self._running:
             await asyncio.wait(list(self._running))
 
-    def begin(self, call: Call) -> asyncio.Task[None]:
+    def begin(self, call: SimulatedCall) -> asyncio.Task[None]:
         context = self.process.context()
         task = self._network.loop.create_task(self._serve(call), context=context)
         self._running[task] = None
@@ -454,7 +454,7 @@ class Server:
         found = (generic.service(details) for generic in self._handlers)
         return next((handler for handler in found if handler is not None), None)
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: SimulatedCall) -> None:
         context = _Context(call)
         status = Status(grpc.StatusCode.CANCELLED, "the handler was cancelled")
         try:

@@ -9,7 +9,7 @@ from functools import partial
 
 from pdmesh.errors import RequestRejected
 from pdmesh.sim.agenda import Agenda
-from pdmesh.testing.dst.clients import MAY_REFUSE, Client
+from pdmesh.testing.dst.clients import MAY_REFUSE, SimulatedClient
 from pdmesh.testing.dst.data_plane import DataPlane, PieceWeather
 from pdmesh.testing.dst.laws import FREE, NO_FAILURE, PROGRESS, Laws
 from pdmesh.testing.dst.network import Network, Weather
@@ -143,7 +143,7 @@ async def _probe(simulation: Simulation, laws: Laws, timeline: Timeline) -> None
         await asyncio.sleep(LOOK_S)
 
 
-def _allows(plan: Plan, client: Client, error: RequestRejected) -> bool:
+def _allows(plan: Plan, client: SimulatedClient, error: RequestRejected) -> bool:
     kinds = {fault.kind for fault in plan.faults}
     if error.code == "generation_failed":
         return FaultKind.BREAK in kinds

@@ -26,7 +26,7 @@ from pdmesh.testing.engine import FAKE_LAYOUT
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.metrics import GatewayMetrics
-from pdmesh_gateway.scheduler_link import SchedulerLink
+from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.token_server import serve_tokens
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.transcripts import Transcripts
@@ -85,14 +85,14 @@ class Gateway:
 
     generator: Generator
     transcripts: Transcripts
-    link: SchedulerLink
+    link: GatewaySession
 
 
 async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
     """As `pdmesh_gateway.main.serve`, without HTTP and a model's files."""
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
-    link = SchedulerLink(gateway_id, config.scheduler_address, config.security)
+    link = GatewaySession(gateway_id, config.scheduler_address, config.security)
     async with serve_tokens(transcripts, config.gateway, config.security) as token_port:
         metrics = GatewayMetrics("simulated", transcripts, lambda: link.state)
         generator = Generator(

@@ -11,7 +11,7 @@ from pdmesh.core.events import BundleChangeRequested, RoleChangeRequested
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import InstanceId, Role
 from pdmesh.service import ServiceContext
-from pdmesh.testing.dst.clients import Client
+from pdmesh.testing.dst.clients import SimulatedClient
 from pdmesh.testing.dst.data_plane import DataPlane
 from pdmesh.testing.dst.laws import Laws
 from pdmesh.testing.dst.network import Network
@@ -40,7 +40,7 @@ class Simulation:
     ) -> None:
         self.plan = plan
         self.processes: dict[str, Process] = {}
-        self.clients: list[Client] = []
+        self.clients: list[SimulatedClient] = []
         self._loop = loop
         self._network = network
         self._plane = plane
@@ -116,13 +116,13 @@ class Simulation:
 
     # --- requests ---
 
-    def ask(self, ask: Ask) -> Client | None:
+    def ask(self, ask: Ask) -> SimulatedClient | None:
         """Let a client ask; None if its gateway is not there."""
         process = self.processes.get(ask.gateway)
         gateway: Gateway | None = None if process is None else process.parts.get("gateway")
         if process is None or gateway is None:
             return None
-        client = Client(f"c{len(self.clients)}", ask, self._timeline)
+        client = SimulatedClient(f"c{len(self.clients)}", ask, self._timeline)
         self.clients.append(client)
         process.parts.setdefault("clients", []).append(client)
         task = self._loop.create_task(client.run(gateway), context=process.context())

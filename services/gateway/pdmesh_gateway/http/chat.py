@@ -10,7 +10,7 @@ import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
 from pdmesh_gateway.http.logprobs import chat_logprobs
@@ -148,7 +148,7 @@ class _ChatRendering(Rendering):
         )
         self._begun = [False] * job.num_choices
 
-    def chunk(self, delta: Delta, generation: Generation) -> bytes:
+    def chunk(self, delta: Delta, generation: TextStream) -> bytes:
         request = self._request
         job = generation.job
         usage = (
@@ -172,7 +172,7 @@ class _ChatRendering(Rendering):
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._writer.usage(usage)
 
-    def response(self, choices: Sequence[Collected], generation: Generation, usage: Usage) -> msgspec.Struct:
+    def response(self, choices: Sequence[Collected], generation: TextStream, usage: Usage) -> msgspec.Struct:
         request = self._request
         return ChatResponse(
             id=self._id,

@@ -10,7 +10,7 @@ import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh.wire.messages import TokenLogprobs
-from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
 from pdmesh_gateway.http.logprobs import completion_logprobs
@@ -146,10 +146,10 @@ class _CompletionRendering(Rendering):
         )
         self._begun = [False] * job.num_choices
 
-    def num_output_tokens(self, generation: Generation) -> int:
+    def num_output_tokens(self, generation: TextStream) -> int:
         return 0 if self._prompt_only else generation.num_output_tokens
 
-    def chunk(self, delta: Delta, generation: Generation) -> bytes:
+    def chunk(self, delta: Delta, generation: TextStream) -> bytes:
         index = delta.index
         job = generation.job
         prompt = job.prompts[index // job.n]
@@ -174,7 +174,7 @@ class _CompletionRendering(Rendering):
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._writer.usage(usage)
 
-    def response(self, choices: Sequence[Collected], generation: Generation, usage: Usage) -> msgspec.Struct:
+    def response(self, choices: Sequence[Collected], generation: TextStream, usage: Usage) -> msgspec.Struct:
         return CompletionResponse(
             id=self._id,
             created=self._created,
@@ -183,7 +183,7 @@ class _CompletionRendering(Rendering):
             usage=usage,
         )
 
-    def _choice(self, index: int, choice: Collected, generation: Generation) -> CompletionChoice:
+    def _choice(self, index: int, choice: Collected, generation: TextStream) -> CompletionChoice:
         own = self._own(
             Delta(
                 index=index,
@@ -217,7 +217,7 @@ class _CompletionRendering(Rendering):
         num_echoed = len(self._echoed[delta.index // job.n].text)
         return replace(delta, text_offsets=[num_echoed + offset for offset in delta.text_offsets])
 
-    def _with_echo(self, delta: Delta, generation: Generation) -> Delta:
+    def _with_echo(self, delta: Delta, generation: TextStream) -> Delta:
         """The prompt in front."""
         job = generation.job
         i = delta.index // job.n

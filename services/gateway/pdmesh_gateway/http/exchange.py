@@ -15,7 +15,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh_gateway.auth import Client
 from pdmesh_gateway.http.body import ClientGone, read_body
 from pdmesh_gateway.http.errors import error_headers, error_json, internal_error
-from pdmesh_gateway.limits import Admission
+from pdmesh_gateway.limits import RequestLimiter
 
 JSON = b"application/json"
 
@@ -58,7 +58,7 @@ class Exchange:
         value = self.headers.get(b"content-length", b"")
         return int(value) if value.isdigit() else None
 
-    async def body(self, admission: Admission, *, max_bytes: int, timeout_s: float) -> bytes:
+    async def body(self, admission: RequestLimiter, *, max_bytes: int, timeout_s: float) -> bytes:
         """The whole body, counted as it comes. Raises RequestRejected and ClientGone."""
         with admission.upload() as upload:
             return await read_body(

@@ -14,7 +14,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.metrics import Slo
 from pdmesh.model import SamplingParams
 from pdmesh.wire.messages import TokenLogprobs
-from pdmesh_gateway.generate import Delta, Generation, GenerationJob
+from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
 from pdmesh_gateway.http.body import decode_body
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import DONE, KEEP_ALIVE, usage_of
@@ -54,18 +54,18 @@ class Rendering(ABC):
     """How one request's deltas look in its dialect of the API."""
 
     @abstractmethod
-    def chunk(self, delta: Delta, generation: Generation) -> bytes:
+    def chunk(self, delta: Delta, generation: TextStream) -> bytes:
         """One or more events for a choice's news."""
 
     @abstractmethod
-    def response(self, choices: Sequence[Collected], generation: Generation, usage: Usage) -> msgspec.Struct:
+    def response(self, choices: Sequence[Collected], generation: TextStream, usage: Usage) -> msgspec.Struct:
         """The whole response."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> bytes:
         """The event with the usage, after the last choice has ended."""
 
-    def num_output_tokens(self, generation: Generation) -> int:
+    def num_output_tokens(self, generation: TextStream) -> int:
         return generation.num_output_tokens
 
 
@@ -158,7 +158,7 @@ def _target_s(exchange: Exchange, header: str, name: str, field: float | None) -
 
 
 async def _stream(
-    exchange: Exchange, generation: Generation, rendering: Rendering, *, with_usage: bool, keep_alive_s: float
+    exchange: Exchange, generation: TextStream, rendering: Rendering, *, with_usage: bool, keep_alive_s: float
 ) -> None:
     # The response begins with its first token, or the first keep-alive: until then an error has a status of its own.
     async for batch in generation.deltas(idle_s=keep_alive_s):
@@ -170,7 +170,7 @@ async def _stream(
     await exchange.send_events(tail + DONE, more=False)
 
 
-async def _respond(exchange: Exchange, generation: Generation, rendering: Rendering) -> None:
+async def _respond(exchange: Exchange, generation: TextStream, rendering: Rendering) -> None:
     choices = [Collected() for _ in range(generation.job.num_choices)]
     async for batch in generation.deltas():
         for delta in batch:
@@ -178,5 +178,5 @@ async def _respond(exchange: Exchange, generation: Generation, rendering: Render
     await exchange.respond_json(rendering.response(choices, generation, _usage(generation, rendering)))
 
 
-def _usage(generation: Generation, rendering: Rendering) -> Usage:
+def _usage(generation: TextStream, rendering: Rendering) -> Usage:
     return usage_of(generation.job.num_prompt_tokens, rendering.num_output_tokens(generation))
