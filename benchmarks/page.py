@@ -42,6 +42,7 @@ from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.metrics import RecentLatencies
 from pdmesh_gateway.testing import running_gateway
 from pdmesh_scheduler.activity import FRAME_S, ActivityFeed
+from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peers import Peers
 
 GATEWAY = GatewayId("g")
@@ -70,7 +71,7 @@ class WatchedCore:
             self._frame_at_s = now_s + FRAME_S
             state = self._state()
         began_s = time.process_time()
-        self.feed.observe(event, commands, now_s)
+        self.feed.observe(Handled(event=event, now_s=now_s, commands=commands, milestones=()))
         if state is not None:
             self.frames.append(self.feed.frame(state))
         self.cost_s += time.process_time() - began_s

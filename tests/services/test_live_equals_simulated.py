@@ -37,6 +37,7 @@ from pdmesh.core.events import (
     InstanceEvent,
     LoadReported,
 )
+from pdmesh.core.lives import Lives
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import (
     Epoch,
@@ -81,6 +82,7 @@ from pdmesh.wire.messages import (
     WorkerUp,
     pack_token_ids,
 )
+from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
 from pdmesh_scheduler.metrics import SchedulerMetrics
@@ -337,15 +339,19 @@ def serve(
         core = CountingCore(bundle, len(arrivals))
         workers: Peers[InstanceId, WorkerDown] = Peers()
         gateways: Peers[GatewayId, GatewayDown] = Peers()
-        records = RequestRecords(len(arrivals), lambda at_s: at_s)
+        records = RequestRecords(lambda at_s: at_s)
         driver = Driver(
             core,
             clock=lambda: agenda.now_s,
             workers=workers,
             gateways=gateways,
-            records=records,
-            metrics=SchedulerMetrics(CollectorRegistry(), core),
-            spans=SchedulerSpans(NoTracing(), lambda at_s: at_s),
+            lives=Lives(len(arrivals)),
+            activity=ActivityFeed(core, gateways, clock=lambda: agenda.now_s, label=records.label),
+            observers=(
+                SchedulerMetrics(CollectorRegistry(), core),
+                records,
+                SchedulerSpans(NoTracing(), lambda at_s: at_s),
+            ),
             event_log=log,
         )
         worker_leases: Leases[InstanceId] = Leases(settings.lease_s)

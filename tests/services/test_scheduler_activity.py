@@ -21,6 +21,7 @@ from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.scripted_mesh import READY
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, StepBar
 from pdmesh_scheduler.activity import MAX_REQUESTS, MAX_STEPS, ActivityFeed
+from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peers import Peers
 
 pytestmark = pytest.mark.anyio
@@ -76,7 +77,7 @@ async def next_frame(feed: ActivityFeed, mailboxes: Mailboxes) -> Activity:
 
 def drive(feed: ActivityFeed, core: SchedulerCore, event: Any, now_s: float) -> list[Any]:
     commands = core.handle(event, now_s)
-    feed.observe(event, commands, now_s)
+    feed.observe(Handled(event=event, now_s=now_s, commands=commands, milestones=()))
     return commands
 
 
@@ -133,7 +134,8 @@ async def test_a_frame_is_bounded_whatever_happens() -> None:
         for number in range(2 * MAX_REQUESTS):
             core.handle(RequestArrived(request(number)), float(number))
         for number in range(2 * MAX_STEPS):
-            feed.observe(StepDone(InstanceId("m"), number, 0.01, (), 1), [], float(number))
+            done = StepDone(InstanceId("m"), number, 0.01, (), 1)
+            feed.observe(Handled(event=done, now_s=float(number), commands=(), milestones=()))
         frame = await next_frame(feed, mailboxes)
         assert len(frame.steps) == MAX_STEPS
         assert [told.id for told in frame.requests] == [f"r{number}" for number in range(MAX_REQUESTS)]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from pdmesh.cli.request_view import summary
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart
-from pdmesh.core.events import RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
+from pdmesh.core.events import Event, RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
+from pdmesh.core.lives import Lives
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams
 from pdmesh.testing.worker import a_shard
 from pdmesh.wire.messages import Generation, pack_token_ids
+from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.records import RequestRecords
 
 G = GatewayId("g")
@@ -24,7 +27,29 @@ class Told:
     """Records that are told of one event at a time."""
 
     def __init__(self, max_ended: int = 10) -> None:
-        self.records = RequestRecords(max_ended, wall_time=lambda at_s: 1000.0 + at_s)
+        self.records = RequestRecords(wall_time=lambda at_s: 1000.0 + at_s)
+        self._lives = Lives(max_ended)
+
+    def tell(
+        self,
+        event: Event,
+        commands: Sequence[Command],
+        at_s: float,
+        *,
+        generation: Generation | None = None,
+        bundle: str = "fcfs",
+    ) -> None:
+        milestones = self._lives.observe(event, commands, at_s)
+        self.records.observe(
+            Handled(
+                event=event,
+                now_s=at_s,
+                commands=commands,
+                milestones=milestones,
+                generation=generation,
+                bundle=bundle,
+            )
+        )
 
     def arrived(
         self,
@@ -61,11 +86,11 @@ class Told:
             shards=(a_shard(I, 2),),
             transfer=None,
         )
-        self.records.observe(RequestArrived(request), generation, [admit], at_s, "fcfs")
+        self.tell(RequestArrived(request), [admit], at_s, generation=generation)
 
     def computed(self, request_id: str, at_s: float, *, num_tokens: int = NUM_PROMPT_TOKENS, epoch: int = 0) -> None:
         chunk = ChunkDone(request_id=RequestId(request_id), epoch=Epoch(epoch), num_tokens=num_tokens, is_last=True)
-        self.records.observe(StepDone(I, 0, 0.001, (chunk,), 0), None, [], at_s, "fcfs")
+        self.tell(StepDone(I, 0, 0.001, (chunk,), 0), [], at_s)
 
     def ended(self, request_id: str, at_s: float, outcome: Outcome, *, epoch: int = 0) -> None:
         key: dict[str, Any] = {"request_id": RequestId(request_id), "epoch": Epoch(epoch)}
@@ -76,7 +101,7 @@ class Told:
             event = RequestCancelled(G, RequestId(request_id), Epoch(epoch))
         else:
             event, commands = Tick(), [Restart(**key, gateway_id=G, reason="i is lost"), *commands]
-        self.records.observe(event, None, commands, at_s, "fcfs")
+        self.tell(event, commands, at_s)
 
 
 def whats(told: Told, request_id: str) -> list[str]:
@@ -215,14 +240,13 @@ def test_a_record_says_whether_the_targets_were_met(slo: Slo, met: bool | None) 
 
 
 def test_a_record_names_the_bundle_that_placed_the_request() -> None:
-    records = RequestRecords(10, wall_time=lambda at_s: at_s)
+    told = Told()
     ids: dict[str, Any] = {"request_id": RequestId("r"), "epoch": Epoch(0)}
     request = Request(**ids, gateway_id=G, num_prompt_tokens=8, max_tokens=4, arrival_s=0.0)
-    records.observe(RequestArrived(request), None, [], 0.0, "fcfs")
-    records.observe(
-        Tick(), None, [AdmitPrefill(**ids, instance_id=I, shards=(a_shard(I, 2),), transfer=None)], 1.0, "pdmesh"
-    )
-    records.observe(StepDone(I, 0, 0.1, (ChunkDone(**ids, num_tokens=8, is_last=True),), 0), None, [], 2.0, "edf")
-    record = records.get("r")
+    admit = AdmitPrefill(**ids, instance_id=I, shards=(a_shard(I, 2),), transfer=None)
+    told.tell(RequestArrived(request), [], 0.0)
+    told.tell(Tick(), [admit], 1.0, bundle="pdmesh")
+    told.tell(StepDone(I, 0, 0.1, (ChunkDone(**ids, num_tokens=8, is_last=True),), 0), [], 2.0, bundle="edf")
+    record = told.records.get("r")
     assert record is not None
     assert record.bundle == "pdmesh"

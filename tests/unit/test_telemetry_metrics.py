@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pdmesh.core.commands import ForgetRequest, Outcome, Reject
+from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Reject
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import InstanceJoined, KvReleased, RequestFinished, StepDone, Tick
+from pdmesh.core.events import Event, InstanceJoined, KvReleased, RequestArrived, RequestFinished, StepDone, Tick
+from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.metrics import Slo
@@ -21,10 +24,12 @@ from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.telemetry.exposition import watch_event_loop
 from pdmesh.testing.modelled import modelled_profile
+from pdmesh.testing.worker import a_shard
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.transcripts import Transcripts
 from pdmesh_scheduler.metrics import SchedulerMetrics
+from pdmesh_scheduler.observing import Handled
 
 pytestmark = pytest.mark.anyio
 
@@ -71,35 +76,33 @@ async def test_the_schedulers() -> None:
     registry = CollectorRegistry()
     metrics = SchedulerMetrics(registry, core)
     watch_event_loop(registry)
+    lives = Lives()
+
+    def tell(event: Event, commands: Sequence[Command], now_s: float) -> None:
+        milestones = lives.observe(event, commands, now_s)
+        metrics.observe(Handled(event=event, now_s=now_s, commands=commands, milestones=milestones))
+
     profile = modelled_profile("i", Role.MIXED)
     core.handle(InstanceJoined(profile, ()), 0.0)
     core.handle(KvReleased(profile.instance_id, RequestId("nobody's"), Epoch(0)), 0.0)
-    finished = RequestFinished(profile.instance_id, RequestId("r"), Epoch(0), FinishReason.STOP, 1)
-    metrics.observe(finished, [], 0.0, decision_s=0.0)
-    request = Request(
-        request_id=RequestId("r"),
-        epoch=Epoch(0),
-        gateway_id=GatewayId("g"),
-        num_prompt_tokens=8,
-        max_tokens=1,
-        arrival_s=0.0,
+    key: dict[str, Any] = {"request_id": RequestId("r"), "epoch": Epoch(0)}
+    gateway_id = GatewayId("g")
+    request = Request(**key, gateway_id=gateway_id, num_prompt_tokens=8, max_tokens=1, arrival_s=0.0)
+    admit = AdmitPrefill(
+        **key, instance_id=profile.instance_id, shards=(a_shard(profile.instance_id, 1),), transfer=None
     )
-    metrics.placed(request, "m", 1.0)
-    chunk = ChunkDone(request_id=request.request_id, epoch=request.epoch, num_tokens=8, is_last=True)
-    metrics.observe(StepDone(profile.instance_id, 0, 0.1, (chunk,), 0), [], 2.0, decision_s=0.0)
-    reject = Reject(
-        gateway_id=request.gateway_id,
-        request_id=request.request_id,
-        epoch=request.epoch,
-        reason=RejectReason.OVERLOADED,
-        message="",
-        retry_after_s=None,
-    )
-    forget = ForgetRequest(
-        gateway_id=request.gateway_id, request_id=request.request_id, epoch=request.epoch, outcome=Outcome.REJECTED
-    )
-    metrics.observe(Tick(), [reject, forget], 3.0, decision_s=0.0)
-    assert 'request_prefill_time_seconds_sum{model_name="m"} 1.0' in generate_latest(registry).decode()
+    reject = Reject(**key, gateway_id=gateway_id, reason=RejectReason.OVERLOADED, message="", retry_after_s=None)
+    tell(InstanceJoined(profile, ()), [], 0.0)
+    tell(RequestFinished(profile.instance_id, RequestId("unknown"), Epoch(0), FinishReason.STOP, 1), [], 0.0)
+    tell(RequestArrived(request), [], 0.5)
+    tell(Tick(), [admit], 1.0)
+    tell(StepDone(profile.instance_id, 0, 0.1, (ChunkDone(**key, num_tokens=8, is_last=True),), 0), [], 2.0)
+    tell(Tick(), [reject, ForgetRequest(**key, gateway_id=gateway_id, outcome=Outcome.REJECTED)], 3.0)
+    tell(StepDone(profile.instance_id, 1, 0.1, (ChunkDone(**key, num_tokens=8, is_last=True),), 0), [], 4.0)  # late
+    text = generate_latest(registry).decode()
+    assert f'request_queue_time_seconds_sum{{model_name="{profile.model}"}} 1.0' in text
+    assert f'request_prefill_time_seconds_sum{{model_name="{profile.model}"}} 1.0' in text
+    assert "pdmesh:prompt_tokens_total 8.0" in text
     assert served(registry) == documented("Scheduler")
 
 

@@ -6,15 +6,16 @@ nobody asks, nothing is kept. Frames leave out what does not fit: they are to be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import anyio
 
-from pdmesh.core.commands import Command, Restart, RunStep
-from pdmesh.core.events import Event, InstanceJoined, InstanceLost, StepDone, TransferFailed, TransferSent
+from pdmesh.core.commands import Restart, RunStep
+from pdmesh.core.events import InstanceJoined, InstanceLost, StepDone, TransferFailed, TransferSent
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import GatewayId, InstanceId, RequestId
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, KvMove, MeshState, RequestActivity, StepBar
+from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peers import Peers
 
 #: Between two frames, seconds: smooth enough to look at.
@@ -60,10 +61,11 @@ class ActivityFeed:
         self._collects = True
         self._asking.set()
 
-    def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
+    def observe(self, handled: Handled) -> None:
         """Note what an event and its commands look like on a timeline."""
         if not self._collects:
             return
+        event, now_s = handled.event, handled.now_s
         match event:
             case StepDone():
                 urgent = (event.instance_id, event.plan_id) in self._urgent
@@ -85,7 +87,7 @@ class ActivityFeed:
                 self._mark(event.profile.instance_id, now_s, "joined", "")
             case _:
                 pass
-        for command in commands:
+        for command in handled.commands:
             match command:
                 case RunStep() if command.plan.urgent:
                     self._urgent.add((command.instance_id, command.plan.plan_id))

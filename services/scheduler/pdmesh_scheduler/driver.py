@@ -7,9 +7,9 @@ a bug of ours: it ends the service rather than leave the books wrong.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import anyio
 import anyio.lowlevel
@@ -43,10 +43,11 @@ from pdmesh.core.events import (
     RoleChangeRequested,
     Tick,
 )
+from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
-from pdmesh.model import GatewayId, InstanceId, InstanceProfile, Request, RequestKey
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey
 from pdmesh.wire.messages import (
     Admit,
     CommandMessage,
@@ -63,10 +64,8 @@ from pdmesh.wire.messages import (
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
-from pdmesh_scheduler.metrics import SchedulerMetrics
+from pdmesh_scheduler.observing import Handled, Observer
 from pdmesh_scheduler.peers import Peers
-from pdmesh_scheduler.records import RequestRecords
-from pdmesh_scheduler.spans import SchedulerSpans
 
 log = structlog.get_logger()
 
@@ -75,13 +74,6 @@ MAX_INBOX = 4096
 
 #: Events applied before other tasks get their turn.
 BATCH = 64
-
-
-class _Waiting(NamedTuple):
-    """A request that is not yet placed, with its prompt."""
-
-    request: Request
-    generation: Generation
 
 
 class Driver:
@@ -94,24 +86,23 @@ class Driver:
         clock: Callable[[], float],
         workers: Peers[InstanceId, WorkerDown],
         gateways: Peers[GatewayId, GatewayDown],
-        records: RequestRecords,
-        metrics: SchedulerMetrics,
-        spans: SchedulerSpans,
+        lives: Lives,
+        activity: ActivityFeed,
+        observers: Sequence[Observer],
         event_log: EventLogWriter | None = None,
     ) -> None:
         self._core = core
         self._clock = clock
         self._workers = workers
         self._gateways = gateways
-        self._records = records
-        self._metrics = metrics
-        self._spans = spans
-        self.activity = ActivityFeed(core, gateways, clock=clock, label=records.label)
+        self._lives = lives
+        self.activity = activity
+        self._observers = (*observers, activity)
         self._event_log = event_log
         self._inbox: deque[tuple[Event, Generation | None]] = deque()
         self._filled = anyio.Event()
         self._emptied = anyio.Event()
-        self._waiting: dict[RequestKey, _Waiting] = {}
+        self._waiting: dict[RequestKey, Generation] = {}  # with the prompts of what is not yet placed
         self._profiles: dict[InstanceId, InstanceProfile] = {}
         self._loads: dict[InstanceId, LoadReported] = {}
         self._wake_at_s: float | None = None
@@ -166,12 +157,20 @@ class Driver:
         self._remember(event, generation)
         began_s = perf_counter()
         commands = self._core.handle(event, now_s)
-        self._metrics.observe(event, commands, now_s, decision_s=perf_counter() - began_s)
+        decision_s = perf_counter() - began_s
         if self._event_log is not None:
             self._event_log.record_commands(commands)
-        self._records.observe(event, generation, commands, now_s, self._core.bundle)
-        self._spans.observe(event, generation, commands, now_s)
-        self.activity.observe(event, commands, now_s)
+        handled = Handled(
+            event=event,
+            now_s=now_s,
+            commands=commands,
+            milestones=self._lives.observe(event, commands, now_s),
+            generation=generation,
+            bundle=self._core.bundle,
+            decision_s=decision_s,
+        )
+        for observer in self._observers:
+            observer.observe(handled)
         for command in commands:
             self._carry_out(command)
         self._follow_up(event)
@@ -180,7 +179,7 @@ class Driver:
         match event:
             case RequestArrived() if generation is not None:
                 key = (generation.request_id, generation.epoch)
-                self._waiting.setdefault(key, _Waiting(event.request, generation))
+                self._waiting.setdefault(key, generation)
             case InstanceJoined():
                 before = self._profiles.get(event.profile.instance_id)
                 self._profiles[event.profile.instance_id] = event.profile
@@ -198,7 +197,6 @@ class Driver:
                 key = (event.request.request_id, event.request.epoch)
                 if not self._core.is_active(key):
                     self._waiting.pop(key, None)  # one of an older epoch, or refused
-                    self._spans.drop(key)
             case GatewayJoined():
                 self._gateways.post(event.gateway_id, self.state())
             case InstanceJoined() | InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
@@ -218,9 +216,7 @@ class Driver:
         match command:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
-                request, generation = self._waiting[key]
-                if command.instance_id == command.shards[0].instance_id:
-                    self._metrics.placed(request, self._profiles[command.instance_id].model, self._clock())
+                generation = self._waiting[key]
                 if command.instance_id == command.shards[-1].instance_id:
                     del self._waiting[key]  # all that need the prompt have it
                 self._workers.post(command.instance_id, Admit(command=command, generation=generation))
@@ -273,7 +269,7 @@ class Driver:
                 self._workers.post(instance_id, PeerGone(data_address=profile.data_address))
 
     def _expect_kv(self, command: PlaceDecode) -> None:
-        generation = self._waiting[command.request_id, command.epoch].generation
+        generation = self._waiting[command.request_id, command.epoch]
         num_context_tokens = generation.num_tokens
         if not needs_prompt_tokens(generation.params) and generation.num_output_tokens == 0:
             generation = msgspec.structs.replace(generation, token_ids=b"")

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig
 from pdmesh.core.config import CoreConfig, LatencyLearning
+from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
@@ -26,6 +27,7 @@ from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
+from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.admin import Admin
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
@@ -63,7 +65,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     def wall_time(at_s: float) -> float:
         return began_at + at_s - began_s
 
-    records = RequestRecords(settings.max_records, wall_time)
+    records = RequestRecords(wall_time)
 
     with ExitStack() as closing:
         header = Header(seed=seed, bundle=settings.bundle, config=core_config, started_at=began_at, started_s=began_s)
@@ -92,9 +94,9 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             clock=clock,
             workers=workers,
             gateways=gateways,
-            records=records,
-            metrics=SchedulerMetrics(registry, core),
-            spans=SchedulerSpans(context.tracing, wall_time),
+            lives=Lives(settings.max_records),
+            activity=ActivityFeed(core, gateways, clock=clock, label=records.label),
+            observers=(SchedulerMetrics(registry, core), records, SchedulerSpans(context.tracing, wall_time)),
             event_log=event_log,
         )
         worker_streams = WorkerStreams(driver, workers, worker_leases, settings, context.stopping, profile)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdmesh.core.commands import Command, ForgetRequest, Reject, Restart
-from pdmesh.core.events import Event, RequestFinished, StepDone, TransferFailed, TransferLanded
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, Reject, Restart
+from pdmesh.core.events import InstanceJoined, InstanceLost, RequestFinished, TransferFailed, TransferLanded
+from pdmesh.core.lives import Attempt, Chunk
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import Request, RequestKey
+from pdmesh.model import InstanceId
 from pdmesh.telemetry.exposition import Aliases
+from pdmesh_scheduler.observing import Handled
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
 
 
 class SchedulerMetrics:
-    """Counts from events and commands; gauges are read from the core when they are asked for."""
+    """Counts events and commands, and times milestones; gauges are read from the core when they are asked for."""
 
     def __init__(self, registry: CollectorRegistry, core: SchedulerCore) -> None:
         self._queue_time = Histogram(
@@ -72,19 +74,18 @@ class SchedulerMetrics:
         running.set_function(lambda: core.num_running)
         registry.register(_CoreCollector(core))
         registry.register(Aliases(self._queue_time, self._prefill_time))
-        self._placed: dict[RequestKey, tuple[float, str]] = {}  # when, and its model; until its prompt is computed
+        self._models: dict[InstanceId, str] = {}  # what each instance serves
 
-    def observe(self, event: Event, commands: Sequence[Command], now_s: float, *, decision_s: float) -> None:
-        """Count what an event and its commands tell."""
-        self._decision.observe(decision_s)
+    def observe(self, handled: Handled) -> None:
+        """Count what an event and its commands tell, also of requests that have no life here."""
+        self._decision.observe(handled.decision_s)
+        event = handled.event
         match event:
+            case InstanceJoined():
+                self._models[event.profile.instance_id] = event.profile.model
             case RequestFinished():
                 self._success.labels(event.reason).inc()
                 self._generation_tokens.inc(max(0, event.num_output_tokens))
-            case StepDone():
-                for chunk in event.chunks:
-                    if chunk.is_last and chunk.num_tokens > 0:
-                        self._prefilled((chunk.request_id, chunk.epoch), now_s)
             case TransferLanded():
                 self._landed_bytes.inc(max(0, event.num_bytes))
                 self._landed.observe(event.duration_s)
@@ -92,7 +93,7 @@ class SchedulerMetrics:
                 self._failed.inc()
             case _:
                 pass
-        for command in commands:
+        for command in handled.commands:
             match command:
                 case Reject():
                     self._rejected.labels(command.reason).inc()
@@ -100,21 +101,24 @@ class SchedulerMetrics:
                     self._restarts.inc()
                 case ForgetRequest():
                     self._ended.labels(command.outcome).inc()
-                    self._placed.pop((command.request_id, command.epoch), None)
                 case _:
                     pass
+        for life, attempt, what in handled.milestones:
+            match what:
+                case AdmitPrefill() if what.instance_id == what.shards[0].instance_id:
+                    request = attempt.request
+                    self._queue_time.labels(self._models[what.instance_id]).observe(handled.now_s - request.arrival_s)
+                    self._prompt_tokens.inc(request.num_prompt_tokens)
+                case Chunk(is_last=True) if what.instance_id == life.prefill_id and attempt.outcome is None:
+                    self._prefilled(attempt, what.instance_id, handled.now_s)
+                case _:
+                    pass
+        if isinstance(event, InstanceLost):
+            self._models.pop(event.instance_id, None)
 
-    def placed(self, request: Request, model: str, now_s: float) -> None:
-        """A request left the queue for instances of a model."""
-        self._queue_time.labels(model).observe(now_s - request.arrival_s)
-        self._prompt_tokens.inc(request.num_prompt_tokens)
-        self._placed[request.request_id, request.epoch] = (now_s, model)
-
-    def _prefilled(self, key: RequestKey, now_s: float) -> None:
-        placed = self._placed.pop(key, None)
-        if placed is not None:
-            placed_s, model = placed
-            self._prefill_time.labels(model).observe(now_s - placed_s)
+    def _prefilled(self, attempt: Attempt, leader_id: InstanceId, now_s: float) -> None:
+        if attempt.placed_s is not None and leader_id in self._models:
+            self._prefill_time.labels(self._models[leader_id]).observe(now_s - attempt.placed_s)
 
 
 class _CoreCollector(Collector):

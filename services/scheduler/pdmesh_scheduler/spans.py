@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome
-from pdmesh.core.events import Event, RequestArrived
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, Outcome
+from pdmesh.core.events import RequestArrived
+from pdmesh.core.lives import Attempt
 from pdmesh.model import Request, RequestKey
 from pdmesh.telemetry.tracing import AttributeValue, Tracing
-from pdmesh.wire.messages import Generation
+from pdmesh_scheduler.observing import Handled
 
 QUEUED = "queued"
 PLACED = "placed"
@@ -26,41 +27,41 @@ class _Trace:
 
 
 class SchedulerSpans:
-    """Told from events and commands, as the records are. Keeps something for each traced request until it ends."""
+    """Told from milestones, as the records are. Keeps something for each traced epoch of a request until it ends."""
 
     def __init__(self, tracing: Tracing, wall_time: Callable[[float], float]) -> None:
         self._tracing = tracing
         self._wall_time = wall_time
         self._traces: dict[RequestKey, _Trace] = {}
 
-    def observe(self, event: Event, generation: Generation | None, commands: Sequence[Command], now_s: float) -> None:
+    def observe(self, handled: Handled) -> None:
+        """Begin and end the spans of the requests that the milestones are of."""
         if not self._tracing.on:
             return
-        if isinstance(event, RequestArrived) and generation is not None and generation.traceparent is not None:
-            self._arrived(event.request, generation.traceparent, now_s)
-        for command in commands:
-            match command:
-                case AdmitPrefill():
-                    self._placed(command, now_s)
+        for _, attempt, what in handled.milestones:
+            match what:
+                case RequestArrived():
+                    self._arrived(what.request, handled)
+                case AdmitPrefill() if what.instance_id == what.shards[0].instance_id:
+                    self._placed(attempt, what, handled.now_s)
                 case ForgetRequest():
-                    self._ended(command, now_s)
+                    self._ended(attempt, what.outcome, handled.now_s)
                 case _:
                     pass
 
-    def drop(self, key: RequestKey) -> None:
-        """The core did not take the request."""
-        self._traces.pop(key, None)
-
-    def _arrived(self, request: Request, traceparent: str, now_s: float) -> None:
+    def _arrived(self, request: Request, handled: Handled) -> None:
+        generation = handled.generation
+        if generation is None or generation.traceparent is None:
+            return
         attributes: dict[str, AttributeValue] = {
             "pdmesh.request_id": request.request_id,
             "pdmesh.epoch": request.epoch,
             "pdmesh.num_prompt_tokens": request.num_prompt_tokens,
         }
-        self._traces.setdefault((request.request_id, request.epoch), _Trace(traceparent, attributes, now_s))
+        self._traces[_key(request)] = _Trace(generation.traceparent, attributes, handled.now_s)
 
-    def _placed(self, command: AdmitPrefill, now_s: float) -> None:
-        trace = self._traces.get((command.request_id, command.epoch))
+    def _placed(self, attempt: Attempt, command: AdmitPrefill, now_s: float) -> None:
+        trace = self._traces.get(_key(attempt.request))
         if trace is None:
             return
         self._record(QUEUED, trace, now_s, None)
@@ -69,14 +70,13 @@ class SchedulerSpans:
         trace.attributes["pdmesh.prefill_instance_id"] = command.instance_id
         trace.attributes["pdmesh.decode_instance_id"] = decode_id
 
-    def _ended(self, command: ForgetRequest, now_s: float) -> None:
-        trace = self._traces.pop((command.request_id, command.epoch), None)
+    def _ended(self, attempt: Attempt, outcome: Outcome, now_s: float) -> None:
+        trace = self._traces.pop(_key(attempt.request), None)
         if trace is None:
             return
-        trace.attributes["pdmesh.outcome"] = command.outcome
-        was_placed = "pdmesh.prefill_instance_id" in trace.attributes
-        error = None if command.outcome in _WELL else str(command.outcome)
-        self._record(PLACED if was_placed else QUEUED, trace, now_s, error)
+        trace.attributes["pdmesh.outcome"] = outcome
+        error = None if outcome in _WELL else str(outcome)
+        self._record(QUEUED if attempt.placed_s is None else PLACED, trace, now_s, error)
 
     def _record(self, name: str, trace: _Trace, now_s: float, error: str | None) -> None:
         self._tracing.record(
@@ -87,3 +87,7 @@ class SchedulerSpans:
             dict(trace.attributes),
             error=error,
         )
+
+
+def _key(request: Request) -> RequestKey:
+    return request.request_id, request.epoch

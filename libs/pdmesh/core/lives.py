@@ -1,0 +1,300 @@
+"""What happens to each request, from its arrival to its end, reduced from the core's events and commands alone.
+
+Whoever tells of requests (records, spans, metrics, recorded runs) follows the milestones that `Lives` finds. The core
+itself knows nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    ForgetRequest,
+    FreeKv,
+    GrantTransfer,
+    Outcome,
+    PauseTransfer,
+    PlaceDecode,
+    Reject,
+    Restart,
+    RunStep,
+    SetRole,
+    WakeAt,
+)
+from pdmesh.core.events import (
+    DecodeReserved,
+    Event,
+    KvReleased,
+    RequestArrived,
+    RequestCancelled,
+    RequestDropped,
+    RequestFinished,
+    StepDone,
+    TransferFailed,
+    TransferLanded,
+    TransferOffered,
+    TransferPaused,
+    TransferSent,
+)
+from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One epoch of a request. Times are the core's clock, in seconds."""
+
+    request: Request
+    arrived_s: float
+    placed_s: float | None = None  # when it left the queue
+    num_done_tokens: int = 0  # of its prompt, computed
+    outcome: Outcome | None = None  # None while the core cares for it
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """A request over all its epochs. Times are the core's clock, in seconds, each of the event that told of it."""
+
+    request: Request  # as it first arrived
+    first_arrival_s: float
+    attempt: Attempt  # the newest
+    prefill_id: InstanceId | None = None  # where it was placed last; of a group, its leader
+    decode_id: InstanceId | None = None
+    placed_s: float | None = None  # first
+    granted_s: float | None = None  # its KV transfer, first
+    landed_s: float | None = None  # last
+    exposed_s: float | None = None  # how long its KV was waited for after its prompt was computed
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_output_tokens: int | None = None  # of all epochs; known once it finished
+
+
+class Chunk(NamedTuple):
+    """A part of a request's prompt was computed: ``num_tokens`` (> 0) of them from ``start`` on."""
+
+    instance_id: InstanceId
+    plan_id: int
+    start: int
+    num_tokens: int
+    is_last: bool  # the step sampled a token
+    step_s: float  # device time of the whole step
+
+
+class Forgotten(NamedTuple):
+    """A life that ended is no longer kept: nothing more will be told of it."""
+
+
+#: What can happen to a request: the event or the command that names it, or its part of one that names several.
+Happening = (
+    RequestArrived
+    | RequestCancelled
+    | Chunk
+    | DecodeReserved
+    | TransferOffered
+    | TransferPaused
+    | TransferLanded
+    | TransferSent
+    | TransferFailed
+    | RequestDropped
+    | RequestFinished
+    | KvReleased
+    | AdmitPrefill
+    | PlaceDecode
+    | GrantTransfer
+    | PauseTransfer
+    | FreeKv
+    | Reject
+    | Restart
+    | ForgetRequest
+    | Forgotten
+)
+
+
+class Milestone(NamedTuple):
+    """Something happened to a request. ``life`` and ``attempt`` are as the whole event has left them."""
+
+    life: Life
+    attempt: Attempt
+    what: Happening
+
+    @property
+    def is_of_newest(self) -> bool:
+        """Whether it is of the request's newest epoch."""
+        return self.attempt is self.life.attempt
+
+
+class Lives:
+    """Keeps the life of every request that is under way, and of the last ``max_ended`` that ended (None: of all).
+
+    A request that the core did not take, or knows from an instance alone, has none.
+    """
+
+    def __init__(self, max_ended: int | None = None) -> None:
+        self._max_ended = max_ended
+        self._active: dict[RequestId, Life] = {}
+        self._ended: OrderedDict[RequestId, Life] = OrderedDict()
+        self._superseded: dict[RequestKey, Attempt] = {}  # until the core says that they ended
+
+    def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> Sequence[Milestone]:
+        """What an event and the core's answer to it mean for requests, in this order."""
+        found: list[Milestone] = []
+        match event:
+            case RequestArrived():
+                self._arrived(event, commands, now_s, found)
+            case StepDone():
+                self._step_done(event, now_s, found)
+            case (
+                RequestCancelled()
+                | DecodeReserved()
+                | TransferOffered()
+                | TransferPaused()
+                | TransferLanded()
+                | TransferSent()
+                | TransferFailed()
+                | RequestDropped()
+                | RequestFinished()
+                | KvReleased()
+            ):
+                self._told(event, now_s, found)
+            case _:
+                pass
+        for command in commands:
+            if not isinstance(command, RunStep | SetRole | WakeAt):
+                self._commanded(command, now_s, found)
+        return found
+
+    def _arrived(
+        self, event: RequestArrived, commands: Sequence[Command], now_s: float, found: list[Milestone]
+    ) -> None:
+        request, request_id = event.request, event.request.request_id
+        life = self._active.get(request_id)
+        if life is not None and life.attempt.request.epoch >= request.epoch:
+            return  # sent again
+        if _not_taken(request, commands):
+            return
+        attempt = Attempt(request, now_s)
+        if life is not None:
+            self._superseded[request_id, life.attempt.request.epoch] = life.attempt
+        else:
+            ended = self._ended.pop(request_id, None)
+            life = ended if request.epoch > 0 else None
+        if life is None:
+            life = Life(request, now_s, attempt)
+        life.attempt = attempt
+        life.num_output_tokens = life.last_token_s = None
+        self._active[request_id] = life
+        found.append(Milestone(life, attempt, event))
+
+    def _step_done(self, event: StepDone, now_s: float, found: list[Milestone]) -> None:
+        for done in event.chunks:
+            known = self._find(done.request_id, done.epoch)
+            if known is None or done.num_tokens == 0:
+                continue
+            life, attempt = known
+            start, attempt.num_done_tokens = attempt.num_done_tokens, attempt.num_done_tokens + done.num_tokens
+            if done.is_last and life.first_token_s is None:
+                life.first_token_s = now_s
+            chunk = Chunk(event.instance_id, event.plan_id, start, done.num_tokens, done.is_last, event.duration_s)
+            found.append(Milestone(life, attempt, chunk))
+
+    def _told(
+        self,
+        event: RequestCancelled
+        | DecodeReserved
+        | TransferOffered
+        | TransferPaused
+        | TransferLanded
+        | TransferSent
+        | TransferFailed
+        | RequestDropped
+        | RequestFinished
+        | KvReleased,
+        now_s: float,
+        found: list[Milestone],
+    ) -> None:
+        known = self._find(event.request_id, event.epoch)
+        if known is None:
+            return
+        life, attempt = known
+        match event:
+            case RequestCancelled():
+                if attempt.outcome is not None or attempt.request.gateway_id != event.gateway_id:
+                    return  # too late, or of another gateway's request
+            case TransferLanded():
+                life.landed_s = now_s
+            case TransferSent():
+                life.exposed_s = event.exposed_s
+            case RequestFinished():
+                life.num_output_tokens, life.last_token_s = event.num_output_tokens, now_s
+            case _:
+                pass
+        found.append(Milestone(life, attempt, event))
+
+    def _commanded(
+        self,
+        command: AdmitPrefill | PlaceDecode | GrantTransfer | PauseTransfer | FreeKv | Reject | Restart | ForgetRequest,
+        now_s: float,
+        found: list[Milestone],
+    ) -> None:
+        known = self._find(command.request_id, command.epoch)
+        if known is None:
+            return
+        life, attempt = known
+        if isinstance(command, Reject | Restart) and command.gateway_id != attempt.request.gateway_id:
+            return  # another gateway asked under the same id
+        found.append(Milestone(life, attempt, command))
+        match command:
+            case AdmitPrefill() if command.instance_id == command.shards[0].instance_id:
+                attempt.placed_s = now_s
+                life.placed_s = now_s if life.placed_s is None else life.placed_s
+                life.prefill_id = command.instance_id
+                life.decode_id = command.decode_instance_id or command.instance_id
+            case GrantTransfer() if life.granted_s is None:  # it may be granted again after a pause
+                life.granted_s = now_s
+            case ForgetRequest():
+                attempt.outcome = command.outcome
+                self._end(life, attempt, found)
+            case _:
+                pass
+
+    def _end(self, life: Life, attempt: Attempt, found: list[Milestone]) -> None:
+        request_id, epoch = attempt.request.request_id, attempt.request.epoch
+        if attempt is not life.attempt:
+            del self._superseded[request_id, epoch]
+            return
+        if self._active.pop(request_id, None) is None:
+            return
+        self._ended[request_id] = life
+        while self._max_ended is not None and len(self._ended) > self._max_ended:
+            _, forgotten = self._ended.popitem(last=False)
+            found.append(Milestone(forgotten, forgotten.attempt, Forgotten()))
+
+    def _find(self, request_id: RequestId, epoch: Epoch) -> tuple[Life, Attempt] | None:
+        life = self._active.get(request_id) or self._ended.get(request_id)
+        if life is None:
+            return None
+        if life.attempt.request.epoch == epoch:
+            return life, life.attempt
+        attempt = self._superseded.get((request_id, epoch))
+        return None if attempt is None else (life, attempt)
+
+
+def _not_taken(request: Request, commands: Sequence[Command]) -> bool:
+    """Whether the core refused a request without opening it: its id is another gateway's.
+
+    What was opened is also forgotten where it is rejected.
+    """
+    refused = False
+    for command in commands:
+        if isinstance(command, Reject | ForgetRequest) and (command.request_id, command.epoch) == (
+            request.request_id,
+            request.epoch,
+        ):
+            if isinstance(command, ForgetRequest):
+                return False
+            refused = True
+    return refused

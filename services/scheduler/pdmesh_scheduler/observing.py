@@ -1,0 +1,31 @@
+"""What the driver tells those who watch the core: each event that it handled, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdmesh.core.commands import Command
+from pdmesh.core.events import Event
+from pdmesh.core.lives import Milestone
+from pdmesh.wire.messages import Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handled:
+    """An event that the core has handled."""
+
+    event: Event
+    now_s: float  # the core's clock
+    commands: Sequence[Command]
+    milestones: Sequence[Milestone]  # what both mean for requests
+    generation: Generation | None = None  # of an arrival
+    bundle: str = ""  # in force afterwards
+    decision_s: float = 0.0  # what the core took
+
+
+class Observer(Protocol):
+    """Is told of every handled event, before its commands are carried out. It only looks."""
+
+    def observe(self, handled: Handled) -> None: ...
