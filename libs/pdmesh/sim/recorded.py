@@ -11,18 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, GrantTransfer, Outcome, RunStep
-from pdmesh.core.events import (
-    Event,
-    InstanceJoined,
-    InstanceLost,
-    RequestArrived,
-    RequestFinished,
-    StepDone,
-    TransferLanded,
-    TransferSent,
-)
-from pdmesh.model import ChunkPlan, InstanceId, InstanceProfile, Request, RequestId, StepPlan
+from pdmesh.core.commands import AdmitPrefill, Command, Outcome, RunStep
+from pdmesh.core.events import Event, InstanceJoined, InstanceLost, RequestArrived, StepDone
+from pdmesh.core.lives import Life, Lives
+from pdmesh.model import ChunkPlan, InstanceId, InstanceProfile, RequestId, StepPlan
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult, StepSpan
 from pdmesh.sim.workload import Arrival
 
@@ -73,12 +65,34 @@ def recorded_run(decisions: Iterable[Decision]) -> RecordedRun:
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request over all its epochs. ``run.request`` is as it first arrived."""
+    """A request, and what the steps of its instances tell beyond its life."""
 
-    run: RequestRun
+    life: Life
+    started_s: float | None = None  # the step with its first chunk
+    num_preemptions: int = 0
     last_turn: int | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
+
+    def run(self) -> RequestRun:
+        """As far as it is known. The request is as it first arrived."""
+        life = self.life
+        run = RequestRun(
+            replace(life.request, arrival_s=life.first_arrival_s),
+            num_output_tokens=life.num_output_tokens or 0,
+            outcome=life.attempt.outcome,
+            placed_s=life.placed_s,
+            started_s=self.started_s,
+            num_preemptions=self.num_preemptions,
+            granted_s=life.granted_s,
+            landed_s=life.landed_s,
+            exposed_s=life.exposed_s,
+            prefill_id=life.prefill_id,
+            decode_id=life.decode_id,
+        )
+        if run.num_output_tokens and life.last_token_s is not None:
+            last_s = life.last_token_s
+            first_s = last_s if life.first_token_s is None else min(life.first_token_s, last_s)
+            run.token_times_s = _spread(first_s, last_s, run.num_output_tokens)
+        return run
 
 
 @dataclass(slots=True)
@@ -96,6 +110,7 @@ class _Tracks:
 class _Recorder:
     def __init__(self) -> None:
         self._origin_s: float | None = None
+        self._lives = Lives()
         self._requests: dict[RequestId, _Tracked] = {}
         self._instances: dict[InstanceId, _Tracks] = {}
         self._steps: list[RecordedStep] = []
@@ -111,8 +126,6 @@ class _Recorder:
         self._num_events += 1
         self._num_commands += len(decision.commands)
         match event:
-            case RequestArrived():
-                self._arrived(event.request, now_s)
             case InstanceJoined():
                 tracks = self._instances.setdefault(event.profile.instance_id, _Tracks(event.profile))
                 tracks.profile = event.profile
@@ -121,46 +134,19 @@ class _Recorder:
                 self._num_lost += event.instance_id in self._instances
             case StepDone():
                 self._step_done(event, now_s)
-            case TransferLanded():
-                if tracked := self._requests.get(event.request_id):
-                    tracked.run.landed_s = now_s
-            case TransferSent():
-                if tracked := self._requests.get(event.request_id):
-                    tracked.run.exposed_s = event.exposed_s
-            case RequestFinished():
-                if tracked := self._requests.get(event.request_id):
-                    tracked.run.num_output_tokens = event.num_output_tokens
-                    tracked.last_token_s = now_s
             case _:
                 pass
+        for life, _, what in self._lives.observe(event, decision.commands, now_s):
+            match what:
+                case RequestArrived():
+                    self._requests.setdefault(life.request.request_id, _Tracked(life))
+                case AdmitPrefill():
+                    self._requests[life.request.request_id].last_turn = None
+                case _:
+                    pass
         for command in decision.commands:
-            self._commanded(command, now_s)
-
-    def _arrived(self, request: Request, now_s: float) -> None:
-        if request.request_id not in self._requests:
-            run = RequestRun(replace(request, arrival_s=now_s), num_output_tokens=0)
-            self._requests[request.request_id] = _Tracked(run)
-
-    def _commanded(self, command: Command, now_s: float) -> None:
-        match command:
-            case RunStep():
-                if tracks := self._instances.get(command.instance_id):
-                    tracks.plans[command.plan.plan_id] = now_s, command.plan
-            case AdmitPrefill():
-                if tracked := self._requests.get(command.request_id):
-                    run, tracked.last_turn = tracked.run, None
-                    run.prefill_id = command.instance_id
-                    run.decode_id = command.decode_instance_id or command.instance_id
-                    run.placed_s = now_s if run.placed_s is None else run.placed_s
-            case GrantTransfer():
-                tracked = self._requests.get(command.request_id)
-                if tracked is not None and tracked.run.granted_s is None:  # granted again after a pause
-                    tracked.run.granted_s = now_s
-            case ForgetRequest():
-                if tracked := self._requests.get(command.request_id):
-                    tracked.run.outcome = command.outcome
-            case _:
-                pass
+            if isinstance(command, RunStep) and (planned := self._instances.get(command.instance_id)):
+                planned.plans[command.plan.plan_id] = now_s, command.plan
 
     def _step_done(self, event: StepDone, now_s: float) -> None:
         tracks = self._instances.get(event.instance_id)
@@ -183,11 +169,8 @@ class _Recorder:
         tracks.spans.append(span)
         self._steps.append(step)
         for chunk in chunks:
-            if tracked := self._requests.get(chunk.request_id):
-                if tracked.run.started_s is None:
-                    tracked.run.started_s = start_s
-                if chunk.is_last and tracked.first_token_s is None:
-                    tracked.first_token_s = now_s
+            if (tracked := self._requests.get(chunk.request_id)) and tracked.started_s is None:
+                tracked.started_s = start_s
         if plan.urgent:
             tracks.urgent.append(span)
         else:
@@ -195,7 +178,7 @@ class _Recorder:
             self._count_urgent_turns(tracks)
             self._count_turn(tracks, span, *nested)
             for tracked in self._of(span):
-                tracked.run.num_preemptions += len(nested)
+                tracked.num_preemptions += len(nested)
 
     def _count_urgent_turns(self, tracks: _Tracks) -> None:
         """Those that found nothing to interrupt."""
@@ -207,7 +190,7 @@ class _Recorder:
         """A running prompt that was not in the turn before was preempted."""
         tracks.num_turns += 1
         for tracked in (tracked for span in spans for tracked in self._of(span)):
-            tracked.run.num_preemptions += tracked.last_turn is not None and tracks.num_turns - tracked.last_turn > 1
+            tracked.num_preemptions += tracked.last_turn is not None and tracks.num_turns - tracked.last_turn > 1
             tracked.last_turn = tracks.num_turns
 
     def _of(self, span: StepSpan) -> list[_Tracked]:
@@ -220,11 +203,8 @@ class _Recorder:
         left_out = Counter[str]()
         runs: list[RequestRun] = []
         for tracked in self._requests.values():
-            run = tracked.run
-            if run.outcome is Outcome.FINISHED and run.num_output_tokens and tracked.last_token_s is not None:
-                last_s = tracked.last_token_s
-                first_s = last_s if tracked.first_token_s is None else min(tracked.first_token_s, last_s)
-                run.token_times_s = _spread(first_s, last_s, run.num_output_tokens)
+            run = tracked.run()
+            if run.outcome is Outcome.FINISHED and run.token_times_s:
                 runs.append(run)
             else:
                 left_out[str(run.outcome or "unfinished")] += 1
