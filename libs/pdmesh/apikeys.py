@@ -4,7 +4,7 @@
 
     [keys.alice]
     hash = "sha256:…"                # of the key, which is written nowhere; `pdmesh keys new` makes both
-    scopes = ["generate"]            # of generate, tokenize, models, watch; all if not given
+    scopes = ["generate"]            # of generate, tokenize, models, watch; all but watch if not given
     requests_per_minute = 600
     tokens_per_minute = 200_000      # prompt and output tokens
     max_concurrent_requests = 32     # choices count
@@ -28,6 +28,9 @@ from pdmesh.errors import ConfigError
 
 SCOPES = frozenset({"generate", "tokenize", "models", "watch"})
 
+#: Of a key whose entry names none. Who watches the mesh sees what other clients call their requests.
+DEFAULT_SCOPES = SCOPES - {"watch"}
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _COUNTS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
@@ -40,7 +43,7 @@ class ApiKey:
 
     name: str
     hash: str  # "sha256:" and hexadecimal digits
-    scopes: frozenset[str] = SCOPES
+    scopes: frozenset[str] = DEFAULT_SCOPES
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     max_concurrent_requests: float | None = None
@@ -89,7 +92,7 @@ def _api_key(name: str, entry: Any, where: str) -> ApiKey:
             raise ConfigError(f"{where}: {field} {problem}, not {value!r}")
     if "hash" not in entry:
         raise ConfigError(f"{where} has no hash: `pdmesh keys new {name}` makes a key and its entry")
-    values = {**entry, "scopes": frozenset(entry.get("scopes", SCOPES))}
+    values = {**entry, "scopes": frozenset(entry.get("scopes", DEFAULT_SCOPES))}
     key = ApiKey(name=name, **values)
     if key.min_priority is not None and key.max_priority is not None and key.min_priority > key.max_priority:
         raise ConfigError(f"{where}: min_priority is above max_priority")
@@ -116,7 +119,7 @@ def _problem(field: str, value: Any) -> str | None:
 def entry_of(key: ApiKey) -> str:
     """A key's entry, as a file holds it."""
     lines = [f"[keys.{key.name}]", f'hash = "{key.hash}"']
-    if key.scopes != SCOPES:
+    if key.scopes != DEFAULT_SCOPES:
         scopes = ", ".join(f'"{scope}"' for scope in sorted(key.scopes))
         lines.append(f"scopes = [{scopes}]")
     for name in (*_COUNTS, *_PRIORITIES, "min_slo_ttft_ms"):

@@ -1,6 +1,7 @@
 """No client gets another client's tokens, or ends another's request, whatever ids they choose."""
 
 import json
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from pdmesh_gateway.testing import RunningGateway, running_gateway
 
 pytestmark = pytest.mark.anyio
 
-NUM_ATTACKS = 2_000
+#: The law was seen to break at the first run; ISOLATION_ATTACKS=2000 says so of more.
+NUM_ATTACKS = int(os.environ.get("ISOLATION_ATTACKS", "400"))
 
 
 @pytest.fixture(scope="module")

@@ -195,3 +195,13 @@ def test_the_command_makes_a_key_that_opens(tmp_path: Path) -> None:
     for arguments in (["alice", "--file", str(path)], ["a b"], ["c", "--scope", "fly"], ["d", "--file", "keys.txt"]):
         refused = runner.invoke(app, ["keys", "new", *arguments])
         assert refused.exit_code == 2, refused.output
+
+
+def test_who_watches_the_mesh_must_have_been_told_that_they_may() -> None:
+    hashed = hash_key("secret")
+    plain, watcher = (
+        parse_api_keys(f'[keys.a]\nhash = "{hashed}"\n{scopes}', "here")["a"] for scopes in ("", 'scopes = ["watch"]')
+    )
+    assert "generate" in plain.scopes
+    assert "watch" not in plain.scopes
+    assert watcher.scopes == {"watch"}

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key, new_key, parse_api_keys
+from pdmesh.apikeys import DEFAULT_SCOPES, SCOPES, ApiKey, entry_of, hash_key, new_key, parse_api_keys
 from pdmesh.errors import ConfigError
 
 app = typer.Typer(help="Make API keys.", no_args_is_help=True)
@@ -18,7 +18,9 @@ app = typer.Typer(help="Make API keys.", no_args_is_help=True)
 def new(
     name: Annotated[str, typer.Argument(help="Whose key it is; it shows in logs and limits.")],
     file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.api_keys_file).")] = None,
-    scope: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(sorted(SCOPES))}. [default: all]")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(sorted(SCOPES))}. [default: all but watch]")
+    ] = None,
     requests_per_minute: Annotated[float | None, typer.Option()] = None,
     tokens_per_minute: Annotated[float | None, typer.Option(help="Prompt and output tokens.")] = None,
     max_concurrent_requests: Annotated[float | None, typer.Option()] = None,
@@ -31,7 +33,7 @@ def new(
     key = ApiKey(
         name=name,
         hash=hash_key(secret),
-        scopes=frozenset(scope) if scope else SCOPES,
+        scopes=frozenset(scope) if scope else DEFAULT_SCOPES,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         max_concurrent_requests=max_concurrent_requests,

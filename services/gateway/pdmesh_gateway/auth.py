@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from pdmesh.apikeys import ApiKey, hash_key, parse_api_keys
+from pdmesh.apikeys import SCOPES, ApiKey, hash_key, parse_api_keys
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.metrics import Slo
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 LOOK_S = 1.0
 
 #: Who enters where no key is needed.
-ANYBODY = ApiKey(name="", hash="")
+ANYBODY = ApiKey(name="", hash="", scopes=SCOPES)
 
 
 class Allowance:
@@ -199,7 +199,7 @@ class ApiKeys:
         """Raises ConfigError."""
         keys: list[ApiKey] = []
         if self._single:
-            keys.append(ApiKey(name="api_key", hash=hash_key(self._single)))
+            keys.append(ApiKey(name="api_key", hash=hash_key(self._single), scopes=SCOPES))
         if self._file is not None:
             where = f"security.api_keys_file {self._file}"
             try:
