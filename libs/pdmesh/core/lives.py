@@ -163,8 +163,11 @@ class Lives:
             case _:
                 pass
         for command in commands:
-            if not isinstance(command, RunStep | SetRole | WakeAt):
-                self._commanded(command, now_s, found)
+            match command:
+                case RunStep() | SetRole() | WakeAt():
+                    pass  # of no one request
+                case _:
+                    self._commanded(command, now_s, found)
         return found
 
     def _arrived(
@@ -244,9 +247,11 @@ class Lives:
         if known is None:
             return
         life, attempt = known
-        if isinstance(command, Reject | Restart) and command.gateway_id != attempt.request.gateway_id:
-            return  # another gateway asked under the same id
-        found.append(Milestone(life, attempt, command))
+        match command:
+            case Reject() | Restart() if command.gateway_id != attempt.request.gateway_id:
+                return  # another gateway asked under the same id
+            case _:
+                found.append(Milestone(life, attempt, command))
         match command:
             case AdmitPrefill() if command.instance_id == command.shards[0].instance_id:
                 attempt.placed_s = now_s

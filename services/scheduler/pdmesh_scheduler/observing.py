@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdmesh.core.commands import Command
 from pdmesh.core.events import Event
@@ -12,8 +11,7 @@ from pdmesh.core.lives import Milestone
 from pdmesh.wire.messages import Generation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handled:
+class Handled(NamedTuple):
     """An event that the core has handled."""
 
     event: Event
