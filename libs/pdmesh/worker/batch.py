@@ -11,7 +11,9 @@ from pdmesh.worker.sequences import Hold
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class BatchChunk:
+    """A chunk that is about to be computed, with what the instance holds of its request."""
+
     hold: Hold
     plan: ChunkPlan
     number: int  # of the request's chunks
@@ -38,7 +40,7 @@ class Batch:
     """What the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``."""
 
     plan: StepPlan | None  # None: a decode step of the instance's own
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[BatchChunk, ...]
     decodes: tuple[Hold, ...]
 
     @property

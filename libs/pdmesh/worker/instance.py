@@ -35,7 +35,7 @@ from pdmesh.kv.sender import KvDestination
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role, TransferId, num_blocks_for
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, TokensUp, unpack_token_ids
-from pdmesh.worker.batch import Batch, Chunk
+from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import error_out, finished, prompt_logprobs, step_done, token_out
@@ -256,7 +256,7 @@ class Instance:
             if self._sequences.step_ended(hold):
                 self._deliver(hold, result)
 
-    def _finish_chunk(self, chunk: Chunk, result: SliceResult, step_s: float) -> None:
+    def _finish_chunk(self, chunk: BatchChunk, result: SliceResult, step_s: float) -> None:
         hold, plan = chunk.hold, chunk.plan
         if hold.trace is not None:
             hold.trace.chunk_done(plan.num_tokens, step_s=step_s, is_last=plan.is_last)

@@ -10,7 +10,7 @@ import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.model import ChunkPlan, InstanceId, StepPlan
-from pdmesh.worker.batch import Batch, Chunk
+from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.replies import step_done
 from pdmesh.worker.sequences import Hold, Sequences, Stage
 
@@ -101,7 +101,7 @@ class Plans:
         self._report(step_done(self._instance_id, plan))
         return None
 
-    def _begin(self, part: ChunkPlan) -> Chunk | None:
+    def _begin(self, part: ChunkPlan) -> BatchChunk | None:
         hold = self._sequences.get(part.request_id, part.epoch)
         if hold is None:  # freed meanwhile
             return None
@@ -125,7 +125,7 @@ class Plans:
             hold.trace.prefill_began()
         hold.num_chunks += 1
         hold.in_step = True
-        return Chunk(hold, part, hold.num_chunks - 1)
+        return BatchChunk(hold, part, hold.num_chunks - 1)
 
 
 def _in_step(holds: Iterable[Hold]) -> tuple[Hold, ...]:

@@ -8,14 +8,14 @@ from pdmesh.core.events import RequestFinished, StepDone
 from pdmesh.engine.base import Logprobs, SliceResult
 from pdmesh.model import ChunkDone, FinishReason, InstanceId, StepPlan
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut
-from pdmesh.worker.batch import Chunk
+from pdmesh.worker.batch import BatchChunk
 from pdmesh.worker.sequences import Hold
 
 
 def step_done(
     instance_id: InstanceId,
     plan: StepPlan,
-    chunks: Iterable[Chunk] = (),
+    chunks: Iterable[BatchChunk] = (),
     *,
     num_decodes: int = 0,
     duration_s: float = 0.0,
@@ -64,7 +64,7 @@ def error_out(hold: Hold, error: Exception) -> TokenOut:
     )
 
 
-def prompt_logprobs(chunk: Chunk, result: SliceResult) -> PromptLogprobs:
+def prompt_logprobs(chunk: BatchChunk, result: SliceResult) -> PromptLogprobs:
     return PromptLogprobs(
         request_id=chunk.hold.request_id,
         epoch=chunk.hold.epoch,
