@@ -77,7 +77,12 @@ MESHES = {
     "2P+2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
     "2M": (Role.MIXED, Role.MIXED),
     "1P+1M+1D": (Role.PREFILL, Role.MIXED, Role.DECODE),
+    # One outside the group: `reservation` would leave short prompts no instance.
+    "2M in a group + 1M": (Role.MIXED, Role.MIXED, Role.MIXED),
 }
+
+#: In these a short prompt waits for an instance without long ones, or outside groups; long ones may go past it.
+LETS_SHORT_WAIT = ("pecsched-no-preemption", "reservation")
 
 
 class MeshMachine(RuleBasedStateMachine):
@@ -91,8 +96,11 @@ class MeshMachine(RuleBasedStateMachine):
             profile.instance_id: profile
             for index, role in enumerate(MESHES[shape])
             for profile in [
-                modelled_profile(
-                    f"i{index}", role, num_blocks=16, block_size=4, max_num_seqs=3, num_transfer_backends=1
+                replace(
+                    modelled_profile(
+                        f"i{index}", role, num_blocks=16, block_size=4, max_num_seqs=3, num_transfer_backends=1
+                    ),
+                    group_id="g" if "group" in shape and index < 2 else "",
                 )
             ]
         }
@@ -291,7 +299,7 @@ class MeshMachine(RuleBasedStateMachine):
         first = sorted(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
         line = [head for _, head in first]
         for head in line[: line.index(key_of(placed))]:
-            may_wait = self.chosen.is_long(self.waiting[head]) or self.chosen.name == "pecsched-no-preemption"
+            may_wait = self.chosen.is_long(self.waiting[head]) or self.chosen.name in LETS_SHORT_WAIT
             assert may_wait, f"{head} is overtaken"
 
     def is_current(self, request_id: RequestId, epoch: Epoch) -> bool:
@@ -615,6 +623,8 @@ class EveryInstance(Openings):
         super().refresh({*self._books.instances, *instance_ids})
 
     def computing(self) -> list[InstanceBooks]:
+        if self._books.groups and not super().computing() and not self.for_waiting():
+            return []  # a prompt for a group needs no opening itself, and yet waits until some instance has one
         return [instance for instance in self._books.instances.values() if not self.is_idle(instance)]
 
 
