@@ -45,7 +45,7 @@ class MeshRecord:
 
 @dataclass(frozen=True, slots=True)
 class StateFolder:
-    """The folder of one mesh."""
+    """Holds what one mesh of this machine leaves in files: its record and the logs of its services."""
 
     name: str
     folder: Path

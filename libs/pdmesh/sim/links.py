@@ -27,7 +27,10 @@ class _Flow:
 
 
 class SimulatedLinks:
-    """``on_drained`` is called when a transfer has moved all that it was given so far."""
+    """Moves the bytes of KV transfers in virtual time.
+
+    ``on_drained`` is called when a transfer has moved all that it was given so far.
+    """
 
     def __init__(self, agenda: Agenda, port_bytes_per_s: float, on_drained: Callable[[RequestKey], None]) -> None:
         self._agenda = agenda

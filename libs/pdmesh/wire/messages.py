@@ -245,7 +245,7 @@ class Submit(Message, frozen=True, kw_only=True):
     tenant: str = ""  # the name of the key that it came with
 
     def generations(self) -> Iterator[Generation]:
-        """Of every choice; they share the tokens' bytes."""
+        """Yield one for every choice; they share the tokens' bytes."""
         first = self.generation
         yield first
         for other in self.others:
@@ -315,7 +315,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
 
     @property
     def state(self) -> str:
-        """In one word."""
+        """Say in one word what can be asked of the instance: up, draining or unreachable."""
         return "draining" if self.draining else "up" if self.reachable else "unreachable"
 
 
