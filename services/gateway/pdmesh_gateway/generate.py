@@ -282,7 +282,7 @@ class Generator:
                     self._transcripts.add(choice.transcript)
                     of_prompt.append(choice)
                 choices += of_prompt
-                self._submit(*(choice.transcript for choice in of_prompt))
+                self._submit_when_possible(*(choice.transcript for choice in of_prompt))
                 await anyio.lowlevel.checkpoint()  # many choices must not hold up other clients
             with anyio.move_on_after(job.deadline_s) as scope:
                 yield TextStream(self, job, choices, mailbox, span)
@@ -418,10 +418,10 @@ class Generator:
             if transcript.submitted_to != self._link.scheduler_id:
                 self._submit_when_possible(transcript)
 
-    def _submit_when_possible(self, transcript: Transcript) -> None:
+    def _submit_when_possible(self, transcript: Transcript, *others: Transcript) -> None:
         """Now, or when there is a scheduler: a request under way waits for one until its deadline."""
         try:
-            self._submit(transcript)
+            self._submit(transcript, *others)
         except RequestRejected:
             log.info("waiting for a scheduler", request_id=transcript.request_id, epoch=transcript.epoch)
 
