@@ -46,13 +46,13 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, RequestId, Role
+from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, RequestId, RequestKey, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
+from pdmesh.testing.modelled import ModelledHold, ModelledInstance, ModelledMesh, modelled_profile
 from pdmesh.traces import read_trace
 
 BASELINE = Path(__file__).with_suffix(".json")
@@ -214,6 +214,17 @@ MESHES = (
 NUM_ACTIONS = 150
 
 
+class Instance(ModelledInstance):
+    """One as the baseline has it: all members of a group say that they decode; who rejoins has its first role."""
+
+    def _hold(self, key: RequestKey, hold: ModelledHold) -> bool:
+        hold.leads = True
+        return super()._hold(key, hold)
+
+    def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
+        return replace(super().rejoin(gateway_of), profile=self.profile)
+
+
 class RandomWorkload:
     """The property machine's rules, drawn by a seeded stream."""
 
@@ -235,6 +246,7 @@ class RandomWorkload:
             ]
         }
         self.mesh = ModelledMesh(self.profiles.values())
+        self.mesh.instances = {name: Instance(profile) for name, profile in self.profiles.items()}
         self.num_requests = 0
         self.awaited: dict[RequestId, Request] = {}
         self.to_resume: dict[RequestId, None] = {}
@@ -448,7 +460,7 @@ class RandomWorkload:
         absent = sorted(set(self.profiles) - set(self.mesh.instances))
         if absent:
             instance_id = self.rng.choice(absent)
-            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id])
+            self.mesh.instances[instance_id] = Instance(self.profiles[instance_id])
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 
     def reconnect(self) -> None:
