@@ -281,6 +281,32 @@ class StepPlan:
     with_decodes: bool
     urgent: bool = False  # before the plans that wait, and between two layers of a step that runs; without decodes
     group: GroupChunk | None = None  # which of the chunks is shared with other instances, at most one
+    #: From here on the residents' own decode steps wait until a later plan, not an urgent one, says otherwise: a phase
+    #: of prefill alone. A plan without chunks, with decodes and without this ends the phase.
+    holds_decodes: bool = False
+
+
+#: An instance reports its own decode steps after so many without another report that would have told of them.
+OWN_STEPS_PER_REPORT = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnDecodeSteps:
+    """Decode steps that an instance made by itself, without a plan, since it last told of any; summed over them.
+
+    ``began_s`` is on the instance's own clock, which only differences are taken of.
+    """
+
+    num_steps: int
+    num_tokens: int  # one for each resident and step
+    num_context_tokens: int  # that were attended to: what the residents had come to, not what they have room for
+    duration_s: float  # device time
+    wall_s: float  # from the beginning of the first to the end of the last: what is more than duration_s are gaps
+    began_s: float = 0.0
+
+    @property
+    def ended_s(self) -> float:
+        return self.began_s + self.wall_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

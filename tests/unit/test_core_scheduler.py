@@ -24,6 +24,7 @@ from pdmesh.core.commands import (
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
+    DecodeStepsDone,
     DrainRequested,
     Event,
     GatewayLost,
@@ -47,6 +48,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    OwnDecodeSteps,
     RejectReason,
     RequestId,
     Role,
@@ -337,6 +339,9 @@ def test_late_repeated_and_unknown_reports_are_counted_and_change_nothing() -> N
     events: list[Event] = [
         StepDone(P, 7, 0.0, (), 0),
         StepDone(ghost, 0, 0.0, (), 0),
+        DecodeStepsDone(
+            ghost, OwnDecodeSteps(num_steps=1, num_tokens=1, num_context_tokens=9, duration_s=0.1, wall_s=0.1)
+        ),
         TransferOffered(P, RequestId("x"), Epoch(0), TransferId(1)),
         TransferLanded(D, RequestId("x"), Epoch(0), TransferId(1), 1, 0.1),
         finished(D, "x"),

@@ -11,6 +11,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    OwnDecodeSteps,
     Request,
     RequestId,
     Resident,
@@ -100,13 +101,28 @@ class BundleChangeRequested:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """An instance finished a planned step. ``duration_s`` is device time."""
+    """An instance finished a planned step. ``duration_s`` is device time.
+
+    ``began_s`` and ``ended_s`` are on the instance's own clock, as in `OwnDecodeSteps`; 0 where nothing was computed.
+    """
 
     instance_id: InstanceId
     plan_id: int
     duration_s: float
     chunks: tuple[ChunkDone, ...]
     num_decodes: int
+    num_decode_context_tokens: int = 0  # that the decodes attended to, summed over them
+    own_steps: OwnDecodeSteps | None = None  # before this step
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStepsDone:
+    """An instance made `OWN_STEPS_PER_REPORT` decode steps by itself, and had no other report to tell of them with."""
+
+    instance_id: InstanceId
+    own_steps: OwnDecodeSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +219,7 @@ class RequestFinished:
     epoch: Epoch
     reason: FinishReason
     num_output_tokens: int
+    own_steps: OwnDecodeSteps | None = None  # up to the one that ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +251,7 @@ class Tick:
 InstanceEvent = (
     DrainRequested
     | StepDone
+    | DecodeStepsDone
     | DecodeReserved
     | TransferOffered
     | TransferPaused

@@ -24,6 +24,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
     DecodeReserved,
+    DecodeStepsDone,
     DrainRequested,
     Event,
     GatewayJoined,
@@ -166,6 +167,8 @@ class SchedulerCore:
                 self._bundle_change_requested(event.bundle)
             case StepDone():
                 self._step_done(event)
+            case DecodeStepsDone():
+                self._instance(event.instance_id, event)
             case DecodeReserved():
                 self._decode_reserved(event)
             case TransferOffered():
