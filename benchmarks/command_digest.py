@@ -65,6 +65,7 @@ RENAMED: Mapping[str, str] = {}
 #: Fields that did not exist, as "Type.field" or "Type.field.field of that".
 ADDED: Sequence[str] = (
     "RequestArrived.request.tenant",
+    "RequestArrived.request.share",
     "RequestCancelled.gateway_id",
     "ForgetRequest.gateway_id",
     "DecodeReserved.transfer_id",

@@ -90,6 +90,7 @@ class Request:
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     tenant: str = ""  # the name of the key that it came with
+    share: int = 1  # of that key, among others
 
     @property
     def max_total_tokens(self) -> int:

@@ -69,8 +69,11 @@ def test_a_lane_that_waits_is_passed_over_until_nobody_waits() -> None:
     for state in (short, later, long):
         queue.add(state, 100.0)
     assert queue.head(order, 2.0) is short
-    assert queue.head(order, 2.0, {short.rank.lane}) is long
+    queue.let_wait(short, as_long=False)
+    assert queue.head(order, 2.0) is long
     queue.remove(short)
-    assert queue.head(order, 2.0, {short.rank.lane}) is long
-    assert queue.head(order, 2.0, {short.rank.lane, long.rank.lane}) is None
+    assert queue.head(order, 2.0) is long
+    queue.let_wait(long, as_long=True)
+    assert queue.head(order, 2.0) is None
+    queue.call_all()
     assert queue.head(order, 2.0) is later

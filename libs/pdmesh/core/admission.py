@@ -128,7 +128,7 @@ class Admission:
         request, config, forecast = state.request, self._config, self._forecast
         if not config.refuses_early or request.epoch > 0:
             return None
-        work_before_s = self._books.queue.work_before_s(state.rank, order, now_s)
+        work_before_s = self._books.queue.work_before_s(state, order, now_s)
         wait_s = forecast.wait_s(work_before_s, self._num_computing)
         predicted_s = forecast.ttft_s(wait_s, state.work_us / 1e6)
         if work_before_s:
@@ -144,7 +144,7 @@ class Admission:
         """When to come again, for a request that finds the queue full."""
         if not self._config.refuses_early:
             return self._config.retry_after_s
-        work_before_s = self._books.queue.work_before_s(state.rank, order, now_s)
+        work_before_s = self._books.queue.work_before_s(state, order, now_s)
         return self._retry_after_s(self._forecast.wait_s(work_before_s, self._num_computing))
 
     def passed(self, now_s: float) -> None:

@@ -116,6 +116,7 @@ class Books:
         """
         request, (request_id, epoch) = state.request, state.key
         self.queue.remove(state)
+        self.queue.counters.placed(request)
         state.phase, state.placed_s, state.in_group = Phase.PREFILLING, now_s, in_group
         stays = decode is None
         num_tokens = request.max_total_tokens if stays else request.num_prompt_tokens
@@ -206,8 +207,18 @@ class Books:
 
     # --- it ends ---
 
-    def end(self, state: RequestState, outcome: Outcome, *, spare: Iterable[InstanceId] = ()) -> None:
-        """The one way a request ends: out of every book, its KV freed but on ``spare``, which free it unasked."""
+    def end(
+        self,
+        state: RequestState,
+        outcome: Outcome,
+        *,
+        num_output_tokens: int | None = None,
+        spare: Iterable[InstanceId] = (),
+    ) -> None:
+        """The one way a request ends: out of every book, its KV freed but on ``spare``, which free it unasked.
+
+        ``num_output_tokens`` is what it drew in all its epochs, where that is known.
+        """
         request_id, epoch = key = state.key
         del self.requests[request_id]
         self.of_gateway[state.request.gateway_id].pop(request_id, None)
@@ -221,6 +232,10 @@ class Books:
         for instance_id in dict.fromkeys(state.prefill_ids + state.decode_ids):
             if instance_id not in spare:
                 self.free(instance_id, key)
+        if outcome in (Outcome.RESTARTED, Outcome.SUPERSEDED):
+            self.queue.counters.withdrawn(state.request)
+        else:
+            self.queue.counters.ended(state.request, num_output_tokens)
         gateway_id = state.request.gateway_id
         self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
 

@@ -90,7 +90,6 @@ class Round:
         self._for_waiting = for_waiting
         self._least_prompt_tokens = books.queue.least_prompt_tokens
         self._openings: dict[InstanceId, Opening] = {}
-        self._waiting_lanes: set[float] = set()
         for instance in instances:
             self._open(instance)
 
@@ -119,7 +118,9 @@ class Round:
 
     def _place_waiting(self) -> None:
         """Place strictly in order: if there is no room for the head, nobody behind it is placed."""
-        while (head := self._books.queue.head(self._bundle.order, self._now_s, self._waiting_lanes)) is not None:
+        queue = self._books.queue
+        queue.call_all()
+        while (head := queue.head(self._bundle.order, self._now_s)) is not None:
             match self._place_for(head):
                 case Placement() as placement:
                     self._place(head, placement)
@@ -128,9 +129,9 @@ class Round:
                     )
                     self._begin(head, placement)
                 case Wait.FOR_TURN:
-                    self._waiting_lanes |= self._lanes_behind(head)
+                    queue.let_wait(head, as_long=self._bundle.is_long(head.request))
                 case Wait.FOR_INSTANCE:
-                    self._books.queue.park(head)
+                    queue.park(head)
                 case Wait.FOR_ROOM | Wait.FOR_OPENING:
                     return
 
@@ -165,13 +166,6 @@ class Round:
         opened = {instance_id: opening.instance for instance_id, opening in self._openings.items()}
         found = self._known.for_prompts(opened, others=self._for_waiting)
         return (instance for instance in found if instance.takes_prompts)
-
-    def _lanes_behind(self, head: RequestState) -> set[float]:
-        """The lanes that wait if the head waits for its turn: its own; with a long one those of all as long."""
-        lanes = {head.rank.lane}
-        if self._bundle.is_long(head.request):
-            lanes |= self._books.queue.lanes_from(head.request.num_prompt_tokens)
-        return lanes
 
     def _fits(self, instance: InstanceBooks, head: RequestState) -> bool:
         """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""

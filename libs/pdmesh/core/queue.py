@@ -1,40 +1,31 @@
-"""Requests that wait for a place, in the order of the policy, with their time limit."""
+"""Requests that wait for a place, with their time limit: a line for each tenant, in turns that are fair."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Sequence
+from itertools import chain
 from math import inf
 from operator import itemgetter
 
+from pdmesh.core.fairness import TokenCounters
 from pdmesh.core.lengths import Lengths
+from pdmesh.core.line import Line, arrival
 from pdmesh.core.state import RequestState
-from pdmesh.model import RequestId, RequestKey
-from pdmesh.policy.base import PrefillOrder, Rank
-
-#: The first of a lane behind its key and its arrival, which no two share: so entries compare without the requests.
-_Head = tuple[tuple[float, ...], tuple[float, RequestId], RequestState]
+from pdmesh.model import RequestKey
+from pdmesh.policy.base import PrefillOrder
 
 
 class WaitingQueue:
-    """The line, and those *parked* beside it because no instance that is there now could ever take them.
+    """The lines, and those *parked* beside them because no instance that is there now could ever take them.
 
-    A parked request keeps its time limit but does not hold up those behind it. The line is kept in the lanes of the
-    order, each sorted for good: however many wait, only the first of each lane are compared with each other.
+    A parked request keeps its time limit but does not hold up those behind it.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
-        # The first of each lane, with its rank and its arrival; lanes where that is to be looked up.
-        self._firsts: dict[float, tuple[Rank, tuple[float, RequestId], RequestState]] = {}
-        # A heap of them, and of some that were; and what it was made for.
-        self._heads: list[_Head] = []
-        self._passed_over: list[_Head] = []  # taken out of the heap, in lanes that wait
-        self._changed_lanes: dict[float, None] = {}
-        self._compared_for: tuple[PrefillOrder, float] | None = None
-        self._work_us: dict[float, int] = {}  # of each lane
+        self.counters = TokenCounters()
+        self._lines: dict[str, Line] = {}  # of each tenant; none empty
+        self._lets_wait = False  # some lanes
         self._parked: dict[RequestKey, RequestState] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
@@ -51,75 +42,42 @@ class WaitingQueue:
     @property
     def has_line(self) -> bool:
         """Whether anyone waits in line."""
-        return bool(self._lanes)
+        return bool(self._lines)
 
-    def head(self, order: PrefillOrder, now_s: float, waiting_lanes: Collection[float] = ()) -> RequestState | None:
-        """The first in line now, but for ``waiting_lanes``: from one call to the next these only grow, or are none."""
-        changed = self._changed_lanes
-        for lane in changed:
-            state = self._lanes[lane][0]
-            self._firsts[lane] = state.rank, _arrival(state), state
-        if self._compared_for != (order, now_s):
-            self._compared_for = order, now_s
-            self._heads = self._keyed(self._firsts, order, now_s)
-            heapify(self._heads)
-            self._passed_over.clear()
-        elif changed:
-            for head in self._keyed(changed, order, now_s):
-                heappush(self._heads, head)
-        changed.clear()
-        heads = self._heads
-        if not waiting_lanes:
-            for head in self._passed_over:
-                heappush(heads, head)
-            self._passed_over.clear()
-        while heads:
-            state = heads[0][2]
-            if not self._is_first(state):
-                heappop(heads)
-            elif state.rank.lane in waiting_lanes:
-                self._passed_over.append(heappop(heads))
-            else:
-                return state
+    def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
+        """The first of the tenant whose turn it is, but for those told to wait; then the first of the next tenant."""
+        for tenant in self.counters.in_turn():
+            if (head := self._lines[tenant].head(order, now_s)) is not None:
+                return head
         return None
 
-    def _keyed(self, lanes: Iterable[float], order: PrefillOrder, now_s: float) -> list[_Head]:
-        firsts = [self._firsts[lane] for lane in lanes]
-        keys = order.keys([rank for rank, _, _ in firsts], now_s)
-        return [(key, arrival, state) for key, (_, arrival, state) in zip(keys, firsts, strict=True)]
+    def let_wait(self, head: RequestState, *, as_long: bool) -> None:
+        """Pass over what comes behind the head in its lane, until `call_all`.
 
-    def _is_first(self, state: RequestState) -> bool:
-        """Whether it is the first of its lane."""
-        lane = self._lanes.get(state.rank.lane)
-        return lane is not None and lane[0] is state
-
-    def work_before_s(self, rank: Rank, order: PrefillOrder, now_s: float) -> float:
-        """Predicted work, in seconds, of those in line that come before one of this rank, as things are now.
-
-        A lane whose first comes before it counts as a whole, its own by the share of those that come before it.
+        ``as_long``: so that nobody goes past it who waits for the same, also all lanes of any tenant whose first prompt
+        is at least as long.
         """
-        lanes = list(self._lanes)
-        own, *firsts = order.keys([rank, *(self._lanes[lane][0].rank for lane in lanes)], now_s)
-        work_us = 0
-        for lane, first in zip(lanes, firsts, strict=True):
-            if lane == rank.lane:
-                states = self._lanes[lane]
-                num_before = bisect_right(states, rank.place, key=_rank_place)
-                work_us += self._work_us[lane] * num_before // len(states)
-            elif first <= own:
-                work_us += self._work_us[lane]
-        return work_us / 1e6
+        self._lets_wait = True
+        self._lines[head.request.tenant].let_wait(head.rank.lane)
+        if as_long:
+            for line in self._lines.values():
+                line.let_wait_from(head.request.num_prompt_tokens)
+
+    def call_all(self) -> None:
+        """Nobody is passed over any more."""
+        if self._lets_wait:
+            self._lets_wait = False
+            for line in self._lines.values():
+                line.call_all()
+
+    def work_before_s(self, state: RequestState, order: PrefillOrder, now_s: float) -> float:
+        """Predicted work, in seconds, of those in line that come before a new request, as things are now."""
+        return sum(line.work_before_us(state.rank, order, now_s) for line in self._lines.values()) / 1e6
 
     @property
     def least_prompt_tokens(self) -> int:
         """Nobody who waits has a shorter prompt."""
         return self._prompt_tokens.least
-
-    def lanes_from(self, num_prompt_tokens: int) -> set[float]:
-        """The lanes whose first request has at least so many prompt tokens."""
-        return {
-            lane for lane, states in self._lanes.items() if states[0].request.num_prompt_tokens >= num_prompt_tokens
-        }
 
     @property
     def next_deadline_s(self) -> float:
@@ -158,38 +116,28 @@ class WaitingQueue:
 
     def reorder(self, order: PrefillOrder) -> None:
         """Another order: all get their rank in it."""
-        in_line = [state for lane in self._lanes.values() for state in lane]
-        self._lanes.clear()
-        self._work_us.clear()
-        self._firsts.clear()
-        self._heads.clear()
-        self._passed_over.clear()
-        self._changed_lanes.clear()
-        for _, state in self._deadlines.values():
+        for state in self._parked.values():
             state.rank_by(order)
-        for state in in_line:
-            self._join_line(state)
+        for line in self._lines.values():
+            line.reorder(order)
 
     def _join_line(self, state: RequestState) -> None:
-        insort(self._lanes.setdefault(state.rank.lane, []), state, key=_place)
-        self._work_us[state.rank.lane] = self._work_us.get(state.rank.lane, 0) + state.work_us
-        self._changed_lanes[state.rank.lane] = None
+        tenant = state.request.tenant
+        if (line := self._lines.get(tenant)) is None:
+            line = self._lines[tenant] = Line()
+        line.join(state)
+        self.counters.joined(tenant)
 
     def _leave_line(self, state: RequestState) -> None:
-        lane = self._lanes[state.rank.lane]
-        index = bisect_left(lane, _place(state), key=_place)
-        assert lane[index] is state, f"{state.key} is not in line where its rank says"
-        del lane[index]
-        self._work_us[state.rank.lane] -= state.work_us
-        if lane:
-            self._changed_lanes[state.rank.lane] = None
-        else:
-            del self._lanes[state.rank.lane], self._work_us[state.rank.lane]
-            self._firsts.pop(state.rank.lane, None)
-            self._changed_lanes.pop(state.rank.lane, None)
+        tenant = state.request.tenant
+        line = self._lines[tenant]
+        line.leave(state)
+        if not line:
+            del self._lines[tenant]
+        self.counters.left(tenant)
 
     def check_integrity(self) -> None:
-        num_in_line = sum(len(lane) for lane in self._lanes.values())
+        num_in_line = sum(1 for _ in chain.from_iterable(self._lines.values()))
         assert num_in_line + len(self._parked) == len(self._deadlines), (
             f"{num_in_line} in line and {len(self._parked)} parked are not {len(self._deadlines)} waiting"
         )
@@ -197,19 +145,19 @@ class WaitingQueue:
         num_tokens = sum(prompt_tokens)
         assert prompt_tokens == self._prompt_tokens.all(), "the lengths are not those of the prompts that wait"
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, books say {self.num_tokens}"
-        work_us = {lane: sum(state.work_us for state in states) for lane, states in self._lanes.items()}
-        assert work_us == self._work_us, "the work is not that of the prompts in line"
-        for lane in self._lanes.values():
-            places = [_place(state) for state in lane]
-            assert places, "a lane is empty"
-            assert places == sorted(places), "the line is out of order"
+        self.counters.check_integrity()
+        num_waiting = {view.tenant: view.num_waiting for view in self.counters.views if view.num_waiting}
+        assert num_waiting == {tenant: sum(1 for _ in line) for tenant, line in self._lines.items()}, "not in line"
+        for tenant, line in self._lines.items():
+            line.check_integrity()
+            assert all(state.request.tenant == tenant for state in line), f"a stranger is in the line of {tenant!r}"
 
 
 def first_of(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> RequestState:
     """The first of what `in_order` gives."""
     keys = order.keys([state.rank for state in states], now_s)
     first = min(keys)
-    return min((state for key, state in zip(keys, states, strict=True) if key == first), key=_arrival)
+    return min((state for key, state in zip(keys, states, strict=True) if key == first), key=arrival)
 
 
 def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> list[RequestState]:
@@ -217,17 +165,5 @@ def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) 
     if len(states) < 2:
         return list(states)
     keys = order.keys([state.rank for state in states], now_s)
-    keyed = [(key, _arrival(state), state) for key, state in zip(keys, states, strict=True)]
+    keyed = [(key, arrival(state), state) for key, state in zip(keys, states, strict=True)]
     return [state for *_, state in sorted(keyed, key=itemgetter(0, 1))]
-
-
-def _arrival(state: RequestState) -> tuple[float, RequestId]:
-    return state.request.arrival_s, state.request.request_id
-
-
-def _rank_place(state: RequestState) -> float:
-    return state.rank.place
-
-
-def _place(state: RequestState) -> tuple[float, float, RequestId]:
-    return state.rank.place, state.request.arrival_s, state.request.request_id

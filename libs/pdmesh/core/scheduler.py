@@ -278,7 +278,8 @@ class SchedulerCore:
             return
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
-        self._books.end(state, Outcome.FINISHED, spare=spare)
+        num_output_tokens = max(0, event.num_output_tokens)
+        self._books.end(state, Outcome.FINISHED, num_output_tokens=num_output_tokens, spare=spare)
 
     # --- steps and transfers ---
 
