@@ -21,7 +21,8 @@ from typing import Annotated, Any
 
 from pdmesh.errors import ConfigError
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.settings import COUNT, PORT, SECRET, Range, Setting, one_of, settings_of, values_of, with_values
+from pdmesh.ranges import COUNT, PORT, Range
+from pdmesh.settings import SECRET, Setting, one_of, settings_of, values_of, with_values
 
 LOOPBACK = "127.0.0.1"
 

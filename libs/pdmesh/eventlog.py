@@ -35,7 +35,9 @@ from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.ranges import out_of_range
 from pdmesh.rotation import set_aside
+from pdmesh.settings import values_of
 
 log = structlog.get_logger()
 
@@ -190,6 +192,15 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
             raise EventLogError(f"{self._path} is no event log: {error}") from error
         if header.version != FORMAT_VERSION:
             raise EventLogError(f"{self._path} has format {header.version}, this pdmesh reads {FORMAT_VERSION}")
+        try:
+            for setting, value in values_of(header.config):
+                setting.checked(value, f"{setting.name} in its header")
+        except ConfigError as error:
+            raise EventLogError(f"{self._path} is damaged: {error}") from error
+        policy = header.config.policy
+        for model in (policy.latency, policy.group_latency):
+            if model is not None and not all(map(math.isfinite, model.coefficients)):
+                raise EventLogError(f"{self._path} is damaged: its header has a latency model of {model.coefficients}")
         return header
 
     def __iter__(self) -> Iterator[Entry]:
@@ -205,6 +216,8 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
                         entry = Entry(now_s, msgspec.convert(fields, _EVENT_TYPES[name]))
                     except (ValueError, KeyError) as error:  # msgspec's ValidationError is a ValueError
                         raise self._damaged(f"unknown record ({error})") from error
+                    if (problem := out_of_range(entry.event)) is not None:
+                        raise self._damaged(f"{name}: {problem}")
                 case [int(digest)] if entry is not None:
                     yield entry._replace(digest=digest)
                     entry = None

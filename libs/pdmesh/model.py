@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
+
+from pdmesh.ranges import ANY_COUNT, COUNT, FINITE, SECONDS, Range
 
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)
@@ -19,6 +21,14 @@ Epoch = NewType("Epoch", int)
 
 #: A request in one of its epochs.
 RequestKey = tuple[RequestId, Epoch]
+
+
+#: Of one request, its prompt and its output each: what fits a frame between services. No model's context comes near it,
+#: so that a larger number is damage, and tables that grow with the longest prompt must not follow it.
+MAX_REQUEST_TOKENS = 1 << 24
+
+NumTokens = Annotated[int, Range(0, MAX_REQUEST_TOKENS)]
+SomeTokens = Annotated[int, Range(1, MAX_REQUEST_TOKENS)]
 
 
 class Role(StrEnum):
@@ -83,12 +93,12 @@ class Request:
     request_id: RequestId
     epoch: Epoch
     gateway_id: GatewayId
-    num_prompt_tokens: int
-    max_tokens: int
-    arrival_s: float
+    num_prompt_tokens: SomeTokens
+    max_tokens: SomeTokens
+    arrival_s: Annotated[float, FINITE]
     priority: int = 0  # lower is earlier, as in vLLM
-    slo_ttft_s: float | None = None
-    slo_tpot_s: float | None = None
+    slo_ttft_s: Annotated[float | None, SECONDS] = None
+    slo_tpot_s: Annotated[float | None, SECONDS] = None
     tenant: str = ""  # the name of the key that it came with
     share: int = 1  # of that key, among others
 
@@ -107,10 +117,10 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 class KvLayout:
     """Shape of an instance's KV cache; a KV transfer needs equal layouts on both ends."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int  # tokens
+    num_layers: Annotated[int, COUNT]
+    num_kv_heads: Annotated[int, COUNT]
+    head_dim: Annotated[int, COUNT]
+    block_size: Annotated[int, COUNT]  # tokens
     dtype: str  # "float32" | "bfloat16"
 
     @property
@@ -209,11 +219,11 @@ class TransferPlan:
 class MeasuredStep:
     """A step that an instance timed on its own: one chunk, or decodes alone."""
 
-    num_tokens: int
-    num_history_tokens: int
-    num_decodes: int
-    num_decode_context_tokens: int  # summed over the decodes
-    duration_s: float
+    num_tokens: NumTokens
+    num_history_tokens: NumTokens
+    num_decodes: Annotated[int, ANY_COUNT]
+    num_decode_context_tokens: Annotated[int, ANY_COUNT]  # summed over the decodes
+    duration_s: Annotated[float, SECONDS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,16 +234,16 @@ class InstanceProfile:
     role: Role
     model: str  # served model name
     kv_layout: KvLayout
-    num_blocks: int
-    max_model_len: int
-    max_num_seqs: int  # residents it decodes at once
-    num_transfer_backends: int  # receive slots for KV transfers
+    num_blocks: Annotated[int, COUNT]
+    max_model_len: Annotated[int, COUNT]
+    max_num_seqs: Annotated[int, COUNT]  # residents it decodes at once
+    num_transfer_backends: Annotated[int, COUNT]  # receive slots for KV transfers
     data_address: bytes  # worker address of its KV transport
     device: str = "cpu"
     pid: int = 0
     device_name: str = ""  # the hardware's own; empty: not known, as below
-    num_parameters: int = 0  # that a token meets
-    num_heads: int = 0
+    num_parameters: Annotated[int, ANY_COUNT] = 0  # that a token meets
+    num_heads: Annotated[int, ANY_COUNT] = 0
     measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
     group_id: str = ""  # instances of one group compute a long prompt together; empty: it computes alone
 
@@ -248,8 +258,8 @@ class Resident:
     request_id: RequestId
     epoch: Epoch
     gateway_id: GatewayId
-    num_blocks: int
-    num_context_tokens: int
+    num_blocks: Annotated[int, ANY_COUNT]
+    num_context_tokens: NumTokens
     decoding: bool
 
 
@@ -259,8 +269,8 @@ class ChunkPlan:
 
     request_id: RequestId
     epoch: Epoch
-    start: int
-    num_tokens: int
+    start: NumTokens
+    num_tokens: NumTokens
     is_last: bool  # the step samples the first output token from it
 
 
@@ -298,12 +308,14 @@ class OwnDecodeSteps:
     ``began_s`` is on the instance's own clock, which only differences are taken of.
     """
 
-    num_steps: int
-    num_tokens: int  # one for each resident and step
-    num_context_tokens: int  # that were attended to: what the residents had come to, not what they have room for
-    duration_s: float  # device time
-    wall_s: float  # from the beginning of the first to the end of the last: what is more than duration_s are gaps
-    began_s: float = 0.0
+    num_steps: Annotated[int, ANY_COUNT]
+    num_tokens: Annotated[int, ANY_COUNT]  # one for each resident and step
+    #: That were attended to: what the residents had come to, not what they have room for.
+    num_context_tokens: Annotated[int, ANY_COUNT]
+    duration_s: Annotated[float, SECONDS]  # device time
+    #: From the beginning of the first to the end of the last: what is more than duration_s are gaps.
+    wall_s: Annotated[float, SECONDS]
+    began_s: Annotated[float, FINITE] = 0.0
 
     @property
     def ended_s(self) -> float:
@@ -316,7 +328,7 @@ class ChunkDone:
 
     request_id: RequestId
     epoch: Epoch
-    num_tokens: int
+    num_tokens: NumTokens
     is_last: bool
 
 

@@ -8,7 +8,6 @@ knows no file and no environment (`pdmesh.config` does), so that the pure core c
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Iterator
@@ -18,14 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Inclusive limits of a number."""
-
-    low: float
-    high: float = math.inf
+from pdmesh.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +36,6 @@ class Mark(Enum):
     NO_SETTING = "no setting"  # a field that is filled in otherwise
 
 
-PORT = Range(0, 65535)
-COUNT = Range(1)
-SHARE = Range(0, 1)
 SECRET = Mark.SECRET
 NO_SETTING = Mark.NO_SETTING
 
@@ -75,10 +64,7 @@ class Setting:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         noun = _NOUNS[self.type]
-        if self.range is None:
-            return noun
-        low, high = self.range.low, self.range.high
-        return noun + (f" of at least {low:g}" if math.isinf(high) else f" from {low:g} to {high:g}")
+        return noun if self.range is None else f"{noun}{self.range}"
 
     def parsed(self, text: object) -> object:
         """A value from text, or the text itself where it cannot be one (`checked` then says so)."""
@@ -103,7 +89,7 @@ class Setting:
             value = float(value)
         fits = type(value) is self.type or (self.type is Path and isinstance(value, Path))
         if fits and self.range is not None and isinstance(value, int | float):
-            fits = self.range.low <= value <= self.range.high and math.isfinite(value)
+            fits = value in self.range
         if not fits or (self.choices and value not in self.choices):
             shown = "a secret of the wrong type" if self.secret else repr(value)
             article = "" if self.choices or self.type in (bool, str) else "a "

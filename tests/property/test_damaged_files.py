@@ -64,12 +64,14 @@ def limits() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def judge(make: Callable[[random.Random], str], read: Callable[[], object]) -> None:
-    """Draw and read mutants; a ConfigError of one line is an answer, and so is success. Fails for anything else."""
+def judge(make: Callable[[random.Random], str], read: Callable[[], object], found_before: tuple[int, ...] = ()) -> None:
+    """Draw and read mutants, those ``found_before`` among them; a ConfigError of one line is an answer, and so is
+    success. Fails for anything else.
+    """
     outcomes: Counter[str] = Counter()
     findings: list[str] = []
     with limits():
-        for index in range(NUMBER):
+        for index in sorted({*range(NUMBER), *found_before}):
             rng = random.Random(f"{SEED}/{index}")
             what = make(rng)
             signal.alarm(LIMIT_S)
@@ -137,7 +139,7 @@ def test_damaged_event_logs(tmp_path: Path) -> None:
             mutant.write_bytes(log_of(changed))
         return kind
 
-    judge(make, lambda: run_replay(asked, Output.JSON))
+    judge(make, lambda: run_replay(asked, Output.JSON), found_before=(1376,))  # chunks of -16 tokens
 
 
 # --- checkpoints ---

@@ -282,6 +282,7 @@ async def test_every_member_of_a_group_gets_the_prompt() -> None:
         (EventMessage.of(KvReleased(InstanceId("other"), R, ZERO)), "m speaks for other"),
         (EventMessage(name="GatewayLost", fields=msgspec.Raw(b"\x80")), "nothing that can be said here"),
         (EventMessage(name="KvReleased", fields=msgspec.Raw(b"\x80")), "malformed KvReleased"),
+        (EventMessage.of(LoadReported(InstanceId("m"), 0, -1, 0, 0)), "malformed LoadReported: num_held_blocks is -1"),
     ],
 )
 async def test_an_instance_says_what_an_instance_may_and_of_itself(message: EventMessage, reason: str) -> None:
@@ -594,7 +595,10 @@ async def test_strangers_are_refused() -> None:
     ("registration", "reason"),
     [
         (RegisterWorker(profile=mixed(), residents=(), version=99), "protocol version 99"),
-        (RegisterWorker(profile=replace(mixed(), num_blocks=0), residents=()), "num_blocks"),
+        (
+            RegisterWorker(profile=replace(mixed(), num_blocks=0), residents=()),
+            "num_blocks is 0: wanted a number of at",
+        ),
         (RegisterWorker(profile=replace(mixed(), num_transfer_backends=-1), residents=()), "num_transfer_backends"),
     ],
 )
@@ -610,6 +614,7 @@ async def test_a_worker_of_another_kind_is_refused(registration: RegisterWorker,
         {"token_ids": b"123"},
         {"num_prompt_tokens": 9},
         {"params": SamplingParams(max_tokens=0)},
+        {"params": SamplingParams(max_tokens=2**62)},
         {"gateway_id": GatewayId("other")},
         {"epoch": Epoch(-1)},
     ],

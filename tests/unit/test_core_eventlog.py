@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -11,16 +13,26 @@ import pytest
 
 from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, RequestCancelled
+from pdmesh.core.events import (
+    Event,
+    GatewayJoined,
+    InstanceJoined,
+    LoadReported,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    StepDone,
+)
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogError, EventLogReader, EventLogWriter, Header, replay
-from pdmesh.model import Epoch, RequestId, Resident, Role
+from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.testing.core import GATEWAY, a_request
 from pdmesh.testing.modelled import ModelledMesh, modelled_profile
 
-CONFIG = CoreConfig(policy=PolicyConfig(chunk_tokens=8))
+POLICY = PolicyConfig(chunk_tokens=8)
+CONFIG = CoreConfig(policy=POLICY)
 HEADER = Header(seed=11, bundle="fcfs", config=CONFIG, started_at=1.7e9, started_s=5.0)
 
 
@@ -109,6 +121,43 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "events.log"
     path.write_bytes(content)
     with pytest.raises(EventLogError, match=r"events\.log"):
+        EventLogReader(path)
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (RequestArrived(a_request("r", 2**40)), "num_prompt_tokens is 1099511627776: wanted a number from 1 to"),
+        (RequestArrived(a_request("r", 0)), "num_prompt_tokens is 0"),
+        (RequestArrived(a_request("r", output=2**62)), "max_tokens"),
+        (RequestFinished(InstanceId("i"), RequestId("r"), Epoch(0), FinishReason.STOP, 2**40), "num_output_tokens"),
+        (StepDone(InstanceId("i"), 1, math.nan, (), 0), "duration_s is nan"),
+        (LoadReported(InstanceId("i"), -1, 0, 0, 0), "num_free_blocks is -1: wanted a number of at least 0"),
+        (InstanceJoined(replace(modelled_profile("i", Role.MIXED), num_blocks=-5), ()), "profile: num_blocks is -5"),
+    ],
+)
+def test_a_number_that_cannot_be_is_damage(tmp_path: Path, event: Event, what: str) -> None:
+    """Tables grow with the longest prompt: the reader must not let any core see these."""
+    path = tmp_path / "events.log"
+    with EventLogWriter(path, HEADER) as log:
+        log.record(6.0, event)
+    with EventLogReader(path) as read, pytest.raises(EventLogError, match=rf"events\.log is damaged.*{what}"):
+        list(read)
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [
+        (replace(POLICY, chunk_tokens=-16), r"policy\.chunk_tokens in its header is -16: wanted a whole number"),
+        (replace(POLICY, slo_tpot_s=math.nan), r"policy\.slo_tpot_s"),
+        (replace(POLICY, latency=replace(POLICY.latency, b_s=math.inf)), "its header has a latency model of"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_damage(tmp_path: Path, policy: PolicyConfig, what: str) -> None:
+    path = tmp_path / "events.log"
+    with EventLogWriter(path, replace(HEADER, config=replace(CONFIG, policy=policy))):
+        pass
+    with pytest.raises(EventLogError, match=rf"events\.log is damaged: {what}"):
         EventLogReader(path)
 
 

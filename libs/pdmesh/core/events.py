@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from pdmesh.model import (
     ChunkDone,
@@ -11,6 +12,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    NumTokens,
     OwnDecodeSteps,
     Request,
     RequestId,
@@ -18,6 +20,7 @@ from pdmesh.model import (
     Role,
     TransferId,
 )
+from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +111,13 @@ class StepDone:
 
     instance_id: InstanceId
     plan_id: int
-    duration_s: float
+    duration_s: Annotated[float, SECONDS]
     chunks: tuple[ChunkDone, ...]
-    num_decodes: int
-    num_decode_context_tokens: int = 0  # that the decodes attended to, summed over them
+    num_decodes: Annotated[int, ANY_COUNT]
+    num_decode_context_tokens: Annotated[int, ANY_COUNT] = 0  # that the decodes attended to, summed over them
     own_steps: OwnDecodeSteps | None = None  # before this step
-    began_s: float = 0.0
-    ended_s: float = 0.0
+    began_s: Annotated[float, FINITE] = 0.0
+    ended_s: Annotated[float, FINITE] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +169,8 @@ class TransferLanded:
     request_id: RequestId
     epoch: Epoch
     transfer_id: TransferId
-    num_bytes: int
-    duration_s: float
+    num_bytes: Annotated[int, ANY_COUNT]
+    duration_s: Annotated[float, SECONDS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +184,9 @@ class TransferSent:
     request_id: RequestId
     epoch: Epoch
     transfer_id: TransferId
-    num_bytes: int
-    duration_s: float
-    exposed_s: float
+    num_bytes: Annotated[int, ANY_COUNT]
+    duration_s: Annotated[float, SECONDS]
+    exposed_s: Annotated[float, FINITE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,7 @@ class RequestFinished:
     request_id: RequestId
     epoch: Epoch
     reason: FinishReason
-    num_output_tokens: int
+    num_output_tokens: NumTokens
     own_steps: OwnDecodeSteps | None = None  # up to the one that ended it
 
 
@@ -236,10 +239,10 @@ class LoadReported:
     """An instance's books at a heartbeat: ``free + held + quarantined = total`` blocks."""
 
     instance_id: InstanceId
-    num_free_blocks: int
-    num_held_blocks: int
-    num_quarantined_blocks: int
-    num_decoding: int
+    num_free_blocks: Annotated[int, ANY_COUNT]
+    num_held_blocks: Annotated[int, ANY_COUNT]
+    num_quarantined_blocks: Annotated[int, ANY_COUNT]
+    num_decoding: Annotated[int, ANY_COUNT]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Annotated, NamedTuple, Protocol
 from pdmesh.model import ChunkPlan, InstanceId, Request, Role
 from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
-from pdmesh.settings import COUNT, NO_SETTING, SHARE, Range
+from pdmesh.ranges import COUNT, SHARE, Range
+from pdmesh.settings import NO_SETTING
 
 
 class InstanceView(NamedTuple):

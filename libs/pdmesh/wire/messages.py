@@ -42,6 +42,7 @@ from pdmesh.model import (
     Role,
     SamplingParams,
 )
+from pdmesh.ranges import out_of_range
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
 PROTOCOL_VERSION = 5
@@ -163,9 +164,12 @@ def _decoded(decoders: Mapping[str, msgspec.msgpack.Decoder[SaidT]], name: str, 
     if decoder is None:
         raise ProtocolError(f"nothing that can be said here is called {name!r}")
     try:
-        return decoder.decode(fields)
+        said = decoder.decode(fields)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
         raise ProtocolError(f"malformed {name}: {error}") from error
+    if (problem := out_of_range(said)) is not None:
+        raise ProtocolError(f"malformed {name}: {problem}")
+    return said
 
 
 class Goodbye(Message, frozen=True, kw_only=True):

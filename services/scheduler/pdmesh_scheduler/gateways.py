@@ -14,6 +14,7 @@ from pdmesh.config import SchedulerConfig
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived, RequestCancelled
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import GatewayId, RejectReason, Request
+from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     Cancel,
@@ -123,12 +124,13 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
         return f"names gateway {generation.gateway_id!r}"
     if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
         return f"has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
-    if generation.epoch < 0 or generation.max_tokens_left < 1:
-        return f"has {generation.max_tokens_left} tokens to generate in epoch {generation.epoch}"
+    if generation.epoch < 0:
+        return f"is in epoch {generation.epoch}"
     for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
         if slo_s is not None and not MIN_TARGET_S <= slo_s < math.inf:
             return f"has a target of {slo_s} s"
-    return None
+    problem = out_of_range(_request(submit, generation, 0.0))
+    return None if problem is None else f"breaks a limit: {problem}"
 
 
 def _request(submit: Submit, generation: Generation, now_s: float) -> Request:

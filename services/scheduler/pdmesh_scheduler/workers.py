@@ -16,6 +16,7 @@ from pdmesh.core.events import (
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.policy.profile import Profile, Subject
+from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     EventMessage,
@@ -111,18 +112,11 @@ class WorkerStreams:
 def _check(registration: RegisterWorker) -> None:
     """Refuse what the core could not work with. Raises ProtocolError."""
     profile = registration.profile
-    counts = {
-        "num_blocks": profile.num_blocks,
-        "kv_layout.block_size": profile.kv_layout.block_size,
-        "max_model_len": profile.max_model_len,
-        "max_num_seqs": profile.max_num_seqs,
-        "num_transfer_backends": profile.num_transfer_backends,
-    }
-    for name, count in counts.items():
-        if count < 1:
-            raise ProtocolError(f"{name} of the instance's profile is {count}: it must be at least 1")
+    for value in (profile, *registration.residents):
+        if (problem := out_of_range(value)) is not None:
+            raise ProtocolError(f"the instance's registration: {problem}")
     if not profile.instance_id:
         raise ProtocolError("the instance's id is empty")
     held = [resident.num_blocks for resident in registration.residents]
-    if any(num_blocks < 0 for num_blocks in held) or sum(held) > profile.num_blocks:
+    if sum(held) > profile.num_blocks:
         raise ProtocolError(f"residents hold {sum(held)} of {profile.num_blocks} blocks")
