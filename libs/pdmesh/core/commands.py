@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from pdmesh.model import (
     Epoch,
@@ -19,8 +20,7 @@ from pdmesh.model import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmitPrefill:
+class AdmitPrefill(Struct, frozen=True, kw_only=True):
     """Hold blocks on ``instance_id`` for a request whose chunks follow in later plans.
 
     ``shards`` say who holds what of its KV while its prompt is computed, the leader first; each is asked for its own.
@@ -44,16 +44,14 @@ class AdmitPrefill:
         return None if self.transfer is None else self.transfer.destinations[0].instance_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStep:
+class RunStep(Struct, frozen=True, kw_only=True):
     """Queue a step plan on an instance."""
 
     instance_id: InstanceId
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceDecode:
+class PlaceDecode(Struct, frozen=True, kw_only=True):
     """Reserve blocks on a destination of ``transfer``, and expect the request's KV there."""
 
     instance_id: InstanceId
@@ -68,8 +66,7 @@ class PlaceDecode:
         return sum([shard.num_blocks for shard in shards if shard.instance_id == self.instance_id])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrantTransfer:
+class GrantTransfer(Struct, frozen=True, kw_only=True):
     """Let a source of ``transfer`` send: a transfer backend of every destination is taken."""
 
     instance_id: InstanceId  # the source
@@ -78,8 +75,7 @@ class GrantTransfer:
     transfer: TransferPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseTransfer:
+class PauseTransfer(Struct, frozen=True, kw_only=True):
     """Stop sending a preempted request's KV until the next grant; answered by TransferPaused."""
 
     instance_id: InstanceId  # the source
@@ -88,8 +84,7 @@ class PauseTransfer:
     transfer_id: TransferId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeKv:
+class FreeKv(Struct, frozen=True, kw_only=True):
     """Stop whatever runs for the request on the instance and free its KV and reservations; answered by KvReleased.
 
     ``epoch`` and older. Idempotent: an instance that holds nothing answers all the same.
@@ -100,8 +95,7 @@ class FreeKv:
     epoch: Epoch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reject:
+class Reject(Struct, frozen=True, kw_only=True):
     """Tell the gateway that the request will not be served."""
 
     gateway_id: GatewayId
@@ -112,8 +106,7 @@ class Reject:
     retry_after_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
+class Restart(Struct, frozen=True, kw_only=True):
     """Tell the gateway that the request's KV is lost: it resumes it from the transcript under the next epoch."""
 
     gateway_id: GatewayId
@@ -133,8 +126,7 @@ class Outcome(StrEnum):
     GATEWAY_LOST = "gateway_lost"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetRequest:
+class ForgetRequest(Struct, frozen=True, kw_only=True):
     """Drop what is kept for the request: it ended. Comes exactly once for each accepted (request, epoch)."""
 
     gateway_id: GatewayId
@@ -143,16 +135,14 @@ class ForgetRequest:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetRole:
+class SetRole(Struct, frozen=True, kw_only=True):
     """Give an instance another role."""
 
     instance_id: InstanceId
     role: Role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WakeAt:
+class WakeAt(Struct, frozen=True, kw_only=True):
     """Send a Tick at this time, or earlier."""
 
     at_s: float
