@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, NamedTuple, NewType
 
-from pdmesh.ranges import ANY_COUNT, COUNT, FINITE, SECONDS, Range
-
 from msgspec import Struct
+
+from pdmesh.ranges import ANY_COUNT, COUNT, FINITE, SECONDS, Range
 
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)

@@ -1,7 +1,8 @@
 """What a number may be: a mark on a field's type, and the question whether a value keeps to its own.
 
-``num_tokens: Annotated[int, COUNT]`` is a field of a frozen dataclass. Marks cost nothing where values are made; what
-comes from a file or from another process is looked at once, where it is decoded (`pdmesh.eventlog`, `pdmesh.wire`).
+``num_tokens: Annotated[int, COUNT]`` is a field of a frozen dataclass or struct. Marks cost nothing where values are
+made; what comes from a file or from another process is looked at once, where it is decoded (`pdmesh.eventlog`,
+`pdmesh.wire`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import math
 import typing
 from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,9 @@ FINITE = Range(-math.inf)
 
 
 def out_of_range(value: Any) -> str | None:
-    """What is wrong with the first marked number of a dataclass that is not in its range; None if all are.
+    """What is wrong with the first marked number of a dataclass or struct that is not in its range; None if all are.
 
-    Fields that are dataclasses themselves, or tuples of them, are looked into.
+    Fields that are such themselves, or tuples of them, are looked into.
     """
     kind: Any = type(value)
     ranges, nested = _marks(kind)
@@ -60,17 +63,21 @@ def out_of_range(value: Any) -> str | None:
 
 @functools.cache
 def _marks(kind: type) -> tuple[tuple[tuple[str, Range], ...], tuple[str, ...]]:
-    """The fields of ``kind`` that have a range, and those to look into; none of what is no dataclass."""
-    if not dataclasses.is_dataclass(kind):
+    """The fields of ``kind`` that have a range, and those to look into; none of what has no fields."""
+    if not _has_fields(kind):
         return (), ()
     ranges: list[tuple[str, Range]] = []
     nested: list[str] = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         parts = list(_parts(hint))
         ranges += [(name, part) for part in parts if isinstance(part, Range)]
-        if any(isinstance(part, type) and dataclasses.is_dataclass(part) and _has_marks(part) for part in parts):
+        if any(isinstance(part, type) and _has_marks(part) for part in parts):
             nested.append(name)
     return tuple(ranges), tuple(nested)
+
+
+def _has_fields(kind: type) -> bool:
+    return dataclasses.is_dataclass(kind) or issubclass(kind, Struct)
 
 
 def _has_marks(kind: Any) -> bool:
