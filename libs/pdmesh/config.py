@@ -107,7 +107,10 @@ class SchedulerConfig:
     ] = True
     admission_ttft_s: Annotated[float | None, "the target of requests that have none, for refuses_early alone"] = None
     lease_s: Annotated[float, "a silent instance or gateway is given up after this"] = 5.0
-    heartbeat_s: Annotated[float, "how often instances and gateways say that they live"] = 1.0
+    suspect_s: Annotated[
+        float, "nothing new is placed on an instance that is silent for so long; it speaks three times as often"
+    ] = 0.6
+    heartbeat_s: Annotated[float, "how often instances and gateways say that they live, at least"] = 1.0
     orphan_grace_s: Annotated[float, "after a restart: how long a request may wait to be claimed by an instance"] = 3.0
     event_log: Annotated[Path | None, "append-only record of all events, for `pdmesh replay`"] = None
     event_log_max_bytes: Annotated[int, COUNT, "where the record of one run ends; about 1.5 KB a request"] = 1 << 30

@@ -36,6 +36,7 @@ from pdmesh.core.events import (
     GatewayLost,
     InstanceJoined,
     InstanceLost,
+    InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
     RequestArrived,
@@ -50,7 +51,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.openings import Openings
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import InstanceBooks
+from pdmesh.core.state import InstanceBooks, Phase
 from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, RequestKey, Role, StepPlan
 from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
@@ -129,6 +130,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.wake_at_s: float | None = None
         self.leader_of: dict[RequestKey, InstanceId] = {}
         self.draining: set[InstanceId] = set()
+        self.silent: set[InstanceId] = set()
         self.roles: dict[InstanceId, Role] = {}
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
@@ -176,6 +178,7 @@ class MeshMachine(RuleBasedStateMachine):
                     del self.waiting[key]
                 case PlaceDecode():
                     assert command.instance_id not in self.draining, f"{command} on an instance that drains"
+                    assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
                     assert self.roles[command.instance_id].can_decode, f"{command} on an instance that does not decode"
                     self.receiver_of[command.request_id, command.epoch] = command.instance_id
                 case GrantTransfer():
@@ -226,8 +229,12 @@ class MeshMachine(RuleBasedStateMachine):
         match event:
             case InstanceJoined(profile=profile):
                 self.roles[profile.instance_id] = profile.role
+                self.silent.discard(profile.instance_id)
             case InstanceLost(instance_id=instance_id):
                 self.draining.discard(instance_id)
+                self.silent.discard(instance_id)
+            case InstanceSuspected(instance_id=instance_id, suspected=suspected):
+                (self.silent.add if suspected else self.silent.discard)(instance_id)
             case DrainRequested(instance_id=instance_id, enabled=enabled):
                 (self.draining.add if enabled else self.draining.discard)(instance_id)
             case RoleChangeRequested(instance_id=instance_id, role=role):
@@ -238,6 +245,7 @@ class MeshMachine(RuleBasedStateMachine):
     def check_may_prefill(self, command: AdmitPrefill) -> None:
         role = self.roles[command.instance_id]
         assert command.instance_id not in self.draining, f"{command} on an instance that drains"
+        assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
         if command.transfer is None:
             assert role.can_decode, f"{command} on an instance that does not decode"
         else:
@@ -505,6 +513,14 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(InstanceUnreachable(instance.instance_id))
             self.feed(instance.rejoin(self.gateway_of))
 
+    @rule(data=st.data(), suspected=st.sampled_from((True, True, False)))
+    def instance_is_silent(self, data: st.DataObject, suspected: bool) -> None:
+        """Or only busy: it goes on with what it has. Nothing that decodes is lost by it."""
+        if instance := self.pick(data, list(self.mesh.instances.values())):
+            decoding = {view.request_id for view in self.core.requests(1000) if view.phase is Phase.DECODING}
+            self.feed(InstanceSuspected(instance.instance_id, suspected))
+            assert all(self.core.request(request_id) is not None for request_id in decoding)
+
     @rule(data=st.data(), enabled=st.sampled_from((True, True, False)))
     def operator_drains(self, data: st.DataObject, enabled: bool) -> None:
         if instance := self.pick(data, list(self.mesh.instances.values())):
@@ -560,6 +576,7 @@ class MeshMachine(RuleBasedStateMachine):
         for instance_id, instance in self.mesh.instances.items():
             instance.admits = True
             instance.end_copies()
+            self.feed(InstanceSuspected(instance_id, suspected=False))
             instance.events.append(DrainRequested(instance_id, enabled=False))
             instance.events.append(RoleChangeRequested(instance_id, self.profiles[instance_id].role))
             instance.report_load()

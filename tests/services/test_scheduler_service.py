@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +75,7 @@ from pdmesh.wire.messages import (
     GetStatus,
     Goodbye,
     Grant,
+    InstanceStatus,
     MeshState,
     OtherChoice,
     PeerGone,
@@ -105,8 +106,8 @@ REGISTRATION = RegisterGateway(gateway_id=GATEWAY, waiting=())
 WORKER_METHOD = "/pdmesh.v1.Scheduler/Worker"
 GATEWAY_METHOD = "/pdmesh.v1.Scheduler/Gateway"
 
-#: A lease that no test outlives, so that only what a test does ends a stream.
-CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0))
+#: A lease that no test outlives, and nobody is suspected before: only what a test does ends a stream.
+CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0, suspect_s=60.0))
 
 
 class Context(ServiceContext):
@@ -496,6 +497,49 @@ async def test_an_expired_lease_loses_the_instance() -> None:
         status = await mesh.ask(GetStatus())
         assert isinstance(status, MeshState)
         assert status.instances == ()
+
+
+async def test_what_a_silent_instance_was_given_is_served_by_one_that_speaks() -> None:
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, suspect_s=0.3))
+    profiles = {name: mixed(name) for name in ("m0", "m1")}
+    async with (
+        running(config) as mesh,
+        mesh.worker(profiles["m0"]) as m0,
+        mesh.worker(profiles["m1"]) as m1,
+        mesh.gateway() as g,
+        anyio.create_task_group() as tasks,
+    ):
+        speaking = {"m0": m0, "m1": m1}
+
+        async def speak() -> None:
+            while True:
+                for name, peer in speaking.items():
+                    num_blocks = profiles[name].num_blocks
+                    peer.post(LoadReported(InstanceId(name), num_blocks, 0, 0, 0))
+                await anyio.sleep(0.02)
+
+        async def until(is_so: Callable[[InstanceStatus], bool]) -> str:
+            """The first instance of which it is so."""
+            while True:
+                status = await mesh.ask(GetStatus())
+                assert isinstance(status, MeshState)
+                for instance in status.instances:
+                    if is_so(instance):
+                        return instance.instance_id
+
+        tasks.start_soon(speak)
+        g.post(submit())
+        name = await until(lambda instance: instance.num_prefilling > 0)
+        silent = speaking.pop(name)
+        assert "silent" in (await g.expect(Restarted)).reason
+        again = submit()
+        g.post(msgspec.structs.replace(again, generation=msgspec.structs.replace(again.generation, epoch=Epoch(1))))
+        (other,) = speaking.values()
+        await other.expect(RunStep)
+        await until(lambda instance: instance.instance_id == name and instance.state == "silent")
+        speaking[name] = silent
+        await until(lambda instance: instance.instance_id == name and instance.state == "up")
+        tasks.cancel_scope.cancel()
 
 
 async def test_an_expired_lease_of_a_gateway_ends_its_requests() -> None:

@@ -12,17 +12,18 @@ from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh_scheduler.peers import BROKEN_STREAM_GRACE_S, Leases
 
 LEASE_S = 5.0
+SHORT_S = 0.6
 
 Lost = list[tuple[str, float]]
 
 
-def played(play: Callable[[Leases[str], Agenda], Awaitable[None]]) -> Lost:
+def played(play: Callable[[Leases[str], Agenda], Awaitable[None]], lease_s: float = LEASE_S) -> Lost:
     """Who was given up, and when, while ``play`` ran."""
     agenda = Agenda()
     lost: Lost = []
 
     async def main() -> None:
-        leases: Leases[str] = Leases(LEASE_S)
+        leases: Leases[str] = Leases(lease_s)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(leases.run, lambda peer: lost.append((peer, agenda.now_s)))
             await play(leases, agenda)
@@ -86,3 +87,17 @@ def test_streams_that_broke_while_we_stood_still_have_a_lease_to_come_back() -> 
         await anyio.sleep(4)
 
     assert played(play) == [("b", 31.0 + LEASE_S)]
+
+
+def test_short_leases_are_not_judged_after_standing_still_for_a_part_of_them() -> None:
+    """As for who is suspected: what was said meanwhile is read first."""
+
+    async def play(leases: Leases[str], agenda: Agenda) -> None:
+        leases.renew("a")
+        await anyio.sleep(SHORT_S / 2)
+        agenda.now_s += SHORT_S
+        await anyio.sleep(SHORT_S / 2)
+        leases.renew("a")
+        await anyio.sleep(SHORT_S / 2)
+
+    assert played(play, SHORT_S) == []

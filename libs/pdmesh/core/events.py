@@ -70,6 +70,17 @@ class InstanceUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceSuspected:
+    """An instance has been silent for longer than one that lives, or (``suspected=False``) has spoken again.
+
+    Meanwhile nothing new is placed on it, and what it has not begun may start again elsewhere. All else goes on.
+    """
+
+    instance_id: InstanceId
+    suspected: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceLost:
     """An instance said goodbye or its lease ran out; all it held is gone."""
 
@@ -274,6 +285,7 @@ Event = (
     | GatewayLost
     | InstanceJoined
     | InstanceUnreachable
+    | InstanceSuspected
     | InstanceLost
     | RoleChangeRequested
     | BundleChangeRequested

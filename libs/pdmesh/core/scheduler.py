@@ -31,6 +31,7 @@ from pdmesh.core.events import (
     GatewayLost,
     InstanceJoined,
     InstanceLost,
+    InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
     LoadReported,
@@ -52,6 +53,7 @@ from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import InstanceBooks, Phase, RequestView
+from pdmesh.core.suspicion import start_elsewhere
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.errors import ConfigError
 from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId, RequestKey
@@ -118,7 +120,7 @@ class SchedulerCore:
     @property
     def unready_reason(self) -> str | None:
         """Why no request can be served now; None if one can."""
-        takers = [instance for instance in self._books.instances.values() if instance.takes_new]
+        takers = [instance for instance in self._books.instances.values() if instance.is_usable]
         if have_pair(takers):
             return None
         if not any(instance.role.can_prefill for instance in takers):
@@ -153,9 +155,14 @@ class SchedulerCore:
                 self._reunion.instance_joined(event.profile, event.residents, now_s)
                 if self._learner.joined(event.profile):
                     self._rebuild_bundle(self._bundle.name)
+                start_elsewhere(self._books, self._bundle)
             case InstanceUnreachable():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_reachable(False)
+            case InstanceSuspected():
+                if instance := self._instance(event.instance_id, event):
+                    instance.set_suspected(event.suspected)
+                    start_elsewhere(self._books, self._bundle)
             case InstanceLost():
                 self._reunion.instance_lost(event.instance_id)
             case DrainRequested():

@@ -148,6 +148,7 @@ class InstanceBooks:
         self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
         self.draining = draining
         self.reachable = True
+        self.suspected = False
         self.next_plan_id = next_plan_id
         self.plans: dict[int, StepPlan] = {}  # in flight
         self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
@@ -333,8 +334,13 @@ class InstanceBooks:
         return self.role, self.kv_group, profile.num_blocks, profile.max_model_len
 
     @property
-    def takes_new(self) -> bool:
+    def is_usable(self) -> bool:
+        """Whether requests may wait for it."""
         return self.reachable and not self.draining
+
+    @property
+    def takes_new(self) -> bool:
+        return self.is_usable and not self.suspected
 
     def num_prefill_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
@@ -390,6 +396,10 @@ class InstanceBooks:
         self.reachable = reachable
         self._change()
 
+    def set_suspected(self, suspected: bool) -> None:
+        self.suspected = suspected
+        self._change()
+
     def set_quarantined(self, num_blocks: int) -> None:
         self.num_quarantined_blocks = num_blocks
         self._change()
@@ -415,6 +425,7 @@ class InstanceBooks:
                 num_queued_tokens=self.num_queued_tokens,
                 draining=self.draining,
                 reachable=self.reachable,
+                suspected=self.suspected,
                 num_resident_tokens=self._num_resident_blocks * self.block_size,
                 num_long_prefilling=self._long_prefill_tokens.total() if self._long_prefill_tokens else 0,
                 num_long_decoding=self._num_long_decoding,

@@ -36,6 +36,7 @@ class InstanceView(NamedTuple):
     num_queued_tokens: int  # of placed prompts, not yet computed
     draining: bool
     reachable: bool = True
+    suspected: bool = False  # silent for so long that nothing new is placed on it
     num_resident_tokens: int = 0  # room that its decoding requests have for their context
     num_long_prefilling: int = 0
     num_long_decoding: int = 0

@@ -316,11 +316,14 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     num_queued_tokens: int
     num_taken_blocks: int = 0  # held, or promised to requests on their way
     reachable: bool = True  # its stream is open; else it is given up once its lease ends
+    suspected: bool = False  # its stream is open, and silent
 
     @property
     def state(self) -> str:
-        """Say in one word what can be asked of the instance: up, draining or unreachable."""
-        return "draining" if self.draining else "up" if self.reachable else "unreachable"
+        """Say in one word what can be asked of the instance: up, draining, unreachable or silent."""
+        if self.draining:
+            return "draining"
+        return "unreachable" if not self.reachable else "silent" if self.suspected else "up"
 
 
 class MeshState(Message, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import anyio
 
 from pdmesh.core.commands import Restart, RunStep
-from pdmesh.core.events import InstanceJoined, InstanceLost, StepDone, TransferFailed, TransferSent
+from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, StepDone, TransferFailed, TransferSent
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import GatewayId, InstanceId, RequestId
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, KvMove, MeshState, RequestActivity, StepBar
@@ -85,6 +85,8 @@ class ActivityFeed:
                 self._urgent = {key for key in self._urgent if key[0] != event.instance_id}
             case InstanceJoined():
                 self._mark(event.profile.instance_id, now_s, "joined", "")
+            case InstanceSuspected():
+                self._mark(event.instance_id, now_s, "silent" if event.suspected else "speaks again", "")
             case _:
                 pass
         for command in handled.commands:

@@ -312,6 +312,7 @@ class Driver:
                     pid=profile.pid,
                     draining=view.draining,
                     reachable=view.reachable,
+                    suspected=view.suspected,
                     num_blocks=profile.num_blocks,
                     num_free_blocks=profile.num_blocks if load is None else load.num_free_blocks,
                     num_held_blocks=0 if load is None else load.num_held_blocks,

@@ -60,6 +60,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     workers: Peers[InstanceId, WorkerDown] = Peers()
     gateways: Peers[GatewayId, GatewayDown] = Peers()
     worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
+    silences: Leases[InstanceId] = Leases(settings.suspect_s)
     gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
 
     def wall_time(at_s: float) -> float:
@@ -99,7 +100,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             observers=(SchedulerMetrics(registry, core), records, SchedulerSpans(context.tracing, wall_time)),
             event_log=event_log,
         )
-        worker_streams = WorkerStreams(driver, workers, worker_leases, settings, context.stopping, profile)
+        worker_streams = WorkerStreams(driver, workers, worker_leases, silences, settings, context.stopping, profile)
         gateway_streams = GatewayStreams(driver, gateways, gateway_leases, settings, context.stopping, clock)
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp),
@@ -110,7 +111,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             if event_log is not None:
                 tasks.start_soon(event_log.run)
             tasks.start_soon(driver.run)
-            tasks.start_soon(worker_leases.run, worker_streams.expired)
+            tasks.start_soon(worker_streams.watch)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
             async with serving(
                 SERVICE,

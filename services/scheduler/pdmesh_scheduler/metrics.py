@@ -9,7 +9,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdmesh.core.commands import AdmitPrefill, ForgetRequest, Reject, Restart
-from pdmesh.core.events import InstanceJoined, InstanceLost, RequestFinished, TransferFailed, TransferLanded
+from pdmesh.core.events import (
+    InstanceJoined,
+    InstanceLost,
+    InstanceSuspected,
+    RequestFinished,
+    TransferFailed,
+    TransferLanded,
+)
 from pdmesh.core.lives import Attempt, Chunk
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId
@@ -58,6 +65,11 @@ class SchedulerMetrics:
         self._restarts = Counter(
             "pdmesh:request_restarts", "Requests sent back to be resumed elsewhere", registry=registry
         )
+        self._suspicions = Counter(
+            "pdmesh:instance_suspicions",
+            "Times an instance was silent for so long that it was suspected",
+            registry=registry,
+        )
         self._landed_bytes = Counter("pdmesh:kv_landed_bytes", "Bytes of KV that landed", registry=registry)
         self._landed = Histogram(
             "pdmesh:kv_landing_seconds",
@@ -91,6 +103,8 @@ class SchedulerMetrics:
                 self._landed.observe(event.duration_s)
             case TransferFailed():
                 self._failed.inc()
+            case InstanceSuspected(suspected=True):
+                self._suspicions.inc()
             case _:
                 pass
         for command in handled.commands:

@@ -22,7 +22,7 @@ DownT = TypeVar("DownT")
 #: step end first.
 BROKEN_STREAM_GRACE_S = 0.5
 
-#: A lease that ran out so long ago, and nobody noticed: this process stood still.
+#: A lease that ran out so long ago, or for a fourth of its length, and nobody noticed: this process stood still.
 STOOD_STILL_S = 0.5
 
 
@@ -88,13 +88,15 @@ class Leases(Generic[IdT]):
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
+        self._stood_still_s = min(STOOD_STILL_S, lease_s / 4)
         self._deadlines: dict[IdT, float] = {}
         self._changed = anyio.Event()
         self._still_until_s = -math.inf  # so long nobody is given up early
 
     def renew(self, peer_id: IdT) -> None:
+        if peer_id not in self._deadlines:  # else it may sleep on: until the earliest of before
+            self._changed.set()
         self._deadlines[peer_id] = anyio.current_time() + self._lease_s
-        self._changed.set()
 
     def stream_broke(self, peer_id: IdT) -> None:
         """Give the peer up soon, unless it comes back."""
@@ -107,7 +109,7 @@ class Leases(Generic[IdT]):
 
     def _excuse_standing_still(self, now_s: float) -> None:
         """If deadlines passed long ago and nobody looked, give everybody another lease."""
-        if self._deadlines and min(self._deadlines.values()) < now_s - STOOD_STILL_S:
+        if self._deadlines and min(self._deadlines.values()) < now_s - self._stood_still_s:
             self._still_until_s = now_s + self._lease_s
             for peer_id in self._deadlines:
                 self._deadlines[peer_id] = self._still_until_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 import structlog
@@ -11,7 +11,9 @@ from pdmesh.config import SchedulerConfig
 from pdmesh.core.events import (
     InstanceJoined,
     InstanceLost,
+    InstanceSuspected,
     InstanceUnreachable,
+    LoadReported,
 )
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile
@@ -32,17 +34,31 @@ from pdmesh_scheduler.peers import Connection, Leases, Peers
 
 log = structlog.get_logger()
 
+#: How often an instance speaks, at least, in the time after which it is suspected: it may be late with some.
+BEATS_BEFORE_SUSPICION = 3
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStreams:
-    """A worker whose stream breaks has the rest of its lease to come back, and gets no work meanwhile."""
+    """A worker whose stream breaks has the rest of its lease to come back, and gets no work meanwhile; nor does one
+    that is silent for longer than one that lives.
+    """
 
     driver: Driver
     peers: Peers[InstanceId, WorkerDown]
     leases: Leases[InstanceId]
+    silences: Leases[InstanceId]  # after which an instance is suspected
     config: SchedulerConfig
     stopping: anyio.Event
     profile: Profile | None = None  # what steps are predicted by, if the operator named it
+    _suspected: set[InstanceId] = field(default_factory=set[InstanceId])
+    _loads: dict[InstanceId, LoadReported] = field(default_factory=dict[InstanceId, LoadReported])
+
+    async def watch(self) -> None:
+        """Suspect, and give up, those that are not heard of; until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.leases.run, self._expired)
+            tasks.start_soon(self.silences.run, self._silent)
 
     async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
         """One stream, from its registration to its end."""
@@ -58,20 +74,23 @@ class WorkerStreams:
             async def read() -> None:
                 done = await self._report(connection, rest)
                 while not done and (messages := await anext(frames, None)) is not None:
-                    self.leases.renew(instance_id)
+                    self._heard(instance_id)
                     done = await self._report(connection, messages)
 
             self.peers.add(connection)
-            self.leases.renew(instance_id)
+            self._loads.pop(instance_id, None)
+            self._heard(instance_id)
             log.info("instance joined", instance_id=instance_id, role=registered.profile.role, peer=peer)
             try:
-                link.post(WelcomeWorker(lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s))
+                beat_s = min(self.config.heartbeat_s, self.config.suspect_s / BEATS_BEFORE_SUSPICION)
+                link.post(WelcomeWorker(lease_s=self.config.lease_s, heartbeat_s=beat_s))
                 self.driver.post(InstanceJoined(registered.profile, registered.residents))
                 await converse(link, read, self.stopping)
             finally:
                 if self.peers.remove(connection):
                     log.warning("instance's stream broke", instance_id=instance_id)
                     self.leases.stream_broke(instance_id)
+                    self._forget_silence(instance_id)
                     self.driver.post(InstanceUnreachable(instance_id))
         if scope.cancelled_caught:
             raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
@@ -83,8 +102,27 @@ class WorkerStreams:
             log.error("instance refused", instance_id=instance.instance_id, reason=problem)
             raise ProtocolError(problem)
 
-    def expired(self, instance_id: InstanceId) -> None:
+    def _heard(self, instance_id: InstanceId) -> None:
+        self.leases.renew(instance_id)
+        self.silences.renew(instance_id)
+        if instance_id in self._suspected:
+            self._suspected.discard(instance_id)
+            log.info("instance speaks again", instance_id=instance_id)
+            self.driver.post(InstanceSuspected(instance_id, suspected=False))
+
+    def _silent(self, instance_id: InstanceId) -> None:
+        log.warning("instance is silent: nothing new is placed on it", instance_id=instance_id)
+        self._suspected.add(instance_id)
+        self.driver.post(InstanceSuspected(instance_id))
+
+    def _forget_silence(self, instance_id: InstanceId) -> None:
+        """It has no stream to be silent on."""
+        self.silences.drop(instance_id)
+        self._suspected.discard(instance_id)
+
+    def _expired(self, instance_id: InstanceId) -> None:
         log.error("instance lost: its lease ran out", instance_id=instance_id)
+        self._forget_silence(instance_id)
         self.peers.end(instance_id)
         self.driver.post(InstanceLost(instance_id))
 
@@ -99,12 +137,17 @@ class WorkerStreams:
                     log.info("instance said goodbye", instance_id=instance_id)
                     self.peers.remove(connection)
                     self.leases.drop(instance_id)
+                    self._forget_silence(instance_id)
                     self.driver.post(InstanceLost(instance_id))
                     return True
                 case EventMessage():
                     event = message.event
                     if event.instance_id != instance_id:
                         raise ProtocolError(f"{instance_id} speaks for {event.instance_id}")
+                    if isinstance(event, LoadReported):
+                        if event == self._loads.get(instance_id):
+                            continue  # a heartbeat, and nothing that the core has not heard
+                        self._loads[instance_id] = event
                     await self.driver.submit(event)
         return False
 

@@ -1,0 +1,48 @@
+"""What was placed on an instance that has fallen silent starts again elsewhere, where that costs next to nothing.
+
+Silence is a suspicion, no knowledge: the instance may only be busy. So what has begun there is left alone until it
+speaks again or its lease runs out. What it has not begun, and what is computed again in less time than the silence
+lasted, moves to another that can take it: under the next epoch, so that whatever the silent one still says of it is
+late.
+"""
+
+from __future__ import annotations
+
+from pdmesh.core.books import Books
+from pdmesh.core.placing import could_place
+from pdmesh.core.state import InstanceBooks, Phase, RequestState
+from pdmesh.policy.base import Bundle
+
+#: Of predicted work on a prompt: not more than the silence that makes an instance suspected.
+CHEAP_US = 500_000
+
+#: A request is not moved in later epochs: perhaps it is what silences instances, and it must end somewhere.
+MAX_EPOCH = 1
+
+
+def start_elsewhere(books: Books, bundle: Bundle) -> None:
+    """Restart the requests that need a suspected instance, would lose nothing, and can be placed on others."""
+    suspected = [instance for instance in books.instances.values() if instance.suspected]
+    if not suspected:
+        return
+    others = [instance for instance in books.instances.values() if instance.takes_new]
+    groups = {name: members for name, members in books.groups.items() if all(member.takes_new for member in members)}
+    for instance in suspected:
+        for key in list(instance.holds):
+            state = books.find(key)
+            if (
+                state is not None
+                and state.phase is Phase.PREFILLING
+                and state.needs(instance.instance_id)
+                and state.request.epoch <= MAX_EPOCH
+                and _loses_nothing(state, books.instances[state.prefill_ids[0]])
+                and could_place(state.request, others, groups, bundle)
+            ):
+                books.restart(state, f"instance {instance.instance_id} is silent")
+
+
+def _loses_nothing(state: RequestState, leader: InstanceBooks) -> bool:
+    """Whether nothing of its prompt is known to be computed, or all of it is computed again in no time."""
+    in_flight = [chunk for plan in leader.plans.values() for chunk in plan.chunks]
+    num_in_flight = sum(chunk.num_tokens for chunk in in_flight if (chunk.request_id, chunk.epoch) == state.key)
+    return state.work_us <= CHEAP_US or num_in_flight == state.num_planned_tokens
