@@ -26,7 +26,7 @@ from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import Generation, Rejected, Restarted, TokenOut, unpack_token_ids
 from pdmesh_gateway import generate, transcripts
 from pdmesh_gateway.http import server
-from pdmesh_gateway.scheduler_link import GatewaySession
+from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 from pdmesh_gateway.transcripts import MAX_RESTARTS
 
@@ -292,20 +292,28 @@ async def test_without_a_usable_instance_a_new_request_gets_503_in_seconds(model
         assert not mesh.submitted
 
 
-async def test_a_request_does_not_hear_of_an_instance_that_is_back_within_the_grace(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def noticed_waiting(monkeypatch: pytest.MonkeyPatch) -> anyio.Event:
+    """Set when a request begins to wait for the mesh."""
     waiting = anyio.Event()
-    wait_ready = GatewaySession.wait_ready
+    wait_changed = GatewaySession.wait_changed
 
-    async def noticed(link: GatewaySession) -> None:
+    async def noticed(link: GatewaySession, outlook: Outlook) -> None:
         waiting.set()
-        await wait_ready(link)
+        await wait_changed(link, outlook)
 
-    monkeypatch.setattr(GatewaySession, "wait_ready", noticed)
+    monkeypatch.setattr(GatewaySession, "wait_changed", noticed)
+    return waiting
+
+
+@pytest.mark.parametrize("num_coming", [0, 1])
+async def test_a_request_does_not_hear_of_an_instance_that_is_back_within_the_grace_or_known_to_come(
+    model: Path, monkeypatch: pytest.MonkeyPatch, num_coming: int
+) -> None:
+    waiting = noticed_waiting(monkeypatch)
     async with scripted_mesh() as mesh:
-        mesh.state = NOT_READY
-        async with served(model, mesh, gateway=GatewayConfig(no_instance_grace_s=60)) as running:
+        mesh.state = msgspec.structs.replace(NOT_READY, num_coming=num_coming)
+        grace_s = 1e-6 if num_coming else 60
+        async with served(model, mesh, gateway=GatewayConfig(no_instance_grace_s=grace_s)) as running:
             texts: list[str] = []
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(complete_into, texts, running)
@@ -314,6 +322,30 @@ async def test_a_request_does_not_hear_of_an_instance_that_is_back_within_the_gr
                 assert not mesh.submitted
                 mesh.set_state(READY)
             assert texts == [WHOLE]
+
+
+async def test_a_request_that_waits_hears_at_last_that_nobody_comes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance that was being started again could not be."""
+    waiting = noticed_waiting(monkeypatch)
+    async with scripted_mesh(silence) as mesh:
+        mesh.state = msgspec.structs.replace(NOT_READY, num_coming=1)
+        statuses: list[int] = []
+        async with (
+            served(model, mesh, gateway=GatewayConfig(no_instance_grace_s=0.01)) as running,
+            httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+            anyio.create_task_group() as tasks,
+        ):
+
+            async def ask() -> None:
+                statuses.append((await client.post("/v1/completions", json=BODY)).status_code)
+
+            tasks.start_soon(ask)
+            with anyio.fail_after(20):
+                await waiting.wait()
+            mesh.set_state(NOT_READY)
+        assert statuses == [503]
 
 
 async def test_a_request_under_way_outlasts_a_mesh_without_instances(model: Path) -> None:

@@ -66,6 +66,7 @@ from pdmesh.wire.messages import (
     Cancel,
     CommandMessage,
     EventMessage,
+    ExpectInstances,
     ExpectKv,
     GatewayDown,
     GatewayHeartbeat,
@@ -779,3 +780,24 @@ async def test_a_wrong_setting_stops_the_start(settings: dict[str, Any], named: 
     errors = leaves(caught.value)
     assert [type(error) for error in errors] == [ConfigError]
     assert named in str(errors[0])
+
+
+async def test_gateways_hear_which_instances_are_coming_until_they_have_come() -> None:
+    async with running() as mesh, mesh.gateway() as g:
+        answer = await mesh.ask(ExpectInstances(instance_ids=(InstanceId("m"), InstanceId("other"))))
+        assert isinstance(answer, MeshState)
+        assert (await g.expect(MeshState)).num_coming == 2
+        async with mesh.worker(mixed()):
+            assert (await g.expect(MeshState)).num_coming == 1
+            await mesh.ask(ExpectInstances(instance_ids=()))
+            assert (await g.expect(MeshState)).num_coming == 0
+
+
+async def test_what_an_instance_has_not_begun_starts_again_at_once_when_its_stream_breaks() -> None:
+    """It waited half a second for an instance that would have dropped it before it came back."""
+    async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed("m0")) as m0:
+        g.post(submit())
+        await m0.expect(RunStep)
+        async with mesh.worker(mixed("m1")):
+            m0.post(EventMessage.of(KvReleased(InstanceId("other"), R, ZERO)))  # which ends the stream
+            assert (await g.expect(Restarted)).reason == "instance m0 is silent"

@@ -43,6 +43,8 @@ class Mesh:
         self.log_folder = folder
         self.events_file = folder / "events"
         self.said: list[str] = []
+        self.expected: list[list[str]] = []  # which instances the scheduler heard are coming
+        self.scheduler_hears = True
         self.ready = anyio.Event()
         self.changed = anyio.Event()
         self._script = write_stand_in(folder)
@@ -54,6 +56,7 @@ class Mesh:
             answers=self._answers,
             wait_ready=self._wait_ready,
             tend=self._tend,
+            expect=self._expect,
             start_timeout_s=DEADLINE_S,
             hang_s=hang_s,
             drain_s=lambda: drain_s,
@@ -82,6 +85,12 @@ class Mesh:
 
     async def _tend(self) -> None:
         pass
+
+    async def _expect(self, instance_ids: Sequence[str]) -> bool:
+        if self.scheduler_hears:
+            self.expected.append(list(instance_ids))
+        self._on_change(self.supervisor)
+        return self.scheduler_hears
 
     def _on_change(self, supervisor: Supervisor) -> None:
         if supervisor.ready:
@@ -200,6 +209,28 @@ async def test_a_child_that_does_not_drain_is_told_again_and_then_killed(
         "prefill-0 did not drain within 0.02 s: what still runs is ended",
         "prefill-0 did not end and is killed",
     ]
+
+
+async def test_the_scheduler_hears_which_instances_are_coming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that could not be told at first, and one that was started again itself."""
+    monkeypatch.setattr(supervisor_module, "TELL_AGAIN_S", 0.01)
+    mesh = Mesh(tmp_path)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            mesh.scheduler_hears = False
+            (tmp_path / "events.hold").touch()
+            os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
+            await mesh.until(lambda: any(line.startswith("prefill-0 was killed") for line in mesh.said))
+            mesh.scheduler_hears = True
+            await mesh.until(lambda: mesh.expected == [["prefill-0"]])
+            os.kill(mesh.pid("scheduler"), signal.SIGKILL)
+            await mesh.until(lambda: mesh.expected == [["prefill-0"]] * 2)
+            (tmp_path / "events.hold").unlink()
+            await mesh.until(lambda: mesh.expected[-1] == [])
+            stop_ourselves()
+    assert "prefill-0 serves again" in mesh.said
 
 
 async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ END_S = ENDING_LIMIT_S + 5.0
 #: What those after the gateway have at least to drain, since their requests end with it.
 MIN_DRAIN_S = 5.0
 
+#: Between attempts to tell the scheduler which instances are coming, while it does not answer.
+TELL_AGAIN_S = 1.0
+
 EXIT_CONFIG = 2
 
 
@@ -86,6 +89,8 @@ class Service:
     hang_s: float
     facts: dict[str, Any] = field(default_factory=dict)
     child: Child | None = None
+    #: It served, and is being started again. One that could not be started is not known to come.
+    is_coming: bool = False
     _stopping: anyio.Event = field(default_factory=anyio.Event)
     _ended: anyio.Event = field(default_factory=anyio.Event)
 
@@ -102,6 +107,7 @@ class Service:
             backoff = Backoff()
             while not self._stopping.is_set():
                 delay_s = backoff.after(life.served_s)
+                self.is_coming = life.served_s > 0
                 when = f"in {delay_s:g} s" if delay_s else "at once"
                 self.on_event(self, f"{describe_exit(life.returncode)}; starting it again {when}")
                 with anyio.move_on_after(delay_s):
@@ -126,6 +132,7 @@ class Service:
                 if facts is not None:
                     self.facts = facts
                     self.spec = replace(self.spec, environment={**self.spec.environment, **self.pin(facts)})
+                    self.is_coming = False
                     serving()
                     tasks.start_soon(self._watch, child)
                 returncode = await child.wait()
@@ -209,6 +216,8 @@ class MeshPlan:
     tend: Callable[[], Awaitable[None]]
     start_timeout_s: float
     hang_s: float
+    #: Tell the scheduler which instances are being started again; whether it has heard.
+    expect: Callable[[Sequence[str]], Awaitable[bool]]
     #: How long requests may go on, asked when the mesh is told to stop.
     drain_s: Callable[[], float]
 
@@ -223,6 +232,8 @@ class Supervisor:
         self.services: list[Service] = []
         self.ready = False
         self._stop = anyio.Event()
+        self._told: list[str] = []  # which instances are coming, as the scheduler has last heard
+        self._changed = anyio.Event()
 
     def facts(self, name: str) -> Mapping[str, Any]:
         return next((service.facts for service in self.services if service.name == name), {})
@@ -233,6 +244,7 @@ class Supervisor:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch_signals)
                 tasks.start_soon(self._tend)
+                tasks.start_soon(self._keep_telling)
                 try:
                     await self._start(tasks)
                     await self._stop.wait()
@@ -289,7 +301,21 @@ class Supervisor:
 
     def _on_event(self, service: Service, what: str) -> None:
         self._say(f"{service.name} {what}")
+        if service.name == self._plan.scheduler.name:
+            self._told = []  # the next one knows of nobody
+        self._changed.set()
         self._on_change(self)
+
+    async def _keep_telling(self) -> None:
+        """Keep the scheduler informed of which instances are coming."""
+        beside = (self._plan.scheduler.name, "gateway")
+        while True:
+            self._changed = anyio.Event()
+            coming = [service.name for service in self.services if service.is_coming and service.name not in beside]
+            if coming != self._told and await self._plan.expect(coming):
+                self._told = coming
+            with anyio.move_on_after(TELL_AGAIN_S if coming != self._told else None):
+                await self._changed.wait()
 
     async def _tend(self) -> None:
         while True:

@@ -26,8 +26,11 @@ from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolde
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.model import InstanceId
 from pdmesh.rotation import cut_off
 from pdmesh.telemetry.logs import UnfailingStream
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import ExpectInstances
 
 #: Where no limit is set and none is told.
 LONGEST_DRAIN_S = 7 * 24 * 3600.0
@@ -87,6 +90,7 @@ class MeshRun:
             answers=self._answers,
             wait_ready=wait_ready,
             tend=self._tend,
+            expect=self._expect,
             start_timeout_s=config.supervisor.start_timeout_s,
             hang_s=config.supervisor.hang_s,
             drain_s=self._drain_s,
@@ -96,6 +100,16 @@ class MeshRun:
         """Whether a service answers: the gateway at its port, the others where they serve their metrics."""
         address = facts.get("http_address") or f"{_host(self.config.telemetry.metrics_host)}:{facts['metrics_port']}"
         return await is_live(base_url(address, self.config.security), self.config.security)
+
+    async def _expect(self, instance_ids: Sequence[str]) -> bool:
+        assert self._supervisor is not None
+        address = str(self._supervisor.facts("scheduler")["address"])
+        message = ExpectInstances(instance_ids=tuple(InstanceId(instance_id) for instance_id in instance_ids))
+        try:
+            await ask_scheduler(address, self.config.security, message)
+        except PdmeshError:
+            return False  # it may have died, too
+        return True
 
     async def _tend(self) -> None:
         await anyio.to_thread.run_sync(self._cut_logs)

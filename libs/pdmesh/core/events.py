@@ -71,7 +71,9 @@ class InstanceUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSuspected:
-    """An instance has been silent for longer than one that lives, or (``suspected=False``) has spoken again.
+    """An instance has been silent for longer than one that lives, or has no stream to speak on.
+
+    Or (``suspected=False``) it has spoken again.
 
     Meanwhile nothing new is placed on it, and what it has not begun may start again elsewhere. All else goes on.
     """

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from pdmesh.cli.processes import process_id
 
-#: Announces itself and waits for SIGTERM; ``behaviour`` makes it misbehave. What it does goes to the events file.
+#: Announces itself, once there is no file beside the events file that ends in ``.hold``, and waits for SIGTERM;
+#: ``behaviour`` makes it misbehave. What it does goes to the events file.
 _STAND_IN = """
-import http.server, json, os, signal, sys, threading
+import http.server, json, os, signal, sys, threading, time
 
 name, events, behaviour = sys.argv[1:4]
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -37,6 +38,8 @@ if name == "gateway":
 else:
     facts["metrics_port"] = server.server_port
 note("starting")
+while os.path.exists(events + ".hold"):
+    time.sleep(0.01)
 if behaviour != "silent":
     os.write(int(os.environ["PDMESH_READY_FD"]), json.dumps(facts).encode() + b"\\n")
 os.close(int(os.environ["PDMESH_READY_FD"]))

@@ -337,6 +337,7 @@ class MeshState(Message, frozen=True, kw_only=True):
     bundle: str
     max_model_len: int = 0  # smallest of the instances; 0 while there is none
     num_gateways: int = 0
+    num_coming: int = 0  # instances that served, have died and are being started again
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -479,7 +480,13 @@ class SetPolicy(Message, frozen=True, kw_only=True):
     bundle: str
 
 
-AdminRequest = GetStatus | GetRequest | ListRequests | GetPolicies | SetPolicy
+class ExpectInstances(Message, frozen=True, kw_only=True):
+    """These are being started again by whoever looks after them, and no others: answered by a `MeshState`."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
+AdminRequest = GetStatus | GetRequest | ListRequests | GetPolicies | SetPolicy | ExpectInstances
 
 
 class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -28,7 +28,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.metrics import GatewayMetrics
-from pdmesh_gateway.scheduler_link import GatewaySession
+from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_gateway.spans import FIRST_TOKEN, REQUEST, request_attributes, response_attributes
 from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -273,7 +273,7 @@ class Generator:
         outcome = CANCELLED  # unless the block is left with an error
         is_failure = False
         try:
-            await self._wait_ready()
+            await self._wait_ready(job.deadline_s)
             for prompt_index, prompt in enumerate(job.prompts):
                 packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
                 of_prompt: list[Choice] = []
@@ -303,16 +303,19 @@ class Generator:
                     self.finish(choice.transcript)
             self._ended(job, choices, span, outcome, is_failure=is_failure)
 
-    async def _wait_ready(self) -> None:
-        """Until the mesh takes new requests. Raises RequestRejected if it does not soon."""
+    async def _wait_ready(self, limit_s: float) -> None:
+        """Until the mesh takes new requests, as long as somebody is coming who may make it.
+
+        Raises RequestRejected if nobody is, or after ``limit_s``.
+        """
         link = self._link
-        if link.unready_reason is None:
-            return
-        with anyio.move_on_after(CONNECT_GRACE_S):
-            await link.wait_connected()
-        # A service that is started again comes back within the grace; a client need not know.
-        with anyio.move_on_after(self._no_instance_grace_s):
-            await link.wait_ready()
+        grace_s = {Outlook.NO_SCHEDULER: CONNECT_GRACE_S, Outlook.NO_INSTANCE: self._no_instance_grace_s}
+        with anyio.move_on_after(limit_s):
+            while (outlook := link.outlook) is not Outlook.READY:
+                with anyio.move_on_after(grace_s.get(outlook)):
+                    await link.wait_changed(outlook)
+                if link.outlook is outlook:
+                    break
         if (reason := link.unready_reason) is not None:
             raise RequestRejected(
                 f"The mesh cannot serve now: {reason}.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import anyio
@@ -42,6 +43,15 @@ METHOD = "/pdmesh.v1.Scheduler/Gateway"
 SILENT_LEASES = 3
 
 
+class Outlook(Enum):
+    """What a new request may wait for."""
+
+    READY = auto()  # nothing
+    COMING = auto()  # an instance that is being started again
+    NO_SCHEDULER = auto()
+    NO_INSTANCE = auto()
+
+
 class Waiting(Protocol):
     """Who waits for generations: what the scheduler says of them goes there."""
 
@@ -73,18 +83,14 @@ class GatewaySession:
         self._address = address
         self._security = security
         self._session: Session[GatewayUp, GatewayDown] | None = None
-        self._connected = anyio.Event()
-        self._state_changed = anyio.Event()
+        self.is_connected = False
+        self._changed = anyio.Event()
         #: Ever made; the last of them may have broken.
         self.num_connections = 0
         #: Whom the last of them was made to.
         self.scheduler_id: str | None = None
         #: The scheduler's last word on the mesh; None while it is gone.
         self.state: MeshState | None = None
-
-    @property
-    def is_connected(self) -> bool:
-        return self._connected.is_set()
 
     @property
     def unready_reason(self) -> str | None:
@@ -95,13 +101,19 @@ class GatewaySession:
             return "the scheduler has not reported yet"
         return None if self.state.ready else self.state.reason or "no instance can serve"
 
-    async def wait_connected(self) -> None:
-        await self._connected.wait()
+    @property
+    def outlook(self) -> Outlook:
+        """What there is to wait for, for a new request."""
+        if not self.is_connected:
+            return Outlook.NO_SCHEDULER
+        if self.unready_reason is None:
+            return Outlook.READY
+        return Outlook.COMING if self.state is not None and self.state.num_coming else Outlook.NO_INSTANCE
 
-    async def wait_ready(self) -> None:
-        """Until the mesh can take a request."""
-        while self.unready_reason is not None:
-            await self._state_changed.wait()
+    async def wait_changed(self, outlook: Outlook) -> None:
+        """Until the outlook is another than this one."""
+        while self.outlook is outlook:
+            await self._changed.wait()
 
     def submit(self, message: Submit) -> None:
         """Hand a request to the scheduler. Raises RequestRejected if it is gone or does not read."""
@@ -135,18 +147,22 @@ class GatewaySession:
     def connected(self, welcome: WelcomeGateway) -> None:
         self.num_connections += 1
         self.scheduler_id = welcome.scheduler_id
-        self._connected.set()
+        self.is_connected = True
+        self._change()
         log.info("registered with the scheduler", gateway_id=self._gateway_id)
 
     def reported(self, state: MeshState) -> None:
         self.state = state
-        self._state_changed.set()
-        self._state_changed = anyio.Event()
+        self._change()
 
     def lost(self) -> None:
         self.state = None
-        if self._connected.is_set():
-            self._connected = anyio.Event()
+        self.is_connected = False
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pdmesh.wire.messages import (
     AdminError,
     AdminRequest,
     AdminResponse,
+    ExpectInstances,
     GetPolicies,
     GetRequest,
     GetStatus,
@@ -64,6 +65,9 @@ class Admin:
                 return RequestList(requests=self.records.newest(limit))
             case GetPolicies():
                 return Policies(bundle=self.driver.state().bundle, bundles=tuple(sorted(BUNDLES)))
+            case ExpectInstances(instance_ids=instance_ids):
+                self.driver.expect(instance_ids)
+                return self.driver.state()
             case SetPolicy(bundle=name):
                 try:
                     make_bundle(name, PolicyConfig())

@@ -107,7 +107,8 @@ class Driver:
         self._loads: dict[InstanceId, LoadReported] = {}
         self._wake_at_s: float | None = None
         self._wake_changed = anyio.Event()
-        self._readiness: tuple[str | None, int] = ("", 0)
+        self._coming: set[InstanceId] = set()
+        self._readiness: tuple[str | None, int, int] = ("", 0, 0)
 
     # --- events in ---
 
@@ -199,7 +200,10 @@ class Driver:
                     self._waiting.pop(key, None)  # one of an older epoch, or refused
             case GatewayJoined():
                 self._gateways.post(event.gateway_id, self.state())
-            case InstanceJoined() | InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
+            case InstanceJoined():
+                self._coming.discard(event.profile.instance_id)
+                self._tell_readiness()
+            case InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)
@@ -286,6 +290,11 @@ class Driver:
 
     # --- the mesh's state ---
 
+    def expect(self, instance_ids: Iterable[InstanceId]) -> None:
+        """These, and no others, are being started again: gateways may wait for them."""
+        self._coming = set(instance_ids)
+        self._tell_readiness()
+
     def state(self) -> MeshState:
         reason = self._core.unready_reason
         return MeshState(
@@ -297,6 +306,7 @@ class Driver:
             bundle=self._core.bundle,
             max_model_len=self._max_model_len(),
             num_gateways=len(self._gateways),
+            num_coming=len(self._coming),
         )
 
     def _statuses(self) -> tuple[InstanceStatus, ...]:
@@ -330,7 +340,7 @@ class Driver:
 
     def _tell_readiness(self) -> None:
         """Push the state to all gateways if what they act upon has changed."""
-        readiness = (self._core.unready_reason, self._max_model_len())
+        readiness = (self._core.unready_reason, self._max_model_len(), len(self._coming))
         if readiness != self._readiness:
             self._readiness = readiness
             state = self.state()

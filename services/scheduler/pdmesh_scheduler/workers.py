@@ -91,6 +91,8 @@ class WorkerStreams:
                     log.warning("instance's stream broke", instance_id=instance_id)
                     self.leases.stream_broke(instance_id)
                     self._forget_silence(instance_id)
+                    if not self.stopping.is_set():
+                        self.driver.post(InstanceSuspected(instance_id))  # what it has begun of prompts is lost, too
                     self.driver.post(InstanceUnreachable(instance_id))
         if scope.cancelled_caught:
             raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
