@@ -473,9 +473,23 @@ class MeshMachine(RuleBasedStateMachine):
             sender, receiver, key = data.draw(st.sampled_from(transfers))
             self.mesh.fail(sender if at_sender else receiver, key)
 
+    @rule(data=st.data(), num_steps=st.sampled_from((1, 40)))
+    def instance_decodes(self, data: st.DataObject, num_steps: int) -> None:
+        """By itself, and tells of it with its next report or after so many steps."""
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.can_decode]):
+            instance.decode(num_steps)
+
+    @rule(data=st.data())
+    def hold_runs_out(self, data: st.DataObject) -> None:
+        """Nothing was planned for too long: what is held goes on."""
+        held = [i for i in self.mesh.instances.values() if i.own.held and not i.running and not i.plans]
+        if instance := self.pick(data, held):
+            instance.own.held = False
+
     @rule(data=st.data())
     def generation_ends(self, data: st.DataObject) -> None:
-        decoding = [(i, key) for i in self.mesh.instances.values() for key, hold in i.holds.items() if hold.decoding]
+        free = [instance for instance in self.mesh.instances.values() if not instance.own.held]
+        decoding = [(i, key) for i in free for key, hold in i.holds.items() if hold.decoding]
         if decoding:
             instance, key = data.draw(st.sampled_from(decoding))
             instance.finish(key)
@@ -604,6 +618,7 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.running or instance.plans:
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True
+            instance.own.held = False  # for nothing is planned any more
             for key in [key for key, hold in instance.holds.items() if hold.decoding]:
                 instance.finish(key)
                 self.see_finished(instance)

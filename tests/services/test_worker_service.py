@@ -22,6 +22,7 @@ from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, se
 from pdmesh.testing.worker import a_shard, chunk_plans, make_generation
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import Admit, Generation, Goodbye, RegisterWorker, TokenOut
+from pdmesh.worker import plans
 from pdmesh.worker.runtime import run_worker, serve_instance
 from pdmesh.worker.threads import EngineThread
 from pdmesh.worker.token_links import NUM_REMEMBERED, open_token_links
@@ -60,11 +61,11 @@ class Worker:
         self.scheduler.post(Admit(command=command, generation=generation))
         return generation
 
-    def start(self, name: str, prompt: list[int], *, chunk: int = 100) -> None:
+    def start(self, name: str, prompt: list[int], *, chunk: int = 100, holds_decodes: bool = False) -> None:
         """Do what the scheduler does for a request that prefills and decodes here."""
         generation = self.admit(name, prompt)
         for part in chunk_plans(generation, [chunk]):
-            plan = StepPlan(plan_id=self.num_plans, chunks=(part,), with_decodes=False)
+            plan = StepPlan(plan_id=self.num_plans, chunks=(part,), with_decodes=False, holds_decodes=holds_decodes)
             self.scheduler.post(RunStep(instance_id=W, plan=plan))
             self.num_plans += 1
 
@@ -165,6 +166,17 @@ async def test_decoding_goes_on_while_the_scheduler_restarts() -> None:
             second.post(FreeKv(instance_id=W, request_id=never_begun.request_id, epoch=never_begun.epoch))
             await second.reported(KvReleased, "p")
             tasks.cancel_scope.cancel()
+
+
+async def test_what_a_scheduler_held_goes_on_when_its_stream_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "HOLD_LIMIT_S", 1e6)
+    async with served_worker() as worker:
+        worker.start("r", [7] * 6, holds_decodes=True)
+        await worker.scheduler.reported(StepDone)
+        await anyio.wait_all_tasks_blocked()
+        assert list(worker.gateway.tokens_of("r")) == [0]
+        worker.scheduler.cut_streams()
+        assert await worker.gateway.finished("r") == reference_output([7] * 6, GREEDY)
 
 
 async def test_a_broken_token_stream_costs_no_token() -> None:

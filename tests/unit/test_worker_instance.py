@@ -65,6 +65,10 @@ async def test_output_does_not_depend_on_chunks(sizes: list[int]) -> None:
         steps = [report for report in running.reports if isinstance(report, StepDone)]
         assert [step.plan_id for step in steps] == list(range(len(plans)))
         assert sum(done.num_tokens for step in steps for done in step.chunks) == len(prompt)
+        own_steps = running.reports_of(RequestFinished, "r")[0].own_steps
+        assert own_steps is not None
+        assert (own_steps.num_steps, own_steps.num_tokens, own_steps.num_context_tokens) == (7, 7, sum(range(18, 25)))
+        assert 0 < own_steps.duration_s <= own_steps.wall_s
         assert running.reports_of(RequestFinished, "r") == [
             RequestFinished(
                 instance_id=running.instance.instance_id,
@@ -72,6 +76,7 @@ async def test_output_does_not_depend_on_chunks(sizes: list[int]) -> None:
                 epoch=generation.epoch,
                 reason=FinishReason.LENGTH,
                 num_output_tokens=8,
+                own_steps=own_steps,
             )
         ]
         assert len(running.reports_of(KvReleased, "r")) == 1

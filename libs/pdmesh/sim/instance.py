@@ -1,8 +1,8 @@
 """A modelled instance: it carries out the core's commands as a worker does, in the time that a latency model says.
 
-It runs the next plan if there is one, else a decode step over its residents. Consecutive decode steps are one
-appointment. When a plan or a resident comes in between, it is cut short to the end of the step that is then running, so
-the result is the same as step by step.
+It runs the next plan if there is one, else a decode step over its residents, unless a plan has them held. Consecutive
+decode steps are one appointment. When a plan or a resident comes in between, it is cut short to the end of the step
+that is then running, so the result is the same as step by step.
 
 An urgent plan runs when a planned step that is running comes to the end of its layer; all layers take equally long.
 What is left of the interrupted step is computed after it.
@@ -33,6 +33,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.events import (
     DecodeReserved,
+    DecodeStepsDone,
     Event,
     KvReleased,
     RequestFinished,
@@ -42,6 +43,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.model import (
     ChunkDone,
     ChunkPlan,
@@ -79,6 +81,7 @@ class _Step:
 
     plan: StepPlan
     num_decodes: int
+    num_context_tokens: int  # of the decodes
     started_s: float
     duration_s: float
     end_s: float
@@ -143,6 +146,8 @@ class SimInstance:
         self._decode_run: list[float] = []  # when each step of the running decode run ends
         self._run_started_s = 0.0
         self._end_of_run: Appointment | None = None
+        self._own = OwnSteps()
+        self._release_of_hold: Appointment | None = None
 
     # --- commands ---
 
@@ -215,8 +220,17 @@ class SimInstance:
                 self._meet(group)
             else:
                 self._begin_step(self._plans.popleft())
+        elif self._own.held:
+            if self._release_of_hold is None:
+                self._release_of_hold = self._agenda.at(self._agenda.now_s + HOLD_LIMIT_S, self._decode_on)
         elif self._residents:
             self._begin_decodes()
+
+    def _decode_on(self) -> None:
+        """Nothing was planned since it was held."""
+        self._release_of_hold = None
+        self._own.held = False
+        self._stir()
 
     def _seat(self) -> None:
         """Those that joined take part from the next step on."""
@@ -246,6 +260,10 @@ class SimInstance:
 
     def _start(self, plan: StepPlan) -> _Step:
         self._busy = True
+        self._own.planned(plan)
+        if self._release_of_hold is not None:
+            self._release_of_hold.cancel()
+            self._release_of_hold = None
         if self._interrupted is None:
             self._num_turns += 1
         shapes: list[ChunkShape] = []
@@ -260,7 +278,7 @@ class SimInstance:
         num_context_tokens = self._num_context_tokens if num_decodes else 0
         own_s = self._model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
         now_s, duration_s = self._agenda.now_s, shared_s + own_s
-        step = self._step = _Step(plan, num_decodes, now_s, duration_s, now_s + duration_s)
+        step = self._step = _Step(plan, num_decodes, num_context_tokens, now_s, duration_s, now_s + duration_s)
         return step
 
     def _plan_interruption(self) -> None:
@@ -323,7 +341,19 @@ class SimInstance:
                 for c in plan.chunks
             ]
         )
-        self._report(StepDone(self.instance_id, plan.plan_id, duration_s, done, num_decodes))
+        self._report(
+            StepDone(
+                self.instance_id,
+                plan.plan_id,
+                duration_s,
+                done,
+                num_decodes,
+                step.num_context_tokens,
+                self._own.take(),
+                step.started_s,
+                now_s,
+            )
+        )
         for chunk in plan.chunks:
             self._end_chunk(chunk)
         if num_decodes:
@@ -356,7 +386,8 @@ class SimInstance:
     def _begin_decodes(self) -> None:
         self._busy = True
         num_decodes, num_context_tokens = len(self._residents), self._num_context_tokens
-        num_steps = min(self._residents[0][0] - len(self._decode_ends_s), self._max_decode_steps)
+        num_left = self._residents[0][0] - len(self._decode_ends_s)
+        num_steps = min(num_left, self._max_decode_steps, self._own.num_left)
         end_s, step_s = self._agenda.now_s, self._model.step_s
         self._run_started_s = end_s
         ends_s: list[float] = []
@@ -371,6 +402,14 @@ class SimInstance:
         self._busy = False
         self._end_of_run = None
         num_decodes, num_steps = len(self._residents), len(self._decode_run)
+        self._own.made(
+            num_steps=num_steps,
+            num_tokens=num_steps * num_decodes,
+            num_context_tokens=num_steps * self._num_context_tokens + num_decodes * num_steps * (num_steps - 1) // 2,
+            duration_s=self._agenda.now_s - self._run_started_s,
+            began_s=self._run_started_s,
+            ended_s=self._agenda.now_s,
+        )
         before = self.steps[-1] if self.steps else None
         if (
             before is not None
@@ -383,6 +422,8 @@ class SimInstance:
         else:
             self.steps.append(StepSpan(self._run_started_s, self._agenda.now_s, (), num_decodes, num_steps))
         self._decoded(self._decode_run, num_decodes)
+        if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
+            self._report(DecodeStepsDone(self.instance_id, own_steps))
         self._want_turn(self.instance_id)
 
     def _decoded(self, ends_s: list[float], num_decodes: int) -> None:
@@ -398,7 +439,9 @@ class SimInstance:
 
     def _finish(self, run: RequestRun) -> None:
         key = (run.request.request_id, run.request.epoch)
-        self._report(RequestFinished(self.instance_id, *key, FinishReason.LENGTH, run.num_output_tokens))
+        self._report(
+            RequestFinished(self.instance_id, *key, FinishReason.LENGTH, run.num_output_tokens, self._own.take())
+        )
         self._release(key)
 
     # --- transfers ---

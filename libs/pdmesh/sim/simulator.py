@@ -59,7 +59,7 @@ class SimConfig:
 
     port_bytes_per_s: float = 25e9  # each instance's, in and out: a 200 Gb/s adapter
     control_delay_s: float = 0.0  # from the scheduler to an instance, and back
-    max_decode_steps: int = 128  # in one appointment; changes the cost of a simulation only
+    max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
     events_between_checks: int = 10_000  # of the core's books
 
 

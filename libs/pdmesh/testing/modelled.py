@@ -24,6 +24,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.events import (
     DecodeReserved,
+    DecodeStepsDone,
     Event,
     InstanceJoined,
     KvReleased,
@@ -37,6 +38,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.core.own_steps import OwnSteps
 from pdmesh.model import (
     ChunkDone,
     FinishReason,
@@ -107,6 +109,7 @@ class ModelledInstance:
         self.admits = True  # False: it is stopping
         self.copies_run = False  # whatever is freed now is still touched, and quarantined until `end_copies`
         self.quarantined: dict[RequestKey, int] = {}  # blocks
+        self.own = OwnSteps()
 
     @property
     def num_free_blocks(self) -> int:
@@ -193,6 +196,7 @@ class ModelledInstance:
         assert self.can_begin
         plan = self.plans.popleft()
         self.running.append(plan)
+        self.own.planned(plan)
         for chunk in plan.chunks:
             hold = self.holds.get((chunk.request_id, chunk.epoch))
             if hold is not None and hold.transfer is not None and not hold.offered:
@@ -230,13 +234,43 @@ class ModelledInstance:
                 )
             )
         num_decoding = sum(hold.decoding for hold in self.holds.values())
-        self.events.append(StepDone(self.instance_id, plan.plan_id, duration_s, tuple(results), num_decoding))
+        self.events.append(
+            StepDone(
+                self.instance_id, plan.plan_id, duration_s, tuple(results), num_decoding, own_steps=self.own.take()
+            )
+        )
         for key in finished:
             self.finish(key)
 
+    @property
+    def can_decode(self) -> bool:
+        """Whether it would make decode steps by itself now."""
+        idle = not self.running and not self.plans
+        return idle and not self.own.held and any(hold.decoding for hold in self.holds.values())
+
+    def decode(self, num_steps: int) -> None:
+        """Make so many decode steps without a plan, each of a second."""
+        assert self.can_decode
+        decoding = [hold for hold in self.holds.values() if hold.decoding]
+        for index in range(num_steps):
+            for hold in decoding:
+                hold.num_computed_tokens += 1
+            num_context_tokens = sum(hold.num_computed_tokens for hold in decoding)
+            self.own.made(
+                num_tokens=len(decoding),
+                num_context_tokens=num_context_tokens,
+                duration_s=1.0,
+                began_s=float(index),
+                ended_s=index + 1.0,
+            )
+            if self.own.num_left <= 0 and (own_steps := self.own.take()) is not None:
+                self.events.append(DecodeStepsDone(self.instance_id, own_steps))
+
     def finish(self, key: RequestKey, num_output_tokens: int = 1) -> None:
         """A generation ends here."""
-        self.events.append(RequestFinished(self.instance_id, *key, FinishReason.STOP, num_output_tokens))
+        self.events.append(
+            RequestFinished(self.instance_id, *key, FinishReason.STOP, num_output_tokens, self.own.take())
+        )
         self.release(key)
 
     def release(self, key: RequestKey) -> None:
@@ -269,6 +303,7 @@ class ModelledInstance:
         self.events.clear()
         self.plans.clear()
         self.running.clear()
+        self.own.held = False
         self.holds = {key: hold for key, hold in self.holds.items() if hold.decoding}
         residents = tuple(
             Resident(

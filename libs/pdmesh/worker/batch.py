@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.kv.sender import KvSender
@@ -35,6 +36,14 @@ class BatchChunk:
         return first, last - first
 
 
+class StepTime(NamedTuple):
+    """When a step ran, on this process's own clock, and how long the device was at it, without urgent steps inside."""
+
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    duration_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``."""
@@ -49,6 +58,11 @@ class Batch:
             SequenceSlice(sequence=hold.sequence, start=len(hold.sequence.token_ids) - 1, num_tokens=1, sample=True)
             for hold in self.decodes
         ]
+
+    @property
+    def num_decode_context_tokens(self) -> int:
+        """Tokens that the decodes attend to, summed over them; until their new tokens are appended."""
+        return sum(len(hold.sequence.token_ids) for hold in self.decodes)
 
     def on_layer(self, block_size: int) -> LayerHook | None:
         """Tells the senders, from the engine's thread, which blocks of a layer are complete."""

@@ -16,6 +16,7 @@ import structlog
 from pdmesh.core.commands import FreeKv, PauseTransfer, PlainInstanceCommand, RunStep, SetRole
 from pdmesh.core.events import (
     DecodeReserved,
+    DecodeStepsDone,
     InstanceEvent,
     KvReleased,
     LoadReported,
@@ -25,6 +26,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.core.own_steps import OwnSteps
 from pdmesh.engine.base import EngineSequence, SliceResult
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
@@ -35,7 +37,7 @@ from pdmesh.kv.sender import KvDestination
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role, TransferId, num_blocks_for
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, TokensUp, unpack_token_ids
-from pdmesh.worker.batch import Batch, BatchChunk
+from pdmesh.worker.batch import Batch, BatchChunk, StepTime
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import error_out, finished, prompt_logprobs, step_done, token_out
@@ -86,7 +88,8 @@ class Instance:
         self._tokens = tokens
         self._metrics = metrics
         self._sequences = Sequences(pool, mover, on_released=self._released)
-        self.plans = Plans(instance_id, self._sequences, report=report, drop=self._drop)
+        self._own = OwnSteps()
+        self.plans = Plans(instance_id, self._sequences, self._own, report=report, drop=self._drop)
         self._admits = True
 
     # --- what the scheduler says ----------------------------------------------------------------------------
@@ -241,20 +244,29 @@ class Instance:
 
     # --- steps -----------------------------------------------------------------------------------------------
 
-    def finish_batch(self, batch: Batch, results: list[SliceResult], duration_s: float) -> None:
+    def finish_batch(self, batch: Batch, results: list[SliceResult], time: StepTime) -> None:
         """Hand out what the batch gave."""
+        duration_s = time.duration_s
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
         self._metrics.step_s.labels(kind).observe(duration_s)
         if batch.plan is not None:
-            num_decodes = len(batch.decodes)
-            done = step_done(self.instance_id, batch.plan, batch.chunks, num_decodes=num_decodes, duration_s=duration_s)
-            self._report(done)
+            self._report(step_done(self.instance_id, batch.plan, batch, time, self._own.take()))
+        else:
+            self._own.made(
+                num_tokens=len(batch.decodes),
+                num_context_tokens=batch.num_decode_context_tokens,
+                duration_s=duration_s,
+                began_s=time.began_s,
+                ended_s=time.ended_s,
+            )
         for chunk, result in zip(batch.chunks, results, strict=False):
             if self._sequences.step_ended(chunk.hold):
                 self._finish_chunk(chunk, result, duration_s)
         for hold, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
             if self._sequences.step_ended(hold):
                 self._deliver(hold, result)
+        if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
+            self._report(DecodeStepsDone(self.instance_id, own_steps))
 
     def _finish_chunk(self, chunk: BatchChunk, result: SliceResult, step_s: float) -> None:
         hold, plan = chunk.hold, chunk.plan
@@ -300,7 +312,7 @@ class Instance:
                 self._finish(hold, FinishReason.ERROR)
 
     def _finish(self, hold: Hold, reason: FinishReason) -> None:
-        self._report(finished(self.instance_id, hold, reason))
+        self._report(finished(self.instance_id, hold, reason, self._own.take()))
         self._end_trace(hold, ERROR if reason is FinishReason.ERROR else DONE)
         self._sequences.release(hold)
 

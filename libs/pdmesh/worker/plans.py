@@ -1,4 +1,9 @@
-"""What an instance computes next: the plans that wait, made into batches of what is still there to do of them."""
+"""What an instance computes next: the plans that wait, made into batches of what is still there to do of them.
+
+A plan may hold the residents' own decode steps until a later one lets them go on (`StepPlan.holds_decodes`). Residents
+never hang on it: the hold ends with the scheduler's stream (`Plans.release_decodes`), and when nothing was planned for
+`HOLD_LIMIT_S` after the last plan.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import anyio
 import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
+from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.model import ChunkPlan, InstanceId, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.replies import step_done
@@ -21,7 +27,7 @@ MAX_QUEUED_PLANS = 1024
 
 
 class Plans:
-    """Urgent plans, plans, and decode steps of the residents when there is neither.
+    """Urgent plans, plans, and decode steps of the residents when there is neither, unless ``own`` has them held.
 
     A plan of which nothing is left to do is answered at once. ``drop`` gives up a request whose chunk does not follow
     what is computed of it.
@@ -31,12 +37,15 @@ class Plans:
         self,
         instance_id: InstanceId,
         sequences: Sequences,
+        own: OwnSteps,
         *,
         report: Callable[[InstanceEvent], None],
         drop: Callable[[Hold, str], None],
     ) -> None:
         self._instance_id = instance_id
         self._sequences = sequences
+        self._own = own
+        self._held_until_s: float | None = None  # set while decodes are held and nothing is planned
         self._report = report
         self._drop = drop
         self._plans: deque[StepPlan] = deque()
@@ -58,10 +67,16 @@ class Plans:
 
     def clear(self) -> None:
         """Forget them all; nobody waits for an answer."""
+        self.release_decodes()
         self._plans.clear()
         while (batch := self.take_urgent()) is not None:
             for chunk in batch.chunks:
                 self._sequences.step_ended(chunk.hold)
+
+    def release_decodes(self) -> None:
+        """Let the residents decode: whoever held them is gone."""
+        self._own.held = False
+        self.wake()
 
     def wake(self) -> None:
         """There is something to do: `wait_for_work` returns."""
@@ -69,9 +84,19 @@ class Plans:
 
     async def wait_for_work(self) -> None:
         """Return when `next_batch` is worth another call."""
-        if not self._plans and not self._urgent and not self._sequences.num_decoding:
-            self._has_work = anyio.Event()
+        if self._plans or self._urgent or (self._sequences.num_decoding and not self._own.held):
+            return
+        self._has_work = anyio.Event()
+        if not self._own.held:
             await self._has_work.wait()
+            return
+        if self._held_until_s is None:
+            self._held_until_s = anyio.current_time() + HOLD_LIMIT_S
+        with anyio.CancelScope(deadline=self._held_until_s) as limit:
+            await self._has_work.wait()
+        if limit.cancelled_caught:
+            log.warning("decoding on: nothing was planned since it was held", limit_s=HOLD_LIMIT_S)
+            self.release_decodes()
 
     def next_batch(self) -> Batch | None:
         """An urgent plan, the next plan, a decode step over the residents, or None: there is nothing to do."""
@@ -82,7 +107,7 @@ class Plans:
             batch = self._batch(self._plans.popleft())
             if batch is not None:
                 return batch
-        residents = self._sequences.decoding
+        residents = [] if self._own.held else self._sequences.decoding
         return Batch(plan=None, chunks=(), decodes=_in_step(residents)) if residents else None
 
     def take_urgent(self) -> Batch | None:
@@ -94,6 +119,8 @@ class Plans:
 
     def _batch(self, plan: StepPlan) -> Batch | None:
         """What is there to do of a plan; if that is nothing, it is done."""
+        self._own.planned(plan)
+        self._held_until_s = None
         chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
         decodes = _in_step(hold for hold in self._sequences.decoding if not hold.in_step) if plan.with_decodes else ()
         if chunks or decodes:

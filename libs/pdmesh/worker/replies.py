@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pdmesh.core.events import RequestFinished, StepDone
 from pdmesh.engine.base import Logprobs, SliceResult
-from pdmesh.model import ChunkDone, FinishReason, InstanceId, StepPlan
+from pdmesh.model import ChunkDone, FinishReason, InstanceId, OwnDecodeSteps, StepPlan
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut
-from pdmesh.worker.batch import BatchChunk
+from pdmesh.worker.batch import Batch, BatchChunk, StepTime
 from pdmesh.worker.sequences import Hold
 
 
 def step_done(
     instance_id: InstanceId,
     plan: StepPlan,
-    chunks: Iterable[BatchChunk] = (),
-    *,
-    num_decodes: int = 0,
-    duration_s: float = 0.0,
+    batch: Batch | None = None,
+    time: StepTime = StepTime(),  # noqa: B008  # frozen
+    own_steps: OwnDecodeSteps | None = None,
 ) -> StepDone:
-    """What was done of a plan. A chunk that was dropped, before or while it ran, counts no tokens."""
+    """What was done of a plan: ``batch``, or nothing. A chunk that was dropped, before or while it ran, has no tokens.
+
+    ``own_steps`` are those made before it that were not told of yet.
+    """
+    chunks = () if batch is None else batch.chunks
     computed = {(chunk.plan.request_id, chunk.plan.epoch) for chunk in chunks if not chunk.hold.doomed}
     return StepDone(
         instance_id=instance_id,
         plan_id=plan.plan_id,
-        duration_s=duration_s,
+        duration_s=time.duration_s,
         chunks=tuple(
             ChunkDone(
                 request_id=part.request_id,
@@ -35,7 +36,11 @@ def step_done(
             )
             for part in plan.chunks
         ),
-        num_decodes=num_decodes,
+        num_decodes=0 if batch is None else len(batch.decodes),
+        num_decode_context_tokens=0 if batch is None else batch.num_decode_context_tokens,
+        own_steps=own_steps,
+        began_s=time.began_s,
+        ended_s=time.ended_s,
     )
 
 
@@ -73,13 +78,16 @@ def prompt_logprobs(chunk: BatchChunk, result: SliceResult) -> PromptLogprobs:
     )
 
 
-def finished(instance_id: InstanceId, hold: Hold, reason: FinishReason) -> RequestFinished:
+def finished(
+    instance_id: InstanceId, hold: Hold, reason: FinishReason, own_steps: OwnDecodeSteps | None
+) -> RequestFinished:
     return RequestFinished(
         instance_id=instance_id,
         request_id=hold.request_id,
         epoch=hold.epoch,
         reason=reason,
         num_output_tokens=hold.sequence.num_output_tokens,
+        own_steps=own_steps,
     )
 
 

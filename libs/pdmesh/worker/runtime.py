@@ -130,6 +130,7 @@ async def serve_instance(
             registration=registration,
             load=instance.load,
             handle=instance.handle,
+            lost=instance.plans.release_decodes,
         )
         metrics.watch(
             pool,

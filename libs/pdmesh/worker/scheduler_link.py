@@ -38,7 +38,7 @@ class WorkerSession:
     """See the module's docstring.
 
     Before each registration ``prepare`` is awaited (it may have to let a step end); ``registration`` is what is true
-    at the moment of sending. ``handle`` takes what the scheduler says.
+    at the moment of sending. ``handle`` takes what the scheduler says, and ``lost`` is told whenever the stream ends.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class WorkerSession:
         registration: Callable[[], RegisterWorker],
         load: Callable[[], LoadReported],
         handle: Callable[[Instruction], None],
+        lost: Callable[[], None],
     ) -> None:
         self._registration = registration
         self._load = load
         self._handle = handle
+        self._lost = lost
         self._session: Session[WorkerUp, WorkerDown] = Session(channel, METHOD, WorkerDown, self)
         self._prepare = prepare
         #: Set at the first accepted registration.
@@ -103,4 +105,5 @@ class WorkerSession:
         pass  # registering again tells it all
 
     def lost(self) -> None:
+        self._lost()
         log.info("waiting for the scheduler")

@@ -17,7 +17,7 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pdmesh.engine.base import Engine, SliceResult
-from pdmesh.worker.batch import Batch
+from pdmesh.worker.batch import Batch, StepTime
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.plans import MAX_QUEUED_PLANS, Plans
 from pdmesh.worker.threads import EngineThread
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 class _Executed(NamedTuple):
     batch: Batch
     results: list[SliceResult]
-    duration_s: float  # without the urgent batches inside
+    time: StepTime
 
 
 class _Executor:
@@ -63,7 +63,8 @@ class _Executor:
         except Exception:
             self.broken.append(batch)
             raise
-        return _Executed(batch, results, time.perf_counter() - started_s - nested_s)
+        ended_s = time.perf_counter()
+        return _Executed(batch, results, StepTime(started_s, ended_s, ended_s - started_s - nested_s))
 
 
 async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) -> Exception:
