@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -396,20 +396,26 @@ class Generator:
         return self._transcripts.waiting()
 
     def on_rejected(self, message: Rejected) -> None:
-        transcript = self._transcripts.current(message.request_id, message.epoch)
-        if transcript is not None:
-            transcript.fail(_rejection(message))
+        self._tell(message, lambda transcript: transcript.fail(_rejection(message)))
 
     def on_restarted(self, message: Restarted) -> None:
-        transcript = self._transcripts.current(message.request_id, message.epoch)
-        if transcript is not None:
-            self.resume(transcript, message.reason)
+        self._tell(message, lambda transcript: self.resume(transcript, message.reason))
 
     def on_finished(self, message: Finished) -> None:
-        transcript = self._transcripts.current(message.request_id, message.epoch)
-        if transcript is not None:
+        def drawn(transcript: Transcript) -> None:
             transcript.all_drawn = True
             transcript.suspect(STALL_GRACE_S)
+
+        self._tell(message, drawn)
+
+    def _tell(self, message: Rejected | Restarted | Finished, what: Callable[[Transcript], None]) -> None:
+        """Do ``what`` with the request that the scheduler speaks of; if that fails, the request does, alone."""
+        transcript = self._transcripts.current(message.request_id, message.epoch)
+        if transcript is not None:
+            try:
+                what(transcript)
+            except Exception as error:  # all requests share the scheduler's stream
+                transcript.break_off(error)
 
     def on_connected(self) -> None:
         """Tell a scheduler that is new of all that nobody seems to work on.

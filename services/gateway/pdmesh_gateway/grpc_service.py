@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import grpc
 import grpc.aio
-import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -20,18 +19,17 @@ from pdmesh.metrics import Slo
 from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.auth import Client
+from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
 from pdmesh_gateway.grpc_guard import Guard
-from pdmesh_gateway.http.exchange import as_rejection
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent, new_request_id
 
-log = structlog.get_logger()
-
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+GENERATE = f"/{SERVICE}/Generate"
 
 #: A message holds one prompt and its options: nobody, with or without a key, sends more than the model could read.
 BYTES_PER_TOKEN = 16
@@ -111,24 +109,31 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """A client that goes away cancels this coroutine, and with it the generation."""
-        received_at = time.time()
+        received_at, request_id = time.time(), new_request_id()
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
             client = self._serving.keys.check(metadata.get("authorization"))
             client.check_scope("generate")
-            job = await self._job(request, client, metadata.get("traceparent"), received_at)
+            job = await self._job(request, request_id, client, metadata.get("traceparent"), received_at)
             async with self._serving.generation(client, job) as generation:
                 async for batch in generation.deltas():
                     for delta in batch:
                         yield _response(delta, generation, with_logprobs=request.sampling.HasField("logprobs"))
         except RequestRejected as error:
-            await _abort(context, error)
-        except Exception as error:
-            log.exception("request failed", label=request.request_id)
-            await _abort(context, as_rejection(error))
+            await _abort(context, error, request_id)
+        except UNFORESEEN as error:
+            failure = failure_of(
+                error, self._serving.metrics, where=GENERATE, request_id=request_id, label=request.request_id
+            )
+            await _abort(context, failure, request_id)
 
     async def _job(
-        self, request: pb.GenerateRequest, client: Client, traceparent: str | None, received_at: float
+        self,
+        request: pb.GenerateRequest,
+        request_id: str,
+        client: Client,
+        traceparent: str | None,
+        received_at: float,
     ) -> GenerationJob:
         serving = self._serving
         serving.check_model(request.model or None)
@@ -152,7 +157,7 @@ class _Inference(pb_grpc.InferenceServicer):
         client.check_wish(request.priority, slo)
         return GenerationJob(
             tenant=client.name,
-            request_id=new_request_id(),
+            request_id=request_id,
             label=label,
             prompts=[prompt],
             params=sampling_params(fields, serving.info, max_tokens=max_tokens, logprobs=logprobs),
@@ -220,9 +225,10 @@ def _response(delta: Delta, generation: TextStream, *, with_logprobs: bool) -> p
     return response
 
 
-async def _abort(context: Any, error: RequestRejected) -> None:
-    metadata: tuple[tuple[str, str], ...] = ()
+async def _abort(context: Any, error: RequestRejected, request_id: str) -> None:
+    """End the call with an error: its type, as over HTTP, and the request's id are in the trailing metadata."""
+    metadata: tuple[tuple[str, str], ...] = (("x-request-id", request_id), ("error-type", error.type))
     if error.retry_after_s is not None:
-        metadata = (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
+        metadata += (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
     code = _STATUS_OF_HTTP.get(error.status, grpc.StatusCode.INTERNAL)
     await context.abort(code, error.message, trailing_metadata=metadata)

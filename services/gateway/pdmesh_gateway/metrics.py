@@ -112,6 +112,12 @@ class GatewayMetrics:
         self._responses = Counter(
             f"{PREFIX}:http_requests", "HTTP responses.", ["path", "status"], registry=self.registry
         )
+        self._failures = Counter(
+            f"{PREFIX}:internal_errors",
+            "Requests that failed for a reason that nobody foresaw.",
+            ["where", "error"],
+            registry=self.registry,
+        )
         self._model = model
         waiting = Gauge(f"{PREFIX}:gateway_transcripts", "Generations under way here.", registry=self.registry)
         waiting.set_function(lambda: len(transcripts))
@@ -157,6 +163,10 @@ class GatewayMetrics:
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
+
+    def failed(self, where: str, error: str) -> None:
+        """A request failed by a bug: at which path or method, and the error's type."""
+        self._failures.labels(where, error).inc()
 
     def exposition(self) -> bytes:
         """The text format of ``/metrics``."""

@@ -91,7 +91,7 @@ class Transcript:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
     #: Delivered, not yet taken by the consumer.
     inbox: list[TokenOut] = field(default_factory=list[TokenOut])
-    failure: RequestRejected | None = None
+    failure: Exception | None = None
     finished: bool = False  # the last token was delivered, or the request failed, or its consumer has enough
     #: A token is known or suspected to be missing: when the request is resumed, unless it comes before.
     resume_at_s: float | None = None
@@ -188,6 +188,12 @@ class Transcript:
             self.finished = True
             self.mailbox.put(self)
 
+    def break_off(self, error: Exception) -> None:
+        """What belongs to this request alone failed in a way nobody foresaw: its own task raises it, and cancels."""
+        if self.failure is None and not self.finished:
+            self.failure = error
+            self.mailbox.put(self)
+
     def take(self) -> list[TokenOut]:
         """Tokens delivered since the last call."""
         tokens, self.inbox = self.inbox, []
@@ -262,10 +268,14 @@ class Transcripts:
             transcript = by_id.get(message.request_id)
             if transcript is None:
                 self.num_stray += 1
-            elif isinstance(message, TokenOut):
-                transcript.offer(message, source)
-            else:
-                transcript.offer_prompt_logprobs(message, source)
+                continue
+            try:
+                if isinstance(message, TokenOut):
+                    transcript.offer(message, source)
+                else:
+                    transcript.offer_prompt_logprobs(message, source)
+            except Exception as error:  # other requests share the frame
+                transcript.break_off(error)
 
     def source_lost(self, source: InstanceId) -> None:
         """A worker's stream broke."""

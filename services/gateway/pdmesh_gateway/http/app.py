@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-import structlog
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdmesh.errors import RequestRejected
+from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.http.body import ClientGone
 from pdmesh_gateway.http.chat import ChatEndpoint
 from pdmesh_gateway.http.completions import CompletionsEndpoint
-from pdmesh_gateway.http.exchange import Exchange, as_rejection
+from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.ui import UiEndpoints
 from pdmesh_gateway.http.utility import UtilityEndpoints
 from pdmesh_gateway.serving import Serving, check_label, new_request_id
-
-log = structlog.get_logger()
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -84,20 +82,24 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, new_request_id(), dict(scope["headers"]))
+        metrics = self._serving.metrics
         try:
-            try:
-                if not await self._answered_preflight(exchange):
-                    self._check(exchange)
-                    await self._handler(exchange)
-            except RequestRejected as error:
-                await exchange.respond_error(error)
-            except ClientGone:
-                exchange.status = CLIENT_CLOSED_REQUEST
-            except Exception as error:
-                log.exception("request failed", request_id=exchange.request_id, label=exchange.label, path=self._path)
-                await exchange.respond_error(as_rejection(error))
+            await self._answer(exchange)
+        except UNFORESEEN as error:
+            failure = failure_of(error, metrics, where=self._path, request_id=exchange.request_id, label=exchange.label)
+            await exchange.respond_error(failure)
         finally:
-            self._serving.metrics.responded(self._path, exchange.status)
+            metrics.responded(self._path, exchange.status)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            if not await self._answered_preflight(exchange):
+                self._check(exchange)
+                await self._handler(exchange)
+        except RequestRejected as error:
+            await exchange.respond_error(error)
+        except ClientGone:
+            exchange.status = CLIENT_CLOSED_REQUEST
 
     def _check(self, exchange: Exchange) -> None:
         given = exchange.header("x-request-id")

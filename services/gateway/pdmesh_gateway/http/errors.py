@@ -23,8 +23,3 @@ def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers
-
-
-def internal_error() -> RequestRejected:
-    """For a bug of ours: the log has the details, the client does not."""
-    return RequestRejected("Internal server error.", status=500, type="server_error", code="internal_error")

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.auth import Client
 from pdmesh_gateway.http.body import ClientGone, read_body
-from pdmesh_gateway.http.errors import error_headers, error_json, internal_error
+from pdmesh_gateway.http.errors import error_headers, error_json
 from pdmesh_gateway.limits import RequestLimiter
 
 JSON = b"application/json"
@@ -39,6 +39,8 @@ class Exchange:
     label: str = ""  # the client's own id, echoed
     client: Client | None = None  # who showed a key, where one is asked for
     started: bool = False  # the response's head was sent
+    ended: bool = False  # and all of it
+    _is_events: bool = False
     status: int = 0
     received_at: float = field(default_factory=time.time)  # Unix time, seconds
     extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
@@ -78,15 +80,20 @@ class Exchange:
             status,
             [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *(headers or [])],
         )
+        self.ended = True
         await self.send({"type": "http.response.body", "body": body})
 
     async def respond_json(self, value: Any, *, status: int = 200) -> None:
         await self.respond(msgspec.json.encode(value), status=status)
 
     async def respond_error(self, error: RequestRejected) -> None:
-        """An error as a response or, if a stream has begun, as its last event; there is no ``[DONE]`` then."""
+        """An error as a response or, if a stream has begun, as its last event; there is no ``[DONE]`` then.
+
+        Of another response that has begun nothing more is sent, so that the server closes the connection.
+        """
         if self.started:
-            await self.send({"type": "http.response.body", "body": b"data: " + error_json(error) + b"\n\n"})
+            if self._is_events and not self.ended:
+                await self.send_events(b"data: " + error_json(error) + b"\n\n", more=False)
             return
         headers = error_headers(error)
         if error.status in (408, 413):  # the rest of the body is not read
@@ -95,9 +102,11 @@ class Exchange:
 
     async def start_events(self) -> None:
         """Begin a stream of server-sent events."""
+        self._is_events = True
         await self._start(200, _SSE_HEADERS)
 
     async def send_events(self, data: bytes, *, more: bool = True) -> None:
+        self.ended = not more
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def run_until_gone(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -132,7 +141,3 @@ class Exchange:
             (b"x-request-id", (self.label or self.request_id).encode("latin-1")),
         ]
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
-
-
-def as_rejection(error: Exception) -> RequestRejected:
-    return error if isinstance(error, RequestRejected) else internal_error()
