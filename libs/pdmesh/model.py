@@ -220,7 +220,7 @@ class TransferPlan(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A step that an instance timed on its own: one chunk, or decodes alone."""
+    """A step that an instance timed on its own: one chunk, decodes, or both."""
 
     num_tokens: NumTokens
     num_history_tokens: NumTokens

@@ -12,7 +12,10 @@ from pdmesh.errors import ConfigError
 from pdmesh.policy.latency import PROFILES, LinearLatencyModel
 from pdmesh.policy.profile import Profile, Subject, built_in_profile
 
-FORMAT = "pdmesh-profile-1"
+FORMAT = "pdmesh-profile-2"
+
+#: Before steps of chunks and decodes had terms of their own. Such a file is read: they cost what their parts do.
+_FORMAT_1, _TERMS_SINCE_1 = "pdmesh-profile-1", ("mixed_a_s", "interference_s")
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Share = Annotated[float, msgspec.Meta(ge=0)]
@@ -49,19 +52,22 @@ def load_profile(name: str) -> Profile:
         return built_in_profile(name)
     try:
         content = msgspec.json.decode(path.read_bytes(), type=ProfileFile)
-        latency = _model(content.coefficients)
+        if content.format not in (FORMAT, _FORMAT_1):
+            raise ConfigError(f"{name} is a profile of format {content.format!r}, this pdmesh reads {FORMAT!r}")
+        latency = _model(content)
     except OSError as error:
         raise ConfigError(f"cannot read the profile {name}: {error.strerror}") from error
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{name} is no latency profile: {error}; `pdmesh profile` writes one") from error
-    if content.format != FORMAT:
-        raise ConfigError(f"{name} is a profile of format {content.format!r}, this pdmesh reads {FORMAT!r}")
     return Profile(name=name, subject=content.subject, latency=latency)
 
 
-def _model(coefficients: dict[str, float]) -> LinearLatencyModel:
+def _model(content: ProfileFile) -> LinearLatencyModel:
     """Raises ValueError."""
+    coefficients = content.coefficients
     wanted = list(LinearLatencyModel.__slots__)
+    if content.format == _FORMAT_1:
+        wanted = [name for name in wanted if name not in _TERMS_SINCE_1]
     if sorted(coefficients) != sorted(wanted):
         raise ValueError(f"coefficients are {', '.join(coefficients) or 'missing'}: wanted {', '.join(wanted)}")
     for name, value in coefficients.items():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdmesh.policy.fit import fit
@@ -9,6 +11,7 @@ from pdmesh.policy.latency import (
     ChunkShape,
     LinearLatencyModel,
     StepShape,
+    features,
 )
 
 #: Tetris, Table 1: seconds to prefill 4k, 8k, ... tokens of Llama-3-8B on A100s, by sequence-parallel size.
@@ -40,7 +43,15 @@ def test_the_fit_reproduces_every_cell_of_the_measured_table(size: int) -> None:
 
 def test_a_fit_finds_the_model_that_made_its_samples() -> None:
     made = LinearLatencyModel(
-        a_s=2e-3, b_s=1e-5, c_s=3e-9, d_s=1e-9, decode_a_s=5e-3, decode_s=1e-4, decode_context_s=2e-8
+        a_s=2e-3,
+        b_s=1e-5,
+        c_s=3e-9,
+        d_s=1e-9,
+        decode_a_s=5e-3,
+        decode_s=1e-4,
+        decode_context_s=2e-8,
+        mixed_a_s=7e-3,
+        interference_s=4e-5,
     )
     chunks: list[tuple[ChunkShape, ...]] = [(), (ChunkShape(64, 9000), ChunkShape(300, 20))]
     chunks += [(ChunkShape(num_tokens, history),) for num_tokens in (32, 512, 2048) for history in (0, 700, 90_000)]
@@ -49,6 +60,44 @@ def test_a_fit_finds_the_model_that_made_its_samples() -> None:
     fitted = fit([(shape, made.step_s(shape)) for shape in shapes])
     for name in LinearLatencyModel.__slots__:
         assert getattr(fitted, name) == pytest.approx(getattr(made, name), rel=1e-6), name
+
+
+#: Interferes, and has three constants.
+MIXING = replace(PROFILES["a100-llama3-8b"], decode_a_s=0.004, mixed_a_s=0.006, interference_s=1e-4)
+
+
+def test_without_terms_of_its_own_a_mixed_step_costs_what_its_parts_do() -> None:
+    """Written out as it was before there were any."""
+    model = PROFILES["a100-llama3-8b"]
+    chunk = ChunkShape(300, 5000)
+    apart_s = model.decode_s * 7 + model.decode_context_s * 900 + model.a_s
+    apart_s += 300 * (model.b_s + model.c_s * 5000 + model.d_s * 300)
+    assert model.step_s(StepShape((chunk,), 7, 900)) == apart_s
+    assert (model.mixed_a_s, model.interference_s) == (model.a_s, 0.0)
+
+
+def test_each_kind_of_step_has_its_constant_and_mixed_ones_interfere() -> None:
+    chunk, decodes = StepShape((ChunkShape(64, 0),), 0, 0), StepShape((), 32, 4000)
+    both = StepShape(chunk.chunks, 32, 4000)
+    parts_s = (MIXING.step_s(chunk) - MIXING.a_s) + (MIXING.step_s(decodes) - MIXING.decode_a_s)
+    assert MIXING.step_s(both) == pytest.approx(MIXING.mixed_a_s + parts_s + 1e-4 * 64 * 32 / 96)
+    assert MIXING.step_s(StepShape((), 0, 0)) == 0.0
+
+
+@pytest.mark.parametrize("model", [MIXING, PROFILES["a100-llama3-8b"]])
+@pytest.mark.parametrize("num_decodes", [0, 1, 40])
+def test_one_more_chunk_costs_the_same_bits(model: LinearLatencyModel, num_decodes: int) -> None:
+    for chunks in ((), (ChunkShape(100, 7),), (ChunkShape(100, 7), ChunkShape(33, 0))):
+        with_chunk_s = model.with_chunk_s(StepShape(chunks, num_decodes, 50 * num_decodes), 900)
+        for num_tokens in (1, 32, 777):
+            shape = StepShape((*chunks, ChunkShape(num_tokens, 900)), num_decodes, 50 * num_decodes)
+            assert with_chunk_s(num_tokens) == model.step_s(shape)
+
+
+def test_features_times_coefficients_are_the_step() -> None:
+    for shape in (prompt(64, 10), StepShape((), 3, 70), StepShape((ChunkShape(64, 10), ChunkShape(9, 0)), 3, 70)):
+        total_s = sum(c * value for c, value in zip(MIXING.coefficients, features(shape), strict=True))
+        assert total_s == pytest.approx(MIXING.step_s(shape))
 
 
 def test_a_fit_refuses_what_cannot_be_fitted() -> None:

@@ -59,6 +59,25 @@ def test_noise_and_stalls_do_not_move_predictions_far() -> None:
         assert worst_error(learnt.model, CPU) < 0.4
 
 
+@pytest.mark.parametrize("interference_s", [0.0, 4e-5, 2e-4])
+def test_interference_is_found_by_steps_of_chunks_and_decodes(interference_s: float) -> None:
+    """And only where it is; the constant of mixed steps is another one too."""
+    true = replace(CPU, mixed_a_s=2.4e-2, interference_s=interference_s)
+    rng = random.Random(3)
+    learnt = Refinement(CPU)
+    for _ in range(600):
+        num_decodes = rng.choice((4, 16, 32))
+        decodes = StepShape((), num_decodes, 300 * num_decodes)
+        beside = StepShape((ChunkShape(rng.choice((32, 64, 128, 256)), 0),), *decodes[1:])
+        for shape in (decodes, beside):
+            learnt.observe(shape, true.step_s(shape) * rng.lognormvariate(0, 0.02))
+    learnt.look()
+    found, mixed = learnt.estimate, StepShape((ChunkShape(100, 0),), 20, 6000)
+    assert found.interference_s == pytest.approx(interference_s, rel=0.15, abs=5e-6)
+    assert found.mixed_a_s == pytest.approx(true.mixed_a_s, rel=0.05)
+    assert found.step_s(mixed) == pytest.approx(true.step_s(mixed), rel=0.01)
+
+
 def test_what_no_step_exercises_keeps_its_proportion() -> None:
     learnt = Refinement(CPU)
     for shape in SHAPES[:9] * 10:
@@ -85,12 +104,15 @@ def test_coefficients_stay_positive_and_the_same_steps_give_the_same_bits() -> N
         return learnt.model
 
     model = learn()
-    assert all(value > 0 for value in model.coefficients)
+    assert all(value > 0 for value in model.coefficients[:-1])
+    assert model.interference_s >= 0
     assert model == learn()
 
 
-def test_six_steps_at_start_predict_the_others() -> None:
-    shapes = [(256, 0, 0, 0), (32, 0, 0, 0), (64, 8192, 0, 0), (0, 0, 1, 64), (0, 0, 8, 4096), (512, 512, 0, 0)]
+@pytest.mark.parametrize("true", [CPU, replace(CPU, mixed_a_s=2.6e-2, interference_s=4e-5)])
+def test_nine_steps_at_start_predict_the_others(true: LinearLatencyModel) -> None:
+    shapes = [(256, 0, 0, 0), (32, 0, 0, 0), (64, 8192, 0, 0), (0, 0, 1, 64), (0, 0, 8, 4096)]
+    shapes += [(256, 0, 32, 2048), (64, 0, 8, 512), (256, 0, 8, 512), (512, 512, 0, 0)]
     steps: list[MeasuredStep] = []
     for num_tokens, history, num_decodes, context in shapes:
         chunks = (ChunkShape(num_tokens, history),) if num_tokens else ()
@@ -100,7 +122,7 @@ def test_six_steps_at_start_predict_the_others() -> None:
                 num_history_tokens=history,
                 num_decodes=num_decodes,
                 num_decode_context_tokens=context,
-                duration_s=CPU.step_s(StepShape(chunks, num_decodes, context)),
+                duration_s=true.step_s(StepShape(chunks, num_decodes, context)),
             )
         )
     layout = KvLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
@@ -113,9 +135,9 @@ def test_six_steps_at_start_predict_the_others() -> None:
     )
     model = self_measured(instance)
     assert model is not None
-    assert worst_error(model, CPU) < 0.25
+    assert worst_error(model, true) < 0.25
     # A slow machine has time for the first alone: arithmetic fills in the rest.
     model = self_measured(replace(instance, measured_steps=tuple(steps[:1])))
     assert model is not None
-    assert worst_error(model, CPU) < 2
+    assert worst_error(model, true) < 2
     assert self_measured(replace(instance, measured_steps=())) is None

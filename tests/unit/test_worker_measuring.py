@@ -50,6 +50,8 @@ def test_an_instance_times_what_fits_it(tmp_path: Path) -> None:
         (256, 0, 0),
         (32, 0, 0),
         (0, 0, 1),
+        (64, 0, 8),
+        (256, 0, 8),
     ]
     assert all(step.duration_s > 0 for step in steps)
 
@@ -65,4 +67,4 @@ def test_a_slow_engine_is_asked_for_less() -> None:
     engine = FakeEngine(num_blocks=4096, max_model_len=16384, checks_kv=False, step_s=count)
     assert measure_at_start(engine, limit_s=0.0) == ()
     assert num_steps == 1
-    assert len(measure_at_start(engine)) == 6
+    assert len(measure_at_start(engine)) == 9

@@ -24,7 +24,7 @@ from pdmesh.profiles import FORMAT, ProfileFile, save_profile
 from pdmesh.telemetry.logs import configure_logging
 
 #: Fewer than the model has coefficients cannot be fitted.
-_LEAST_SHAPES = 8
+_LEAST_SHAPES = 10
 
 #: Measured in rounds over all shapes, so that a slow minute of the machine touches all of them.
 _MOST_ROUNDS = 20
@@ -48,12 +48,12 @@ _FITTED = _shapes(
     [(size, 0) for size in (16, 32, 64, 128, 256, 512, 1024)]
     + [(size, history) for size in (32, 128, 512) for history in (1024, 4096, 8192, 16384)],
     [(1, 64), (1, 2048), (1, 8192), (8, 128), (8, 1024), (32, 64), (32, 256)],
-    [(32, 0, 8, 256), (128, 2048, 8, 256), (512, 0, 16, 128)],
+    [(64, 0, 8, 64), (256, 0, 8, 64), (256, 0, 32, 64), (32, 0, 8, 256), (128, 2048, 8, 256), (512, 0, 16, 128)],
 )
 _HELD_OUT = _shapes(
     [(24, 0), (96, 0), (384, 0), (768, 0), (48, 2000), (200, 600), (256, 3000), (384, 6000), (256, 12000)],
     [(2, 700), (4, 300), (16, 400), (2, 4000)],
-    [(100, 500, 4, 300), (256, 1000, 12, 200)],
+    [(100, 500, 4, 300), (256, 1000, 12, 200), (48, 0, 24, 128), (160, 0, 32, 100)],
 )
 
 

@@ -14,13 +14,14 @@ def fit(samples: Sequence[tuple[StepShape, float]]) -> LinearLatencyModel:
 
     No coefficient is negative: a term that would be is left out, the worst first. Terms that no sample exercises are 0,
     but for history: without a chunk that has one, its cost is twice that of a new pair of tokens, since a causal chunk
-    has L²/2 pairs of its own and C·L with its history. Raises ValueError where a time is not positive.
+    has L²/2 pairs of its own and C·L with its history; and but for the constant of steps of chunks and decodes, which
+    is that of chunks alone without any. Raises ValueError where a time is not positive.
     """
     if not samples or not all(seconds > 0 for _, seconds in samples):
         raise ValueError("a fit needs samples, each of a positive time")
     values = np.array([features(shape) for shape, _ in samples], dtype=float)
     seconds = np.array([seconds for _, seconds in samples])
-    has_history = bool(values[:, 2].any())
+    has_history, has_mixed = bool(values[:, 2].any()), bool(values[:, 7].any())
     scale = np.abs(values).max(axis=0)
     used = scale > 0
     found = np.zeros(values.shape[1])
@@ -33,4 +34,6 @@ def fit(samples: Sequence[tuple[StepShape, float]]) -> LinearLatencyModel:
     found[used] = solution / scale[used]
     if not has_history:
         found[2] = 2 * found[3]
+    if not has_mixed:
+        found[7] = found[0]
     return LinearLatencyModel.of(found.tolist())

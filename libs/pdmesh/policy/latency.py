@@ -26,6 +26,11 @@ class StepShape(NamedTuple):
     num_decodes: float
     num_decode_context_tokens: float  # summed over the decodes
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all chunks."""
+        return sum([chunk.num_tokens for chunk in self.chunks])
+
 
 class LatencyModel(Protocol):
     """Predicts a step's device time."""
@@ -33,12 +38,18 @@ class LatencyModel(Protocol):
     def step_s(self, shape: StepShape) -> float: ...
 
 
+#: Of `LinearLatencyModel.mixed_a_s`, where nothing else is known.
+_AS_CHUNKS = -1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLatencyModel:
-    """a + b·ΣL + c·Σ(C·L) + d·ΣL² + decode·D + context·K, seconds.
+    """a + b·ΣL + c·Σ(C·L) + d·ΣL² + decode·D + context·K + interference·ΣL·D/(ΣL + D), seconds.
 
     L are a chunk's new tokens, C those before them; D decodes have K tokens of context together. The constant is
-    ``a_s`` for a step with chunks and ``decode_a_s`` for one of decodes alone. An empty step takes no time.
+    ``a_s`` for a step of chunks alone, ``decode_a_s`` for one of decodes alone and ``mixed_a_s`` for one of both, which
+    is ``a_s`` unless given. Interference, seconds per token, is what a step of both takes beyond its parts: EB+'s
+    quadratic of the decode share (appendix A.3), written for one step. An empty step takes no time.
     """
 
     a_s: float
@@ -48,15 +59,32 @@ class LinearLatencyModel:
     decode_a_s: float = 0.0
     decode_s: float = 0.0
     decode_context_s: float = 0.0
+    mixed_a_s: float = _AS_CHUNKS
+    interference_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mixed_a_s == _AS_CHUNKS:
+            object.__setattr__(self, "mixed_a_s", self.a_s)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        return (self.a_s, self.b_s, self.c_s, self.d_s, self.decode_a_s, self.decode_s, self.decode_context_s)
+        """In the order of the fields, as `features` has what they are multiplied with."""
+        return (
+            self.a_s,
+            self.b_s,
+            self.c_s,
+            self.d_s,
+            self.decode_a_s,
+            self.decode_s,
+            self.decode_context_s,
+            self.mixed_a_s,
+            self.interference_s,
+        )
 
     @classmethod
     def of(cls, coefficients: Iterable[float]) -> Self:
         """The inverse of `coefficients`."""
-        a_s, b_s, c_s, d_s, decode_a_s, decode_s, decode_context_s = coefficients
+        a_s, b_s, c_s, d_s, decode_a_s, decode_s, decode_context_s, mixed_a_s, interference_s = coefficients
         return cls(
             a_s=a_s,
             b_s=b_s,
@@ -65,13 +93,23 @@ class LinearLatencyModel:
             decode_a_s=decode_a_s,
             decode_s=decode_s,
             decode_context_s=decode_context_s,
+            mixed_a_s=mixed_a_s,
+            interference_s=interference_s,
         )
 
     def step_s(self, shape: StepShape) -> float:
-        total_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
         if not shape.chunks:
-            return total_s + self.decode_a_s if shape.num_decodes else 0.0
-        total_s += self.a_s
+            decodes_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
+            return decodes_s + self.decode_a_s if shape.num_decodes else 0.0
+        total_s = self._apart_s(shape)
+        if self.interference_s and shape.num_decodes:
+            total_s += self.interference_s * _mixing(shape.num_tokens, shape.num_decodes)
+        return total_s
+
+    def _apart_s(self, shape: StepShape) -> float:
+        """A step with chunks, or about to have one, but for what they and its decodes cost each other."""
+        total_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
+        total_s += self.mixed_a_s if shape.num_decodes else self.a_s
         for chunk in shape.chunks:
             num_tokens = chunk.num_tokens
             total_s += num_tokens * (self.b_s + self.c_s * chunk.num_history_tokens + self.d_s * num_tokens)
@@ -79,30 +117,41 @@ class LinearLatencyModel:
 
     def with_chunk_s(self, beside: StepShape, num_history_tokens: int) -> Callable[[int], float]:
         """`step_s` of what is ``beside`` and one more chunk, by how many tokens that has; bit for bit the same."""
-        if beside.chunks:
-            before_s = self.step_s(beside)
-        else:
-            before_s = self.decode_s * beside.num_decodes + self.decode_context_s * beside.num_decode_context_tokens
-            before_s += self.a_s
+        before_s = self._apart_s(beside)
         token_s, d_s = self.b_s + self.c_s * num_history_tokens, self.d_s
-        return lambda num_tokens: before_s + num_tokens * (token_s + d_s * num_tokens)
+        mixing_s, num_before, num_decodes = self.interference_s, beside.num_tokens, beside.num_decodes
+        if not (mixing_s and num_decodes):
+            return lambda num_tokens: before_s + num_tokens * (token_s + d_s * num_tokens)
+        return lambda num_tokens: (
+            before_s
+            + num_tokens * (token_s + d_s * num_tokens)
+            + mixing_s * _mixing(num_before + num_tokens, num_decodes)
+        )
+
+
+def _mixing(num_tokens: int, num_decodes: float) -> float:
+    """L·D/(L + D): 0 for a step of one kind, most for equal parts."""
+    return num_tokens * num_decodes / (num_tokens + num_decodes)
 
 
 def features(shape: StepShape) -> tuple[float, ...]:
     """What each of `LinearLatencyModel.coefficients` is multiplied with."""
+    is_mixed = bool(shape.chunks) and shape.num_decodes > 0
     tokens = history = squares = 0
     for chunk in shape.chunks:
         tokens += chunk.num_tokens
         history += chunk.num_tokens * chunk.num_history_tokens
         squares += chunk.num_tokens**2
     return (
-        bool(shape.chunks),
+        bool(shape.chunks) and not is_mixed,
         tokens,
         history,
         squares,
         not shape.chunks and shape.num_decodes > 0,
         shape.num_decodes,
         shape.num_decode_context_tokens,
+        is_mixed,
+        _mixing(tokens, shape.num_decodes) if is_mixed else 0.0,
     )
 
 
@@ -185,6 +234,7 @@ def sequence_parallel(model: LinearLatencyModel, size: int, hop_s: float = HOP_S
     return replace(
         model,
         a_s=model.a_s + hop_s * size,
+        mixed_a_s=model.mixed_a_s + hop_s * size,
         b_s=model.b_s / size,
         c_s=model.c_s / size,
         d_s=model.d_s / size,

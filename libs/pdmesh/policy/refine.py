@@ -13,12 +13,12 @@ from math import isfinite
 
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape, features
 
-#: Of earlier steps at each new one: what happened 100 steps ago counts a third.
-FORGETTING = 0.99
+#: Of earlier steps at each new one: what happened 200 steps ago counts a third.
+FORGETTING = 0.995
 
 #: Standard deviations: of a step's time around its prediction, of the factor that all coefficients of the prior are
-#: wrong by, and of each one's own.
-_NOISE, _COMMON, _OWN = 0.1, 1.0, 0.5
+#: wrong by, of each one's own, and of interference in multiples of what a token costs, where the prior has none.
+_NOISE, _COMMON, _OWN, _NEW_INTERFERENCE = 0.1, 1.0, 0.5, 2.0
 
 #: A step that took so much more or less than predicted, relative to the prediction, has no more say than this.
 _OUTLIER = 0.5
@@ -31,19 +31,34 @@ _MOVED = 0.1
 _REFERENCE = (
     *(StepShape((ChunkShape(*chunk),), 0, 0) for chunk in ((32, 0), (512, 0), (512, 8192), (2048, 0))),
     *(StepShape((), num_decodes, 512 * num_decodes) for num_decodes in (1, 32)),
+    *(StepShape((ChunkShape(num_tokens, 0),), 32, 512 * 32) for num_tokens in (64, 512)),
 )
 
-#: A coefficient never falls below this part of its prior: nothing is free.
+#: A coefficient never falls below this part of its prior: nothing is free. But there may be no interference.
 _FLOOR = 0.02
+
+#: Where interference stands among the coefficients.
+_INTERFERENCE = 8
 
 
 class Refinement:
-    """A model that follows what it observes."""
+    """A model that follows what it observes.
+
+    ``estimate`` is what the last look made of all that was seen; ``model`` follows it only where that moves
+    predictions, since tables are made of it.
+    """
 
     def __init__(self, prior: LinearLatencyModel) -> None:
-        self.model = prior
+        self.model = self.estimate = prior
         self._prior = _proper(prior)
-        self._factors = [1.0] * len(self._prior)  # learnt so far, of each coefficient
+        # Interference that the prior knows nothing of is looked for from 0 on, and has no part in the common factor.
+        self._expected = [1.0] * len(self._prior)
+        self._trusts = [(_NOISE / _OWN) ** 2] * len(self._prior)
+        if not prior.interference_s:
+            self._expected[_INTERFERENCE] = 0.0
+            self._trusts[_INTERFERENCE] = (_NOISE / _NEW_INTERFERENCE) ** 2
+        self._floors = [_FLOOR * expected for expected in self._expected]
+        self._factors = self._expected  # learnt so far, of each coefficient
         self._precision = [[0.0] * len(self._prior) for _ in self._prior]
         self._target = [0.0] * len(self._prior)
         self._num_unseen = 0
@@ -71,17 +86,19 @@ class Refinement:
     def look(self) -> bool:
         """Make what was observed the model, if that moves its predictions; True if it does."""
         self._num_unseen = 0
-        size = len(self._prior)
-        shared = _COMMON**2 / (_OWN**2 + size * _COMMON**2)  # of the inverse of _OWN² I + _COMMON² 11ᵀ
-        trust = (_NOISE / _OWN) ** 2
+        expected, trust = self._expected, (_NOISE / _OWN) ** 2
+        num_common = sum(expected)
+        shared = _COMMON**2 / (_OWN**2 + num_common * _COMMON**2)  # of the inverse of _OWN² I + _COMMON² eeᵀ
         matrix = [
-            [value + trust * ((i == j) - shared) for j, value in enumerate(row)]
+            [value - trust * shared * expected[i] * expected[j] for j, value in enumerate(row)]
             for i, row in enumerate(self._precision)
         ]
-        anchor = trust * (1 - size * shared)  # the prior: every factor is 1
-        solved = _solve(matrix, [value + anchor for value in self._target])
-        self._factors = [max(_FLOOR, factor) for factor in solved]
-        learnt = LinearLatencyModel.of(
+        for i, own in enumerate(self._trusts):
+            matrix[i][i] += own
+        anchor = trust * (1 - num_common * shared)  # the prior: every factor is as expected
+        solved = _solve(matrix, [value + anchor * e for value, e in zip(self._target, expected, strict=True)])
+        self._factors = list(map(max, self._floors, solved))
+        learnt = self.estimate = LinearLatencyModel.of(
             factor * coefficient for factor, coefficient in zip(self._factors, self._prior, strict=True)
         )
         moved = any(
@@ -97,7 +114,7 @@ class Refinement:
 def _proper(prior: LinearLatencyModel) -> tuple[float, ...]:
     """Coefficients to take multiples of. A fit leaves out what it could not see; it may show yet."""
     a_s, b_s = prior.a_s, max(prior.b_s, prior.a_s / 1e4)
-    least = (a_s, b_s, b_s / 1e5, b_s / 2e5, a_s, b_s, b_s / 1e3)
+    least = (a_s, b_s, b_s / 1e5, b_s / 2e5, a_s, b_s, b_s / 1e3, a_s, b_s)
     return tuple(map(max, prior.coefficients, least))
 
 

@@ -40,7 +40,8 @@ def fitted_model(run: RecordedRun) -> LinearLatencyModel:
     """The latency model of the run's instances, time between two steps included. Raises ValueError without a step."""
     samples = measured_steps(run)
     model = _in_sum(fit(samples), samples)
-    return replace(model, a_s=model.a_s + step_overhead_s(run))
+    overhead_s = step_overhead_s(run)
+    return replace(model, a_s=model.a_s + overhead_s, mixed_a_s=model.mixed_a_s + overhead_s)
 
 
 def _in_sum(model: LinearLatencyModel, samples: Sequence[Sample]) -> LinearLatencyModel:
@@ -56,12 +57,18 @@ def _in_sum(model: LinearLatencyModel, samples: Sequence[Sample]) -> LinearLaten
         decode_context_s=model.decode_context_s * decode_factor,
     )
     chunked = [(shape, seconds) for shape, seconds in samples if shape.chunks]
-    decodes_only = replace(model, a_s=0.0, b_s=0.0, c_s=0.0, d_s=0.0)
+    decodes_only = replace(model, a_s=0.0, b_s=0.0, c_s=0.0, d_s=0.0, mixed_a_s=0.0, interference_s=0.0)
     beside_s = sum(decodes_only.step_s(shape) for shape, _ in chunked)
     chunks_s = sum(model.step_s(shape) for shape, _ in chunked) - beside_s
     factor = _over(sum(seconds for _, seconds in chunked) - beside_s, chunks_s)
     return replace(
-        model, a_s=model.a_s * factor, b_s=model.b_s * factor, c_s=model.c_s * factor, d_s=model.d_s * factor
+        model,
+        a_s=model.a_s * factor,
+        b_s=model.b_s * factor,
+        c_s=model.c_s * factor,
+        d_s=model.d_s * factor,
+        mixed_a_s=model.mixed_a_s * factor,
+        interference_s=model.interference_s * factor,
     )
 
 

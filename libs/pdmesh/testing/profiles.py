@@ -14,6 +14,8 @@ COEFFICIENTS = {
     "decode_a_s": 0.02,
     "decode_s": 0.0,
     "decode_context_s": 1e-6,
+    "mixed_a_s": 0.03,
+    "interference_s": 1e-5,
 }
 
 

@@ -10,13 +10,16 @@ from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice
 from pdmesh.model import MeasuredStep, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.latency import ChunkShape, StepShape
 
-#: What an instance times when it starts, the most telling first: a chunk, the constant, attention, decodes.
+#: What an instance times when it starts, the most telling first: a chunk, the constant, attention, decodes, both.
 _START_STEPS = (
     StepShape((ChunkShape(256, 0),), 0, 0),
     StepShape((ChunkShape(32, 0),), 0, 0),
     StepShape((ChunkShape(64, 8192),), 0, 0),
     StepShape((), 1, 64),
     StepShape((), 8, 4096),
+    StepShape((ChunkShape(256, 0),), 32, 2048),
+    StepShape((ChunkShape(64, 0),), 8, 512),
+    StepShape((ChunkShape(256, 0),), 8, 512),
     StepShape((ChunkShape(512, 512),), 0, 0),
 )
 START_LIMIT_S = 1.0
