@@ -67,6 +67,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.tenant",
     "RequestArrived.request.share",
     "RequestCancelled.gateway_id",
+    "RequestCancelled.num_output_tokens",
     "ForgetRequest.gateway_id",
     "DecodeReserved.transfer_id",
     "TransferOffered.transfer_id",

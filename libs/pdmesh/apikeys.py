@@ -11,6 +11,7 @@
     min_priority = 0                 # lower is earlier
     max_priority = 10
     min_slo_ttft_ms = 200            # the shortest target it may ask for
+    share = 2                        # while several wait: twice the tokens of a key whose share is 1, the default
 
 What is not given is not limited.
 """
@@ -36,6 +37,9 @@ _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _COUNTS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
 _PRIORITIES = ("min_priority", "max_priority")
 
+#: Beyond it one key would have everything.
+MAX_SHARE = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
@@ -50,6 +54,7 @@ class ApiKey:
     min_priority: int | None = None
     max_priority: int | None = None
     min_slo_ttft_ms: float | None = None
+    share: int = 1  # of the mesh, among the keys whose requests wait
 
 
 def new_key() -> str:
@@ -108,6 +113,9 @@ def _problem(field: str, value: Any) -> str | None:
     if field == "scopes":
         known = isinstance(value, list) and all(isinstance(scope, str) and scope in SCOPES for scope in value)
         return None if known else f"must be a list of {', '.join(sorted(SCOPES))}"
+    if field == "share":
+        whole = isinstance(value, int) and is_number and 1 <= value <= MAX_SHARE
+        return None if whole else f"must be a whole number from 1 to {MAX_SHARE}"
     if field in _PRIORITIES:
         whole = isinstance(value, int) and is_number and abs(value) < 2**31
         return None if whole else "must be a whole number below 2**31"
@@ -126,4 +134,6 @@ def entry_of(key: ApiKey) -> str:
         value = getattr(key, name)
         if value is not None:
             lines.append(f"{name} = {value!r}")
+    if key.share != 1:
+        lines.append(f"share = {key.share}")
     return "\n".join(lines) + "\n"

@@ -738,7 +738,7 @@ async def test_a_browser_is_told_which_pages_may_read(model: Path) -> None:
 async def test_keys_have_names_scopes_and_limits(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     keys = [
-        ApiKey(name="alice", hash=hash_key("a"), requests_per_minute=2, min_slo_ttft_ms=200, min_priority=0),
+        ApiKey(name="alice", hash=hash_key("a"), requests_per_minute=2, min_slo_ttft_ms=200, min_priority=0, share=3),
         ApiKey(name="bob", hash=hash_key("b"), scopes=frozenset({"tokenize"})),
     ]
     path.write_text("".join(map(entry_of, keys)))
@@ -757,4 +757,4 @@ async def test_keys_have_names_scopes_and_limits(model: Path, tmp_path: Path) ->
         assert (refused.status_code, error_of(refused)["code"]) == (403, "missing_scope")
         response = await client.post("/tokenize", json={"prompt": "a"}, headers={"authorization": "Bearer b"})
         assert response.status_code == 200
-        assert [submit.tenant for submit in mesh.submitted] == ["alice", "alice"]
+        assert [(submit.tenant, submit.share) for submit in mesh.submitted] == [("alice", 3)] * 2

@@ -675,6 +675,10 @@ async def test_a_target_that_is_none_is_refused_alone(target: str, slo_s: float)
     await refused_alone(msgspec.structs.replace(submit(), **{target: slo_s}))
 
 
+async def test_a_share_that_is_none_is_refused_alone() -> None:
+    await refused_alone(msgspec.structs.replace(submit(), share=0))
+
+
 async def test_choices_of_one_prompt_are_requests_of_their_own() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(msgspec.structs.replace(submit("a"), others=(OtherChoice(RequestId("b"), 5),)))

@@ -87,7 +87,7 @@ def test_a_restart_costs_its_client_nothing() -> None:
     first = of_tenant("a", "1", prompt=100)
     again = replace(first, epoch=Epoch(1), num_prompt_tokens=120, max_tokens=30)
     place(counters, first)
-    counters.withdrawn(first)
+    counters.ended(first, 0)
     place(counters, again)
     counters.ended(again, 45)
     assert counter(counters, "a") - (100 + OUTPUT_COST * 45) * UNITS == 0
@@ -98,7 +98,6 @@ def test_what_never_had_a_place_costs_nothing() -> None:
     counters.joined("a")
     counters.left("a")
     counters.ended(of_tenant("a", "1"), 7)
-    counters.withdrawn(of_tenant("a", "2"))
     assert counter(counters, "a") == 0
 
 

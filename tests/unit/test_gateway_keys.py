@@ -71,6 +71,8 @@ GOOD = f'[keys.a]\nhash = "{hash_key("k")}"\n'
         (GOOD + "min_priority = 1.5", "whole number"),
         (GOOD + "min_priority = 2\nmax_priority = 1", "above max_priority"),
         (GOOD + "min_slo_ttft_ms = -1", "above 0"),
+        (GOOD + "share = 0", "from 1 to 1000"),
+        (GOOD + "share = 1.5", "from 1 to 1000"),
         (GOOD + GOOD.replace("keys.a", "keys.b"), "the same key"),
     ],
 )
@@ -86,6 +88,7 @@ def test_a_wrong_file_is_one_sentence(text: str, message: str) -> None:
     min_priority=st.none() | st.integers(-9, 0),
     max_priority=st.none() | st.integers(0, 9),
     min_slo_ttft_ms=st.none() | st.floats(0.001, 1e6),
+    share=st.integers(1, 1000),
 )
 def test_an_entry_is_read_back_as_it_was(**limits: object) -> None:
     key = ApiKey(name="a-1", hash=hash_key("k"), **limits)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ def new(
     min_priority: Annotated[int | None, typer.Option(help="Lower is earlier.")] = None,
     max_priority: Annotated[int | None, typer.Option()] = None,
     min_slo_ttft_ms: Annotated[float | None, typer.Option(help="The shortest target it may ask for.")] = None,
+    share: Annotated[int, typer.Option(help="Of the mesh, among the keys whose requests wait.")] = 1,
 ) -> None:
     """Make a key and its entry. The key is shown once and written nowhere."""
     secret = new_key()
@@ -40,6 +41,7 @@ def new(
         min_priority=min_priority,
         max_priority=max_priority,
         min_slo_ttft_ms=min_slo_ttft_ms,
+        share=share,
     )
     try:
         entry = entry_of(key)

@@ -217,7 +217,8 @@ class Books:
     ) -> None:
         """The one way a request ends: out of every book, its KV freed but on ``spare``, which free it unasked.
 
-        ``num_output_tokens`` is what it drew in all its epochs, where that is known.
+        ``num_output_tokens`` is what it drew in all its epochs, where that is known. What is started again pays for
+        them when it ends.
         """
         request_id, epoch = key = state.key
         del self.requests[request_id]
@@ -232,10 +233,8 @@ class Books:
         for instance_id in dict.fromkeys(state.prefill_ids + state.decode_ids):
             if instance_id not in spare:
                 self.free(instance_id, key)
-        if outcome in (Outcome.RESTARTED, Outcome.SUPERSEDED):
-            self.queue.counters.withdrawn(state.request)
-        else:
-            self.queue.counters.ended(state.request, num_output_tokens)
+        goes_on = outcome in (Outcome.RESTARTED, Outcome.SUPERSEDED)
+        self.queue.counters.ended(state.request, 0 if goes_on else num_output_tokens)
         gateway_id = state.request.gateway_id
         self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
 

@@ -145,25 +145,19 @@ class TokenCounters:
 
         Nothing changes if it was never placed, and what nobody knows stays as it was expected.
         """
-        if num_output_tokens is None:
-            num_output_tokens = self._expected.get(_key(request), 0)
-        elif _key(request) in self._expected:
-            for output in (self._output, self._accounts[request.tenant].output):
-                output.seen(num_output_tokens)
-        self._settle(request, num_output_tokens)
-
-    def withdrawn(self, request: Request) -> None:
-        """A request lost its place: what it drew is charged with its next epoch."""
-        self._settle(request, 0)
-
-    def _settle(self, request: Request, num_output_tokens: int) -> None:
-        num_expected = self._expected.pop(_key(request), None)
+        num_expected = self._expected.pop((request.request_id, request.epoch), None)
         if num_expected is None:
             return
         account = self._accounts[request.tenant]
         account.num_running -= 1
-        account.num_tokens += _num_tokens(request, num_output_tokens) - _num_tokens(request, num_expected)
-        self._charge(account, _units(request, num_output_tokens) - _units(request, num_expected), turn=account.turn)
+        if num_output_tokens is None:
+            return
+        num_drawn = max(0, num_output_tokens)
+        if num_drawn:
+            account.output.seen(num_drawn)
+            self._output.seen(num_drawn)
+        account.num_tokens += _num_tokens(request, num_drawn) - _num_tokens(request, num_expected)
+        self._charge(account, _units(request, num_drawn) - _units(request, num_expected), turn=account.turn)
 
     def _charge(self, account: _Account, num_units: int, *, turn: int) -> None:
         if account.num_waiting:
@@ -216,10 +210,6 @@ class TokenCounters:
         assert in_line == self._line, "the line is not that of the tenants that wait"
         num_running = sum(account.num_running for account in self._accounts.values())
         assert num_running == len(self._expected), f"{num_running} run, {len(self._expected)} were charged"
-
-
-def _key(request: Request) -> RequestKey:
-    return request.request_id, request.epoch
 
 
 def _num_tokens(request: Request, num_output_tokens: int) -> int:

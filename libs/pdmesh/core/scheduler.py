@@ -48,6 +48,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.core.fairness import TenantView
 from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
@@ -56,7 +57,7 @@ from pdmesh.core.state import InstanceBooks, Phase, RequestView
 from pdmesh.core.suspicion import start_elsewhere
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.errors import ConfigError
-from pdmesh.model import GatewayId, InstanceId, RejectReason, Request, RequestId, RequestKey
+from pdmesh.model import InstanceId, RejectReason, Request, RequestId, RequestKey
 from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
@@ -113,6 +114,11 @@ class SchedulerCore:
         return None if state is None else state.view
 
     @property
+    def tenants(self) -> list[TenantView]:
+        """The keys whose requests wait or run, and those that were charged more than the others of late."""
+        return self._books.queue.counters.views
+
+    @property
     def ignored(self) -> Mapping[str, int]:
         """Reports that changed nothing because they did not fit the books, by what they were."""
         return self._books.ignored
@@ -146,7 +152,7 @@ class SchedulerCore:
             case RequestArrived():
                 self._arrived(event.request)
             case RequestCancelled():
-                self._cancelled((event.request_id, event.epoch), event.gateway_id)
+                self._cancelled(event)
             case GatewayJoined():
                 self._reunion.gateway_joined(event.gateway_id, dict(event.waiting), now_s)
             case GatewayLost():
@@ -270,11 +276,11 @@ class SchedulerCore:
         kinds = self._books.kinds
         return have_pair(kinds) and not could_place(request, kinds, self._books.groups, self._bundle)
 
-    def _cancelled(self, key: RequestKey, gateway_id: GatewayId) -> None:
-        was_orphan = self._reunion.forget(key[0], gateway_id)
-        state = self._books.requests.get(key[0])
-        if state is not None and state.request.gateway_id == gateway_id and state.request.epoch <= key[1]:
-            self._books.end(state, Outcome.CANCELLED)
+    def _cancelled(self, event: RequestCancelled) -> None:
+        was_orphan = self._reunion.forget(event.request_id, event.gateway_id)
+        state = self._books.requests.get(event.request_id)
+        if state is not None and state.request.gateway_id == event.gateway_id and state.request.epoch <= event.epoch:
+            self._books.end(state, Outcome.CANCELLED, num_output_tokens=event.num_output_tokens)
         elif not was_orphan:
             self._books.ignore("RequestCancelled")
 
@@ -285,8 +291,7 @@ class SchedulerCore:
             return
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
-        num_output_tokens = max(0, event.num_output_tokens)
-        self._books.end(state, Outcome.FINISHED, num_output_tokens=num_output_tokens, spare=spare)
+        self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
 
     # --- steps and transfers ---
 

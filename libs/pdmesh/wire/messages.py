@@ -247,6 +247,7 @@ class Submit(Message, frozen=True, kw_only=True):
     slo_tpot_s: float | None = None
     others: tuple[OtherChoice, ...] = ()
     tenant: str = ""  # the name of the key that it came with
+    share: int = 1  # of that key
 
     def generations(self) -> Iterator[Generation]:
         """Yield one for every choice; they share the tokens' bytes."""
@@ -260,6 +261,7 @@ class Submit(Message, frozen=True, kw_only=True):
 class Cancel(Message, frozen=True, kw_only=True):
     request_id: RequestId
     epoch: Epoch
+    num_output_tokens: int | None = None  # delivered, in all epochs
 
 
 class NextActivity(Message, frozen=True, kw_only=True):

@@ -66,6 +66,10 @@ class Client:
     def name(self) -> str:
         return self.key.name
 
+    @property
+    def share(self) -> int:
+        return self.key.share
+
     def change(self, key: ApiKey) -> None:
         """Its entry was changed: what it has used of a limit that stays is not forgotten."""
         self.key = key

@@ -60,6 +60,7 @@ class GenerationJob:
     priority: int = 0
     slo: Slo = NO_SLO
     tenant: str = ""  # the name of the client's key
+    share: int = 1  # of that key
     traceparent: str | None = None
     deadline_s: float = 3600.0
     operation: str = "text_completion"
@@ -329,14 +330,14 @@ class Generator:
         """Forget a request whose client has all it wants; cancel it where it still runs."""
         if not transcript.finished:
             transcript.finished = True
-            self._link.cancel(transcript.request_id, transcript.epoch)
+            self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=len(transcript.output))
         self._transcripts.remove(transcript)
 
     def resume(self, transcript: Transcript, reason: str, *, cancel: bool = False) -> None:
         """Submit a request again, from its transcript and under the next epoch."""
         log.warning("resuming", request_id=transcript.request_id, epoch=transcript.epoch, reason=reason)
-        if cancel:
-            self._link.cancel(transcript.request_id, transcript.epoch)
+        if cancel:  # what it drew is told when its last epoch ends
+            self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)
         # Where the scheduler is another one than it was, or gone, it is to blame.
         is_suspect = self._link.is_connected and transcript.submitted_on == self._link.num_connections
         if not transcript.restart(counts=is_suspect):
@@ -442,6 +443,7 @@ class Generator:
             slo_ttft_s=transcript.slo.ttft_s,
             slo_tpot_s=transcript.slo.tpot_s,
             tenant=transcript.tenant,
+            share=transcript.share,
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)
@@ -469,6 +471,7 @@ class Generator:
             mailbox=mailbox,
             clock=time.monotonic,
             tenant=job.tenant,
+            share=job.share,
             priority=job.priority,
             slo=job.slo,
             traceparent=traceparent,

@@ -157,6 +157,7 @@ class _Inference(pb_grpc.InferenceServicer):
         client.check_wish(request.priority, slo)
         return GenerationJob(
             tenant=client.name,
+            share=client.share,
             request_id=request_id,
             label=label,
             prompts=[prompt],

@@ -122,9 +122,9 @@ class GatewaySession:
                 "The scheduler cannot be reached.", status=503, type="server_error", code="unavailable", retry_after_s=1
             )
 
-    def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
+    def cancel(self, request_id: RequestId, epoch: Epoch, *, num_output_tokens: int) -> None:
         """Free what a request holds. While the scheduler is gone there is nobody to tell: see the module's text."""
-        self._post(Cancel(request_id=request_id, epoch=epoch))
+        self._post(Cancel(request_id=request_id, epoch=epoch, num_output_tokens=num_output_tokens))
 
     def ask_activity(self) -> None:
         """Ask for the next `Activity`. While the scheduler is gone it is asked when it is back."""

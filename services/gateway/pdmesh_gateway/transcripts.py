@@ -84,6 +84,7 @@ class Transcript:
     priority: int = 0
     slo: Slo = NO_SLO
     tenant: str = ""
+    share: int = 1
     traceparent: str | None = None
     label: str = ""  # what its client calls it
     epoch: Epoch = FIRST_EPOCH

@@ -103,7 +103,10 @@ class GatewayStreams:
                 case NextActivity():
                     self.driver.activity.asked(gateway_id)
                 case Cancel():
-                    await self.driver.submit(RequestCancelled(gateway_id, message.request_id, message.epoch))
+                    cancelled = RequestCancelled(
+                        gateway_id, message.request_id, message.epoch, message.num_output_tokens
+                    )
+                    await self.driver.submit(cancelled)
 
     def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:
         """One request alone: the others of its gateway have done nothing wrong."""
@@ -126,6 +129,8 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
         return f"has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
     if generation.epoch < 0:
         return f"is in epoch {generation.epoch}"
+    if submit.share < 1:
+        return f"has a share of {submit.share}"
     for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
         if slo_s is not None and not MIN_TARGET_S <= slo_s < math.inf:
             return f"has a target of {slo_s} s"
@@ -146,4 +151,5 @@ def _request(submit: Submit, generation: Generation, now_s: float) -> Request:
         slo_ttft_s=submit.slo_ttft_s,
         slo_tpot_s=submit.slo_tpot_s,
         tenant=submit.tenant,
+        share=submit.share,
     )

@@ -133,6 +133,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         client.check_wish(request.priority or 0, slo)
         return GenerationJob(
             tenant=client.name,
+            share=client.share,
             request_id=exchange.request_id,
             label=exchange.label,
             prompts=prompts,
