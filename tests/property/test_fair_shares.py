@@ -118,7 +118,7 @@ class World:
                 if isinstance(command, Restart):
                     restarted.append(request)
             self.mesh.send(command)
-        if not isinstance(event, RequestFinished | RequestCancelled):  # which settle what was under way, up or down
+        if not any(isinstance(command, ForgetRequest) for command in commands):  # which settles what was expected
             self.no_credit_for_idling(before)
         self.law()
         for request in restarted:

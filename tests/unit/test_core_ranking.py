@@ -77,3 +77,18 @@ def test_a_lane_that_waits_is_passed_over_until_nobody_waits() -> None:
     assert queue.head(order, 2.0) is None
     queue.call_all()
     assert queue.head(order, 2.0) is later
+
+
+def test_a_request_may_come_again_at_the_time_it_came_before() -> None:
+    order, queue = ShortFirst(long_prompt_tokens=1000), WaitingQueue()
+    first, other, again = (
+        RequestState(request, order.rank(request, 0, None))
+        for request in (a_request("a"), a_request("b"), a_request("a", epoch=1))
+    )
+    for state in (first, other):
+        queue.add(state, 100.0)
+    assert queue.head(order, 0.0) is first
+    queue.remove(other)
+    queue.remove(first)
+    queue.add(again, 100.0)
+    assert queue.head(order, 0.0) is again

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from pdmesh.core.state import RequestState
-from pdmesh.model import RequestId
+from pdmesh.model import Epoch, RequestId
 from pdmesh.policy.base import PrefillOrder, Rank
 
 #: The first of a lane behind its key and its arrival, which no two share: so entries compare without the requests.
-_Head = tuple[tuple[float, ...], tuple[float, RequestId], RequestState]
+_Head = tuple[tuple[float, ...], tuple[float, RequestId, Epoch], RequestState]
 
 
 class Line:
@@ -23,7 +23,7 @@ class Line:
     def __init__(self) -> None:
         self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
         # The first of each lane, with its rank and its arrival; lanes where that is to be looked up.
-        self._firsts: dict[float, tuple[Rank, tuple[float, RequestId], RequestState]] = {}
+        self._firsts: dict[float, tuple[Rank, tuple[float, RequestId, Epoch], RequestState]] = {}
         # A heap of them, and of some that were; and what it was made for.
         self._heads: list[_Head] = []
         self._passed_over: list[_Head] = []  # taken out of the heap, in lanes that wait
@@ -155,9 +155,9 @@ class Line:
             assert places == sorted(places), "the line is out of order"
 
 
-def arrival(state: RequestState) -> tuple[float, RequestId]:
-    """What decides between requests that the order finds equal."""
-    return state.request.arrival_s, state.request.request_id
+def arrival(state: RequestState) -> tuple[float, RequestId, Epoch]:
+    """What decides between requests that the order finds equal. A resumed one may have come at the same time."""
+    return state.request.arrival_s, state.request.request_id, state.request.epoch
 
 
 def _rank_place(state: RequestState) -> float:
