@@ -34,7 +34,7 @@ def meddle(process: Process, others: Iterable[Process]) -> None:
         if victim is None:
             continue
         for transcript in victim.transcripts._by_id.values():
-            link.cancel(transcript.request_id, transcript.epoch)
+            link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=9)
             stolen = msgspec.structs.replace(
                 generation, request_id=transcript.request_id, epoch=Epoch(transcript.epoch + 1)
             )
