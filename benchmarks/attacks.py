@@ -1,10 +1,12 @@
 """What one client's hostile requests cost the others: worst latency before and during each attack, refusals, memory.
 
-    python benchmarks/attacks.py [--seconds 6]
+    python benchmarks/attacks.py [--seconds 6] [--keys] [--only NAME]
 
 A 1P+1D mesh of stand-in engines. A client sends a short request every 50 ms, by a connection of its own; the attacks
 run beside it, bounded in number and bytes. Held: nobody else is refused, their worst latency is at most twice that of
 before, or 1 s, and the gateway's memory stays within 512 MiB of what it was.
+
+With ``--keys`` the two have keys of their own, and so fair shares of the mesh; without it nobody knows them apart.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import httpx
 
+from pdmesh.apikeys import ApiKey, entry_of, hash_key, new_key
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 MAX_WORST_S = 1.0
@@ -29,12 +32,21 @@ MAX_GROWTH_MIB = 512
 
 Attack = Callable[[str, int], None]
 
+#: Of the attacker and of the other client, where they have keys.
+KEYS = {"attacker": new_key(), "bystander": new_key()}
+
+
+def client_of(name: str, base_url: str) -> httpx.Client:
+    """A client with the key of this name, which is asked for only with ``--keys``."""
+    headers = {"authorization": f"Bearer {KEYS[name]}"}
+    return httpx.Client(base_url=base_url, headers=headers, timeout=60, trust_env=False)
+
 
 def post(path: str, body: bytes, num_times: int, num_threads: int = 4) -> Attack:
     """Send a body so many times."""
 
     def one(base_url: str) -> None:
-        with httpx.Client(base_url=base_url, timeout=60, trust_env=False) as client:
+        with client_of("attacker", base_url) as client:
             for _ in range(num_times):
                 with suppress(httpx.HTTPError):
                     client.post(path, content=body)
@@ -58,7 +70,9 @@ def raw(head: bytes, filler: bytes, num_fillers: int, num_connections: int, stay
             with suppress(OSError):
                 connection = socket.create_connection(("127.0.0.1", port), timeout=5)
                 sockets.append(connection)
-                connection.sendall(head)
+                first, _, rest = head.partition(b"\r\n")
+                authorization = f"authorization: Bearer {KEYS['attacker']}".encode()
+                connection.sendall(b"\r\n".join((first, authorization, rest)))
                 for _ in range(num_fillers):
                     connection.sendall(filler)
         time.sleep(stay_s)
@@ -109,7 +123,7 @@ class Bystander(threading.Thread):
         self.done = threading.Event()
 
     def run(self) -> None:
-        with httpx.Client(base_url=self._base_url, timeout=60, trust_env=False) as client:
+        with client_of("bystander", self._base_url) as client:
             while not self.done.wait(0.05):
                 began_s = time.perf_counter()
                 body = {"model": self._model, "prompt": "abc", "max_tokens": 2}
@@ -117,6 +131,15 @@ class Bystander(threading.Thread):
                 self.latencies_s.append(time.perf_counter() - began_s)
                 if status != 200:
                     self.refused.append(status)
+
+
+def settings_with(folder: Path, keys: bool) -> dict[str, str]:
+    """Of a mesh that asks for keys, or of one that does not."""
+    if not keys:
+        return {"WORKER_ENGINE": "fake"}
+    file = folder / "keys.toml"
+    file.write_text("".join(entry_of(ApiKey(name=name, hash=hash_key(key))) for name, key in KEYS.items()))
+    return {"WORKER_ENGINE": "fake", "SECURITY_API_KEYS_FILE": str(file)}
 
 
 def memory_mib(pid: int) -> float:
@@ -138,12 +161,13 @@ def beside(mesh: RunningMesh, url: str, work: Callable[[], None]) -> Bystander:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6.0, help="of undisturbed requests before each attack")
+    parser.add_argument("--keys", action="store_true", help="the attacker and the other client have keys")
     parser.add_argument("--only", default="", help="attacks whose name holds this")
     arguments = parser.parse_args()
     num_failed = 0
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_mesh(Path(folder), model=None, settings={"WORKER_ENGINE": "fake"}) as mesh,
+        running_mesh(Path(folder), model=None, settings=settings_with(Path(folder), arguments.keys)) as mesh,
     ):
         url = mesh.base_url.removesuffix("/v1")
         port = int(url.rpartition(":")[2])
