@@ -230,6 +230,11 @@ COMPOSE_VARIABLES = frozenset(
     {"PDMESH_PORT", "PDMESH_MODELS", "PDMESH_TORCH", "PDMESH_GPU_IMAGE", "PDMESH_PREFILL_GPU", "PDMESH_DECODE_GPU"}
 )
 
+#: No setting of any service: the key that our own commands show to a gateway. A mesh's settings may have hashes only.
+CLIENT_KEY_VARIABLE = "PDMESH_API_KEY"
+
+_NO_SETTINGS = frozenset({CONFIG_FILE_VARIABLE, CLIENT_KEY_VARIABLE, *COMPOSE_VARIABLES})
+
 #: OpenTelemetry's own names of `telemetry.otlp_endpoint`, taken where we are told nothing; the SDK reads all others.
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -254,7 +259,7 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
 
     by_variable = {variable_of(setting): setting for setting in settings.values()}
     for variable, text in environ.items():
-        if variable.startswith(PREFIX) and variable not in {CONFIG_FILE_VARIABLE, *COMPOSE_VARIABLES}:
+        if variable.startswith(PREFIX) and variable not in _NO_SETTINGS:
             setting = _lookup(by_variable, variable, variable)
             values[setting.name] = setting.checked(setting.parsed(text), variable)
 

@@ -17,9 +17,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
 from pdmesh.cli.admin import instances_table
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import Severity, check_memory, check_port, check_ptrace, check_transports
+from pdmesh.cli.http import Target
 from pdmesh.cli.state import StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
@@ -140,9 +142,10 @@ def chunk(text: str) -> dict[str, object]:
     return {"choices": [{"delta": {"content": text}}]}
 
 
-def say_hi(url: str) -> int:
+def say_hi(url: str, key: str | None = None) -> int:
     options = ChatOptions(model=None, system=None, max_tokens=8, temperature=1.0)
-    return run_chat(MeshConfig(), StateFolder("default", Path("nowhere")), url, options, "Hi")
+    target = Target(MeshConfig(), StateFolder("default", Path("nowhere")), url, key)
+    return run_chat(target, options, "Hi")
 
 
 def test_chat_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,9 +160,37 @@ def test_chat_tells_the_id_that_requests_show_takes(capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("Hello\n", "[chatcmpl-7]\n")
 
 
-def test_chat_says_which_setting_a_mesh_with_keys_wants() -> None:
-    with gateway(status=401) as url, pytest.raises(PdmeshError, match="PDMESH_SECURITY_API_KEY"):
-        say_hi(url)
+@pytest.mark.parametrize(
+    ("status", "key", "said"),
+    [
+        (401, None, "Set PDMESH_API_KEY to a key of this mesh"),
+        (401, "wrong", "Set PDMESH_API_KEY to a key of this mesh"),
+        (403, "mine", "The key in PDMESH_API_KEY, --api-key or security.api_key may not do this"),
+        (403, None, "the gateway answered 403 Forbidden$"),
+    ],
+)
+def test_chat_says_which_setting_a_mesh_with_keys_wants(status: int, key: str | None, said: str) -> None:
+    with gateway(status=status) as url, pytest.raises(PdmeshError, match=said):
+        say_hi(url, key)
+
+
+def test_the_key_that_a_command_shows(tmp_path: Path) -> None:
+    """A file of hashes has none to show; the one for this command alone comes before the mesh's own."""
+    hashes, plain = tmp_path / "keys.toml", tmp_path / "keys"
+    hashes.write_text(entry_of(ApiKey(name="alice", hash=hash_key("secret"), scopes=SCOPES)))
+    plain.write_text("first second")
+
+    def shown(given: str | None, **security: Any) -> str | None:
+        config = MeshConfig(security=SecurityConfig(**security))
+        return Target(config, StateFolder("default", tmp_path), None, given).key
+
+    assert shown(None, api_keys_file=hashes) is None
+    assert shown("secret", api_keys_file=hashes) == "secret"
+    assert shown("secret", api_key="own") == "secret"
+    assert shown(None, api_key="own", api_keys_file=plain) == "own"
+    assert shown(None, api_keys_file=plain) == "first"
+    with pytest.raises(PdmeshError, match="cannot read security"):
+        shown(None, api_keys_file=tmp_path / "none")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pdmesh.cli import top
 from pdmesh.cli.app import app
+from pdmesh.cli.http import Target
 from pdmesh.cli.top import CELL_S, NUM_CELLS, Timelines, view
 
 FRAME: dict[str, Any] = {
@@ -91,7 +91,7 @@ def served(monkeypatch: pytest.MonkeyPatch, handle: Any) -> None:
     def client(*_: Any, **__: Any) -> httpx.Client:
         return httpx.Client(transport=httpx.MockTransport(handle), base_url="http://gateway")
 
-    monkeypatch.setattr(top, "gateway_client", client)
+    monkeypatch.setattr(Target, "client", client)
 
 
 def test_once_prints_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,8 @@ def test_once_prints_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     ("response", "said"),
     [
         (httpx.Response(404, json={}), "turned off (gateway.ui)"),
-        (httpx.Response(401, json={"error": {"message": "You didn't provide an API key"}}), "You didn't provide"),
+        (httpx.Response(401, json={"error": {"message": "You didn't provide an API key"}}), "Set PDMESH_API_KEY"),
+        (httpx.Response(403, json={"error": {"message": "It lacks the scope 'watch'."}}), "lacks the scope 'watch'"),
         (httpx.Response(502, content=b"<html>"), "answered 502"),
         (
             httpx.Response(200, content=b'data: {"unready_reason": "the scheduler cannot be reached"}\n\n'),

@@ -13,6 +13,7 @@ import typer
 from pdmesh import __version__
 from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.options import (
+    ClientKey,
     ConfigFile,
     Decode,
     Device,
@@ -26,6 +27,7 @@ from pdmesh.cli.options import (
     Prefill,
     Scheduler,
     Settings,
+    Url,
     build_config,
 )
 from pdmesh.cli.state import DEFAULT_NAME, state_folder
@@ -157,16 +159,19 @@ def status(
 @app.command()
 def top(
     name: Name = DEFAULT_NAME,
-    url: Annotated[str | None, typer.Option(help="A gateway elsewhere, such as http://host:8000.")] = None,
+    url: Url = None,
+    api_key: ClientKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and leave.")] = False,
     output: OutputFormat = Output.TABLE,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Watch the mesh at work, as on the gateway's page: instances, their steps, requests. Ctrl-C leaves."""
+    from pdmesh.cli.http import Target
     from pdmesh.cli.top import run_top
 
-    run_top(build_config(config, settings), state_folder(os.environ, name), url, once=once, output=output)
+    target = Target(build_config(config, settings), state_folder(os.environ, name), url, api_key)
+    run_top(target, once=once, output=output)
 
 
 @requests_app.command("show")
@@ -242,7 +247,8 @@ def policy_set(
 @app.command()
 def chat(
     name: Name = DEFAULT_NAME,
-    url: Annotated[str | None, typer.Option(help="A gateway elsewhere, such as http://host:8000.")] = None,
+    url: Url = None,
+    api_key: ClientKey = None,
     model: Annotated[str | None, typer.Option(help="The served model's name; the first one if not given.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 512,
@@ -253,10 +259,11 @@ def chat(
 ) -> None:
     """Talk to the model. Ctrl-C stops an answer, Ctrl-D leaves."""
     from pdmesh.cli.chat import ChatOptions, run_chat
+    from pdmesh.cli.http import Target
 
     options = ChatOptions(model=model, system=system, max_tokens=max_tokens, temperature=temperature)
-    tree = build_config(config, settings)
-    raise typer.Exit(run_chat(tree, state_folder(os.environ, name), url, options, message))
+    target = Target(build_config(config, settings), state_folder(os.environ, name), url, api_key)
+    raise typer.Exit(run_chat(target, options, message))
 
 
 @app.command()

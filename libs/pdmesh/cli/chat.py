@@ -10,9 +10,7 @@ from typing import Any
 import httpx
 import typer
 
-from pdmesh.cli.http import gateway_client
-from pdmesh.cli.state import StateFolder
-from pdmesh.config import MeshConfig
+from pdmesh.cli.http import Target, refusal
 from pdmesh.errors import PdmeshError
 
 #: Between two pieces of an answer: a long prompt ahead of ours may take minutes.
@@ -27,9 +25,9 @@ class ChatOptions:
     temperature: float
 
 
-def run_chat(config: MeshConfig, state: StateFolder, url: str | None, options: ChatOptions, message: str | None) -> int:
+def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
     """Converse until the end of input, or give one answer to ``message``. Raises PdmeshError."""
-    with gateway_client(config, state, url, read_timeout_s=_READ_TIMEOUT_S) as client:
+    with target.client(read_timeout_s=_READ_TIMEOUT_S) as client:
         try:
             model = options.model or _first_model(client)
             history = [{"role": "system", "content": options.system}] if options.system else []
@@ -73,7 +71,7 @@ def _turn(client: httpx.Client, model: str, options: ChatOptions, history: list[
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            raise PdmeshError(_error_message(response))
+            raise PdmeshError(refusal(response))
         for chunk in _events(response):
             request_id = chunk.get("id", request_id)
             for choice in chunk.get("choices", []):
@@ -104,15 +102,5 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 def _first_model(client: httpx.Client) -> str:
     response = client.get("/v1/models")
     if response.status_code != 200:
-        raise PdmeshError(_error_message(response))
+        raise PdmeshError(refusal(response))
     return str(response.json()["data"][0]["id"])
-
-
-def _error_message(response: httpx.Response) -> str:
-    try:
-        message = str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = f"the gateway answered {response.status_code} {response.reason_phrase}"
-    if response.status_code == 401:
-        message += " Give one of its keys as security.api_key, best in the environment: PDMESH_SECURITY_API_KEY."
-    return message

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ssl
-from pathlib import Path
+from dataclasses import dataclass
 
 import anyio
 import httpx
 
 from pdmesh.cli.state import StateFolder
-from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.config import CLIENT_KEY_VARIABLE, MeshConfig, SecurityConfig
 from pdmesh.errors import PdmeshError
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -31,15 +31,6 @@ def trust(security: SecurityConfig) -> ssl.SSLContext | bool:
     context = ssl.create_default_context(cafile=str(security.tls_ca or security.tls_cert))
     context.check_hostname = False  # dialled by loopback address, trusted by its file
     return context
-
-
-def api_key(security: SecurityConfig) -> str | None:
-    """A key that the gateway takes, if it asks for one."""
-    if security.api_key is not None:
-        return security.api_key
-    if security.api_keys_file is None or security.api_keys_file.suffix == ".toml":  # which holds hashes only
-        return None
-    return next(iter(Path(security.api_keys_file).read_text(encoding="utf-8").split()), None)
 
 
 async def is_live(url: str, security: SecurityConfig) -> bool:
@@ -66,17 +57,55 @@ async def wait_until_ready(url: str, security: SecurityConfig) -> None:
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
 
-def gateway_client(config: MeshConfig, state: StateFolder, url: str | None, *, read_timeout_s: float) -> httpx.Client:
-    """A client of the gateway at ``url``, else of the mesh on this machine. Raises PdmeshError if there is none."""
-    if url is None:
-        record = state.read()
-        if record is None or not record.http_address:
-            raise PdmeshError(f"no mesh named {state.name!r} is running: start one with `pdmesh up`, or give --url")
-        url = base_url(record.http_address, config.security)
-    key = api_key(config.security)
-    return httpx.Client(
-        base_url=url,
-        headers={} if key is None else {"Authorization": f"Bearer {key}"},
-        verify=trust(config.security),
-        timeout=httpx.Timeout(read_timeout_s, connect=_CONNECT_TIMEOUT_S),
-    )
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which gateway a command talks to, and the key that it shows."""
+
+    config: MeshConfig
+    state: StateFolder
+    url: str | None = None  # None: that of the mesh on this machine
+    given_key: str | None = None  # by flag or environment, for this command alone
+
+    @property
+    def key(self) -> str | None:
+        """As given, else what the mesh's own settings hold in the clear; a TOML file of keys has hashes only."""
+        security = self.config.security
+        if self.given_key is not None or security.api_key is not None:
+            return self.given_key or security.api_key
+        if security.api_keys_file is None or security.api_keys_file.suffix == ".toml":
+            return None
+        try:
+            return next(iter(security.api_keys_file.read_text(encoding="utf-8").split()), None)
+        except (OSError, UnicodeError) as error:
+            raise PdmeshError(f"cannot read security.api_keys_file {security.api_keys_file}: {error}") from error
+
+    def client(self, *, read_timeout_s: float) -> httpx.Client:
+        """Raises PdmeshError if there is no such gateway."""
+        url, security = self.url, self.config.security
+        if url is None:
+            record = self.state.read()
+            if record is None or not record.http_address:
+                name = self.state.name
+                raise PdmeshError(f"no mesh named {name!r} is running: start one with `pdmesh up`, or give --url")
+            url = base_url(record.http_address, security)
+        return httpx.Client(
+            base_url=url,
+            headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
+            verify=trust(security),
+            timeout=httpx.Timeout(read_timeout_s, connect=_CONNECT_TIMEOUT_S),
+        )
+
+
+def refusal(response: httpx.Response) -> str:
+    """Why a gateway refused, in its own words if it has any, and what to do where that is ours to know."""
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"the gateway answered {response.status_code} {response.reason_phrase}"
+    match response.status_code:
+        case 401:
+            return f"{message} Set {CLIENT_KEY_VARIABLE} to a key of this mesh (`pdmesh keys new NAME` makes one)."
+        case 403 if "authorization" in response.request.headers:
+            return f"{message} The key in {CLIENT_KEY_VARIABLE}, --api-key or security.api_key may not do this."
+        case _:
+            return message

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pdmesh.config import MeshConfig, load_config
+from pdmesh.config import CLIENT_KEY_VARIABLE, MeshConfig, load_config
 from pdmesh.errors import ConfigError, PdmeshError
 
 
@@ -33,6 +33,12 @@ Scheduler = Annotated[
 ]
 Name = Annotated[str, typer.Option("--name", help="Which mesh of this machine.")]
 OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="For people or for scripts.")]
+
+Url = Annotated[str | None, typer.Option("--url", help="A gateway elsewhere, such as http://host:8000.")]
+ClientKey = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar=CLIENT_KEY_VARIABLE, help="A key of the gateway's; better from the environment."),
+]
 
 # The pools of a mesh, real or simulated; `make_pools` has the defaults.
 Prefill = Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill instances. [default: 1]")]

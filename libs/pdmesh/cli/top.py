@@ -14,10 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pdmesh.cli.http import gateway_client
+from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import Output
-from pdmesh.cli.state import StateFolder
-from pdmesh.config import MeshConfig
 from pdmesh.errors import PdmeshError
 
 #: One character of an instance's timeline, seconds; and how many there are.
@@ -59,9 +57,9 @@ class Timelines:
         return "".join(_LEVELS[min(len(_LEVELS) - 1, -int(-share * (len(_LEVELS) - 1) // 1))] for share in shares)
 
 
-def run_top(config: MeshConfig, state: StateFolder, url: str | None, *, once: bool, output: Output) -> None:
+def run_top(target: Target, *, once: bool, output: Output) -> None:
     """Show the mesh until Ctrl-C, or as it is now. Raises PdmeshError if the gateway does not tell."""
-    with gateway_client(config, state, url, read_timeout_s=30.0) as client:
+    with target.client(read_timeout_s=30.0) as client:
         try:
             if once or output is Output.JSON:
                 _show_once(next(_frames(client)), output)
@@ -104,10 +102,7 @@ def _frames(client: httpx.Client) -> Iterator[Frame]:
 def _reason(response: httpx.Response) -> str:
     if response.status_code == 404:
         return "this gateway has no page: it was turned off (gateway.ui)"
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the gateway answered {response.status_code}"
+    return refusal(response)
 
 
 def view(frame: Frame, timelines: Timelines) -> RenderableType:

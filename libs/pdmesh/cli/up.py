@@ -172,7 +172,7 @@ class MeshRun:
         body = {"model": record.model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
         has_key = self.config.security.api_key or self.config.security.api_keys_file
         page = f", or {url}/ui" if self.config.gateway.ui else ""
-        key = ' -H "Authorization: Bearer $PDMESH_SECURITY_API_KEY"' if has_key else ""
+        key = ' -H "Authorization: Bearer $PDMESH_API_KEY"' if has_key else ""
         _say(
             f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}\n\n"
             f"  try   curl -N {url}/v1/chat/completions{key} \\\n"
