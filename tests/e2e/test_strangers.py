@@ -1,0 +1,82 @@
+"""Who has no key costs no memory: messages are refused before they are read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import anyio
+import grpc
+import grpc.aio
+import psutil
+import pytest
+
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.wire.endpoint import TOKEN_METADATA
+
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(180)]
+
+#: What either service may grow by, beside allocators' habits a few of gRPC's windows of 64 KiB to 4 MiB for each call.
+MAX_GROWTH_BYTES = 96 << 20
+
+#: For a call to be refused.
+LIMIT_S = 60.0
+
+Metadata = Sequence[tuple[str, str]]
+
+
+@pytest.fixture
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
+    settings = {"WORKER_ENGINE": "fake", "SECURITY_API_KEY": "secret"}
+    with running_mesh(tmp_path_factory.mktemp("strangers"), model=None, settings=settings) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize(
+    ("service", "address", "method", "num_calls", "num_bytes", "metadata"),
+    [
+        ("gateway", "grpc_address", "/pdmesh.api.v1.Inference/Generate", 24, 29_000_000, ()),
+        ("gateway", "token_address", "/pdmesh.v1.Gateway/Tokens", 4, 63_000_000, ((TOKEN_METADATA, "00"),)),
+        ("scheduler", "address", "/pdmesh.v1.Scheduler/Gateway", 2, 63_000_000, ((TOKEN_METADATA, "00"),)),
+        ("scheduler", "address", "/pdmesh.v1.Scheduler/Admin", 2, 63_000_000, ((TOKEN_METADATA, "00"),)),
+    ],
+)
+async def test_large_messages_of_strangers_are_not_read(
+    mesh: RunningMesh, service: str, address: str, method: str, num_calls: int, num_bytes: int, metadata: Metadata
+) -> None:
+    (record,) = [each for each in mesh.record.services if each.name == service]
+    process = psutil.Process(record.process.pid)
+    before_bytes = most_bytes = process.memory_info().rss
+    done = anyio.Event()
+
+    async def watch() -> None:
+        nonlocal most_bytes
+        while not done.is_set():
+            most_bytes = max(most_bytes, process.memory_info().rss)
+            await anyio.sleep(0.01)  # a process elsewhere says nothing by itself
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        codes = await refused(str(record.facts[address]), method, bytes(num_bytes), num_calls, metadata)
+        done.set()
+    assert codes == {grpc.StatusCode.UNAUTHENTICATED: num_calls}
+    assert most_bytes - before_bytes < MAX_GROWTH_BYTES
+
+
+async def refused(
+    address: str, method: str, message: bytes, num_calls: int, metadata: Metadata
+) -> Counter[grpc.StatusCode]:
+    """How calls end that send ``message``, all at once, each on a connection of its own."""
+    codes: Counter[grpc.StatusCode] = Counter()
+    options = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+
+    async def call() -> None:
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            one: Any = channel.unary_stream(method)
+            codes[await one(message, metadata=metadata).code()] += 1
+
+    with anyio.fail_after(LIMIT_S):
+        await asyncio.gather(*(call() for _ in range(num_calls)))
+    return codes
