@@ -5,7 +5,7 @@
 A process sends pieces to a receiver, as many at once as a transfer does, and is killed with -9 up to ``--within-ms``
 after its first one has been taken; every second one has had a piece back before, as a prefill worker has. After each
 kill another sender's piece must get through. Counted: receivers that died (and by what), and those that took nothing
-more. Each is replaced by a new one.
+more. Each is replaced by a new one. Exits with 1 unless all lived.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-from report import heading
+from report import Limits, heading
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
@@ -155,7 +155,10 @@ def main() -> None:
     config = TransferConfig(max_payload_bytes=options.piece_bytes, ucx_tls=options.tls, no_progress_s=DEAF_S)
     rng = random.Random(options.seed)
     ends = anyio.run(kill_senders, config, options.kills, options.within_ms * 1e-3, rng)
-    print(", ".join(f"{end}: {count}" for end, count in ends.most_common()))
+    limits = Limits()
+    stands = limits.at_least("receivers that lived", ends["lived"], options.kills)
+    print(", ".join(f"{end}: {count}" for end, count in ends.most_common()), f"({stands})")
+    limits.end()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,25 @@ from types import ModuleType
 
 import pytest
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+#: They state no limit: what is to be compared is beside each other in what they print.
+FIGURES_ONLY = {"decision_cost", "engine", "engine_gpu", "kv_transport", "medha_table", "pecsched_table", "peer"}
+
+
+def test_every_benchmark_with_a_limit_exits_by_it() -> None:
+    sources = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py")}
+    programs = {name: text for name, text in sources.items() if '__name__ == "__main__"' in text}
+    judged = {
+        name for name, text in programs.items() if "limits.end()" in text or "sys.exit(" in text.split("def ")[-1]
+    }
+    assert programs.keys() - judged <= FIGURES_ONLY
+    assert not {name for name in FIGURES_ONLY if "Limits()" in sources[name]}
+
 
 @pytest.fixture(scope="module")
 def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("report", Path(__file__).parents[2] / "benchmarks/report.py")
+    spec = importlib.util.spec_from_file_location("report", BENCHMARKS / "report.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
