@@ -50,6 +50,7 @@ async def test_large_messages_of_strangers_are_not_read(
     process = psutil.Process(record.process.pid)
     before_bytes = most_bytes = process.memory_info().rss
     done = anyio.Event()
+    codes: Counter[grpc.StatusCode] = Counter()
 
     async def watch() -> None:
         nonlocal most_bytes

@@ -22,8 +22,9 @@ from pdmesh.model import Epoch, FinishReason, RejectReason, RequestId
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire import session
-from pdmesh.wire.endpoint import open_channel
-from pdmesh.wire.messages import Generation, Rejected, Restarted, TokenOut, unpack_token_ids
+from pdmesh.wire.endpoint import open_channel, serving
+from pdmesh.wire.link import FrameLink, serve_link
+from pdmesh.wire.messages import GatewayDown, GatewayUp, Generation, Rejected, Restarted, TokenOut, unpack_token_ids
 from pdmesh_gateway import generate, transcripts
 from pdmesh_gateway.http import server
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
@@ -245,18 +246,29 @@ async def test_a_resume_waits_for_a_scheduler(model: Path, monkeypatch: pytest.M
 async def test_a_scheduler_that_stands_still_does_not_end_the_gateway(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes connections, as a stopped process does, and never says a word."""
-    monkeypatch.setattr(session, "ANSWER_LIMIT_S", 0.2)
+    """It takes streams, and never says a word on them."""
+    monkeypatch.setattr(session, "ANSWER_LIMIT_S", 0.05)
+    monkeypatch.setattr(session, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(generate, "CONNECT_GRACE_S", 0.01)
-    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as stopped:
-        port = stopped.extra(anyio.abc.SocketAttribute.local_port)
-        async with (
-            running_gateway(model, f"127.0.0.1:{port}") as running,
-            httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-        ):
-            await anyio.sleep(1.0)  # several attempts to register
-            response = await client.post("/v1/completions", json=BODY)
-            assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+    num_attempts, several = 0, anyio.Event()
+
+    async def stand_still(link: FrameLink[GatewayDown, GatewayUp], _peer: str) -> None:
+        nonlocal num_attempts
+        num_attempts += 1
+        if num_attempts == 3:
+            several.set()
+        await anyio.sleep_forever()
+
+    methods = {"Gateway": serve_link(stand_still, GatewayUp)}
+    async with (
+        serving("pdmesh.v1.Scheduler", methods, host="127.0.0.1", port=0, security=SecurityConfig()) as port,
+        running_gateway(model, f"127.0.0.1:{port}") as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+        with anyio.fail_after(30):
+            await several.wait()
+        response = await client.post("/v1/completions", json=BODY)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
 
 
 async def test_without_a_scheduler_requests_wait_a_little_and_get_503(

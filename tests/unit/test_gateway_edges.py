@@ -19,7 +19,7 @@ from pdmesh_gateway.http.chat import template_messages
 from pdmesh_gateway.limits import SMALL_BODY_BYTES, RequestLimiter
 from pdmesh_gateway.protocol import ChatMessage, ChatRequest, CompletionRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
-from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, compile_template
+from pdmesh_gateway.templates import MAX_NESTING, RequestTemplates, TemplateFailed, check_nesting, compile_template
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio
@@ -315,13 +315,23 @@ async def test_the_oldest_large_body_gives_way(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("num_messages", [10, 1000])
-async def test_messages_nested_too_deep_are_refused(num_messages: int) -> None:
-    deep = "[" * 1990 + "]" * 1990
-    call = {"function": {"name": "f", "arguments": '{"a":' + deep + "}"}}
-    message = ChatMessage(role="assistant", tool_calls=[call])
-    with pytest.raises(RequestRejected) as refused:
-        await template_messages([message] * num_messages, most=1000)
+@pytest.mark.parametrize("depth", [MAX_NESTING, 1990, 100_000])
+async def test_messages_nested_too_deep_are_refused(num_messages: int, depth: int) -> None:
+    """On every version of Python, whatever its own recursion would bear."""
+    call = {"function": {"name": "f", "arguments": '{"a":' + "[" * depth + "]" * depth + "}"}}
+    messages = [ChatMessage(role="user")] * (num_messages - 1) + [ChatMessage(role="assistant", tool_calls=[call])]
+    with pytest.raises(RequestRejected, match="nested more than 200 deep") as refused:
+        await template_messages(messages, most=1000)
     assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+def test_as_much_nesting_as_anybody_needs() -> None:
+    value: object = 1
+    for _ in range(MAX_NESTING):
+        value = {"a": value, "b": 0}
+    check_nesting(value, "x")
+    with pytest.raises(RequestRejected, match="`x` holds values nested more than 200 deep"):
+        check_nesting([value], "x")
 
 
 async def test_there_are_so_many_messages_at_most() -> None:

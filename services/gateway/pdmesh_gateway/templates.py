@@ -33,6 +33,10 @@ RENDER_TIMEOUT_S = 10.0
 MAX_RENDERING = 2
 MAX_WAITING = 32
 
+#: Lists and objects within each other that a template is given. Deeper ones are nobody's tool call; where Python's own
+#: recursion would end differs between its versions (1,000 on 3.11, ten times that in C code from 3.12 on).
+MAX_NESTING = 200
+
 
 class TemplateFailed(Exception):
     """The template is broken, or raised an exception for this conversation."""
@@ -158,3 +162,24 @@ def _raise_exception(message: str) -> str:
 
 def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
+
+
+def check_nesting(value: object, param: str) -> None:
+    """Refuse values within values beyond `MAX_NESTING`. Raises RequestRejected."""
+    level: list[object] = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise nested_too_deep(param)
+
+
+def nested_too_deep(param: str) -> RequestRejected:
+    return RequestRejected(
+        f"`{param}` holds values nested more than {MAX_NESTING} deep.", param=param, code="invalid_value"
+    )

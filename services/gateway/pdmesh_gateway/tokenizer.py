@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from pdmesh.engine.files import read_json_object
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh_gateway.detokenizer import Detokenizer
-from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, compile_template
+from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, check_nesting, compile_template
 
 T = TypeVar("T")
 
@@ -170,6 +170,7 @@ class ModelTokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as the text that the model was trained on. Raises RequestRejected."""
+        check_nesting(variables, "chat_template_kwargs")
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestRejected(

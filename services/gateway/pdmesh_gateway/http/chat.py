@@ -18,6 +18,7 @@ from pdmesh_gateway.http.sse import ChunkWriter, usage_of
 from pdmesh_gateway.protocol import ChatChoice, ChatMessage, ChatRequest, ChatResponse, ResponseMessage, Usage
 from pdmesh_gateway.sampling import MAX_LOGPROBS, check_supported, fit_max_tokens, num_choices, number, sampling_params
 from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.templates import check_nesting, nested_too_deep
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 #: Longer conversations are prepared on a thread.
@@ -95,9 +96,11 @@ async def template_messages(messages: Sequence[ChatMessage], *, most: int) -> li
 
     def convert() -> list[dict[str, Any]]:
         try:
-            return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+            built = [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         except RecursionError:
-            raise RequestRejected("`messages` are nested too deep.", param="messages", code="invalid_value") from None
+            raise nested_too_deep("messages") from None
+        check_nesting(built, "messages")
+        return built
 
     num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
     if len(messages) + num_parts <= INLINE_MESSAGES:
