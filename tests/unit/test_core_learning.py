@@ -9,9 +9,28 @@ import pytest
 
 from pdmesh.core.commands import RunStep
 from pdmesh.core.config import CoreConfig, LatencyLearning
-from pdmesh.core.events import BundleChangeRequested, Event, GatewayJoined, InstanceJoined, RequestArrived, StepDone
+from pdmesh.core.events import (
+    BundleChangeRequested,
+    DecodeStepsDone,
+    Event,
+    GatewayJoined,
+    InstanceJoined,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+)
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import ChunkDone, InstanceProfile, KvLayout, MeasuredStep, Role
+from pdmesh.model import (
+    ChunkDone,
+    Epoch,
+    FinishReason,
+    InstanceProfile,
+    KvLayout,
+    MeasuredStep,
+    OwnDecodeSteps,
+    RequestId,
+    Role,
+)
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
@@ -124,3 +143,76 @@ def test_the_same_events_give_the_same_commands() -> None:
     for event in run_prompts(first, 10, 2.0):
         second.handle(event, 1.0)
     assert first.latency == second.latency
+
+
+def own_steps(duration_s: float, *, num_steps: int = 32, num_tokens: int = 8, context: int = 4096) -> OwnDecodeSteps:
+    """So many steps of ``duration_s`` each."""
+    return OwnDecodeSteps(
+        num_steps=num_steps,
+        num_tokens=num_steps * num_tokens,
+        num_context_tokens=num_steps * context,
+        duration_s=num_steps * duration_s,
+        wall_s=num_steps * duration_s,
+    )
+
+
+@pytest.mark.parametrize("learning", LatencyLearning)
+def test_decode_steps_that_an_instance_makes_by_itself_are_learnt_from(learning: LatencyLearning) -> None:
+    """Whatever is learnt of them, they are nothing to decide by where nobody waits."""
+    core = core_of(learning)
+    core.handle(InstanceJoined(replace(measured(0.001), measured_steps=()), ()), 0.0)
+    before, decodes = core.latency, StepShape((), 8, 4096)
+    for number in range(40):
+        step = DecodeStepsDone(measured(1.0).instance_id, own_steps(0.05))
+        assert core.handle(step, float(number)) == []
+    if learning is LatencyLearning.FIXED:
+        assert core.latency is before
+    else:
+        assert core.latency.step_s(decodes) == pytest.approx(0.05, rel=0.1)
+
+
+def test_steps_that_end_a_request_or_precede_a_plan_are_learnt_from_too() -> None:
+    core = core_of(LatencyLearning.REFINED)
+    core.handle(InstanceJoined(measured(0.001), ()), 0.0)
+    (run,) = of(RunStep, core.handle(RequestArrived(a_request("r", 100, 4000)), 0.0))
+    done = tuple(
+        ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
+        for c in run.plan.chunks
+    )
+    name = measured(1.0).instance_id
+    core.handle(StepDone(name, run.plan.plan_id, PRIOR.step_s(CHUNK), done, 0, own_steps=own_steps(0.05)), 1.0)
+    for number in range(40):  # repeated ones are learnt from, and change nothing else
+        finished = RequestFinished(name, RequestId("x"), Epoch(0), FinishReason.STOP, 9, own_steps(0.05))
+        core.handle(finished, 2.0 + number)
+    assert core.latency.step_s(StepShape((), 8, 4096)) == pytest.approx(0.05, rel=0.1)
+
+
+def test_the_context_of_residents_is_what_they_attend_to_not_what_they_have_room_for() -> None:
+    core = core_of(LatencyLearning.REFINED)
+    core.handle(InstanceJoined(measured(0.001), ()), 0.0)
+    (run,) = of(RunStep, core.handle(RequestArrived(a_request("r", 100, 4000)), 0.0))
+    done = tuple(
+        ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
+        for c in run.plan.chunks
+    )
+    name = measured(1.0).instance_id
+    core.handle(StepDone(name, run.plan.plan_id, 0.01, done, 0), 1.0)
+    assert core.instances[0].num_resident_tokens >= 4099
+    core.handle(DecodeStepsDone(name, own_steps(0.02, num_tokens=1, context=120)), 2.0)
+    assert core.instances[0].num_resident_tokens == pytest.approx(120, abs=1)
+
+
+def test_instances_of_unlike_speed_have_models_of_their_own() -> None:
+    """Neither what they measured nor their steps are mixed, and each gets chunks that fit it."""
+    core = core_of(LatencyLearning.MEASURED)
+    fast = replace(measured(0.0001, "fast"), device_name="Abacus 9000")
+    slow = replace(measured(0.001, "slow"), device_name="Abacus 1")
+    for profile in (fast, slow):
+        core.handle(InstanceJoined(profile, ()), 0.0)
+    runs = [of(RunStep, core.handle(RequestArrived(a_request(f"r{n}", 8000, 4)), 1.0)) for n in range(2)]
+    first = {run.instance_id: run.plan.chunks[0].num_tokens for steps in reversed(runs) for run in reversed(steps)}
+    assert first[slow.instance_id] < first[fast.instance_id] / 5
+    model = core.latency
+    for number in range(100):
+        core.handle(DecodeStepsDone(slow.instance_id, own_steps(5.0)), 2.0 + number)
+    assert core.latency is model

@@ -1,48 +1,99 @@
-"""How the core's latency model follows the mesh: from what instances measured of themselves, and from their steps."""
+"""How the core's latency models follow the mesh: from what instances measured of themselves, and from their steps."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from pdmesh.core.config import LatencyLearning
 from pdmesh.core.events import StepDone
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import InstanceProfile, StepPlan
+from pdmesh.model import InstanceProfile, OwnDecodeSteps, StepPlan
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.policy.profile import self_measured
+from pdmesh.policy.profile import make_of, self_measured
 from pdmesh.policy.refine import Refinement
 
 
 class LatencyLearner:
-    """Keeps ``model``. Each call says whether it is another one now."""
+    """Keeps a model for each make of instance: those that compute the same model on the same hardware.
+
+    ``model`` is of the first make that prefills; until there is one, of any. Each call that takes note of something
+    says whether a model is another one now.
+    """
 
     def __init__(self, prior: LinearLatencyModel, learning: LatencyLearning) -> None:
+        self._prior = prior
         self._learning = learning
-        self._refinement = Refinement(prior)
-        self._has_prefill_model = learning is not LatencyLearning.MEASURED
+        self._of_make: dict[str, Refinement] = {}
+        self._timed_prefill: set[str] = set()  # makes of which an instance that prefills has timed itself
+        self._main = ""
+        self._main_prefills = False
 
     @property
     def model(self) -> LinearLatencyModel:
-        return self._refinement.model
+        main = self._of_make.get(self._main)
+        return self._prior if main is None else main.model
+
+    @property
+    def models(self) -> Mapping[str, LinearLatencyModel]:
+        """By make, of those of which something is known."""
+        return {make: refinement.model for make, refinement in self._of_make.items()}
+
+    def estimate(self, make: str) -> LinearLatencyModel:
+        """What is known by now of a make, to the last steps: `model` waits until predictions have moved by more."""
+        refinement = self._of_make.get(make)
+        return self.model if refinement is None else refinement.estimate
 
     def joined(self, profile: InstanceProfile) -> bool:
-        """Start from the first instance that prefills and timed itself; until there is one, from any that did."""
-        if self._has_prefill_model:
+        """Start from the first instance of a make that prefills and timed itself; until there is one, from any."""
+        make = make_of(profile)
+        if self._learning is not LatencyLearning.MEASURED or make in self._timed_prefill:
             return False
         model = self_measured(profile)
         if model is None:
             return False
-        self._has_prefill_model = profile.role.can_prefill
-        self._refinement = Refinement(model)
+        if profile.role.can_prefill:
+            self._timed_prefill.add(make)
+        self._of_make[make] = Refinement(model)
+        self._consider(make, profile.role.can_prefill)
         return True
 
     def step_done(self, instance: InstanceBooks, plan: StepPlan, event: StepDone) -> bool:
-        if self._learning is LatencyLearning.FIXED:
-            return False
+        """Take note of a planned step, and of the decode steps that the instance made by itself before it."""
+        moved = event.own_steps is not None and self.own_steps(instance, event.own_steps)
         computed = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
         chunks = tuple(
             ChunkShape(chunk.num_tokens, chunk.start)
             for chunk in plan.chunks
             if computed.get((chunk.request_id, chunk.epoch)) == chunk.num_tokens
         )
-        # What each resident has room for stands for its context: the core does not know how far they have come.
-        num_context_tokens = instance.view.num_resident_tokens * event.num_decodes // max(1, instance.num_decoding)
-        return self._refinement.observe(StepShape(chunks, event.num_decodes, num_context_tokens), event.duration_s)
+        if event.num_decodes and not chunks:
+            instance.switches.decoded(event.began_s, event.ended_s)
+        elif chunks and not event.num_decodes and instance.num_decoding:
+            instance.switches.prefilled(event.duration_s)
+        else:
+            instance.switches.forget()
+        shape = StepShape(chunks, event.num_decodes, event.num_decode_context_tokens)
+        return self._observe(instance, shape, event.duration_s) or moved
+
+    def own_steps(self, instance: InstanceBooks, own: OwnDecodeSteps) -> bool:
+        """Take note of decode steps that an instance made by itself, as of so many equal ones."""
+        instance.switches.decoded(own.began_s, own.ended_s)
+        number = max(1, own.num_steps)
+        shape = StepShape((), own.num_tokens / number, own.num_context_tokens / number)
+        return self._observe(instance, shape, own.duration_s / number)
+
+    def _observe(self, instance: InstanceBooks, shape: StepShape, seconds: float) -> bool:
+        if self._learning is LatencyLearning.FIXED:
+            return False
+        if shape.num_decodes:
+            instance.note_context(shape.num_decodes, shape.num_decode_context_tokens)
+        refinement = self._of_make.get(instance.make)
+        if refinement is None:
+            refinement = self._of_make[instance.make] = Refinement(self.model)
+            self._consider(instance.make, instance.role.can_prefill)
+        return refinement.observe(shape, seconds)
+
+    def _consider(self, make: str, can_prefill: bool) -> None:
+        """Make a make that is new the main one, if none yet prefills."""
+        if not self._main_prefills:
+            self._main, self._main_prefills = make, can_prefill

@@ -145,6 +145,8 @@ class SchedulerCore:
         """Take note of an event and return what is to be done, in order."""
         self._now_s = now_s
         commands = self._books.commands = []
+        if isinstance(event, DecodeStepsDone) and not self._own_steps(event):
+            return commands  # nothing is decided by it
         self._admission.passed(now_s)
         if self._due_s <= now_s:
             self._expire()
@@ -181,7 +183,7 @@ class SchedulerCore:
             case StepDone():
                 self._step_done(event)
             case DecodeStepsDone():
-                self._instance(event.instance_id, event)
+                pass  # learnt from above
             case DecodeReserved():
                 self._decode_reserved(event)
             case TransferOffered():
@@ -285,6 +287,8 @@ class SchedulerCore:
             self._books.ignore("RequestCancelled")
 
     def _finished(self, event: RequestFinished) -> None:
+        if event.instance_id in self._books.instances:
+            self._own_steps(event)
         state = self._books.find((event.request_id, event.epoch))
         if state is None or not state.needs(event.instance_id):
             self._books.ignore("RequestFinished")
@@ -294,6 +298,19 @@ class SchedulerCore:
         self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
 
     # --- steps and transfers ---
+
+    def _own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
+        """Learn from decode steps that an instance made by itself. Whether that changes what is decided."""
+        own_steps, instance = event.own_steps, self._books.instances.get(event.instance_id)
+        if own_steps is None:
+            return False
+        if instance is None:
+            self._books.ignore(type(event).__name__)
+            return False
+        moved = self._learner.own_steps(instance, own_steps)
+        if moved:
+            self._rebuild_bundle(self._bundle.name)
+        return moved
 
     def _step_done(self, event: StepDone) -> None:
         instance = self._instance(event.instance_id, event)
@@ -413,7 +430,9 @@ class SchedulerCore:
 
         Raises ConfigError if there is none.
         """
-        self._bundle = make_bundle(name, replace(self._config.policy, latency=self._learner.model))
+        learner = self._learner
+        policy = replace(self._config.policy, latency=learner.model, latency_of_make=learner.models)
+        self._bundle = make_bundle(name, policy)
         self._books.queue.reorder(self._bundle.order)
         for state in self._books.requests.values():
             if state.phase is Phase.PREFILLING:

@@ -26,6 +26,8 @@ from pdmesh.model import (
     num_blocks_for,
 )
 from pdmesh.policy.base import InstanceView, PrefillOrder, Rank
+from pdmesh.policy.profile import make_of
+from pdmesh.policy.switching import SwitchTimes
 
 
 class Phase(StrEnum):
@@ -125,6 +127,10 @@ class HeldBlocks:
     freeing: bool = False  # FreeKv was sent
 
 
+#: By how much the context of residents must move, relative to what is known of it, for plans to be made by it.
+_CONTEXT_MOVED = 0.05
+
+
 class InstanceBooks:
     """One instance's books."""
 
@@ -143,6 +149,8 @@ class InstanceBooks:
         self.instance_id = profile.instance_id
         self.role = profile.role
         self.block_size = profile.kv_layout.block_size
+        self.make = make_of(profile)  # instances of one make are equally fast
+        self.switches = SwitchTimes()
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         layout = profile.kv_layout
         self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
@@ -166,6 +174,7 @@ class InstanceBooks:
         self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
         self._slo_tpots_s: frozenset[float | None] = frozenset()  # of the above
         self._num_resident_blocks = 0
+        self._context_share = 1.0  # of the residents' room, that they attend to; the whole of it until reported
         self._view: InstanceView | None = None
         self._decode_room: int | None = None
         self._prefill_room: int | None = None
@@ -400,6 +409,14 @@ class InstanceBooks:
         self.suspected = suspected
         self._change()
 
+    def note_context(self, num_decodes: float, num_tokens: float) -> None:
+        """A step with ``num_decodes`` of the residents attended to so many tokens of theirs."""
+        room = self._num_resident_blocks * self.block_size * num_decodes / max(1, self.num_decoding)
+        share = min(1.0, num_tokens / room) if room and num_tokens else self._context_share
+        if abs(share - self._context_share) > _CONTEXT_MOVED * self._context_share:
+            self._context_share = share
+            self._change()
+
     def set_quarantined(self, num_blocks: int) -> None:
         self.num_quarantined_blocks = num_blocks
         self._change()
@@ -426,12 +443,13 @@ class InstanceBooks:
                 draining=self.draining,
                 reachable=self.reachable,
                 suspected=self.suspected,
-                num_resident_tokens=self._num_resident_blocks * self.block_size,
+                num_resident_tokens=int(self._num_resident_blocks * self.block_size * self._context_share),
                 num_long_prefilling=self._long_prefill_tokens.total() if self._long_prefill_tokens else 0,
                 num_long_decoding=self._num_long_decoding,
                 shortest_long_prefill_tokens=min(self._long_prefill_tokens, default=None),
                 slo_tpots_s=self._slo_tpots_s,
                 grouped=bool(self.profile.group_id),
+                make=self.make,
             )
         return self._view
 

@@ -37,12 +37,13 @@ class InstanceView(NamedTuple):
     draining: bool
     reachable: bool = True
     suspected: bool = False  # silent for so long that nothing new is placed on it
-    num_resident_tokens: int = 0  # room that its decoding requests have for their context
+    num_resident_tokens: int = 0  # that its decoding requests attend to, as reported; else the room that they have
     num_long_prefilling: int = 0
     num_long_decoding: int = 0
     shortest_long_prefill_tokens: int | None = None
     slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
     grouped: bool = False  # it computes long prompts together with others
+    make: str = ""  # instances of one are equally fast
 
 
 @dataclass(slots=True)
@@ -170,6 +171,10 @@ class PolicyConfig:
     #: Of an instance and of a group of them; from `scheduler.profile` and `scheduler.group_profile`, or measured.
     latency: Annotated[LinearLatencyModel, NO_SETTING] = PROFILES["a100-llama3-8b"]
     group_latency: Annotated[LinearLatencyModel | None, NO_SETTING] = None
+    #: Of makes of instances; those without one are as fast as ``latency`` says.
+    latency_of_make: Annotated[Mapping[str, LinearLatencyModel], NO_SETTING] = field(
+        default_factory=dict[str, LinearLatencyModel]
+    )
     slo_ttft_s: Annotated[
         float, "a request that asks for no time to first token is due so long after its arrival..."
     ] = 1.0

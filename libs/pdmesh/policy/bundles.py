@@ -78,6 +78,9 @@ def _adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool =
         max_shared=config.max_shared,
         local_step_share=config.local_step_share,
         long_chunk_alone=long_chunk_alone,
+        sizer_of_make={
+            make: ChunkSizer(latency, config.max_chunk_tokens) for make, latency in config.latency_of_make.items()
+        },
     )
     return packing, prediction
 

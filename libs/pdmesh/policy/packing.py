@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pdmesh.model import Request, Role
 from pdmesh.policy.base import InstanceView, PartialStep
@@ -95,6 +95,7 @@ class AdaptiveChunks:
     max_shared: float
     local_step_share: float
     long_chunk_alone: bool = False  # a long prompt's chunk has its step to itself
+    sizer_of_make: Mapping[str, ChunkSizer] = field(default_factory=dict[str, ChunkSizer])  # of instances; else sizer
 
     def num_tokens(
         self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
@@ -103,12 +104,12 @@ class AdaptiveChunks:
             return 0
         budget_s = self._budget_s(instance, step, request, start, self.prefill_step_s, shared) - step.group_s
         num_left = request.num_prompt_tokens - start
-        num_tokens = self.sizer.largest(_beside(instance, step), start, num_left, budget_s)
+        num_tokens = self._sizer(instance).largest(_beside(instance, step), start, num_left, budget_s)
         return num_tokens if num_tokens or step.chunks else min(num_left, CHUNK_UNIT_TOKENS)
 
     def takes_local(self, instance: InstanceView) -> bool:
         budget_s = self.local_step_share * self._tpot_s(instance)
-        return self.sizer.largest(_beside(instance, PartialStep()), 0, CHUNK_UNIT_TOKENS, budget_s) > 0
+        return self._sizer(instance).largest(_beside(instance, PartialStep()), 0, CHUNK_UNIT_TOKENS, budget_s) > 0
 
     def group_chunk(
         self,
@@ -123,7 +124,7 @@ class AdaptiveChunks:
             return 0, 0.0
         budget_s = min(
             self._budget_s(view, step, request, start, self.group_step_s, shared)
-            - self.sizer.model.step_s(_beside(view, step))
+            - self._sizer(view).model.step_s(_beside(view, step))
             for view, step in zip(members, steps, strict=True)
         )
         num_left = request.num_prompt_tokens - start
@@ -135,6 +136,9 @@ class AdaptiveChunks:
             num_tokens = num_tokens or min(num_left, CHUNK_UNIT_TOKENS * len(members))
         shape = StepShape((ChunkShape(num_tokens, start),), 0, 0)
         return num_tokens, self.group_sizer.model.step_s(shape)
+
+    def _sizer(self, instance: InstanceView) -> ChunkSizer:
+        return self.sizer_of_make.get(instance.make, self.sizer)
 
     def _excludes(self, step: PartialStep, request: Request) -> bool:
         if not step.chunks:

@@ -48,10 +48,21 @@ class Subject:
             device_name=instance.device_name,
         )
 
+    @property
+    def make(self) -> str:
+        """What instances have in common that are equally fast: all but what the model is called."""
+        device = self.device.partition(":")[0]
+        sizes = f"{self.num_parameters} {self.num_layers} {self.num_kv_heads} {self.head_dim} {self.dtype}"
+        return f"{sizes} {device} {self.device_name}"
+
     def __str__(self) -> str:
         size = f"{self.num_parameters / 1e6:.4g}M parameters" if self.num_parameters else f"{self.num_layers} layers"
         hardware = f"{self.device} ({self.device_name})" if self.device_name else self.device
         return f"{self.model} ({size}{', ' if self.dtype else ''}{self.dtype}) on {hardware}"
+
+
+def make_of(instance: InstanceProfile) -> str:
+    return Subject.of(instance).make
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
