@@ -15,7 +15,8 @@ import sys
 import time
 from dataclasses import replace
 
-from pdmesh.testing.dst.plan import Plan, draw
+from pdmesh.testing.dst.drawing import draw
+from pdmesh.testing.dst.plan import Plan
 from pdmesh.testing.dst.run import Result, run
 from pdmesh.testing.dst.shrink import shrink
 

@@ -22,7 +22,8 @@ ONE_END = "each request ends once, with a right end"
 STREAM_KEPT = "no fault ends a stream"
 
 #: What a client may be answered before its first token, if there are faults: all of them say that it may try again.
-MAY_REFUSE = frozenset({429, 503})
+TOO_MANY = 429
+MAY_REFUSE = frozenset({TOO_MANY, 503})
 
 
 @dataclass(slots=True, eq=False)

@@ -1,34 +1,21 @@
-"""What a simulation does: a mesh, the requests it gets, and the faults it suffers, all drawn from one seed.
+"""What a simulation does: a mesh, the requests it gets, and the faults it suffers.
 
-A plan is plain data, so that a failing one can be cut down (`pdmesh.testing.dst.shrink`) and printed.
+A plan is plain data, so that it can be drawn from a seed (`pdmesh.testing.dst.drawing`), cut down when it fails
+(`pdmesh.testing.dst.shrink`), printed, and written into a test.
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdmesh.model import Role
-
-#: Requests arrive within these seconds.
-ARRIVALS_S = 3.0
 
 SCHEDULER = "scheduler"
 
 #: Of a prompt, and of a prompt and its output.
 MAX_PROMPT_TOKENS = 48
 MAX_MODEL_LEN = 96
-
-SHAPES: tuple[tuple[Role, ...], ...] = (
-    (Role.PREFILL, Role.DECODE),
-    (Role.PREFILL, Role.DECODE, Role.DECODE),
-    (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
-    (Role.MIXED, Role.MIXED),
-    (Role.PREFILL, Role.MIXED, Role.DECODE),
-)
-
-BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
 
 
 class FaultKind(StrEnum):
@@ -43,26 +30,10 @@ class FaultKind(StrEnum):
     FRAMES = "frames"  # some frames of all streams take up to a second longer
     PIECES = "pieces"  # pieces are lost, damaged, repeated and late
     BREAK = "break"  # an instance's device fails, which ends it; it is started again at the end
+    DRAIN = "drain"  # an operator gives an instance no new work
     ROLE = "role"  # an operator gives an instance another role
     BUNDLE = "bundle"  # an operator switches the policies
     NONSENSE = "nonsense"  # a gateway submits what no gateway may, and meddles with the requests of others
-
-
-#: How often each is drawn.
-WEIGHTS = {
-    FaultKind.KILL: 4,
-    FaultKind.TERMINATE: 1,
-    FaultKind.STOP: 3,
-    FaultKind.CUT: 2,
-    FaultKind.AWAY: 2,
-    FaultKind.SLOW: 2,
-    FaultKind.FRAMES: 1,
-    FaultKind.PIECES: 2,
-    FaultKind.BREAK: 1,
-    FaultKind.ROLE: 1,
-    FaultKind.BUNDLE: 1,
-    FaultKind.NONSENSE: 2,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +89,9 @@ class Plan:
     blocks_per_piece: int = 2
     copies_on_threads: bool = False
     keeps_ids: bool = False  # an instance that is started again has the id it had
+    max_num_seqs: int = 4
+    max_queue_entries: int = 4096
+    max_outbox: int = 65_536  # messages that wait for a peer that does not read
     window: int = 64
     delay_s: float = 0.002  # of a frame or a piece, at most, in good weather
     clocks: dict[str, float] = field(default_factory=dict[str, float])  # processes' offsets, seconds
@@ -134,98 +108,3 @@ class Plan:
     def quiet_from_s(self) -> float:
         """When the last request has come and the last fault is over."""
         return max([ask.at_s for ask in self.asks] + [fault.end_s for fault in self.faults])
-
-
-def draw(seed: int) -> Plan:
-    """The plan of a seed: always the same one."""
-    rng = random.Random(seed)
-    roles = rng.choice(SHAPES)
-    num_gateways = rng.choice((1, 2))
-    instances = [f"i{index}" for index in range(len(roles))]
-    gateways = [f"g{index}" for index in range(num_gateways)]
-    names = [SCHEDULER, *gateways, *instances]
-    asks = tuple(_ask(rng, gateways) for _ in range(rng.randint(1, 8)))
-    faults: list[Fault] = []
-    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
-        at_s = max(0.0, rng.choice(asks).at_s + rng.uniform(-0.1, rng.choice((0.2, 1.0, 3.0))))
-        if faults and rng.random() < 0.4:
-            at_s = faults[-1].at_s + rng.choice((0.0, rng.uniform(0, 0.3)))
-        faults.append(_fault(rng, at_s, gateways, instances))
-    if rng.random() < 0.35:
-        faults += _two_deaths(rng, rng.choice(asks).at_s + rng.uniform(0, 0.8), instances)
-    return Plan(
-        seed=seed,
-        roles=roles,
-        num_gateways=num_gateways,
-        bundle=rng.choice(BUNDLES),
-        asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
-        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
-        num_blocks=rng.choice((26, 40, 80)),
-        chunk_tokens=rng.choice((4, 8, 16, 64)),
-        num_backends=rng.choice((1, 2, 8)),
-        num_buffers=rng.choice((1, 2, 4)),
-        blocks_per_piece=rng.choice((1, 2, 8)),
-        copies_on_threads=rng.random() < 0.3,
-        keeps_ids=rng.random() < 0.3,
-        window=rng.choice((1, 2, 64)),
-        delay_s=rng.choice((0.002, 0.002, 0.05)),
-        clocks={name: rng.uniform(0, 1e6) for name in names},
-    )
-
-
-def _ask(rng: random.Random, gateways: list[str]) -> Ask:
-    prompt = tuple(rng.randrange(200) for _ in range(rng.choice((1, 4, 5, 17, rng.randint(1, MAX_PROMPT_TOKENS)))))
-    return Ask(
-        at_s=rng.choice((0.0, rng.uniform(0, 0.2), rng.uniform(0, ARRIVALS_S))),
-        gateway=rng.choice(gateways),
-        label=rng.choice(("a", "a-0", "a-1", "b", "b-0")),
-        prompt=prompt,
-        max_tokens=rng.choice((1, 2, rng.randint(1, 40), rng.randint(1, 40))),
-        n=rng.choice((1, 1, 1, 2, 3)),
-        temperature=rng.choice((0.0, 1.0)),
-        seed=rng.getrandbits(31),
-        eos_token_ids=rng.choice(((), (40,), (35, 50, 61, 77))),
-        priority=rng.choice((0, 0, 1)),
-        hangs_up_s=rng.choice((None, None, None, rng.uniform(0, 0.08), rng.uniform(0, 1.0))),
-    )
-
-
-def _two_deaths(rng: random.Random, at_s: float, instances: list[str]) -> list[Fault]:
-    """Two processes are away at about the same time."""
-    return [
-        Fault(
-            at_s=at_s + rng.choice((0.0, rng.uniform(0, 1.0))),
-            kind=rng.choice((FaultKind.KILL, FaultKind.STOP)),
-            target=target,
-            duration_s=rng.uniform(0.1, 10.0),
-        )
-        for target in rng.sample((SCHEDULER, SCHEDULER, *instances), 2)
-    ]
-
-
-def _fault(rng: random.Random, at_s: float, gateways: list[str], instances: list[str]) -> Fault:
-    (kind,) = rng.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))
-    target, other, duration_s = rng.choice(instances), "", rng.choice((rng.uniform(0, 0.5), rng.uniform(0, 3.0)))
-    match kind:
-        case FaultKind.KILL | FaultKind.STOP:
-            target = rng.choice((SCHEDULER, SCHEDULER, *instances, gateways[-1]))
-            if kind is FaultKind.STOP:
-                duration_s = rng.choice((duration_s, rng.uniform(4, 8), rng.uniform(15, 35)))
-        case FaultKind.TERMINATE:
-            target = rng.choice((SCHEDULER, *instances))
-        case FaultKind.CUT:
-            target = rng.choice((SCHEDULER, *instances, *gateways))
-        case FaultKind.AWAY:
-            target, other = rng.choice(instances), rng.choice((SCHEDULER, *gateways))
-            if rng.random() < 0.3:
-                target, other = SCHEDULER, rng.choice(gateways)
-            duration_s = rng.choice((duration_s, rng.uniform(4, 12)))
-        case FaultKind.ROLE:
-            other = rng.choice(tuple(Role))
-        case FaultKind.BUNDLE:
-            target, other = SCHEDULER, rng.choice(BUNDLES)
-        case FaultKind.NONSENSE:
-            target = rng.choice(gateways)
-        case FaultKind.SLOW | FaultKind.FRAMES | FaultKind.PIECES | FaultKind.BREAK:
-            pass
-    return Fault(at_s=at_s, kind=kind, target=target, duration_s=duration_s, other=other)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -64,41 +66,28 @@ def running_process() -> Process:
     return process
 
 
-class _Handle(asyncio.Handle):
-    __slots__ = ()
-
-    def _run(self) -> None:
-        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
-        if process is not None and process.is_stopped:
-            process.freeze(self)
-        else:
-            super()._run()
-
-
-class _TimerHandle(asyncio.TimerHandle):
-    __slots__ = ()
-
-    def _run(self) -> None:
-        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
-        if process is not None and process.is_stopped:
-            process.freeze(self)
-        else:
-            super()._run()
+class TooManyTurns(BaseException):
+    """The simulation does not come to an end."""
 
 
 class ProcessLoop(VirtualTimeLoop):
-    """Virtual time for several processes."""
+    """Virtual time for several processes: nothing from outside is waited for, so a turn makes no system call.
 
-    _ready: Any
-    _check_closed: Callable[[], None]
+    Raises TooManyTurns after ``max_turns``.
+    """
 
-    def __init__(self, agenda: Agenda) -> None:
+    _ready: deque[asyncio.Handle]
+    _timer_cancelled_count: int
+    _stopping: bool
+
+    def __init__(self, agenda: Agenda, max_turns: float = math.inf) -> None:
         super().__init__(agenda, lambda: False)
+        self._max_turns = max_turns
+        self._num_turns = 0
 
     def time(self) -> float:
         process = _CURRENT.get()
-        now_s = super().time()
-        return now_s if process is None else now_s + process.clock_offset_s
+        return self.agenda.now_s if process is None else self.agenda.now_s + process.clock_offset_s
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
@@ -106,18 +95,50 @@ class ProcessLoop(VirtualTimeLoop):
         process = _CURRENT.get()
         if process is not None:
             when -= process.clock_offset_s
-        timer = _TimerHandle(when, callback, args, self, context)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
-    def _call_soon(self, callback: Callable[..., Any], args: Any, context: Context | None) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
-    def _write_to_self(self) -> None:
-        """Nobody has to be woken: there is one thread, and the loop never waits."""
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """There is one thread."""
+        return self.call_soon(callback, *args, context=context)
 
     def run_again(self, handles: list[asyncio.Handle]) -> None:
         self._ready.extend(handles)
+
+    def _run_once(self) -> None:
+        """As asyncio's own, without files and debugging."""
+        self._num_turns += 1
+        if self._num_turns > self._max_turns:
+            self._max_turns = math.inf  # what ends the simulation takes turns too
+            raise TooManyTurns
+        ready = self._ready
+        self._move_due_timers()
+        if not ready and not self._stopping:
+            self._idle()
+            self._move_due_timers()
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            process: Process | None = handle._context.get(_CURRENT)  # type: ignore[attr-defined]
+            if process is not None and process.is_stopped:
+                process.freeze(handle)
+            elif not handle.cancelled():
+                handle._run()
+
+    def _move_due_timers(self) -> None:
+        timers, now_s = self._scheduled, self.agenda.now_s
+        while timers and (timers[0].cancelled() or timers[0].when() <= now_s):
+            timer = heapq.heappop(timers)
+            timer._scheduled = False  # type: ignore[attr-defined]
+            if timer.cancelled():
+                self._timer_cancelled_count -= 1
+            else:
+                self._ready.append(timer)

@@ -40,7 +40,9 @@ def config_of(plan: Plan) -> MeshConfig:
         model="simulated",
         scheduler_address=SCHEDULER_ADDRESS,
         security=SecurityConfig(mesh_token="simulated"),
-        scheduler=SchedulerConfig(port=7000, bundle=plan.bundle, max_queue_s=40.0),
+        scheduler=SchedulerConfig(
+            port=7000, bundle=plan.bundle, max_queue_s=40.0, max_queue_entries=plan.max_queue_entries
+        ),
         policy=PolicyConfig(
             chunk_tokens=plan.chunk_tokens,
             latency=LinearLatencyModel(a_s=STEP_S, b_s=TOKEN_S, c_s=0.0, d_s=0.0),
@@ -48,7 +50,7 @@ def config_of(plan: Plan) -> MeshConfig:
             local_prompt_tokens=8,
             local_step_share=1.0,
         ),
-        worker=WorkerConfig(engine="fake", max_num_seqs=4),
+        worker=WorkerConfig(engine="fake", max_num_seqs=plan.max_num_seqs),
         transfer=TransferConfig(
             transport="memory",
             num_backends=plan.num_backends,

@@ -11,6 +11,22 @@ from pdmesh.testing.dst.run import run
 
 T = TypeVar("T")
 
+#: What of a plan is replaced by its default, if that is enough.
+_WEATHER = (
+    "window",
+    "delay_s",
+    "copies_on_threads",
+    "clocks",
+    "blocks_per_piece",
+    "num_buffers",
+    "num_backends",
+    "num_blocks",
+    "max_num_seqs",
+    "max_queue_entries",
+    "max_outbox",
+    "keeps_ids",
+)
+
 #: Runs that a plan is shrunk with at most.
 MAX_RUNS = 300
 
@@ -42,7 +58,7 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         if len(plan.asks) > 1:
             yield replace(plan, asks=_without(plan.asks, index))
     plain = Plan(seed=plan.seed, roles=plan.roles, num_gateways=plan.num_gateways, bundle=plan.bundle, asks=plan.asks)
-    for name in ("window", "delay_s", "copies_on_threads", "clocks", "blocks_per_piece", "num_buffers", "num_backends"):
+    for name in _WEATHER:
         if getattr(plan, name) != getattr(plain, name):
             yield replace(plan, **{name: getattr(plain, name)})
     for index, ask in enumerate(plan.asks):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from pdmesh.core.events import BundleChangeRequested, RoleChangeRequested
+from pdmesh.core.events import BundleChangeRequested, DrainRequested, RoleChangeRequested
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import InstanceId, Role
 from pdmesh.service import ServiceContext
@@ -163,6 +163,8 @@ class Simulation:
                 weather.slow_share, weather.slow_s = 0.3, 0.5
             case FaultKind.BREAK if process is not None and "engine" in process.parts:
                 process.parts["engine"].breaks = True
+            case FaultKind.DRAIN:
+                self._operate(DrainRequested(self._instance_id(fault.target)))
             case FaultKind.ROLE:
                 self._operate(RoleChangeRequested(self._instance_id(fault.target), Role(fault.other)))
             case FaultKind.BUNDLE:
@@ -180,6 +182,8 @@ class Simulation:
             case FaultKind.BREAK:
                 if process is not None and "engine" in process.parts:
                     process.parts["engine"].breaks = False
+            case FaultKind.DRAIN:
+                self._operate(DrainRequested(self._instance_id(fault.target), enabled=False))
             case FaultKind.ROLE:
                 self.restore_role(fault.target)
             case FaultKind.STOP if process is not None and process.is_stopped:
@@ -216,7 +220,7 @@ class Simulation:
         if instance is not None and instance.role is not role:
             self._operate(RoleChangeRequested(instance.instance_id, role))
 
-    def _operate(self, event: RoleChangeRequested | BundleChangeRequested) -> None:
+    def _operate(self, event: DrainRequested | RoleChangeRequested | BundleChangeRequested) -> None:
         scheduler = self.processes.get(SCHEDULER)
         if scheduler is not None and "driver" in scheduler.parts:
             scheduler.context().run(scheduler.parts["driver"].post, event)

@@ -6,6 +6,7 @@ block is left.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
@@ -18,6 +19,7 @@ from unittest import mock
 import anyio
 import anyio.to_thread
 import grpc.aio
+import sniffio
 import structlog
 
 import pdmesh.worker.runtime as worker_runtime
@@ -29,6 +31,8 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.testing.dst.engine import sleep_through
 from pdmesh.testing.dst.network import Network
 from pdmesh.testing.dst.process import ProcessLoop, current_process, running_process
+from pdmesh.wire.link import FrameLink
+from pdmesh.wire.session import Session
 from pdmesh.worker.instance import Instance
 from pdmesh_scheduler.driver import Driver
 
@@ -44,7 +48,7 @@ OnDecision = Callable[[SchedulerCore, Event, float, list[Command]], None]
 
 @contextmanager
 def simulated_surroundings(
-    loop: ProcessLoop, network: Network, rng: random.Random, on_decision: OnDecision
+    loop: ProcessLoop, network: Network, rng: random.Random, on_decision: OnDecision, max_outbox: int
 ) -> Iterator[None]:
     """Everything that reads a clock, draws, starts a thread or opens a channel inside the block does so in ``loop``."""
 
@@ -88,6 +92,8 @@ def simulated_surroundings(
             (os, "urandom", rng.randbytes),
             (os, "getpid", lambda: 1),
             (anyio.to_thread, "run_sync", run_sync),
+            (asyncio.events, "get_running_loop", lambda: loop),  # current_task() asks each time, at a system call
+            (sniffio.thread_local, "name", "asyncio"),  # or anyio finds it out at each call
             (grpc.aio, "insecure_channel", network.insecure_channel),
             (grpc.aio, "server", network.server),
             (worker_runtime, "serve_metrics", no_metrics),
@@ -98,8 +104,12 @@ def simulated_surroundings(
             (scheduler_main, "Driver", _remembered(Driver, "driver")),
         ):
             stack.enter_context(mock.patch.object(owner, name, substitute))
-        clock = {"clock": monotonic}
-        stack.enter_context(mock.patch.dict(KvMover.__init__.__kwdefaults__, clock))
+        for defaults, name, value in (
+            (KvMover.__init__, "clock", monotonic),
+            (FrameLink.__init__, "max_queued", max_outbox),
+            (Session.__init__, "max_queued", max_outbox),
+        ):
+            stack.enter_context(mock.patch.dict(defaults.__kwdefaults__, {name: value}))
         stack.enter_context(_quiet_log())
         yield
 

@@ -1,0 +1,197 @@
+"""Plans drawn from seeds.
+
+Not every plan has a bit of everything: in a mesh where all goes wrong at once, little goes far enough to go wrong in
+an unusual way. As in *swarm testing* (Groce et al., ISSTA 2012), each seed first draws which kinds of faults and which
+ways of clients there are at all, how close together faults come, and whether they strike one process again and again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeVar
+
+from pdmesh.model import Role
+from pdmesh.testing.dst.plan import MAX_PROMPT_TOKENS, SCHEDULER, Ask, Fault, FaultKind, Plan
+
+T = TypeVar("T")
+
+SHAPES: tuple[tuple[Role, ...], ...] = (
+    (Role.PREFILL, Role.DECODE),
+    (Role.PREFILL, Role.DECODE),
+    (Role.PREFILL, Role.DECODE, Role.DECODE),
+    (Role.PREFILL, Role.PREFILL, Role.DECODE),
+    (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
+    (Role.MIXED, Role.MIXED),
+    (Role.PREFILL, Role.MIXED, Role.DECODE),
+)
+
+BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
+
+#: How likely a plan has each kind of faults, and how often it is then drawn beside others.
+SHARE_OF_PLANS = 0.35
+WEIGHTS = {
+    FaultKind.KILL: 4,
+    FaultKind.TERMINATE: 2,
+    FaultKind.STOP: 4,
+    FaultKind.CUT: 3,
+    FaultKind.AWAY: 2,
+    FaultKind.SLOW: 2,
+    FaultKind.FRAMES: 1,
+    FaultKind.PIECES: 2,
+    FaultKind.BREAK: 1,
+    FaultKind.DRAIN: 1,
+    FaultKind.ROLE: 1,
+    FaultKind.BUNDLE: 1,
+    FaultKind.NONSENSE: 2,
+}
+
+
+class Way(Enum):
+    """What some clients do. Half of the plans have each."""
+
+    COME_AT_ONCE = auto()
+    HANG_UP = auto()
+    WANT_CHOICES = auto()
+    SAMPLE = auto()
+    STOP_EARLY = auto()
+    LONG_PROMPTS = auto()
+    LONG_OUTPUTS = auto()
+    DIFFER_IN_PRIORITY = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Swarm:
+    """What one plan has."""
+
+    gateways: tuple[str, ...]
+    instances: tuple[str, ...]
+    ways: frozenset[Way]
+    kinds: tuple[FaultKind, ...]
+    spread_s: float  # within so many seconds of a request, or of another fault, faults strike
+    stop_s: float  # how long a process stands still, or does not hear another, at most
+    victim: str | None  # strikes it whenever they can
+
+
+def draw(seed: int) -> Plan:
+    """The plan of a seed: always the same one."""
+    rng = random.Random(seed)
+    roles = rng.choice(SHAPES)
+    instances = tuple(f"i{index}" for index in range(len(roles)))
+    gateways = tuple(f"g{index}" for index in range(rng.choice((1, 1, 2, 2, 3))))
+    swarm = _Swarm(
+        gateways=gateways,
+        instances=instances,
+        ways=frozenset(way for way in Way if rng.random() < 0.5),
+        kinds=tuple(kind for kind in FaultKind if rng.random() < SHARE_OF_PLANS) or tuple(FaultKind),
+        spread_s=rng.choice((0.05, 0.3, 1.0, 3.0)),
+        stop_s=rng.choice((0.3, 3.0, 10.0, 35.0)),
+        victim=rng.choice((None, None, SCHEDULER, *instances)),
+    )
+    asks = tuple(_ask(rng, swarm) for _ in range(rng.choice((1, 1, 2, 2, 3, 4, 6))))
+    faults = _faults(rng, swarm, asks)
+    is_roomy = rng.random() < 0.5  # else little of everything
+    return Plan(
+        seed=seed,
+        roles=roles,
+        num_gateways=len(gateways),
+        bundle=rng.choice(BUNDLES),
+        asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        num_blocks=80 if is_roomy else rng.choice((24, 30, 48)),
+        chunk_tokens=rng.choice((4, 8, 16, 64)),
+        num_backends=8 if is_roomy else rng.choice((1, 2)),
+        num_buffers=4 if is_roomy else rng.choice((1, 2)),
+        max_num_seqs=4 if is_roomy else rng.choice((1, 2, 4)),
+        max_queue_entries=4096 if is_roomy else rng.choice((4096, 2)),
+        max_outbox=65_536 if is_roomy else rng.choice((65_536, 64)),
+        blocks_per_piece=rng.choice((1, 2, 8)),
+        copies_on_threads=rng.random() < 0.4,
+        keeps_ids=rng.random() < 0.3,
+        window=64 if is_roomy else rng.choice((1, 2, 64)),
+        delay_s=rng.choice((0.002, 0.002, 0.05)),
+        clocks={name: rng.uniform(0, 1e6) for name in (SCHEDULER, *gateways, *instances)},
+    )
+
+
+def _ask(rng: random.Random, swarm: _Swarm) -> Ask:
+    def mostly(way: Way, *values: T, otherwise: T) -> T:
+        return rng.choice(values) if way in swarm.ways and rng.random() < 0.7 else otherwise
+
+    num_prompt_tokens = mostly(
+        Way.LONG_PROMPTS, 17, rng.randint(8, MAX_PROMPT_TOKENS), otherwise=rng.choice((1, 4, 5, 9))
+    )
+    return Ask(
+        at_s=mostly(Way.COME_AT_ONCE, 0.0, rng.uniform(0, 0.1), otherwise=rng.uniform(0, 2.0)),
+        gateway=rng.choice(swarm.gateways),
+        label=rng.choice(("a", "a-0", "a-1", "b")),
+        prompt=tuple(rng.randrange(200) for _ in range(num_prompt_tokens)),
+        max_tokens=mostly(Way.LONG_OUTPUTS, rng.randint(6, 40), otherwise=rng.choice((1, 2, 3, 6))),
+        n=mostly(Way.WANT_CHOICES, 2, 3, otherwise=1),
+        temperature=mostly(Way.SAMPLE, 1.0, otherwise=0.0),
+        seed=rng.getrandbits(31),
+        eos_token_ids=mostly(Way.STOP_EARLY, (40,), (35, 50, 61, 77), otherwise=()),
+        priority=mostly(Way.DIFFER_IN_PRIORITY, 0, 1, otherwise=0),
+        hangs_up_s=mostly(Way.HANG_UP, rng.uniform(0, 0.08), rng.uniform(0, 0.4), rng.uniform(0, 1.5), otherwise=None),
+    )
+
+
+def _faults(rng: random.Random, swarm: _Swarm, asks: Sequence[Ask]) -> list[Fault]:
+    """Each near a request's hand-over, or near the fault before it."""
+    faults: list[Fault] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
+        near_s = faults[-1].at_s if faults and rng.random() < 0.5 else rng.choice(asks).at_s
+        at_s = max(0.0, near_s + rng.uniform(-0.02, swarm.spread_s))
+        faults.append(_fault(rng, swarm, at_s))
+    if rng.random() < 0.2:
+        faults += _two_deaths(rng, swarm, rng.choice(asks).at_s + rng.uniform(0, 0.8))
+    return faults
+
+
+def _two_deaths(rng: random.Random, swarm: _Swarm, at_s: float) -> list[Fault]:
+    """Two processes are away at about the same time."""
+    return [
+        Fault(
+            at_s=at_s + rng.choice((0.0, rng.uniform(0, 1.0))),
+            kind=rng.choice((FaultKind.KILL, FaultKind.STOP)),
+            target=target,
+            duration_s=rng.uniform(0.1, 10.0),
+        )
+        for target in rng.sample((SCHEDULER, SCHEDULER, *swarm.instances), 2)
+    ]
+
+
+def _fault(rng: random.Random, swarm: _Swarm, at_s: float) -> Fault:
+    (kind,) = rng.choices(swarm.kinds, [WEIGHTS[kind] for kind in swarm.kinds])
+    duration_s = rng.choice((rng.uniform(0, 0.3), rng.uniform(0, 3.0)))
+
+    def one_of(*names: str) -> str:
+        is_struck = swarm.victim in names and rng.random() < 0.7
+        return swarm.victim if swarm.victim is not None and is_struck else rng.choice(names)
+
+    target, other = one_of(*swarm.instances), ""
+    match kind:
+        case FaultKind.KILL | FaultKind.STOP:
+            target = one_of(SCHEDULER, SCHEDULER, *swarm.instances, swarm.gateways[-1])
+            if kind is FaultKind.STOP:
+                duration_s = rng.uniform(0, swarm.stop_s)
+        case FaultKind.TERMINATE:
+            target = one_of(SCHEDULER, *swarm.instances)
+        case FaultKind.CUT:
+            target = one_of(SCHEDULER, *swarm.instances, *swarm.gateways)
+        case FaultKind.AWAY:
+            other = rng.choice((SCHEDULER, *swarm.gateways))
+            if rng.random() < 0.3:
+                target, other = SCHEDULER, rng.choice(swarm.gateways)
+            duration_s = rng.uniform(0, swarm.stop_s)
+        case FaultKind.ROLE:
+            other = rng.choice(tuple(Role))
+        case FaultKind.BUNDLE:
+            target, other = SCHEDULER, rng.choice(BUNDLES)
+        case FaultKind.NONSENSE:
+            target = rng.choice(swarm.gateways)
+        case FaultKind.SLOW | FaultKind.FRAMES | FaultKind.PIECES | FaultKind.BREAK | FaultKind.DRAIN:
+            pass
+    return Fault(at_s=at_s, kind=kind, target=target, duration_s=duration_s, other=other)
