@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ MAX_HIDDEN = 2
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A change of one line; ``old`` occurs once in ``file``."""
+    """A change of a line or two; ``old`` occurs once in ``file``."""
 
     what: str
     file: str
@@ -40,7 +41,7 @@ class Bug:
     def planted(self, text: str) -> str:
         """``text`` of the file with the bug. Raises ValueError if it has changed since the bug was written."""
         if text.count(self.old) != 1:
-            raise ValueError(f"{self.file} has {text.count(self.old)} times: {self.old}")
+            raise ValueError(f"`old` occurs {text.count(self.old)} times in {self.file}, not once: {self.old}")
         return text.replace(self.old, self.new)
 
 
@@ -51,41 +52,58 @@ def bugs() -> list[Bug]:
 def main() -> int:
     arguments = _arguments()
     chosen = [bug for bug in bugs() if arguments.only in bug.what]
-    num_hidden = 0
+    num_found = 0
+    with ThreadPoolExecutor(arguments.processes) as executor:
+        for bug, found in zip(
+            chosen, executor.map(lambda bug: _search(bug, arguments.seeds, arguments.limit_s), chosen), strict=True
+        ):
+            num_found += found.law is not None
+            print(
+                f"{found.num_seeds:5} seeds {found.duration_s:5.0f} s  {found.law or 'NOT FOUND':<40.40} {bug.what}",
+                flush=True,
+            )
+    print(f"{num_found} of {len(chosen)} found")
+    return int(len(chosen) - num_found > MAX_HIDDEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search came to; ``law`` is None if no seed broke one."""
+
+    num_seeds: int
+    duration_s: float
+    law: str | None
+
+
+def _search(bug: Bug, num_seeds: int, limit_s: float) -> Found:
+    """Plant a bug in a copy of the sources, and look for it there."""
+    began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("libs", "services", "benchmarks"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for bug in chosen:
-            file = copy / bug.file
-            sound = file.read_text()
-            file.write_text(bug.planted(sound))
-            began_s = time.monotonic()
-            found = _look(copy, arguments.seeds, arguments.limit_s)
-            num_hidden += found is None
-            print(f"{found or 'not found':<60.60}  {time.monotonic() - began_s:5.0f} s  {bug.what}", flush=True)
-            file.write_text(sound)
-    print(f"{len(chosen) - num_hidden} of {len(chosen)} found")
-    return int(num_hidden > MAX_HIDDEN)
+        (copy / bug.file).write_text(bug.planted((ROOT / bug.file).read_text()))
+        num_run, law = _look(copy, num_seeds, limit_s)
+    return Found(num_run, time.monotonic() - began_s, law)
 
 
-def _look(copy: Path, num_seeds: int, limit_s: float) -> str | None:
+def _look(copy: Path, num_seeds: int, limit_s: float) -> tuple[int, str | None]:
     """How many seeds it took, and the law that broke; None if none did."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(str(copy / source) for source in SOURCES)}
     command = [sys.executable, "benchmarks/dst.py", "--seeds", str(num_seeds), "--no-shrink", "--limit-s", str(limit_s)]
     ended = subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, check=False)
-    match = re.search(r"^seed (\d+): ([^:]*)", ended.stdout, re.M)
-    if match is not None:
-        return f"{int(match[1]) + 1:4} seeds: {match[2]}"
-    if ended.returncode != 0:
+    if (match := re.search(r"^seed (\d+): ([^:]*)", ended.stdout, re.M)) is not None:
+        return int(match[1]) + 1, match[2]
+    if ended.returncode != 0 or (run := re.search(r"^(\d+) seeds from", ended.stdout, re.M)) is None:
         raise RuntimeError(f"simulation failed:\n{ended.stdout}{ended.stderr}")
-    return None
+    return int(run[1]), None
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=2000, help="to look for each bug in")
     parser.add_argument("--limit-s", type=float, default=120.0, help="to look for each bug")
+    parser.add_argument("--processes", type=int, default=1, help="bugs looked for at once")
     parser.add_argument("--only", default="", help="bugs whose description has this in it")
     return parser.parse_args()
 

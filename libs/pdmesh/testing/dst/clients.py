@@ -62,8 +62,9 @@ class SimulatedClient:
                             self._take(delta.index, delta.token_ids, delta.finish_reason)
             except Exception as error:
                 self.error = error
-        self.hung_up = connection.cancelled_caught
-        self._end()
+        if not self.connection_lost:  # what a dead gateway still does reaches nobody
+            self.hung_up = connection.cancelled_caught
+            self._end()
 
     def lose_connection(self) -> None:
         """The gateway has died."""

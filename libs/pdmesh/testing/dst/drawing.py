@@ -88,7 +88,7 @@ def draw(seed: int) -> Plan:
         kinds=tuple(kind for kind in FaultKind if rng.random() < SHARE_OF_PLANS) or tuple(FaultKind),
         spread_s=rng.choice((0.05, 0.3, 1.0, 3.0)),
         stop_s=rng.choice((0.3, 3.0, 10.0, 35.0)),
-        victim=rng.choice((None, None, SCHEDULER, *instances)),
+        victim=rng.choice((None, None, SCHEDULER, *instances, gateways[-1])),
     )
     asks = tuple(_ask(rng, swarm) for _ in range(rng.choice((1, 1, 2, 2, 3, 4, 6))))
     faults = _faults(rng, swarm, asks)
@@ -108,7 +108,7 @@ def draw(seed: int) -> Plan:
         max_queue_entries=4096 if is_roomy else rng.choice((4096, 2)),
         max_outbox=65_536 if is_roomy else rng.choice((65_536, 64)),
         blocks_per_piece=rng.choice((1, 2, 8)),
-        copies_on_threads=rng.random() < 0.4,
+        copy_s=rng.choice((0.0, 0.008, 0.1)),
         keeps_ids=rng.random() < 0.3,
         window=64 if is_roomy else rng.choice((1, 2, 64)),
         delay_s=rng.choice((0.002, 0.002, 0.05)),
@@ -145,21 +145,28 @@ def _faults(rng: random.Random, swarm: _Swarm, asks: Sequence[Ask]) -> list[Faul
         near_s = faults[-1].at_s if faults and rng.random() < 0.5 else rng.choice(asks).at_s
         at_s = max(0.0, near_s + rng.uniform(-0.02, swarm.spread_s))
         faults.append(_fault(rng, swarm, at_s))
-    if rng.random() < 0.2:
-        faults += _two_deaths(rng, swarm, rng.choice(asks).at_s + rng.uniform(0, 0.8))
+    if rng.random() < 0.25:
+        faults += _two_absences(rng, swarm, rng.choice(asks).at_s + rng.uniform(0, 0.8))
     return faults
 
 
-def _two_deaths(rng: random.Random, swarm: _Swarm, at_s: float) -> list[Fault]:
+def _two_absences(rng: random.Random, swarm: _Swarm, at_s: float) -> list[Fault]:
     """Two processes are away at about the same time."""
+    first, second = rng.sample((SCHEDULER, *swarm.instances, swarm.gateways[-1]), 2)
+    duration_s = rng.uniform(0.1, 10.0)
     return [
         Fault(
-            at_s=at_s + rng.choice((0.0, rng.uniform(0, 1.0))),
+            at_s=at_s,
             kind=rng.choice((FaultKind.KILL, FaultKind.STOP)),
-            target=target,
-            duration_s=rng.uniform(0.1, 10.0),
-        )
-        for target in rng.sample((SCHEDULER, SCHEDULER, *swarm.instances), 2)
+            target=first,
+            duration_s=duration_s,
+        ),
+        Fault(
+            at_s=at_s + rng.uniform(0, min(1.0, duration_s)),
+            kind=rng.choice((FaultKind.KILL, FaultKind.TERMINATE, FaultKind.STOP)),
+            target=second,
+            duration_s=rng.choice((0.1, rng.uniform(0.1, 10.0))),
+        ),
     ]
 
 

@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -86,10 +87,23 @@ class Network:
 
     # --- faults ---
 
-    def cut(self, chosen: Callable[[Process, Process], bool], reason: str) -> None:
-        """Break the streams between these clients and servers."""
+    def cut(self, chosen: Callable[[Process, Process], bool], reason: str, half_open_s: float = 0.0) -> None:
+        """Break the streams between these clients and servers.
+
+        One of the two ends may notice up to ``half_open_s`` after the other: meanwhile it hears nothing, and what it
+        says is lost.
+        """
+        status = Status(grpc.StatusCode.UNAVAILABLE, reason)
         for call in [call for call in self.calls if chosen(call.client, call.server.process)]:
-            call.break_both(Status(grpc.StatusCode.UNAVAILABLE, reason))
+            late_s = self.rng.uniform(0.0, half_open_s) if half_open_s else 0.0
+            if not late_s:
+                call.break_both(status)
+                continue
+            call.disconnect()
+            ends: list[Callable[[], None]] = [call.break_server, partial(call.break_client, status)]
+            self.rng.shuffle(ends)
+            ends[0]()
+            self.after(late_s, ends[1])
 
     def died(self, process: Process) -> None:
         """Its kernel still sends what it had written, then resets its connections."""
@@ -147,18 +161,23 @@ class _Pipe:
         self._last_s = 0.0
         self._reader: asyncio.Future[None] | None = None
         self._writers: list[asyncio.Future[None]] = []
+        self._is_disconnected = False
         self.broken = False
 
     async def put(self, frame: bytes) -> None:
-        """Write; wait while too much is unread. Returns at once when broken."""
-        while not self.broken and self._num_under_way + len(self._items) >= self._network.weather.window:
+        """Write; wait while too much is unread. Returns at once when broken or disconnected."""
+        while (
+            not self.broken
+            and not self._is_disconnected
+            and self._num_under_way + len(self._items) >= self._network.weather.window
+        ):
             writable: asyncio.Future[None] = self._network.loop.create_future()
             self._writers.append(writable)
             await writable
         self.send(frame)
 
     def send(self, item: bytes | None) -> None:
-        if self.broken or self._ends[0].is_dead:
+        if self.broken or self._is_disconnected or self._ends[0].is_dead:
             return
         network = self._network
         now_s = network.loop.agenda.now_s
@@ -179,6 +198,11 @@ class _Pipe:
         if item is None:
             self._items.append(None)  # whoever reads again is told again
         return item
+
+    def disconnect(self) -> None:
+        """What is written from now on is lost, and neither end has noticed."""
+        self._is_disconnected = True
+        self._wake_writers()
 
     def break_off(self) -> None:
         """Nothing arrives any more; what has arrived can still be read."""
@@ -250,6 +274,7 @@ class SimulatedCall:
         self.details = details
         self._status: Status | None = None
         self._cancelled = False
+        self._is_disconnected = False
         self._connected = asyncio.Event()  # gRPC's "metadata sent"
         self._half_closed = False
         self.up: _Pipe
@@ -271,8 +296,9 @@ class SimulatedCall:
             return False
         self._cancelled = True
         self._end(Status(grpc.StatusCode.CANCELLED, "Locally cancelled by application!"))
-        if self._handler is not None and not self.client.is_dead:
-            self._network.after(self._network.delay_s(), self._cancel_handler)
+        if self._handler is not None and not self.client.is_dead and not self._is_disconnected:
+            away_s = self._network.away_until_s(self.client, self.server.process) - self._network.loop.agenda.now_s
+            self._network.after(max(0.0, away_s) + self._network.delay_s(), self.break_server)
         return True
 
     async def write(self, frame: bytes) -> None:
@@ -351,13 +377,25 @@ class SimulatedCall:
         self._network.calls.pop(self, None)
 
     def break_both(self, status: Status) -> None:
-        self._cancel_handler()
-        self._end(status)
+        self.break_server()
+        self.break_client(status)
 
-    def _cancel_handler(self) -> None:
+    def disconnect(self) -> None:
+        """Neither end hears the other any more; each has yet to notice."""
+        self._is_disconnected = True
+        self._network.calls.pop(self, None)
+        self.up.disconnect()
+        self.down.disconnect()
+
+    def break_server(self) -> None:
+        """The server notices."""
         if self._handler is not None and not self._handler.done():
             self._handler.cancel()
             self.up.break_off()
+
+    def break_client(self, status: Status) -> None:
+        """The client notices."""
+        self._end(status)
 
     def _end(self, status: Status) -> None:
         if self._status is not None:
@@ -366,8 +404,9 @@ class SimulatedCall:
         self._network.calls.pop(self, None)
         self._connected.set()
         if self._handler is not None:
-            self.up.break_off()
             self.down.break_off()
+            if not self._is_disconnected:
+                self.up.break_off()
 
 
 class RefusedPeer(Exception):

@@ -24,7 +24,7 @@ class FaultKind(StrEnum):
     KILL = "kill"  # a process dies at once, and is started again at the end
     TERMINATE = "terminate"  # a process is told to stop, and is started again at the end
     STOP = "stop"  # SIGSTOP, and SIGCONT at the end
-    CUT = "cut"  # all streams of a process break; it can connect again at once
+    CUT = "cut"  # all streams of a process break; one of the two ends may notice later
     AWAY = "away"  # a process and ``other`` do not hear each other
     SLOW = "slow"  # an instance's steps take ten times as long
     FRAMES = "frames"  # some frames of all streams take up to a second longer
@@ -87,7 +87,7 @@ class Plan:
     num_backends: int = 2
     num_buffers: int = 2
     blocks_per_piece: int = 2
-    copies_on_threads: bool = False
+    copy_s: float = 0.0  # what a thread takes for a copy at most, half before and half after; 0: made on the loop
     keeps_ids: bool = False  # an instance that is started again has the id it had
     max_num_seqs: int = 4
     max_queue_entries: int = 4096

@@ -59,7 +59,7 @@ def run(plan: Plan, *, with_timeline: bool = False) -> Result:
     loop.set_exception_handler(lambda _loop, context: _unhandled(timeline, context))
     with (
         _collected_at_the_end(),
-        simulated_surroundings(loop, network, rng, laws.on_decision, plan.max_outbox),
+        simulated_surroundings(loop, network, rng, laws.on_decision, max_outbox=plan.max_outbox, copy_s=plan.copy_s),
         asyncio.Runner(loop_factory=lambda: loop) as runner,
     ):
         try:

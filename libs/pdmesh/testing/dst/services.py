@@ -73,9 +73,7 @@ async def serve_instance(
     process = running_process()
     if plan.keeps_ids:
         config = replace(config, worker=replace(config.worker, instance_id=process.name))
-    engine = SimulatedEngine(
-        num_blocks=plan.num_blocks, max_model_len=MAX_MODEL_LEN, copies_on_threads=plan.copies_on_threads
-    )
+    engine = SimulatedEngine(num_blocks=plan.num_blocks, max_model_len=MAX_MODEL_LEN, copies_on_threads=plan.copy_s > 0)
     process.parts["engine"] = engine
     async with SimulatedThread(rng) as thread, SimulatedTransport(config.transfer, plane) as transport:
         await worker_runtime.serve_instance(config, context, role, thread=thread, engine=engine, transport=transport)

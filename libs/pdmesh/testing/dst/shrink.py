@@ -15,7 +15,7 @@ T = TypeVar("T")
 _WEATHER = (
     "window",
     "delay_s",
-    "copies_on_threads",
+    "copy_s",
     "clocks",
     "blocks_per_piece",
     "num_buffers",

@@ -148,7 +148,9 @@ class Simulation:
                 process.stop()
                 self._network.stopped(process)
             case FaultKind.CUT:
-                self._network.cut(lambda c, s: fault.target in (c.name, s.name), "the connection was cut")
+                self._network.cut(
+                    lambda c, s: fault.target in (c.name, s.name), "the connection was cut", fault.duration_s
+                )
             case FaultKind.AWAY:
                 pair = frozenset((fault.target, fault.other))
                 self._network.weather.away[pair] = fault.end_s
@@ -210,7 +212,7 @@ class Simulation:
         """Keepalive has noticed, or TCP would have by now."""
         if fault.duration_s >= 15.0:
             pair = {fault.target, fault.other}
-            self._network.cut(lambda c, s: {c.name, s.name} == pair, "keepalive: no answer")
+            self._network.cut(lambda c, s: {c.name, s.name} == pair, "keepalive: no answer", 1.0)
 
     def restore_role(self, name: str) -> None:
         """Give an instance the role that it was started with, if it has another."""

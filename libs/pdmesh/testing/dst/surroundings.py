@@ -39,16 +39,13 @@ from pdmesh_scheduler.driver import Driver
 #: Where the mesh's wall clock begins, Unix seconds.
 EPOCH_S = 1_700_000_000.0
 
-#: How long a copy on a thread takes at most.
-COPY_S = 0.004
-
 #: Told of each event that a core has handled, and what it commanded.
 OnDecision = Callable[[SchedulerCore, Event, float, list[Command]], None]
 
 
 @contextmanager
 def simulated_surroundings(
-    loop: ProcessLoop, network: Network, rng: random.Random, on_decision: OnDecision, max_outbox: int
+    loop: ProcessLoop, network: Network, rng: random.Random, on_decision: OnDecision, *, max_outbox: int, copy_s: float
 ) -> Iterator[None]:
     """Everything that reads a clock, draws, starts a thread or opens a channel inside the block does so in ``loop``."""
 
@@ -65,11 +62,11 @@ def simulated_surroundings(
 
     async def run_sync(call: Callable[..., Any], *args: Any, limiter: Any = None, **_: Any) -> Any:
         async with limiter or nullcontext():
-            await sleep_through(rng.uniform(0, COPY_S))
+            await sleep_through(rng.uniform(0, copy_s / 2))
             try:
                 return call(*args)
             finally:
-                await sleep_through(rng.uniform(0, COPY_S))
+                await sleep_through(rng.uniform(0, copy_s / 2))
 
     class WatchedCore(SchedulerCore):
         def handle(self, event: Event, now_s: float) -> list[Command]:

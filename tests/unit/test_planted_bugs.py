@@ -1,0 +1,51 @@
+"""The bugs that `benchmarks/planted_bugs.py` plants fit the code as it is now: code changes, and patches rot."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+ADVICE = """
+benchmarks/planted_bugs.toml, "{what}": {problem}
+Write `file`, `old` and `new` anew, so that they take the same safeguard out of the code as it is now, and look whether
+simulation still finds it: python benchmarks/planted_bugs.py --only "{what}". If that safeguard is gone for good, plant
+another bug instead: there must be 30."""
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("planted_bugs", ROOT / "benchmarks/planted_bugs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for their names
+    spec.loader.exec_module(module)
+    return module
+
+
+BUGS = _load().bugs()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.what for bug in BUGS])
+def test_a_bug_can_still_be_planted(bug: object) -> None:
+    file, what, planted = (getattr(bug, name) for name in ("file", "what", "planted"))
+    path = ROOT / file
+    text = path.read_text() if path.exists() else ""
+    try:
+        with_bug = planted(text)
+    except ValueError as error:
+        pytest.fail(ADVICE.format(what=what, problem=error))
+    assert with_bug != text
+    compile(with_bug, file, "exec")
+
+
+def test_there_are_thirty_bugs_and_those_of_the_attacks_are_among_them() -> None:
+    names = [bug.what for bug in BUGS]
+    assert len(set(names)) == len(names) >= 30
+    for number in (1, 2, 4, 5, 11):
+        assert any(f"(Harden {number})" in name for name in names)
