@@ -87,3 +87,11 @@ def test_a_request_is_not_sent_again_in_an_epoch_that_its_scheduler_has_ended(at
         asks=(replace(ASK, prompt=tuple(range(40))),),
     )
     assert run(replace(plan, chunk_tokens=8, delay_s=0.05)).broken is None
+
+
+def test_an_instance_that_does_not_reach_a_gateway_for_long_ends_no_stream() -> None:
+    """Its tokens are lost again and again, each time within two seconds."""
+    plan = a_plan(Fault(at_s=0.0, kind=FaultKind.AWAY, target="i0", other="g0", duration_s=17.0))
+    result = run(plan)
+    assert result.broken is None
+    assert result.num_tokens == ASK.max_tokens + 4

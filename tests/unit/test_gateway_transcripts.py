@@ -279,3 +279,20 @@ async def test_tokens_that_come_after_the_news_of_the_end_do_not_hide_that_the_l
     assert t.resume_at_s is None
     assert t.restart()
     assert not t.all_drawn
+
+
+async def test_each_restart_in_vain_waits_longer_for_a_missing_token() -> None:
+    t = transcript()
+    graces_s = [t.stall_grace_s]
+    while t.restart():
+        graces_s.append(t.stall_grace_s)
+    assert graces_s == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert sum(graces_s) >= 90.0  # a way that is broken for so long ends no stream
+
+
+async def test_a_token_makes_the_next_restart_quick_again() -> None:
+    t = transcript()
+    for _ in range(3):
+        t.restart()
+    t.offer(token(0, epoch=3), A)
+    assert t.stall_grace_s == STALL_GRACE_S

@@ -32,7 +32,7 @@ from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_gateway.spans import FIRST_TOKEN, REQUEST, request_attributes, response_attributes
 from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcripts import FIRST_EPOCH, STALL_GRACE_S, Mailbox, Transcript, Transcripts, finish_of
+from pdmesh_gateway.transcripts import FIRST_EPOCH, Mailbox, Transcript, Transcripts, finish_of
 
 log = structlog.get_logger()
 
@@ -405,7 +405,7 @@ class Generator:
     def on_finished(self, message: Finished) -> None:
         def drawn(transcript: Transcript) -> None:
             transcript.all_drawn = True
-            transcript.suspect(STALL_GRACE_S)
+            transcript.suspect(transcript.stall_grace_s)
 
         self._tell(message, drawn)
 

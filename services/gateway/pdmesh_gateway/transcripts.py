@@ -39,6 +39,10 @@ MAX_RESTARTS = 5
 #: How long a missing token may be late before its request is resumed: far more than two streams of one mesh differ.
 STALL_GRACE_S = 2.0
 
+#: It doubles with each restart in vain, up to this: where an instance's way to a gateway is broken, each restart
+#: computes the prompt again, and `MAX_RESTARTS` of them must outlast what breaks a network for a while.
+MAX_STALL_GRACE_S = 30.0
+
 #: The same once the stream that it would come on broke: an instance that lives opens it again within a tenth of this.
 BREAK_GRACE_S = 0.5
 
@@ -110,6 +114,11 @@ class Transcript:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt) // 4
+
+    @property
+    def stall_grace_s(self) -> float:
+        """How late a missing token may be."""
+        return min(STALL_GRACE_S * (1 << self.num_fruitless), MAX_STALL_GRACE_S)
 
     def generation(self) -> Generation:
         """What a worker needs to go on from here."""
@@ -210,7 +219,7 @@ class Transcript:
             ahead = self._ahead[source] = {}
         if len(ahead) < MAX_AHEAD:
             ahead[token.index] = token
-            self.suspect(STALL_GRACE_S)
+            self.suspect(self.stall_grace_s)
 
     def _pop_ahead(self) -> TokenOut | None:
         """The next token, if it is here already; what can no longer be next is dropped."""

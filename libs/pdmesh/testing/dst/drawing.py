@@ -108,7 +108,7 @@ def draw(seed: int) -> Plan:
         max_queue_entries=4096 if is_roomy else rng.choice((4096, 2)),
         max_outbox=65_536 if is_roomy else rng.choice((65_536, 64)),
         blocks_per_piece=rng.choice((1, 2, 8)),
-        copy_s=rng.choice((0.0, 0.008, 0.1)),
+        copy_s=rng.choice((0.0, 0.0, 0.01, 0.4)),
         keeps_ids=rng.random() < 0.3,
         window=64 if is_roomy else rng.choice((1, 2, 64)),
         delay_s=rng.choice((0.002, 0.002, 0.05)),
@@ -146,7 +146,7 @@ def _faults(rng: random.Random, swarm: _Swarm, asks: Sequence[Ask]) -> list[Faul
         at_s = max(0.0, near_s + rng.uniform(-0.02, swarm.spread_s))
         faults.append(_fault(rng, swarm, at_s))
     if rng.random() < 0.25:
-        faults += _two_absences(rng, swarm, rng.choice(asks).at_s + rng.uniform(0, 0.8))
+        faults += _two_absences(rng, swarm, rng.choice(asks).at_s + rng.uniform(0, min(0.8, swarm.spread_s)))
     return faults
 
 
@@ -187,7 +187,7 @@ def _fault(rng: random.Random, swarm: _Swarm, at_s: float) -> Fault:
         case FaultKind.TERMINATE:
             target = one_of(SCHEDULER, *swarm.instances)
         case FaultKind.CUT:
-            target = one_of(SCHEDULER, *swarm.instances, *swarm.gateways)
+            target = one_of(SCHEDULER, SCHEDULER, *swarm.instances, *swarm.gateways)
         case FaultKind.AWAY:
             other = rng.choice((SCHEDULER, *swarm.gateways))
             if rng.random() < 0.3:
