@@ -14,7 +14,8 @@ from pdmesh.core.books import Books
 from pdmesh.core.commands import Reject
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested, RequestArrived
-from pdmesh.core.state import InstanceBooks
+from pdmesh.core.queue import WaitingQueue
+from pdmesh.core.state import InstanceBooks, RequestState
 from pdmesh.model import InstanceId, RejectReason, Role
 from pdmesh.policy.base import PolicyConfig, Rank
 from pdmesh.policy.order import Fcfs
@@ -112,6 +113,46 @@ def test_the_margin_learns_what_predictions_are_exceeded_by(spread: float) -> No
         late += seen >= 3000 and took_s > 1.0 + margin.margin_s
         margin.seen(1.0, took_s)
     assert late / 3000 == pytest.approx(1 / Margin.LATE, rel=0.5)
+
+
+# --- fair shares ---
+
+
+def work_before_s(waiting: dict[str, int], tenant: str, shares: dict[str, int] | None = None) -> float:
+    """Of a request of ``tenant`` that comes last to a line with so many requests of each, of a second's work each."""
+    order, queue, shares = Fcfs(), WaitingQueue(), shares or {}
+
+    def state_of(name: str, number: int) -> RequestState:
+        request = replace(a_request(f"{name}{number}", prompt=100), tenant=name, share=shares.get(name, 1))
+        return RequestState(request, order.rank(request, 0, None), work_us=1_000_000)
+
+    for name, number in waiting.items():
+        for each in range(number):
+            queue.add(state_of(name, each), 100.0)
+    return queue.work_before_s(state_of(tenant, 9999), order, 0.0)
+
+
+def test_the_work_before_a_request_is_its_tenants_and_of_the_others_as_much_as_their_turns() -> None:
+    assert work_before_s({"a": 50}, "a") == 50.0
+    assert work_before_s({"a": 50}, "b") == 0.0
+    assert work_before_s({"a": 50, "b": 3}, "b") == 6.0
+    assert work_before_s({"a": 50, "b": 3, "c": 1}, "b") == 7.0, "no more than there is of another's"
+    assert work_before_s({"a": 50, "b": 4}, "b", shares={"b": 2}) == 6.0
+    assert work_before_s({"a": 50, "b": 4}, "b", shares={"a": 2}) == 12.0
+
+
+def test_another_that_is_behind_goes_first() -> None:
+    order, queue = Fcfs(), WaitingQueue()
+    requests = [replace(a_request(str(number), prompt=100), tenant="b") for number in range(4)]
+    states = [RequestState(request, Rank(), work_us=1_000_000) for request in requests]
+    other = RequestState(replace(a_request("a", prompt=300), tenant="a"), Rank(), work_us=3_000_000)
+    queue.add(other, 100.0)
+    for state in states[:3]:
+        queue.add(state, 100.0)
+    for state in states[:2]:
+        queue.remove(state)
+        queue.counters.placed(state.request)
+    assert queue.work_before_s(states[3], order, 0.0) == 1.0 + 3.0, "200 tokens behind, and 100 more until its turn"
 
 
 # --- in the core ---

@@ -14,8 +14,8 @@ def of_tenant(tenant: str, request_id: str, prompt: int = 100, output: int = 50,
 
 
 def place(counters: TokenCounters, request: Request) -> None:
-    counters.joined(request.tenant)
-    counters.left(request.tenant)
+    counters.joined(request)
+    counters.left(request)
     counters.placed(request)
 
 
@@ -26,7 +26,7 @@ def counter(counters: TokenCounters, tenant: str) -> int:
 def test_who_was_charged_least_is_next() -> None:
     counters = TokenCounters()
     for tenant in ("a", "b", "c"):
-        counters.joined(tenant)
+        counters.joined(of_tenant(tenant, "0"))
     assert list(counters.in_turn()) == ["a", "b", "c"]
     counters.placed(of_tenant("a", "1", prompt=100))
     counters.placed(of_tenant("b", "2", prompt=10))
@@ -45,13 +45,13 @@ def test_a_larger_share_is_charged_less() -> None:
 def test_idling_is_no_credit_and_no_debt() -> None:
     counters = TokenCounters()
     place(counters, of_tenant("a", "1", prompt=1000))
-    counters.joined("idle")
+    counters.joined(of_tenant("idle", "0"))
     assert counter(counters, "idle") == 1000 * UNITS, "as much as the one that was last"
-    counters.left("idle")
+    counters.left(of_tenant("idle", "0"))
     for number in range(5):
         place(counters, of_tenant("b", f"b{number}", prompt=1000))
-    counters.joined("a")
-    counters.joined("idle")
+    counters.joined(of_tenant("a", "0"))
+    counters.joined(of_tenant("idle", "0"))
     assert counter(counters, "idle") == counter(counters, "a") == 6000 * UNITS
 
 
@@ -66,9 +66,8 @@ def test_what_is_expected_is_charged_until_the_end_tells_better() -> None:
     assert counter(counters, "a") == 2 * (100 + OUTPUT_COST * 30) * UNITS
     counters.ended(second, 10)
     assert counter(counters, "a") == (200 + OUTPUT_COST * 40) * UNITS
-    assert counters.price(of_tenant("a", "3", prompt=1, output=5)) == (1 + OUTPUT_COST * 5) * UNITS, (
-        "at most max_tokens"
-    )
+    place(counters, of_tenant("a", "3", prompt=1, output=5))
+    assert counter(counters, "a") == (201 + OUTPUT_COST * 45) * UNITS, "at most max_tokens"
 
 
 def test_a_gateway_that_is_lost_tells_nothing_and_what_was_expected_stays() -> None:
@@ -95,8 +94,8 @@ def test_a_restart_costs_its_client_nothing() -> None:
 
 def test_what_never_had_a_place_costs_nothing() -> None:
     counters = TokenCounters()
-    counters.joined("a")
-    counters.left("a")
+    counters.joined(of_tenant("a", "0"))
+    counters.left(of_tenant("a", "0"))
     counters.ended(of_tenant("a", "1"), 7)
     assert counter(counters, "a") == 0
 
@@ -114,11 +113,11 @@ def test_tenants_that_come_once_are_forgotten() -> None:
 def test_a_debt_is_remembered() -> None:
     counters = TokenCounters()
     request = of_tenant("a", "1")
-    counters.joined("b")  # and waits
+    counters.joined(of_tenant("b", "0"))  # and waits
     place(counters, request)
     counters.ended(request, 1000)
     for number in range(1000):
-        counters.joined(f"t{number}")
-        counters.left(f"t{number}")
+        counters.joined(of_tenant(f"t{number}", "0"))
+        counters.left(of_tenant(f"t{number}", "0"))
     assert counter(counters, "a") == (100 + OUTPUT_COST * 1000) * UNITS
     assert len(counters.views) < 4 * SPARE

@@ -62,7 +62,7 @@ class _Account:
     tenant: str
     counter: int = 0
     turn: int = 0  # when one of its requests was last placed, in placements of all
-    share: int = 1  # of its last request
+    share: int = 1  # of the last request that came
     num_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0
@@ -92,20 +92,21 @@ class TokenCounters:
         """Tenants with requests in line, the next one first."""
         return (account.tenant for account in self._line)
 
-    def joined(self, tenant: str) -> None:
-        """A request of it joined the line. With its first a tenant owes as much as the one that is next, or more."""
-        account = self._accounts.get(tenant)
+    def joined(self, request: Request) -> None:
+        """A request joined the line. With its first a tenant owes as much as the one that is next, or more."""
+        account = self._accounts.get(request.tenant)
         if account is None:
             self._forget()
-            account = self._accounts[tenant] = _Account(tenant)
+            account = self._accounts[request.tenant] = _Account(request.tenant)
+        account.share = request.share
         if not account.num_waiting:
             account.counter = max(account.counter, self._floor)
             insort(self._line, account, key=_place)
         account.num_waiting += 1
 
-    def left(self, tenant: str) -> None:
-        """A request of it left the line, whatever becomes of it."""
-        account = self._accounts[tenant]
+    def left(self, request: Request) -> None:
+        """A request left the line, whatever becomes of it."""
+        account = self._accounts[request.tenant]
         account.num_waiting -= 1
         if not account.num_waiting:
             del self._line[self._index(account)]
@@ -118,24 +119,29 @@ class TokenCounters:
             return self._line[0].counter
         return 0 if self._last is None else self._last.counter
 
-    def behind(self, tenant: str) -> dict[str, int]:
-        """How far the counters of those in line are behind that of a tenant, now or if it joined now."""
+    def before(self, tenant: str, num_units: int) -> Iterator[tuple[str, int]]:
+        """Who of the others has a turn before a tenant, in line or new, is charged so much; and for how many units."""
         account = self._accounts.get(tenant)
-        own = self._floor if account is None else max(account.counter, self._floor)
-        return {other.tenant: own - other.counter for other in self._line}
+        until = max(self._floor, 0 if account is None else account.counter) + num_units
+        for other in self._line:
+            if other.counter >= until:
+                return
+            if other is not account:
+                yield other.tenant, until - other.counter
+
+    def price(self, tenant: str, num_requests: int, num_prompt_tokens: int) -> int:
+        """About how many units all these requests of a tenant in line would be charged now."""
+        account = self._accounts[tenant]
+        output = account.output if account.output.is_known else self._output
+        return (num_prompt_tokens + OUTPUT_COST * num_requests * output.value) * UNITS // account.share
 
     # --- charges ---
-
-    def price(self, request: Request) -> int:
-        """Units that its tenant's counter would go up by if the request were placed now."""
-        return _units(request, self._num_expected(request))
 
     def placed(self, request: Request) -> None:
         """A request that has left the line got its place."""
         account = self._accounts[request.tenant]
         num_expected = self._expected[request.request_id, request.epoch] = self._num_expected(request)
         account.num_running += 1
-        account.share = request.share
         self._num_placed += 1
         self._charge(account, _units(request, num_expected), turn=self._num_placed)
         account.num_tokens += _num_tokens(request, num_expected)

@@ -31,6 +31,8 @@ class Line:
         self._compared_for: tuple[PrefillOrder, float] | None = None
         self._waiting_lanes: set[float] = set()  # for their turn
         self._work_us: dict[float, int] = {}  # of each lane
+        self.num_requests = 0
+        self.num_prompt_tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
@@ -124,6 +126,7 @@ class Line:
         self._passed_over.clear()
         self._changed_lanes.clear()
         self._waiting_lanes.clear()
+        self.num_requests = self.num_prompt_tokens = 0
         for state in states:
             state.rank_by(order)
             self.join(state)
@@ -132,12 +135,16 @@ class Line:
         insort(self._lanes.setdefault(state.rank.lane, []), state, key=_place)
         self._work_us[state.rank.lane] = self._work_us.get(state.rank.lane, 0) + state.work_us
         self._changed_lanes[state.rank.lane] = None
+        self.num_requests += 1
+        self.num_prompt_tokens += state.request.num_prompt_tokens
 
     def leave(self, state: RequestState) -> None:
         lane = self._lanes[state.rank.lane]
         index = bisect_left(lane, _place(state), key=_place)
         assert lane[index] is state, f"{state.key} is not in line where its rank says"
         del lane[index]
+        self.num_requests -= 1
+        self.num_prompt_tokens -= state.request.num_prompt_tokens
         self._work_us[state.rank.lane] -= state.work_us
         if lane:
             self._changed_lanes[state.rank.lane] = None
@@ -147,6 +154,9 @@ class Line:
             self._changed_lanes.pop(state.rank.lane, None)
 
     def check_integrity(self) -> None:
+        assert self.num_requests == sum(1 for _ in self), "the number is not that of the requests in line"
+        num_prompt_tokens = sum(state.request.num_prompt_tokens for state in self)
+        assert self.num_prompt_tokens == num_prompt_tokens, "the tokens are not those of the prompts in line"
         work_us = {lane: sum(state.work_us for state in states) for lane, states in self._lanes.items()}
         assert work_us == self._work_us, "the work is not that of the prompts in line"
         for lane in self._lanes.values():

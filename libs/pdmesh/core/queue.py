@@ -71,8 +71,24 @@ class WaitingQueue:
                 line.call_all()
 
     def work_before_s(self, state: RequestState, order: PrefillOrder, now_s: float) -> float:
-        """Predicted work, in seconds, of those in line that come before a new request, as things are now."""
-        return sum(line.work_before_us(state.rank, order, now_s) for line in self._lines.values()) / 1e6
+        """Predicted work, in seconds, of those in line that come before a new request, as things are now.
+
+        Its own tenant's; and of each other's line no more than there is, nor than its turns until then last.
+        """
+        tenant = state.request.tenant
+        own = self._lines.get(tenant)
+        own_us = 0 if own is None else own.work_before_us(state.rank, order, now_s)
+        work_us = own_us
+        if len(self._lines) > (own is not None):
+            num_units = 0 if own is None else own_us * self._price(tenant, own) // max(1, own.work_us)
+            for other, units in self.counters.before(tenant, num_units):
+                line = self._lines[other]
+                work_us += min(line.work_us, units * line.work_us // self._price(other, line))
+        return work_us / 1e6
+
+    def _price(self, tenant: str, line: Line) -> int:
+        """Of all in its line."""
+        return max(1, self.counters.price(tenant, line.num_requests, line.num_prompt_tokens))
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -126,7 +142,7 @@ class WaitingQueue:
         if (line := self._lines.get(tenant)) is None:
             line = self._lines[tenant] = Line()
         line.join(state)
-        self.counters.joined(tenant)
+        self.counters.joined(state.request)
 
     def _leave_line(self, state: RequestState) -> None:
         tenant = state.request.tenant
@@ -134,7 +150,7 @@ class WaitingQueue:
         line.leave(state)
         if not line:
             del self._lines[tenant]
-        self.counters.left(tenant)
+        self.counters.left(state.request)
 
     def check_integrity(self) -> None:
         num_in_line = sum(1 for _ in chain.from_iterable(self._lines.values()))
