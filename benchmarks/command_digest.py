@@ -66,6 +66,7 @@ RENAMED: Mapping[str, str] = {}
 ADDED: Sequence[str] = (
     "RequestArrived.request.tenant",
     "RequestArrived.request.share",
+    "RequestArrived.request.num_tokens_before",
     "RequestCancelled.gateway_id",
     "RequestCancelled.num_output_tokens",
     "ForgetRequest.gateway_id",

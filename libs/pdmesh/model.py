@@ -105,7 +105,8 @@ class Request:
     slo_ttft_s: Annotated[float | None, SECONDS] = None
     slo_tpot_s: Annotated[float | None, SECONDS] = None
     tenant: str = ""  # the name of the key that it came with
-    share: int = 1  # of that key, among others
+    share: Annotated[int, COUNT] = 1  # of that key, among others
+    num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
 
     @property
     def max_total_tokens(self) -> int:

@@ -145,6 +145,13 @@ async def test_continuous_usage_counts_up(model: Path) -> None:
     assert counts[-1] == last["usage"]["completion_tokens"] == 4
 
 
+async def test_each_prompt_says_how_much_its_client_asked_for_before_it(model: Path) -> None:
+    async with served(model) as (client, mesh, _running):
+        prompts = [[5, 6, 7], [5, 6], [5]]
+        await client.post("/v1/completions", json={"prompt": prompts, "n": 2, "max_tokens": 1})
+        assert sorted({submit.num_tokens_before for submit in mesh.submitted}) == [0, 6, 10]
+
+
 async def test_the_openai_client_works_unmodified(model: Path) -> None:
     async with (
         served(model) as (_client, mesh, running),

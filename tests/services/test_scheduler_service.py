@@ -93,7 +93,7 @@ from pdmesh.wire.messages import (
     WorkerDown,
     pack_token_ids,
 )
-from pdmesh_scheduler import peers
+from pdmesh_scheduler import gateways, peers
 from pdmesh_scheduler.main import serve
 
 pytestmark = pytest.mark.anyio
@@ -685,6 +685,15 @@ async def test_choices_of_one_prompt_are_requests_of_their_own() -> None:
         admitted = [(await m.expect(Admit)).generation for _ in range(2)]
         assert [(one.request_id, one.params.seed) for one in admitted] == [("a", 0), ("b", 5)]
         assert admitted[0].token_ids == admitted[1].token_ids
+
+
+async def test_choices_after_the_first_are_due_after_it() -> None:
+    first = msgspec.structs.replace(submit("a"), others=(OtherChoice(RequestId("b"), 5),), num_tokens_before=6)
+    requests = [
+        gateways._request(first, generation, 0.0, index) for index, generation in enumerate(first.generations())
+    ]
+    num_tokens = first.generation.num_tokens
+    assert [request.num_tokens_before for request in requests] == [6, 6 + num_tokens]
 
 
 async def refused_alone(impossible: Submit) -> None:

@@ -122,3 +122,18 @@ def test_switching_while_serving_drops_nothing(target: str) -> None:
     assert run.first_token_s.keys() == {request.request_id for request in requests}
     work_s = 0.02 * sum(request.num_prompt_tokens / 32 for request in requests)
     assert max(run.first_token_s.values()) == pytest.approx(work_s, abs=0.5)  # and nothing is computed twice
+
+
+@pytest.mark.parametrize("bundle", ["edf", "lrs", "lars", "medha", "pdmesh"])
+def test_a_clients_many_choices_are_no_reason_to_be_late_for_another(bundle: str) -> None:
+    """60 choices of half a second each are due one after the other, so a short prompt finds none of them late."""
+    tokens = round(0.5 / TOKEN_S)
+    choices = [replace(a_request(f"c{n:02}", tokens, 1), num_tokens_before=n * tokens) for n in range(60)]
+    short = a_request("short", prompt=round(0.05 / TOKEN_S), output=1, arrival_s=20.0)
+
+    def waits_s(requests: list[Request]) -> float:
+        return run_prefills(CONFIG, bundle, [*requests, short]).first_token_s["short"] - 20.0
+
+    together, apart = waits_s(choices), waits_s([replace(choice, num_tokens_before=0) for choice in choices])
+    assert together <= 1.0 + 2 * 0.05, "as any short prompt is promised"
+    assert together <= apart

@@ -56,6 +56,8 @@ def test_deadlines_come_from_the_request_or_grow_with_the_prompt() -> None:
     request = a_request("r", prompt=2048, arrival_s=10.0)
     assert prediction.due_s(replace(request, slo_ttft_s=0.5)) == 10.5
     assert prediction.due_s(request) == pytest.approx(10 + 1 + 2 * 2.048)
+    assert prediction.due_s(replace(request, num_tokens_before=4096)) == pytest.approx(10 + 1 + 2 * 3 * 2.048)
+    assert prediction.due_s(replace(request, num_tokens_before=4096, slo_ttft_s=0.5)) == 10.5
     for nonsense in (float("nan"), float("inf"), -1.0, 0.0):
         assert prediction.due_s(replace(request, slo_ttft_s=nonsense)) == prediction.due_s(request)
     # due at 15.096, half of 2.048 s of work left

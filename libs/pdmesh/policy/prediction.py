@@ -80,10 +80,15 @@ class Prediction:
         return self.remaining
 
     def due_s(self, request: Request) -> float:
-        """When its first token is due."""
+        """When its first token is due: by its own target, or by the work that its client asked for up to it."""
         if request.slo_ttft_s is not None and self.has_target(request):
             return request.arrival_s + request.slo_ttft_s
-        return request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)
+        due_s = request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)
+        if request.num_tokens_before:
+            # What a client asks for at once is one piece of work: its last choice is not late before its first is due.
+            share = request.num_tokens_before / request.num_prompt_tokens
+            due_s += self.slo_ttft_stretch * self.work_s(request) * share
+        return due_s
 
     @staticmethod
     def has_target(request: Request) -> bool:

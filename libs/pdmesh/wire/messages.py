@@ -248,6 +248,7 @@ class Submit(Message, frozen=True, kw_only=True):
     others: tuple[OtherChoice, ...] = ()
     tenant: str = ""  # the name of the key that it came with
     share: int = 1  # of that key
+    num_tokens_before: int = 0  # of the prompts of the same client request that were sent before
 
     def generations(self) -> Iterator[Generation]:
         """Yield one for every choice; they share the tokens' bytes."""

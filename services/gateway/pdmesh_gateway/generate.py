@@ -275,11 +275,14 @@ class Generator:
         is_failure = False
         try:
             await self._wait_ready(job.deadline_s)
+            num_tokens_before = 0
             for prompt_index, prompt in enumerate(job.prompts):
                 packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
                 of_prompt: list[Choice] = []
                 for i in range(job.n):
                     choice = self._choice(job, prompt_index * job.n + i, i, prompt, packed, mailbox, span.traceparent)
+                    choice.transcript.num_tokens_before = num_tokens_before
+                    num_tokens_before += len(prompt)
                     self._transcripts.add(choice.transcript)
                     of_prompt.append(choice)
                 choices += of_prompt
@@ -444,6 +447,7 @@ class Generator:
             slo_tpot_s=transcript.slo.tpot_s,
             tenant=transcript.tenant,
             share=transcript.share,
+            num_tokens_before=transcript.num_tokens_before,
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)

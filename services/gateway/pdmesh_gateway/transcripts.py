@@ -89,6 +89,7 @@ class Transcript:
     slo: Slo = NO_SLO
     tenant: str = ""
     share: int = 1
+    num_tokens_before: int = 0  # of the prompts of other choices of the same request, sent before
     traceparent: str | None = None
     label: str = ""  # what its client calls it
     epoch: Epoch = FIRST_EPOCH

@@ -94,9 +94,9 @@ class GatewayStreams:
                     self.peers.post(gateway_id, self.driver.state())
                 case Submit():
                     why = _impossible(message, gateway_id)
-                    for generation in message.generations():
+                    for index, generation in enumerate(message.generations()):
                         if why is None:
-                            request = _request(message, generation, self.clock())
+                            request = _request(message, generation, self.clock(), index)
                             await self.driver.submit(RequestArrived(request), generation)
                         else:
                             self._refuse(gateway_id, generation, why)
@@ -129,17 +129,15 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
         return f"has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
     if generation.epoch < 0:
         return f"is in epoch {generation.epoch}"
-    if submit.share < 1:
-        return f"has a share of {submit.share}"
     for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
         if slo_s is not None and not MIN_TARGET_S <= slo_s < math.inf:
             return f"has a target of {slo_s} s"
-    problem = out_of_range(_request(submit, generation, 0.0))
+    problem = out_of_range(_request(submit, generation, 0.0, 0))
     return None if problem is None else f"breaks a limit: {problem}"
 
 
-def _request(submit: Submit, generation: Generation, now_s: float) -> Request:
-    """What the core is told of one choice."""
+def _request(submit: Submit, generation: Generation, now_s: float, index: int) -> Request:
+    """What the core is told of one choice, the ``index``-th of its prompt."""
     return Request(
         request_id=generation.request_id,
         epoch=generation.epoch,
@@ -152,4 +150,5 @@ def _request(submit: Submit, generation: Generation, now_s: float) -> Request:
         slo_tpot_s=submit.slo_tpot_s,
         tenant=submit.tenant,
         share=submit.share,
+        num_tokens_before=submit.num_tokens_before + index * generation.num_tokens,
     )
