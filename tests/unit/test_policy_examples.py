@@ -132,7 +132,7 @@ def test_a_clients_many_choices_are_no_reason_to_be_late_for_another(bundle: str
     short = a_request("short", prompt=round(0.05 / TOKEN_S), output=1, arrival_s=20.0)
 
     def waits_s(requests: list[Request]) -> float:
-        return run_prefills(CONFIG, bundle, [*requests, short]).first_token_s["short"] - 20.0
+        return run_prefills(CONFIG, bundle, [*requests, short]).first_token_s[short.request_id] - 20.0
 
     together, apart = waits_s(choices), waits_s([replace(choice, num_tokens_before=0) for choice in choices])
     assert together <= 1.0 + 2 * 0.05, "as any short prompt is promised"
