@@ -52,6 +52,18 @@ class Role(StrEnum):
         return self is not Role.PREFILL
 
 
+#: Names an operator's operation; whoever asks for it makes the name, so that asking twice does it once.
+OperationId = NewType("OperationId", str)
+
+
+class OperationKind(StrEnum):
+    """What operators do with an instance."""
+
+    DRAIN = "drain"  # nothing new goes there, and what is there leaves
+    UNDRAIN = "undrain"  # it is used again
+    ROLE = "role"  # it gets another role, once all that this does not do has left
+
+
 class FinishReason(StrEnum):
     """Why a generation ended."""
 

@@ -24,6 +24,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
     RunStep,
+    SetRole,
     WakeAt,
 )
 from pdmesh.core.config import CoreConfig
@@ -39,6 +40,8 @@ from pdmesh.core.events import (
     InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
+    OperationCancelled,
+    OperationRequested,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -50,9 +53,21 @@ from pdmesh.core.events import (
     TransferPaused,
 )
 from pdmesh.core.openings import Openings
+from pdmesh.core.operations import OperationState
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.state import InstanceBooks, Phase
-from pdmesh.model import Epoch, GatewayId, InstanceId, Request, RequestId, RequestKey, Role, StepPlan
+from pdmesh.model import (
+    Epoch,
+    GatewayId,
+    InstanceId,
+    OperationId,
+    OperationKind,
+    Request,
+    RequestId,
+    RequestKey,
+    Role,
+    StepPlan,
+)
 from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
@@ -107,6 +122,7 @@ class MeshMachine(RuleBasedStateMachine):
         }
         self.mesh = ModelledMesh(self.profiles.values())
         self.num_requests = 0
+        self.num_operations = 0
         self.awaited: dict[RequestId, Request] = {}  # what gateways wait for, in its current epoch
         self.to_resume: set[RequestId] = set()
         self.gateway_of: dict[RequestKey, GatewayId] = {}
@@ -114,6 +130,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.new_core()
 
     def new_core(self) -> None:
+        wishes = self.core.wishes if hasattr(self, "core") else []
         self.core, self.diligent = (
             SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0)) for _ in range(2)
         )
@@ -134,6 +151,8 @@ class MeshMachine(RuleBasedStateMachine):
         self.roles: dict[InstanceId, Role] = {}
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
+        for wish in wishes:
+            self.feed(replace(wish, again=True))
         for instance in self.mesh.instances.values():
             self.feed(instance.rejoin(self.gateway_of))
 
@@ -160,6 +179,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.note_what_it_may_do(event)
         preempted = self.preempted()
         commands = self.core.handle(event, self.now_s)
+        self.note_operations()
         assert self.diligent.handle(event, self.now_s) == commands, "an instance was overlooked"
         for command in commands:
             match command:
@@ -177,7 +197,7 @@ class MeshMachine(RuleBasedStateMachine):
                     self.check_overtakes_nobody(self.waiting[key])
                     del self.waiting[key]
                 case PlaceDecode():
-                    assert command.instance_id not in self.draining, f"{command} on an instance that drains"
+                    assert command.instance_id not in self.draining | self.closed, f"{command} on an instance that drains"
                     assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
                     assert self.roles[command.instance_id].can_decode, f"{command} on an instance that does not decode"
                     self.receiver_of[command.request_id, command.epoch] = command.instance_id
@@ -205,6 +225,8 @@ class MeshMachine(RuleBasedStateMachine):
                         key = (chunk.request_id, chunk.epoch)
                         if self.leader_of[key] == command.instance_id:
                             self.num_unplanned[key] -= chunk.num_tokens
+                case SetRole(instance_id=instance_id, role=role):
+                    self.roles[instance_id] = role
                 case ForgetRequest():
                     key = (command.request_id, command.epoch)
                     assert key not in self.ended, f"{key} ended twice"
@@ -242,9 +264,22 @@ class MeshMachine(RuleBasedStateMachine):
             case _:
                 pass
 
+    def note_operations(self) -> None:
+        """Instances that operators took out of use, as the operations say that run or ran."""
+        self.closed: set[InstanceId] = set()
+        for view in self.core.operations:
+            if view.state is OperationState.DONE and view.kind is not OperationKind.ROLE:
+                (self.closed.add if view.kind is OperationKind.DRAIN else self.closed.discard)(view.instance_id)
+        self.closed.update(
+            view.instance_id
+            for view in self.core.operations
+            if view.state is OperationState.RUNNING and view.kind is not OperationKind.UNDRAIN
+        )
+        self.closed &= {view.instance_id for view in self.core.instances}
+
     def check_may_prefill(self, command: AdmitPrefill) -> None:
         role = self.roles[command.instance_id]
-        assert command.instance_id not in self.draining, f"{command} on an instance that drains"
+        assert command.instance_id not in self.draining | self.closed, f"{command} on an instance that drains"
         assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
         if command.transfer is None:
             assert role.can_decode, f"{command} on an instance that does not decode"
@@ -552,6 +587,41 @@ class MeshMachine(RuleBasedStateMachine):
         if instance := self.pick(data, list(self.mesh.instances.values())):
             self.feed(RoleChangeRequested(instance.instance_id, role))
 
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from(tuple(OperationKind)),
+        role=st.sampled_from(tuple(Role)),
+        timeout_s=st.sampled_from((0.0, 4.0, 60.0)),
+        force=st.booleans(),
+    )
+    def operator_asks(
+        self, data: st.DataObject, kind: OperationKind, role: Role, timeout_s: float, force: bool
+    ) -> None:
+        if instance := self.pick(data, list(self.mesh.instances.values())):
+            self.operate(kind, instance.instance_id, role=role, timeout_s=timeout_s, force=force)
+
+    def operate(
+        self, kind: OperationKind, instance_id: InstanceId, *, role: Role, timeout_s: float, force: bool
+    ) -> None:
+        self.num_operations += 1
+        operation_id = OperationId(f"o{self.num_operations}")
+        self.feed(
+            OperationRequested(
+                operation_id=operation_id,
+                kind=kind,
+                instance_id=instance_id,
+                timeout_s=timeout_s,
+                role=role if kind is OperationKind.ROLE else None,
+                force=force,
+            )
+        )
+
+    @rule(data=st.data())
+    def operator_takes_back(self, data: st.DataObject) -> None:
+        running = [view for view in self.core.operations if view.state is OperationState.RUNNING]
+        if view := self.pick(data, running):
+            self.feed(OperationCancelled(view.operation_id))
+
     @rule(data=st.data())
     def copies_begin_or_end(self, data: st.DataObject) -> None:
         """While copies run, freed blocks are quarantined."""
@@ -592,6 +662,7 @@ class MeshMachine(RuleBasedStateMachine):
             instance.end_copies()
             self.feed(InstanceSuspected(instance_id, suspected=False))
             instance.events.append(DrainRequested(instance_id, enabled=False))
+            self.operate(OperationKind.UNDRAIN, instance_id, role=Role.MIXED, timeout_s=0.0, force=False)
             instance.events.append(RoleChangeRequested(instance_id, self.profiles[instance_id].role))
             instance.report_load()
         for _ in range(1000):

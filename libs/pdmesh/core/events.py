@@ -13,6 +13,8 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     NumTokens,
+    OperationId,
+    OperationKind,
     OwnDecodeSteps,
     Request,
     RequestId,
@@ -20,7 +22,10 @@ from pdmesh.model import (
     Role,
     TransferId,
 )
-from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS
+from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS, Range
+
+#: No operator waits longer for requests to leave an instance by themselves.
+MAX_OPERATION_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,30 @@ class RoleChangeRequested:
 
     instance_id: InstanceId
     role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationRequested:
+    """An operator asks for an operation on an instance, or (``again``) a scheduler that is gone had taken it on.
+
+    What has not left the instance ``timeout_s`` after it began starts again elsewhere. ``force`` is for the last
+    instance of its kind.
+    """
+
+    operation_id: OperationId
+    kind: OperationKind
+    instance_id: InstanceId
+    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
+    role: Role | None = None  # of an operation that changes it
+    force: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCancelled:
+    """An operator takes an operation back."""
+
+    operation_id: OperationId
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +320,8 @@ Event = (
     | InstanceSuspected
     | InstanceLost
     | RoleChangeRequested
+    | OperationRequested
+    | OperationCancelled
     | BundleChangeRequested
     | Tick
     | InstanceEvent

@@ -35,6 +35,8 @@ from pdmesh.core.events import (
     InstanceUnreachable,
     KvReleased,
     LoadReported,
+    OperationCancelled,
+    OperationRequested,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
@@ -50,6 +52,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.fairness import TenantView
 from pdmesh.core.learning import LatencyLearner
+from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
@@ -71,6 +74,7 @@ class SchedulerCore:
         self._bundle = bundle
         self._books = Books(rng)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
+        self._operations = Operations(self._books)
         self._packer = Packer(self._books, config.plans_in_flight, bundle)
         self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._admission = Admission(self._books, config)
@@ -119,6 +123,16 @@ class SchedulerCore:
         return self._books.queue.counters.views
 
     @property
+    def operations(self) -> list[OperationView]:
+        """Operators' operations that run, and the last that are over, in the order in which they came."""
+        return self._operations.views
+
+    @property
+    def wishes(self) -> list[OperationRequested]:
+        """What operators want of the instances: for the scheduler that comes after this one, to ask for again."""
+        return self._operations.wishes
+
+    @property
     def ignored(self) -> Mapping[str, int]:
         """Reports that changed nothing because they did not fit the books, by what they were."""
         return self._books.ignored
@@ -163,6 +177,7 @@ class SchedulerCore:
                 self._reunion.instance_joined(event.profile, event.residents, now_s)
                 if self._learner.joined(event.profile):
                     self._rebuild_bundle(self._bundle.name)
+                self._operations.joined(event.profile.instance_id, now_s)
                 start_elsewhere(self._books, self._bundle)
             case InstanceUnreachable():
                 if instance := self._instance(event.instance_id, event):
@@ -173,11 +188,16 @@ class SchedulerCore:
                     start_elsewhere(self._books, self._bundle)
             case InstanceLost():
                 self._reunion.instance_lost(event.instance_id)
+                self._operations.lost(event.instance_id, now_s)
             case DrainRequested():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_draining(event.enabled)
             case RoleChangeRequested():
                 self._role_change_requested(event)
+            case OperationRequested():
+                self._operations.request(event, now_s)
+            case OperationCancelled():
+                self._operations.cancel(event.operation_id, now_s)
             case BundleChangeRequested():
                 self._bundle_change_requested(event.bundle)
             case StepDone():
@@ -209,6 +229,7 @@ class SchedulerCore:
                 self._wake_s = inf  # what is due has been looked at
             case _:
                 assert_never(event)
+        self._operations.advance(now_s)
         self._packer.pack(self._bundle, now_s)
         self._admission.note(commands)
         self._books.take_back_backends()
@@ -452,7 +473,9 @@ class SchedulerCore:
         self._reunion.expire(self._now_s)
 
     def _ask_for_wake_up(self) -> None:
-        self._due_s = min(self._books.queue.next_deadline_s, self._reunion.next_deadline_s)
+        self._due_s = min(
+            self._books.queue.next_deadline_s, self._reunion.next_deadline_s, self._operations.next_deadline_s
+        )
         if self._wake_s <= self._now_s:
             self._wake_s = inf
         if self._due_s < self._wake_s:
@@ -470,6 +493,7 @@ class SchedulerCore:
     def check_integrity(self) -> None:
         """Every book balances with every other; AssertionError names the numbers."""
         self._books.check_integrity()
+        self._operations.check_integrity()
         for instance in self._books.instances.values():
             num_plans = instance.num_regular_plans
             assert num_plans <= self._config.plans_in_flight, f"{instance.instance_id}: {num_plans} plans in flight"

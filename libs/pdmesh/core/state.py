@@ -155,6 +155,7 @@ class InstanceBooks:
         layout = profile.kv_layout
         self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
         self.draining = draining
+        self.closed = False  # by an operator
         self.reachable = True
         self.suspected = False
         self.next_plan_id = next_plan_id
@@ -345,7 +346,7 @@ class InstanceBooks:
     @property
     def is_usable(self) -> bool:
         """Whether requests may wait for it."""
-        return self.reachable and not self.draining
+        return self.reachable and not self.draining and not self.closed
 
     @property
     def takes_new(self) -> bool:
@@ -401,6 +402,10 @@ class InstanceBooks:
         self.draining = draining
         self._change()
 
+    def set_closed(self, closed: bool) -> None:
+        self.closed = closed
+        self._change()
+
     def set_reachable(self, reachable: bool) -> None:
         self.reachable = reachable
         self._change()
@@ -440,7 +445,7 @@ class InstanceBooks:
                 num_prefilling=self._num_of_kind[HoldKind.PREFILL] + self._num_of_kind[HoldKind.LOCAL],
                 num_decoding=self.num_decoding,
                 num_queued_tokens=self.num_queued_tokens,
-                draining=self.draining,
+                draining=self.draining or self.closed,
                 reachable=self.reachable,
                 suspected=self.suspected,
                 num_resident_tokens=int(self._num_resident_blocks * self.block_size * self._context_share),

@@ -14,6 +14,7 @@ from pdmesh.core.events import (
     InstanceJoined,
     KvReleased,
     RequestArrived,
+    RequestFinished,
     StepDone,
     TransferFailed,
     TransferLanded,
@@ -25,6 +26,7 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     ChunkDone,
     Epoch,
+    FinishReason,
     GatewayId,
     InstanceId,
     InstanceProfile,
@@ -107,6 +109,11 @@ class CoreBench:
             for c in plan.chunks
         )
         return self.feed(StepDone(InstanceId(instance_id), plan.plan_id, 0.01, chunks, 0))
+
+    def finish(self, instance_id: str, request_id: str, epoch: int = 0, *, num_output_tokens: int = 1) -> list[Command]:
+        """The instance drew the last token of a request."""
+        what = InstanceId(instance_id), RequestId(request_id), Epoch(epoch)
+        return self.feed(RequestFinished(*what, FinishReason.LENGTH, num_output_tokens))
 
     def released(self, instance_id: str, request_id: str, epoch: int = 0) -> list[Command]:
         return self.feed(KvReleased(InstanceId(instance_id), RequestId(request_id), Epoch(epoch)))

@@ -39,6 +39,8 @@ from pdmesh.core.events import (
     InstanceLost,
     InstanceUnreachable,
     LoadReported,
+    OperationCancelled,
+    OperationRequested,
     RequestArrived,
     RoleChangeRequested,
     Tick,
@@ -203,7 +205,7 @@ class Driver:
             case InstanceJoined():
                 self._coming.discard(event.profile.instance_id)
                 self._tell_readiness()
-            case InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
+            case InstanceUnreachable() | DrainRequested() | RoleChangeRequested() | OperationRequested() | OperationCancelled():
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)

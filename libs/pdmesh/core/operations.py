@@ -1,0 +1,277 @@
+"""Operators' operations: an instance is drained, used again, or given another role, and nobody's stream breaks.
+
+An operation is refused before it changes anything, or runs until nothing is left on the instance that has to leave it.
+What is still there at its time limit starts again elsewhere, under the next epoch and with the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from math import inf
+from typing import NamedTuple
+
+from pdmesh.core.books import Books
+from pdmesh.core.commands import SetRole
+from pdmesh.core.events import OperationRequested
+from pdmesh.core.placing import have_pair
+from pdmesh.core.state import HoldKind, InstanceBooks, Phase
+from pdmesh.model import InstanceId, OperationId, OperationKind, RequestKey, Role
+
+#: Operations that are over and still told of.
+MAX_ENDED = 256
+
+
+class OperationState(StrEnum):
+    RUNNING = auto()
+    DONE = auto()
+    REFUSED = auto()  # nothing was changed
+    CANCELLED = auto()  # the instance is used as before
+    FAILED = auto()
+
+
+class OperationView(NamedTuple):
+    """An operation as others may see it."""
+
+    operation_id: OperationId
+    kind: OperationKind
+    instance_id: InstanceId
+    role: Role | None
+    state: OperationState
+    detail: str
+    num_left: int  # requests that have to leave the instance
+    began_s: float
+    ended_s: float | None
+    timeout_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    wish: OperationRequested
+    began_s: float
+    state: OperationState = OperationState.RUNNING
+    detail: str = ""
+    num_left: int = 0
+    ended_s: float | None = None
+    has_moved_all: bool = False  # what was left at its time limit
+
+    @property
+    def deadline_s(self) -> float:
+        return inf if self.has_moved_all else self.began_s + self.wish.timeout_s
+
+    @property
+    def view(self) -> OperationView:
+        wish = self.wish
+        return OperationView(
+            operation_id=wish.operation_id,
+            kind=wish.kind,
+            instance_id=wish.instance_id,
+            role=wish.role,
+            state=self.state,
+            detail=self.detail,
+            num_left=self.num_left,
+            began_s=self.began_s,
+            ended_s=self.ended_s,
+            timeout_s=wish.timeout_s,
+        )
+
+
+class Operations:
+    """At most one runs on an instance. What operators want of instances outlives these, and schedulers."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._operations: dict[OperationId, _Operation] = {}  # in the order in which they came
+        self._running: dict[InstanceId, _Operation] = {}
+        #: The operations whose outcome still holds, by instance: what a new scheduler has to be told.
+        self._drains: dict[InstanceId, OperationRequested] = {}
+        self._roles: dict[InstanceId, OperationRequested] = {}
+
+    @property
+    def views(self) -> list[OperationView]:
+        return [operation.view for operation in self._operations.values()]
+
+    @property
+    def wishes(self) -> list[OperationRequested]:
+        """What operators want of the instances, in the order to ask for it again."""
+        running = [operation.wish for operation in self._running.values()]
+        return list(dict.fromkeys([*self._roles.values(), *self._drains.values(), *running]))
+
+    @property
+    def next_deadline_s(self) -> float:
+        return min((operation.deadline_s for operation in self._running.values()), default=inf)
+
+    # --- events ---
+
+    def request(self, wish: OperationRequested, now_s: float) -> None:
+        if wish.operation_id in self._operations:
+            return  # asked again
+        operation = self._operations[wish.operation_id] = _Operation(wish, now_s)
+        self._forget()
+        refusal = None if wish.again else self._refusal(wish)
+        if refusal is not None:
+            self._end(operation, OperationState.REFUSED, refusal, now_s)
+            return
+        before = self._running.get(wish.instance_id)
+        if before is not None and before.wish.again:  # its outcome is kept, and holds when the instance comes
+            self._end(before, OperationState.DONE, "", now_s)
+        elif before is not None:
+            self._end(before, OperationState.CANCELLED, f"{wish.kind} came after it", now_s)
+        if wish.kind is OperationKind.UNDRAIN:
+            self._drains.pop(wish.instance_id, None)
+        elif wish.again:
+            (self._drains if wish.kind is OperationKind.DRAIN else self._roles)[wish.instance_id] = wish
+        self._running[wish.instance_id] = operation
+        self._begin(operation, now_s)
+
+    def cancel(self, operation_id: OperationId, now_s: float) -> None:
+        """Use the instance as before; nothing happens if the operation is over, or is not known."""
+        operation = self._operations.get(operation_id)
+        if operation is None or operation.state is not OperationState.RUNNING:
+            self._books.ignore("OperationCancelled")
+            return
+        self._end(operation, OperationState.CANCELLED, "an operator took it back", now_s)
+        if instance := self._books.instances.get(operation.wish.instance_id):
+            instance.set_closed(instance.instance_id in self._drains)
+
+    def joined(self, instance_id: InstanceId, now_s: float) -> None:
+        """An instance came (back): what was wanted of it still is."""
+        instance = self._books.instances[instance_id]
+        if (wish := self._roles.get(instance_id)) and wish.role is not None and wish.role is not instance.role:
+            self._set_role(instance, wish.role)
+        if instance_id in self._drains:
+            instance.set_closed(True)
+        if operation := self._running.get(instance_id):
+            self._begin(operation, now_s)
+
+    def lost(self, instance_id: InstanceId, now_s: float) -> None:
+        """It is gone, and holds nothing: a drain is done."""
+        operation = self._running.get(instance_id)
+        if operation is not None and operation.wish.kind is OperationKind.DRAIN:
+            self._drained(operation, "the instance is gone", now_s)
+
+    def advance(self, now_s: float) -> None:
+        """Look what has left the instances since; after any event."""
+        for operation in list(self._running.values()):
+            instance = self._books.instances.get(operation.wish.instance_id)
+            if instance is None:
+                if operation.deadline_s <= now_s:
+                    self._end(operation, OperationState.FAILED, "the instance did not come back", now_s)
+                continue
+            if operation.deadline_s <= now_s:
+                operation.has_moved_all = True
+                for key in self._left(operation, instance):
+                    self._restart(key, instance)
+            operation.num_left = len(self._left(operation, instance))
+            if not operation.num_left:
+                self._complete(operation, instance, now_s)
+
+    # --- what is asked for ---
+
+    def _refusal(self, wish: OperationRequested) -> str | None:
+        instances = self._books.instances
+        instance = instances.get(wish.instance_id)
+        if instance is None:
+            known = ", ".join(sorted(instances)) or "none"
+            return f"no instance {wish.instance_id!r} is there: there are {known}"
+        running = self._running.get(wish.instance_id)
+        if running is not None and wish.kind is not OperationKind.UNDRAIN:
+            return (
+                f"operation {running.wish.operation_id} ({running.wish.kind}) runs on {wish.instance_id}: wait for it, "
+                f"or `pdmesh ops cancel {running.wish.operation_id}`"
+            )
+        if wish.kind is OperationKind.UNDRAIN or wish.force:
+            return None
+        others = [other for other in instances.values() if other is not instance and other.is_usable]
+        if self._leaves_at_once(wish, instance):
+            return None
+        if not have_pair(others) and (have_pair([instance, *others]) or wish.kind is OperationKind.ROLE):
+            kind = "prefill and decode" if instance.role is Role.MIXED else str(instance.role)
+            return (
+                f"without {wish.instance_id} no request can be served: it is the last that can {kind}. Start another "
+                "one first, or --force: then new requests wait, and are refused in the end"
+            )
+        return None
+
+    def _begin(self, operation: _Operation, now_s: float) -> None:
+        """From here on nothing new goes to the instance, and what would be long in leaving it leaves at once."""
+        instance = self._books.instances.get(operation.wish.instance_id)
+        if instance is None:
+            operation.detail = "waits for the instance to come back"
+            return
+        operation.detail = ""
+        if operation.wish.kind is not OperationKind.UNDRAIN and not self._leaves_at_once(operation.wish, instance):
+            instance.set_closed(True)
+            for key in self._left(operation, instance):
+                if self._takes_longer(key, operation.deadline_s - now_s):
+                    self._restart(key, instance)
+
+    def _leaves_at_once(self, wish: OperationRequested, instance: InstanceBooks) -> bool:
+        """Whether the instance goes on with all that it does."""
+        return wish.kind is OperationKind.ROLE and wish.role in (Role.MIXED, instance.role)
+
+    def _left(self, operation: _Operation, instance: InstanceBooks) -> Sequence[RequestKey]:
+        """What has to leave the instance."""
+        wish = operation.wish
+        if wish.kind is OperationKind.UNDRAIN or self._leaves_at_once(wish, instance):
+            return ()
+        stays = HoldKind.RESIDENT if wish.role is Role.DECODE else HoldKind.PREFILL if wish.role is Role.PREFILL else None
+        return [key for key, hold in instance.holds.items() if hold.kind is not stays]
+
+    def _takes_longer(self, key: RequestKey, limit_s: float) -> bool:
+        """Whether what is left of its prompt is predicted to."""
+        state = self._books.find(key)
+        if state is None or state.phase is not Phase.PREFILLING:
+            return False
+        num_left = state.request.num_prompt_tokens - state.num_planned_tokens
+        return state.work_us * num_left / state.request.num_prompt_tokens > 1e6 * limit_s
+
+    def _restart(self, key: RequestKey, instance: InstanceBooks) -> None:
+        state = self._books.find(key)
+        if state is not None and state.needs(instance.instance_id):
+            self._books.restart(state, f"instance {instance.instance_id} is drained")
+
+    # --- the end of one ---
+
+    def _complete(self, operation: _Operation, instance: InstanceBooks, now_s: float) -> None:
+        wish = operation.wish
+        match wish.kind:
+            case OperationKind.DRAIN:
+                self._drained(operation, "", now_s)
+                return
+            case OperationKind.UNDRAIN:
+                instance.set_closed(False)
+                self._books.queue.unpark()
+            case OperationKind.ROLE:
+                assert wish.role is not None
+                self._roles[wish.instance_id] = wish
+                self._set_role(instance, wish.role)
+                instance.set_closed(wish.instance_id in self._drains)
+        self._end(operation, OperationState.DONE, "", now_s)
+
+    def _drained(self, operation: _Operation, detail: str, now_s: float) -> None:
+        self._drains[operation.wish.instance_id] = operation.wish
+        self._end(operation, OperationState.DONE, detail, now_s)
+
+    def _set_role(self, instance: InstanceBooks, role: Role) -> None:
+        instance.set_role(role)
+        self._books.regroup()
+        self._books.commands.append(SetRole(instance_id=instance.instance_id, role=role))
+        self._books.queue.unpark()
+
+    def _end(self, operation: _Operation, state: OperationState, detail: str, now_s: float) -> None:
+        operation.state, operation.detail, operation.ended_s, operation.num_left = state, detail, now_s, 0
+        if self._running.get(operation.wish.instance_id) is operation:
+            del self._running[operation.wish.instance_id]
+
+    def _forget(self) -> None:
+        ended = [key for key, each in self._operations.items() if each.state is not OperationState.RUNNING]
+        for key in ended[: max(0, len(ended) - MAX_ENDED)]:
+            del self._operations[key]
+
+    def check_integrity(self) -> None:
+        for instance_id, operation in self._running.items():
+            assert operation.state is OperationState.RUNNING, f"{instance_id}: {operation.wish.operation_id} is over"
+        running = sum(operation.state is OperationState.RUNNING for operation in self._operations.values())
+        assert running == len(self._running), f"{running} operations run, books say {len(self._running)}"

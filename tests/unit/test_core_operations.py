@@ -1,0 +1,221 @@
+"""Operators' operations on instances: what they refuse, what they wait for, and what starts again elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.commands import Command, FreeKv, PlaceDecode, Restart, RunStep, SetRole, WakeAt
+from pdmesh.core.events import InstanceJoined, InstanceLost, OperationCancelled, OperationRequested, Tick
+from pdmesh.core.operations import MAX_ENDED, OperationState, OperationView
+from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, Role
+from pdmesh.testing.core import CoreBench, of
+from pdmesh.testing.modelled import modelled_profile
+
+
+def profile(name: str) -> InstanceProfile:
+    return modelled_profile(name, Role.PREFILL if name[0] == "p" else Role.DECODE if name[0] == "d" else Role.MIXED)
+
+
+def bench_of(*names: str) -> CoreBench:
+    return CoreBench(*(profile(name) for name in names))
+
+
+def wish(
+    kind: str, instance: str, *, role: str | None = None, timeout_s: float = 10.0, name: str = "", force: bool = False
+) -> OperationRequested:
+    return OperationRequested(
+        operation_id=OperationId(name or f"{kind}-{instance}"),
+        kind=OperationKind(kind),
+        instance_id=InstanceId(instance),
+        role=None if role is None else Role(role),
+        timeout_s=timeout_s,
+        force=force,
+    )
+
+
+def state(bench: CoreBench, name: str) -> OperationView:
+    return next(view for view in bench.core.operations if view.operation_id == name)
+
+
+def restarted(commands: list[Command]) -> list[str]:
+    return [restart.request_id for restart in of(Restart, commands)]
+
+
+def decoding(bench: CoreBench, request_id: str) -> str:
+    """A request that decodes on the instance that is returned."""
+    commands = bench.arrive(request_id)
+    (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+    bench.done(step.instance_id, step.plan)
+    bench.landed(place.instance_id, request_id)
+    bench.sent(step.instance_id, request_id)
+    bench.released(step.instance_id, request_id)
+    return place.instance_id
+
+
+def test_a_drain_is_done_when_the_last_request_has_left() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    target = decoding(bench, "a")
+    assert not restarted(bench.feed(wish("drain", target, name="x")))
+    assert (state(bench, "x").state, state(bench, "x").num_left) == (OperationState.RUNNING, 1)
+    (place,) = of(PlaceDecode, bench.arrive("b"))
+    assert place.instance_id != target
+    bench.finish(target, "a")
+    bench.released(target, "a")
+    assert state(bench, "x").state is OperationState.DONE
+    bench.feed(wish("undrain", target))
+    assert state(bench, f"undrain-{target}").state is OperationState.DONE
+    assert not next(view for view in bench.core.instances if view.instance_id == target).draining
+
+
+def test_what_is_left_at_the_time_limit_starts_again_elsewhere() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    target = decoding(bench, "a")
+    commands = bench.feed(wish("drain", target, name="x", timeout_s=3.0))
+    assert [wake.at_s for wake in of(WakeAt, commands)] == [bench.now_s + 3.0]
+    bench.now_s += 3.0
+    commands = bench.feed(Tick())
+    assert restarted(commands) == ["a"]
+    assert [free.instance_id for free in of(FreeKv, commands)] == [target]
+    assert state(bench, "x").state is OperationState.RUNNING, "its KV is not free yet"
+    bench.released(target, "a")
+    assert state(bench, "x").state is OperationState.DONE
+    (place,) = of(PlaceDecode, bench.arrive("a", epoch=1))
+    assert place.instance_id != target
+
+
+def test_a_prompt_that_would_take_longer_than_the_limit_leaves_at_once() -> None:
+    bench = bench_of("p0", "p1", "d0")
+    (step,) = of(RunStep, bench.arrive("a"))
+    assert restarted(bench.feed(wish("drain", step.instance_id, timeout_s=0.0))) == ["a"]
+
+
+def test_the_last_of_its_kind_is_drained_by_force_only() -> None:
+    bench = bench_of("p0", "d0")
+    bench.feed(wish("drain", "d0", name="x"))
+    assert state(bench, "x").state is OperationState.REFUSED
+    assert "the last that can decode" in state(bench, "x").detail
+    assert of(RunStep, bench.arrive("a")), "nothing has changed"
+    bench.feed(wish("drain", "d0", name="y", force=True))
+    assert state(bench, "y").state is OperationState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (wish("drain", "nobody", name="x"), "no instance 'nobody' is there: there are d0, d1, p0"),
+        (wish("role", "p0", role="decode", name="x"), "the last that can prefill"),
+        (wish("drain", "d0", name="x"), "operation first (drain) runs on d0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_changes(asked: OperationRequested, reason: str) -> None:
+    bench = bench_of("p0", "d0", "d1")
+    assert decoding(bench, "a") == "d0"
+    bench.feed(wish("drain", "d0", name="first"))
+    before = bench.core.instances
+    assert not bench.feed(asked)
+    assert state(bench, "x").state is OperationState.REFUSED
+    assert reason in state(bench, "x").detail
+    assert bench.core.instances == before
+
+
+def test_asked_twice_is_done_once() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    decoding(bench, "a")
+    bench.feed(wish("drain", "d0", name="x"))
+    assert not bench.feed(wish("drain", "d0", name="x"))
+    assert [view.state for view in bench.core.operations] == [OperationState.RUNNING]
+
+
+def test_an_operation_that_is_taken_back_leaves_the_instance_as_it_was() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    target = decoding(bench, "a")
+    bench.feed(wish("drain", target, name="x"))
+    bench.feed(OperationCancelled(OperationId("x")))
+    assert state(bench, "x").state is OperationState.CANCELLED
+    assert not any(view.draining for view in bench.core.instances)
+    bench.feed(OperationCancelled(OperationId("x")))
+    assert bench.core.ignored["OperationCancelled"] == 1
+
+
+def test_a_role_changes_when_all_has_left_that_the_new_one_does_not_do() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    target = decoding(bench, "a")
+    commands = bench.feed(wish("role", target, role="prefill", name="x"))
+    assert not of(SetRole, commands)
+    bench.finish(target, "a")
+    commands = bench.released(target, "a")
+    assert [(command.instance_id, command.role) for command in of(SetRole, commands)] == [(target, Role.PREFILL)]
+    view = next(view for view in bench.core.instances if view.instance_id == target)
+    assert (view.role, view.draining) == (Role.PREFILL, False)
+
+
+def test_a_role_that_does_more_changes_at_once() -> None:
+    bench = bench_of("p0", "d0")
+    decoding(bench, "a")
+    commands = bench.feed(wish("role", "d0", role="mixed", name="x"))
+    assert of(SetRole, commands)
+    assert state(bench, "x").state is OperationState.DONE
+
+
+def test_what_was_wanted_holds_for_an_instance_that_comes_back() -> None:
+    bench = bench_of("p0", "d0", "d1", "m0")
+    bench.feed(wish("drain", "d0"))
+    bench.feed(wish("role", "m0", role="decode"))
+    for name in ("d0", "m0"):
+        bench.feed(InstanceLost(InstanceId(name)))
+    commands = [command for name in ("d0", "m0") for command in bench.feed(InstanceJoined(profile(name), ()))]
+    assert [(command.instance_id, command.role) for command in of(SetRole, commands)] == [("m0", Role.DECODE)]
+    views = {view.instance_id: view for view in bench.core.instances}
+    assert views[InstanceId("d0")].draining
+    assert views[InstanceId("m0")].role is Role.DECODE
+
+
+def test_a_drain_is_done_when_the_instance_dies_and_a_role_waits_for_it() -> None:
+    bench = bench_of("p0", "d0", "d1", "d2")
+    decoding(bench, "a")
+    decoding(bench, "b")
+    bench.feed(wish("drain", "d0", name="x"))
+    bench.feed(wish("role", "d1", role="prefill", name="y"))
+    for name in ("d0", "d1"):
+        bench.feed(InstanceLost(InstanceId(name)))
+    assert (state(bench, "x").state, state(bench, "y").state) == (OperationState.DONE, OperationState.RUNNING)
+    bench.feed(InstanceJoined(profile("d1"), ()))
+    assert state(bench, "y").state is OperationState.DONE
+
+
+def test_the_next_scheduler_goes_on_with_what_was_asked_of_this_one() -> None:
+    bench = bench_of("p0", "p1", "d0", "d1")
+    target = decoding(bench, "a")
+    bench.feed(wish("drain", "p0", name="done"))
+    bench.feed(wish("role", target, role="mixed", name="role"))
+    other = "d1" if target == "d0" else "d0"
+    bench.feed(wish("drain", target, name="running"))
+    wishes = bench.core.wishes
+    assert [each.operation_id for each in wishes] == ["role", "done", "running"]
+
+    after = CoreBench()
+    for each in wishes:
+        after.feed(replace(each, again=True))
+    for name in ("p0", "p1", target, other):
+        after.feed(InstanceJoined(profile(name), ()))
+    views = {view.instance_id: view for view in after.core.instances}
+    assert views[InstanceId("p0")].draining
+    assert (views[InstanceId(target)].draining, views[InstanceId(target)].role) == (True, Role.MIXED)
+    assert [view.state for view in after.core.operations] == [OperationState.DONE] * 3
+
+
+def test_an_instance_that_never_comes_back_ends_the_operation_at_its_limit() -> None:
+    bench = bench_of("p0", "d0")
+    bench.feed(replace(wish("role", "d9", role="mixed", name="x"), again=True))
+    bench.now_s += 10.0
+    bench.feed(Tick())
+    assert state(bench, "x").state is OperationState.FAILED
+
+
+def test_only_so_many_that_are_over_are_remembered() -> None:
+    bench = bench_of("p0", "d0")
+    for number in range(MAX_ENDED + 50):
+        bench.feed(wish("drain", "nobody", name=f"x{number}"))
+    assert len(bench.core.operations) <= MAX_ENDED + 1
