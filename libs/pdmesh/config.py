@@ -42,6 +42,9 @@ class SecurityConfig:
     ] = None
     api_key: Annotated[str | None, SECRET, "or a single key"] = None
     mesh_token: Annotated[str, SECRET, "shared secret of our own services"] = ""
+    operator_token: Annotated[
+        str, SECRET, "who changes the running mesh must show it; without one, changes come from this machine alone"
+    ] = ""
     tls_cert: Annotated[Path | None, "our certificate: turns TLS on, at the edges and between services"] = None
     tls_key: Annotated[Path | None, "its key"] = None
     tls_ca: Annotated[Path | None, "peers' certificates are checked against it (mutual TLS between services)"] = None
@@ -112,6 +115,9 @@ class SchedulerConfig:
     ] = 0.6
     heartbeat_s: Annotated[float, "how often instances and gateways say that they live, at least"] = 1.0
     orphan_grace_s: Annotated[float, "after a restart: how long a request may wait to be claimed by an instance"] = 3.0
+    operations_file: Annotated[
+        Path | None, "what operators asked for, kept for the next start: policy, drains, roles; `pdmesh up` has one"
+    ] = None
     event_log: Annotated[Path | None, "append-only record of all events, for `pdmesh replay`"] = None
     event_log_max_bytes: Annotated[int, COUNT, "where the record of one run ends; about 1.5 KB a request"] = 1 << 30
     event_log_keep: Annotated[int, "records of earlier runs that are kept, as `event_log`.1 (the newest) and so on"] = 3

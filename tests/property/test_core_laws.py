@@ -130,7 +130,8 @@ class MeshMachine(RuleBasedStateMachine):
         self.new_core()
 
     def new_core(self) -> None:
-        wishes = self.core.wishes if hasattr(self, "core") else []
+        core: SchedulerCore | None = getattr(self, "core", None)
+        wishes = [] if core is None else core.wishes
         self.core, self.diligent = (
             SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0)) for _ in range(2)
         )
@@ -197,7 +198,9 @@ class MeshMachine(RuleBasedStateMachine):
                     self.check_overtakes_nobody(self.waiting[key])
                     del self.waiting[key]
                 case PlaceDecode():
-                    assert command.instance_id not in self.draining | self.closed, f"{command} on an instance that drains"
+                    assert command.instance_id not in self.draining | self.closed, (
+                        f"{command} on an instance that drains"
+                    )
                     assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
                     assert self.roles[command.instance_id].can_decode, f"{command} on an instance that does not decode"
                     self.receiver_of[command.request_id, command.epoch] = command.instance_id
@@ -619,8 +622,8 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def operator_takes_back(self, data: st.DataObject) -> None:
         running = [view for view in self.core.operations if view.state is OperationState.RUNNING]
-        if view := self.pick(data, running):
-            self.feed(OperationCancelled(view.operation_id))
+        if running:
+            self.feed(OperationCancelled(data.draw(st.sampled_from(running)).operation_id))
 
     @rule(data=st.data())
     def copies_begin_or_end(self, data: st.DataObject) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -16,13 +15,12 @@ import grpc.aio
 import msgspec
 import pytest
 
-from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig
+from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import Command, FreeKv, RunStep
 from pdmesh.core.events import (
     DecodeReserved,
     DrainRequested,
     Event,
-    InstanceEvent,
     InstanceLost,
     KvReleased,
     LoadReported,
@@ -34,7 +32,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.errors import ConfigError, InstanceUnavailable, leaves
+from pdmesh.errors import ConfigError, leaves
 from pdmesh.eventlog import EventLogReader, replay
 from pdmesh.model import (
     ChunkDone,
@@ -53,18 +51,14 @@ from pdmesh.model import (
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.profile import Subject
 from pdmesh.profiles import save_profile
-from pdmesh.service import ServiceContext
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.profiles import profile_file
-from pdmesh.wire.endpoint import MeshChannel, open_channel
-from pdmesh.wire.link import GRPC_OPTIONS, FrameLink, open_link
+from pdmesh.wire.endpoint import open_channel
+from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh.wire.messages import (
     AdminError,
-    AdminRequest,
-    AdminResponse,
     Admit,
     Cancel,
-    CommandMessage,
     EventMessage,
     ExpectInstances,
     ExpectKv,
@@ -81,133 +75,34 @@ from pdmesh.wire.messages import (
     OtherChoice,
     PeerGone,
     Policies,
-    RegisterGateway,
     RegisterWorker,
     Rejected,
     RequestRecord,
     Restarted,
     SetPolicy,
     Submit,
-    WelcomeGateway,
-    WelcomeWorker,
     WorkerDown,
     pack_token_ids,
 )
 from pdmesh_scheduler import gateways, peers
 from pdmesh_scheduler.main import serve
+from pdmesh_scheduler.testing import (
+    CONFIG,
+    GATEWAY_METHOD,
+    REGISTRATION,
+    WORKER_METHOD,
+    RunningScheduler,
+    SchedulerPeer,
+)
+from pdmesh_scheduler.testing import SchedulerBench as Mesh
+from pdmesh_scheduler.testing import running_scheduler as running
 
 pytestmark = pytest.mark.anyio
 
-MessageT = TypeVar("MessageT")
 
 GATEWAY = GatewayId("g")
 R = RequestId("r")
 ZERO = Epoch(0)
-REGISTRATION = RegisterGateway(gateway_id=GATEWAY, waiting=())
-WORKER_METHOD = "/pdmesh.v1.Scheduler/Worker"
-GATEWAY_METHOD = "/pdmesh.v1.Scheduler/Gateway"
-
-#: A lease that no test outlives, and nobody is suspected before: only what a test does ends a stream.
-CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0, suspect_s=60.0))
-
-
-class Context(ServiceContext):
-    """Keeps what the service announces."""
-
-    facts: dict[str, Any]
-    ready: anyio.Event
-
-    def announce(self, **facts: Any) -> None:
-        self.facts = facts
-        self.ready.set()
-
-
-@dataclass
-class Peer:
-    """A worker's or gateway's end of a stream."""
-
-    link: FrameLink[Any, Any]
-    frames: AsyncIterator[list[Any]]
-    seen: list[Any]
-
-    def post(self, *messages: Any) -> None:
-        for message in messages:
-            self.link.post(EventMessage.of(message) if isinstance(message, InstanceEvent) else message)
-
-    async def expect(self, message_type: type[MessageT]) -> MessageT:
-        """The next message of a type; others before it are dropped."""
-        with anyio.fail_after(10):
-            while True:
-                for index, message in enumerate(self.seen):
-                    if isinstance(message, message_type):
-                        del self.seen[: index + 1]
-                        return message
-                frame = await anext(self.frames)
-                self.seen[:] = [m.command if isinstance(m, CommandMessage) else m for m in frame]
-
-    async def ended(self) -> str:
-        """Why the scheduler ended the stream."""
-        with anyio.fail_after(10):
-            try:
-                while await anext(self.frames, None) is not None:
-                    pass
-            except InstanceUnavailable as error:
-                return str(error)
-        return "OK"
-
-
-@dataclass
-class Mesh:
-    context: Context
-    channel: MeshChannel
-
-    @asynccontextmanager
-    async def connect(self, method: str, down: Any, *first: Any) -> AsyncGenerator[Peer]:
-        async with open_link(self.channel, method, down) as link, anyio.create_task_group() as tasks:
-
-            async def pump() -> None:
-                with suppress(InstanceUnavailable):  # the test reads the reason
-                    await link.pump()
-
-            tasks.start_soon(pump)
-            peer = Peer(link, link.frames(), [])
-            peer.post(*first)
-            yield peer
-            tasks.cancel_scope.cancel()
-
-    @asynccontextmanager
-    async def worker(self, profile: InstanceProfile, *residents: Resident) -> AsyncGenerator[Peer]:
-        registration = RegisterWorker(profile=profile, residents=residents)
-        async with self.connect(WORKER_METHOD, WorkerDown, registration) as peer:
-            await peer.expect(WelcomeWorker)
-            yield peer
-
-    @asynccontextmanager
-    async def gateway(self, *waiting: tuple[RequestId, Epoch]) -> AsyncGenerator[Peer]:
-        registration = msgspec.structs.replace(REGISTRATION, waiting=waiting)
-        async with self.connect(GATEWAY_METHOD, GatewayDown, registration) as peer:
-            await peer.expect(WelcomeGateway)
-            await peer.expect(MeshState)
-            yield peer
-
-    async def ask(self, question: AdminRequest) -> AdminResponse:
-        call: Any = self.channel.unary_unary("/pdmesh.v1.Scheduler/Admin")
-        (answer,) = msgspec.msgpack.decode(await call(msgspec.msgpack.encode([question])), type=list[AdminResponse])
-        return answer
-
-
-@asynccontextmanager
-async def running(config: MeshConfig = CONFIG) -> AsyncGenerator[Mesh]:
-    """The service, which must stop in good order when the block is left."""
-    context = Context(ready_fd=None)
-    context.ready = anyio.Event()
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, config, context)
-            await context.ready.wait()
-            async with open_channel(context.facts["address"], SecurityConfig()) as channel:
-                yield Mesh(context, channel)
-            context.stopping.set()
 
 
 def prefill(name: str = "p") -> InstanceProfile:
@@ -389,7 +284,7 @@ async def test_gateways_hear_of_readiness_and_at_each_heartbeat() -> None:
         assert (state.ready, state.reason) == (False, "no prefill instance is there")
 
 
-async def heard(g: Peer, mesh: Mesh) -> Any:
+async def heard(g: SchedulerPeer, mesh: Mesh) -> Any:
     """The instance's status at a gateway's heartbeat, once the worker's has been heard."""
     while True:
         g.post(GatewayHeartbeat())
@@ -470,7 +365,7 @@ async def test_an_operator_switches_the_policy_while_serving() -> None:
 async def test_an_unknown_profile_stops_the_start() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile="abacus"))
     with pytest.raises(ConfigError, match=r"'abacus'.*h200-llama3-8b"):
-        await serve(config, Context(ready_fd=None))
+        await serve(config, RunningScheduler(ready_fd=None))
 
 
 async def test_an_instance_that_the_profile_is_not_of_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
@@ -786,7 +681,7 @@ async def test_the_event_log_of_a_live_run_can_be_replayed(tmp_path: Path) -> No
 )
 async def test_a_wrong_setting_stops_the_start(settings: dict[str, Any], named: str) -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, **settings))
-    context = Context(ready_fd=None)
+    context = RunningScheduler(ready_fd=None)
     context.ready = anyio.Event()
     with pytest.raises((ConfigError, ExceptionGroup)) as caught:
         await serve(config, context)

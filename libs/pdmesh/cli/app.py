@@ -12,6 +12,8 @@ import typer
 
 from pdmesh import __version__
 from pdmesh.cli.keys import app as keys_app
+from pdmesh.cli.operator_commands import app as operator_app
+from pdmesh.cli.operator_commands import ops_app
 from pdmesh.cli.options import (
     ClientKey,
     ConfigFile,
@@ -47,6 +49,8 @@ policy_app = typer.Typer(help="Look at the scheduling policy, and switch it whil
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
 
 app.add_typer(study_app)
+app.add_typer(operator_app)
+app.add_typer(ops_app, name="ops")
 app.add_typer(requests_app, name="requests")
 app.add_typer(policy_app, name="policy")
 app.add_typer(config_app, name="config")

@@ -56,14 +56,18 @@ def threads_per_worker(config: MeshConfig, pools: Pools, cores: int) -> int:
 
 
 def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str, str]) -> ChildSpec:
-    return _spec("scheduler", "pdmesh_scheduler", config, state, environ)
+    settings = config.scheduler
+    if settings.operations_file is None:
+        settings = replace(settings, operations_file=state.operations_file)
+    return _spec("scheduler", "pdmesh_scheduler", replace(config, scheduler=settings), state, environ)
 
 
 def other_specs(
     config: MeshConfig, pools: Pools, state: StateFolder, environ: Mapping[str, str], scheduler: Mapping[str, Any]
 ) -> tuple[ChildSpec, Sequence[ChildSpec]]:
     """The gateway and the workers of the mesh, given what its scheduler announced."""
-    config = replace(config, scheduler_address=str(scheduler["address"]))
+    security = replace(config.security, operator_token="")  # the scheduler's alone
+    config = replace(config, scheduler_address=str(scheduler["address"]), security=security)
     num_threads = threads_per_worker(config, pools, num_cores())
     roles = ["prefill"] * pools.prefill + ["decode"] * pools.decode + ["mixed"] * pools.mixed
     workers = []

@@ -1,9 +1,10 @@
-"""The progress bar of commands that compute for a while."""
+"""What commands show that take a while: a bar, or a line."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -22,6 +23,28 @@ def progress_bar(output: Output = Output.TABLE, *, counts: bool = True) -> Progr
         transient=True,
         disable=output is Output.JSON or not sys.stderr.isatty(),
     )
+
+
+@contextmanager
+def progress_line(output: Output = Output.TABLE) -> Iterator[Callable[[str], None]]:
+    """One line that changes, on stderr: in place on a terminal, else each time it differs. None for scripts."""
+    if output is Output.JSON:
+        yield lambda line: None
+        return
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+    said = ""
+
+    def say(line: str) -> None:
+        nonlocal said
+        if line != said:
+            said = line
+            console.print(line, highlight=False, soft_wrap=True)
+
+    yield say
 
 
 def advance(progress: Progress, task: TaskID) -> Callable[[int], None]:

@@ -54,6 +54,11 @@ class StateFolder:
     def record_file(self) -> Path:
         return self.folder / "mesh.json"
 
+    @property
+    def operations_file(self) -> Path:
+        """What operators asked of this mesh, for its scheduler's next start."""
+        return self.folder / "operations.json"
+
     def log_file(self, service: str) -> Path:
         return self.folder / f"{service}.log"
 
@@ -93,10 +98,11 @@ class StateFolder:
         except (OSError, ValueError):
             return None
 
-    def forget_drain(self) -> None:
-        """What was said to an earlier supervisor is not for this one."""
+    def forget_wishes(self) -> None:
+        """What was said to an earlier supervisor, or asked of its mesh, is not for this one."""
         with self._usable():
             self._drain_file.unlink(missing_ok=True)
+            self.operations_file.unlink(missing_ok=True)
 
     @property
     def _drain_file(self) -> Path:

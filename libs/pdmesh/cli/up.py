@@ -63,7 +63,7 @@ class MeshRun:
             )
             self.config = _with_token(resolved(self.config))
             check_profile(self.config)
-            self.state.forget_drain()
+            self.state.forget_wishes()
             self._supervisor = supervisor = Supervisor(self._plan(), on_change=self._changed, say=_say)
             try:
                 anyio.run(supervisor.run)

@@ -22,6 +22,9 @@ from pdmesh.model import InstanceId, OperationId, OperationKind, RequestKey, Rol
 #: Operations that are over and still told of.
 MAX_ENDED = 256
 
+#: What an instance may go on holding in its new role.
+_STAYS = {Role.PREFILL: HoldKind.PREFILL, Role.DECODE: HoldKind.RESIDENT}
+
 
 class OperationState(StrEnum):
     RUNNING = auto()
@@ -87,6 +90,8 @@ class Operations:
         #: The operations whose outcome still holds, by instance: what a new scheduler has to be told.
         self._drains: dict[InstanceId, OperationRequested] = {}
         self._roles: dict[InstanceId, OperationRequested] = {}
+        #: Of any operation, or of what is wanted of instances: who looks on need not compare.
+        self.num_changes = 0
 
     @property
     def views(self) -> list[OperationView]:
@@ -107,6 +112,7 @@ class Operations:
     def request(self, wish: OperationRequested, now_s: float) -> None:
         if wish.operation_id in self._operations:
             return  # asked again
+        self.num_changes += 1
         operation = self._operations[wish.operation_id] = _Operation(wish, now_s)
         self._forget()
         refusal = None if wish.again else self._refusal(wish)
@@ -163,7 +169,9 @@ class Operations:
                 operation.has_moved_all = True
                 for key in self._left(operation, instance):
                     self._restart(key, instance)
-            operation.num_left = len(self._left(operation, instance))
+            num_left = len(self._left(operation, instance))
+            self.num_changes += num_left != operation.num_left
+            operation.num_left = num_left
             if not operation.num_left:
                 self._complete(operation, instance, now_s)
 
@@ -216,7 +224,9 @@ class Operations:
         wish = operation.wish
         if wish.kind is OperationKind.UNDRAIN or self._leaves_at_once(wish, instance):
             return ()
-        stays = HoldKind.RESIDENT if wish.role is Role.DECODE else HoldKind.PREFILL if wish.role is Role.PREFILL else None
+        stays = (
+            HoldKind.RESIDENT if wish.role is Role.DECODE else HoldKind.PREFILL if wish.role is Role.PREFILL else None
+        )
         return [key for key, hold in instance.holds.items() if hold.kind is not stays]
 
     def _takes_longer(self, key: RequestKey, limit_s: float) -> bool:
@@ -261,6 +271,7 @@ class Operations:
         self._books.queue.unpark()
 
     def _end(self, operation: _Operation, state: OperationState, detail: str, now_s: float) -> None:
+        self.num_changes += 1
         operation.state, operation.detail, operation.ended_s, operation.num_left = state, detail, now_s, 0
         if self._running.get(operation.wish.instance_id) is operation:
             del self._running[operation.wish.instance_id]

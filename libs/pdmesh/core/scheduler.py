@@ -128,6 +128,11 @@ class SchedulerCore:
         return self._operations.views
 
     @property
+    def num_operation_changes(self) -> int:
+        """How often `operations` or `wishes` changed."""
+        return self._operations.num_changes
+
+    @property
     def wishes(self) -> list[OperationRequested]:
         """What operators want of the instances: for the scheduler that comes after this one, to ask for again."""
         return self._operations.wishes

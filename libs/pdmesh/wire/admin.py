@@ -10,7 +10,7 @@ import msgspec
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.wire import messages
-from pdmesh.wire.endpoint import open_channel
+from pdmesh.wire.endpoint import open_operator_channel
 
 ADMIN_METHOD = "/pdmesh.v1.Scheduler/Admin"
 _DEADLINE_S = 5.0
@@ -20,7 +20,7 @@ async def ask_scheduler(
     address: str, security: SecurityConfig, question: messages.AdminRequest
 ) -> messages.AdminResponse:
     """One question, one answer. Raises InstanceUnavailable, ProtocolError, or PdmeshError with the scheduler's no."""
-    async with open_channel(address, security) as channel:
+    async with open_operator_channel(address, security) as channel:
         call: Any = channel.unary_unary(ADMIN_METHOD)
         try:
             frame = await call(msgspec.msgpack.encode([question]), timeout=_DEADLINE_S, wait_for_ready=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hmac
 import ipaddress
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -47,15 +47,17 @@ def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool)
 #: The metadata of every call between our services that carries the mesh token.
 TOKEN_METADATA = "pdmesh-token"
 
+#: The metadata of an operator's calls that carries the operators' token.
+OPERATOR_METADATA = "pdmesh-operator-token"
+
 
 class MeshChannel:
     """A channel to one of our services, whose calls carry the mesh token."""
 
-    def __init__(self, channel: grpc.aio.Channel, security: SecurityConfig) -> None:
+    def __init__(self, channel: grpc.aio.Channel, tokens: Mapping[str, str]) -> None:
         self._channel = channel
-        token = security.mesh_token
         # As gRPC wants it: text of ASCII, so any token fits.
-        self._metadata = ((TOKEN_METADATA, token.encode().hex()),) if token else ()
+        self._metadata = tuple((name, token.encode().hex()) for name, token in tokens.items() if token)
 
     async def __aenter__(self) -> Self:
         return self
@@ -167,7 +169,13 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig
 
 def open_channel(address: str, security: SecurityConfig) -> MeshChannel:
     """A channel to one of our services; TLS exactly if we are configured with it."""
-    return MeshChannel(_grpc_channel(address, security), security)
+    return MeshChannel(_grpc_channel(address, security), {TOKEN_METADATA: security.mesh_token})
+
+
+def open_operator_channel(address: str, security: SecurityConfig) -> MeshChannel:
+    """The same, for an operator, who shows the operators' token too."""
+    tokens = {TOKEN_METADATA: security.mesh_token, OPERATOR_METADATA: security.operator_token}
+    return MeshChannel(_grpc_channel(address, security), tokens)
 
 
 def _grpc_channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:

@@ -23,12 +23,12 @@ import array
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TypeVar, get_args
+from typing import Annotated, TypeVar, get_args
 
 import msgspec
 
 from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, PlainInstanceCommand
-from pdmesh.core.events import InstanceEvent
+from pdmesh.core.events import InstanceEvent, OperationRequested
 from pdmesh.errors import ProtocolError
 from pdmesh.model import (
     Epoch,
@@ -36,6 +36,8 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    OperationId,
+    OperationKind,
     RejectReason,
     RequestId,
     Resident,
@@ -489,7 +491,66 @@ class ExpectInstances(Message, frozen=True, kw_only=True):
     instance_ids: tuple[InstanceId, ...]
 
 
-AdminRequest = GetStatus | GetRequest | ListRequests | GetPolicies | SetPolicy | ExpectInstances
+class StartOperation(Message, frozen=True, kw_only=True):
+    """Answered by an `OperationStatus` once the core has decided: it runs, or was refused."""
+
+    wish: OperationRequested
+
+
+class CancelOperation(Message, frozen=True, kw_only=True):
+    """Answered by an `OperationStatus`."""
+
+    operation_id: OperationId
+
+
+class ListOperations(Message, frozen=True, kw_only=True):
+    """Answered by an `OperationList`, the newest first."""
+
+
+#: Longer, a question is asked again.
+MAX_WAIT_S = 4.0
+
+
+class WaitOperation(Message, frozen=True, kw_only=True):
+    """Answered by an `OperationStatus`: once it is over, or has not ``num_left`` left, or after ``wait_s``."""
+
+    operation_id: OperationId
+    num_left: int
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
+
+
+AdminRequest = (
+    GetStatus
+    | GetRequest
+    | ListRequests
+    | GetPolicies
+    | SetPolicy
+    | ExpectInstances
+    | StartOperation
+    | CancelOperation
+    | ListOperations
+    | WaitOperation
+)
+
+#: What changes a mesh: for operators, not for everybody who may look.
+Change = SetPolicy | StartOperation | CancelOperation
+
+
+class OperationStatus(Message, frozen=True, kw_only=True):
+    operation_id: OperationId
+    kind: OperationKind
+    instance_id: InstanceId
+    role: Role | None
+    state: str  # as in `pdmesh.core.operations.OperationState`
+    detail: str
+    num_left: int  # requests that have to leave the instance
+    began_at: float  # Unix time, seconds
+    ended_at: float | None
+    timeout_s: float
+
+
+class OperationList(Message, frozen=True, kw_only=True):
+    operations: tuple[OperationStatus, ...]
 
 
 class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -538,4 +599,4 @@ class AdminError(Message, frozen=True, kw_only=True):
     message: str
 
 
-AdminResponse = MeshState | RequestRecord | RequestList | Policies | AdminError
+AdminResponse = MeshState | RequestRecord | RequestList | Policies | OperationStatus | OperationList | AdminError

@@ -1,39 +1,63 @@
-"""The Admin method: an operator's questions and changes."""
+"""The Admin method: an operator's questions and changes.
+
+Who shows the mesh token may ask. Changes are for who shows the operators' token; where there is none, for this machine.
+"""
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 import msgspec
+import structlog
 
-from pdmesh.core.events import BundleChangeRequested
+from pdmesh.config import SecurityConfig
+from pdmesh.core.events import BundleChangeRequested, OperationCancelled
 from pdmesh.errors import ConfigError
+from pdmesh.model import OperationKind
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.ranges import out_of_range
+from pdmesh.wire.endpoint import OPERATOR_METADATA, is_loopback
 from pdmesh.wire.messages import (
     AdminError,
     AdminRequest,
     AdminResponse,
+    CancelOperation,
+    Change,
     ExpectInstances,
     GetPolicies,
     GetRequest,
     GetStatus,
+    ListOperations,
     ListRequests,
+    OperationList,
     Policies,
     RequestList,
     SetPolicy,
+    StartOperation,
+    WaitOperation,
 )
 from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.operations import OperationsDesk
 from pdmesh_scheduler.records import RequestRecords
+
+log = structlog.get_logger()
+
+#: Of an operation's id, in characters.
+MAX_ID_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Admin:
     driver: Driver
     records: RequestRecords
+    operations: OperationsDesk
+    security: SecurityConfig
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
         decoder = msgspec.msgpack.Decoder(list[AdminRequest])
@@ -41,14 +65,31 @@ class Admin:
         async def handle(frame: bytes, context: Any) -> bytes:
             try:
                 (question,) = decoder.decode(frame)
+                if (problem := out_of_range(question)) is not None:
+                    raise ValueError(problem)
             except (msgspec.MsgspecError, ValueError) as error:
                 reason = f"malformed frame of {len(frame)} bytes: {error}"
                 return bytes(await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason))  # raises
-            return msgspec.msgpack.encode([self._answer(question)])
+            if isinstance(question, Change):
+                answer = await self._change(question, context)
+            else:
+                answer = await self._answer(question)
+            return msgspec.msgpack.encode([answer])
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
-    def _answer(self, question: AdminRequest) -> AdminResponse:
+    # --- questions ---
+
+    async def _answer(
+        self,
+        question: GetStatus
+        | GetRequest
+        | ListRequests
+        | GetPolicies
+        | ExpectInstances
+        | ListOperations
+        | WaitOperation,
+    ) -> AdminResponse:
         match question:
             case GetStatus():
                 return self.driver.state()
@@ -64,14 +105,84 @@ class Admin:
             case ListRequests(limit=limit):
                 return RequestList(requests=self.records.newest(limit))
             case GetPolicies():
-                return Policies(bundle=self.driver.state().bundle, bundles=tuple(sorted(BUNDLES)))
+                return self._policies()
             case ExpectInstances(instance_ids=instance_ids):
                 self.driver.expect(instance_ids)
                 return self.driver.state()
+            case ListOperations():
+                return OperationList(operations=self.operations.statuses())
+            case WaitOperation(operation_id=operation_id, num_left=num_left, wait_s=wait_s):
+                status = await self.operations.wait(operation_id, num_left, wait_s)
+                return status or _unknown(operation_id)
+            case _:
+                assert_never(question)
+
+    def _policies(self) -> Policies:
+        return Policies(bundle=self.driver.state().bundle, bundles=tuple(sorted(BUNDLES)))
+
+    # --- changes ---
+
+    async def _change(self, change: SetPolicy | StartOperation | CancelOperation, context: Any) -> AdminResponse:
+        if (reason := self._why_not(context)) is not None:
+            answer: AdminResponse = AdminError(message=reason)
+        else:
+            answer = await self._carry_out(change)
+        audit = {"change": msgspec.to_builtins(change), "peer": context.peer()}
+        if isinstance(answer, AdminError):
+            log.warning("an operator's change was refused", **audit, reason=answer.message)
+        else:
+            log.info("an operator's change", **audit, answer=msgspec.to_builtins(answer))
+        return answer
+
+    def _why_not(self, context: Any) -> str | None:
+        """Why the caller may change nothing; None if it may."""
+        token = self.security.operator_token
+        if token:
+            given = dict(context.invocation_metadata() or ()).get(OPERATOR_METADATA, "")
+            if hmac.compare_digest(str(given).encode(), token.encode().hex().encode()):
+                return None
+            return "changes need the operators' token: set security.operator_token to what the scheduler has"
+        if is_local(context.peer()):
+            return None
+        return (
+            "changes are taken from the scheduler's own machine alone: give the scheduler a security.operator_token, "
+            "and show it"
+        )
+
+    async def _carry_out(self, change: SetPolicy | StartOperation | CancelOperation) -> AdminResponse:
+        match change:
             case SetPolicy(bundle=name):
                 try:
                     make_bundle(name, PolicyConfig())
                 except ConfigError as error:
                     return AdminError(message=str(error))
-                self.driver.post(BundleChangeRequested(name))
-                return Policies(bundle=name, bundles=tuple(sorted(BUNDLES)))
+                await self.driver.act(BundleChangeRequested(name))
+                return self._policies()
+            case StartOperation(wish=wish):
+                if wish.again:
+                    return AdminError(message="only a scheduler asks again")
+                if (wish.kind is OperationKind.ROLE) is (wish.role is None):
+                    return AdminError(message="a role belongs to a change of roles, and to nothing else")
+                if not 0 < len(wish.operation_id) <= MAX_ID_LENGTH:
+                    return AdminError(message=f"an operation's id has 1 to {MAX_ID_LENGTH} characters")
+                await self.driver.act(wish)
+                return self.operations.status(wish.operation_id) or _unknown(wish.operation_id)
+            case CancelOperation(operation_id=operation_id):
+                if self.operations.status(operation_id) is None:
+                    return _unknown(operation_id)
+                await self.driver.act(OperationCancelled(operation_id))
+                return self.operations.status(operation_id) or _unknown(operation_id)
+            case _:
+                assert_never(change)
+
+
+def is_local(peer: str) -> bool:
+    """Whether a gRPC peer, such as ``ipv4:127.0.0.1:5000``, is on this machine."""
+    scheme, _, address = peer.partition(":")
+    return scheme == "unix" or (
+        scheme in ("ipv4", "ipv6") and is_loopback(unquote(address).rpartition(":")[0].strip("[]"))
+    )
+
+
+def _unknown(operation_id: str) -> AdminError:
+    return AdminError(message=f"no operation {operation_id!r} is remembered: `pdmesh ops` lists them")

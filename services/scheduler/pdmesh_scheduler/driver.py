@@ -101,7 +101,7 @@ class Driver:
         self.activity = activity
         self._observers = (*observers, activity)
         self._event_log = event_log
-        self._inbox: deque[tuple[Event, Generation | None]] = deque()
+        self._inbox: deque[tuple[Event, Generation | None, anyio.Event | None]] = deque()
         self._filled = anyio.Event()
         self._emptied = anyio.Event()
         self._waiting: dict[RequestKey, Generation] = {}  # with the prompts of what is not yet placed
@@ -116,14 +116,23 @@ class Driver:
 
     def post(self, event: Event, generation: Generation | None = None) -> None:
         """Queue an event without waiting; for the few that a stream's end causes."""
-        self._inbox.append((event, generation))
-        self._filled.set()
+        self._put(event, generation, None)
 
     async def submit(self, event: Event, generation: Generation | None = None) -> None:
         """Queue an event, and wait while too many are."""
         self.post(event, generation)
         while len(self._inbox) > MAX_INBOX:
             await self._emptied.wait()
+
+    async def act(self, event: Event) -> None:
+        """Queue an event and wait until it is applied."""
+        applied = anyio.Event()
+        self._put(event, None, applied)
+        await applied.wait()
+
+    def _put(self, event: Event, generation: Generation | None, applied: anyio.Event | None) -> None:
+        self._inbox.append((event, generation, applied))
+        self._filled.set()
 
     async def run(self) -> None:
         """Apply events until cancelled."""
@@ -135,7 +144,10 @@ class Driver:
                     self._filled = anyio.Event()
                     await self._filled.wait()
                 for _ in range(min(BATCH, len(self._inbox))):
-                    self._apply(*self._inbox.popleft())
+                    event, generation, applied = self._inbox.popleft()
+                    self._apply(event, generation)
+                    if applied is not None:
+                        applied.set()
                 if len(self._inbox) <= MAX_INBOX:
                     self._emptied.set()
                     self._emptied = anyio.Event()
@@ -205,7 +217,9 @@ class Driver:
             case InstanceJoined():
                 self._coming.discard(event.profile.instance_id)
                 self._tell_readiness()
-            case InstanceUnreachable() | DrainRequested() | RoleChangeRequested() | OperationRequested() | OperationCancelled():
+            case InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
+                self._tell_readiness()
+            case OperationRequested() | OperationCancelled():
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)
@@ -234,7 +248,10 @@ class Driver:
                     prefill=command.instance_id,
                     decode=command.decode_instance_id or command.instance_id,
                 )
-            case RunStep() | PauseTransfer() | FreeKv() | SetRole():
+            case SetRole():
+                self._workers.post(command.instance_id, CommandMessage.of(command))
+                self._tell_readiness()
+            case RunStep() | PauseTransfer() | FreeKv():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
             case PlaceDecode():
                 self._expect_kv(command)

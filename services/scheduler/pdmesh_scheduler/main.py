@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import anyio
+import anyio.to_thread
 from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig
 from pdmesh.core.config import CoreConfig, LatencyLearning
+from pdmesh.core.events import BundleChangeRequested
 from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
@@ -32,6 +34,7 @@ from pdmesh_scheduler.admin import Admin
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
 from pdmesh_scheduler.metrics import SchedulerMetrics
+from pdmesh_scheduler.operations import OperationsDesk, read_wishes
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
@@ -67,6 +70,10 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         return began_at + at_s - began_s
 
     records = RequestRecords(wall_time)
+    operations = OperationsDesk(
+        core, configured_bundle=settings.bundle, path=settings.operations_file, wall_time=wall_time
+    )
+    wishes = await anyio.to_thread.run_sync(read_wishes, settings.operations_file)
 
     with ExitStack() as closing:
         header = Header(seed=seed, bundle=settings.bundle, config=core_config, started_at=began_at, started_s=began_s)
@@ -97,20 +104,30 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             gateways=gateways,
             lives=Lives(settings.max_records),
             activity=ActivityFeed(core, gateways, clock=clock, label=records.label),
-            observers=(SchedulerMetrics(registry, core), records, SchedulerSpans(context.tracing, wall_time)),
+            observers=(
+                SchedulerMetrics(registry, core),
+                records,
+                SchedulerSpans(context.tracing, wall_time),
+                operations,
+            ),
             event_log=event_log,
         )
+        if wishes.bundle is not None:
+            driver.post(BundleChangeRequested(wishes.bundle))
+        for wish in wishes.operations:
+            driver.post(wish)
         worker_streams = WorkerStreams(driver, workers, worker_leases, silences, settings, context.stopping, profile)
         gateway_streams = GatewayStreams(driver, gateways, gateway_leases, settings, context.stopping, clock)
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp),
             "Gateway": serve_link(gateway_streams.serve, GatewayUp),
-            "Admin": Admin(driver, records).handler(),
+            "Admin": Admin(driver, records, operations, config.security).handler(),
         }
         async with anyio.create_task_group() as tasks:
             if event_log is not None:
                 tasks.start_soon(event_log.run)
             tasks.start_soon(driver.run)
+            tasks.start_soon(operations.run)
             tasks.start_soon(worker_streams.watch)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
             async with serving(

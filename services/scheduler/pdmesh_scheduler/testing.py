@@ -1,0 +1,141 @@
+"""A scheduler in the test's own process, and scripted peers that talk to it over real gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+
+from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig
+from pdmesh.core.events import InstanceEvent
+from pdmesh.errors import InstanceUnavailable
+from pdmesh.model import Epoch, GatewayId, InstanceProfile, RequestId, Resident
+from pdmesh.service import ServiceContext
+from pdmesh.wire.endpoint import MeshChannel, open_channel
+from pdmesh.wire.link import FrameLink, open_link
+from pdmesh.wire.messages import (
+    AdminRequest,
+    AdminResponse,
+    CommandMessage,
+    EventMessage,
+    GatewayDown,
+    MeshState,
+    RegisterGateway,
+    RegisterWorker,
+    WelcomeGateway,
+    WelcomeWorker,
+    WorkerDown,
+)
+from pdmesh_scheduler.main import serve
+
+MessageT = TypeVar("MessageT")
+
+REGISTRATION = RegisterGateway(gateway_id=GatewayId("g"), waiting=())
+WORKER_METHOD = "/pdmesh.v1.Scheduler/Worker"
+GATEWAY_METHOD = "/pdmesh.v1.Scheduler/Gateway"
+
+#: A lease that no test outlives, and nobody is suspected before: only what a test does ends a stream.
+CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0, suspect_s=60.0))
+
+
+class RunningScheduler(ServiceContext):
+    """Keeps what the service announces."""
+
+    facts: dict[str, Any]
+    ready: anyio.Event
+
+    def announce(self, **facts: Any) -> None:
+        self.facts = facts
+        self.ready.set()
+
+
+@dataclass
+class SchedulerPeer:
+    """A worker's or gateway's end of a stream."""
+
+    link: FrameLink[Any, Any]
+    frames: AsyncIterator[list[Any]]
+    seen: list[Any]
+
+    def post(self, *messages: Any) -> None:
+        for message in messages:
+            self.link.post(EventMessage.of(message) if isinstance(message, InstanceEvent) else message)
+
+    async def expect(self, message_type: type[MessageT]) -> MessageT:
+        """The next message of a type; others before it are dropped."""
+        with anyio.fail_after(10):
+            while True:
+                for index, message in enumerate(self.seen):
+                    if isinstance(message, message_type):
+                        del self.seen[: index + 1]
+                        return message
+                frame = await anext(self.frames)
+                self.seen[:] = [m.command if isinstance(m, CommandMessage) else m for m in frame]
+
+    async def ended(self) -> str:
+        """Why the scheduler ended the stream."""
+        with anyio.fail_after(10):
+            try:
+                while await anext(self.frames, None) is not None:
+                    pass
+            except InstanceUnavailable as error:
+                return str(error)
+        return "OK"
+
+
+@dataclass
+class SchedulerBench:
+    context: RunningScheduler
+    channel: MeshChannel
+
+    @asynccontextmanager
+    async def connect(self, method: str, down: Any, *first: Any) -> AsyncGenerator[SchedulerPeer]:
+        async with open_link(self.channel, method, down) as link, anyio.create_task_group() as tasks:
+
+            async def pump() -> None:
+                with suppress(InstanceUnavailable):  # the test reads the reason
+                    await link.pump()
+
+            tasks.start_soon(pump)
+            peer = SchedulerPeer(link, link.frames(), [])
+            peer.post(*first)
+            yield peer
+            tasks.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def worker(self, profile: InstanceProfile, *residents: Resident) -> AsyncGenerator[SchedulerPeer]:
+        registration = RegisterWorker(profile=profile, residents=residents)
+        async with self.connect(WORKER_METHOD, WorkerDown, registration) as peer:
+            await peer.expect(WelcomeWorker)
+            yield peer
+
+    @asynccontextmanager
+    async def gateway(self, *waiting: tuple[RequestId, Epoch]) -> AsyncGenerator[SchedulerPeer]:
+        registration = msgspec.structs.replace(REGISTRATION, waiting=waiting)
+        async with self.connect(GATEWAY_METHOD, GatewayDown, registration) as peer:
+            await peer.expect(WelcomeGateway)
+            await peer.expect(MeshState)
+            yield peer
+
+    async def ask(self, question: AdminRequest) -> AdminResponse:
+        call: Any = self.channel.unary_unary("/pdmesh.v1.Scheduler/Admin")
+        (answer,) = msgspec.msgpack.decode(await call(msgspec.msgpack.encode([question])), type=list[AdminResponse])
+        return answer
+
+
+@asynccontextmanager
+async def running_scheduler(config: MeshConfig = CONFIG) -> AsyncGenerator[SchedulerBench]:
+    """The service, which must stop in good order when the block is left."""
+    context = RunningScheduler(ready_fd=None)
+    context.ready = anyio.Event()
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, config, context)
+            await context.ready.wait()
+            async with open_channel(context.facts["address"], SecurityConfig()) as channel:
+                yield SchedulerBench(context, channel)
+            context.stopping.set()

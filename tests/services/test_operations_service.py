@@ -1,0 +1,171 @@
+"""Operators' operations over the wire: who may, what is kept for the next scheduler, and who waits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.core.commands import SetRole
+from pdmesh.core.events import OperationRequested
+from pdmesh.errors import PdmeshError
+from pdmesh.model import InstanceId, OperationId, OperationKind, Role
+from pdmesh.testing.modelled import modelled_profile
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import (
+    AdminError,
+    AdminRequest,
+    AdminResponse,
+    CancelOperation,
+    GetPolicies,
+    GetStatus,
+    ListOperations,
+    MeshState,
+    OperationList,
+    OperationStatus,
+    Policies,
+    SetPolicy,
+    StartOperation,
+    WaitOperation,
+)
+from pdmesh_scheduler.admin import is_local
+from pdmesh_scheduler.operations import read_wishes
+from pdmesh_scheduler.testing import CONFIG, SchedulerBench, running_scheduler
+
+pytestmark = pytest.mark.anyio
+
+PREFILLS = [modelled_profile(name, Role.PREFILL) for name in ("p0", "p1")]
+DECODE = modelled_profile("d0", Role.DECODE)
+
+
+def asking(kind: OperationKind, instance: str, name: str = "x", role: Role | None = None) -> StartOperation:
+    wish = OperationRequested(
+        operation_id=OperationId(name), kind=kind, instance_id=InstanceId(instance), timeout_s=5.0, role=role
+    )
+    return StartOperation(wish=wish)
+
+
+def kept_in(path: Path) -> MeshConfig:
+    return replace(CONFIG, scheduler=replace(CONFIG.scheduler, operations_file=path))
+
+
+async def ask(mesh: SchedulerBench, question: AdminRequest, *, operator_token: str = "") -> AdminResponse:
+    security = SecurityConfig(operator_token=operator_token)
+    try:
+        return await ask_scheduler(mesh.context.facts["address"], security, question)
+    except PdmeshError as error:
+        return AdminError(message=str(error))
+
+
+async def test_a_role_is_changed_and_the_operation_can_be_looked_at() -> None:
+    async with (
+        running_scheduler() as mesh,
+        mesh.worker(PREFILLS[0]),
+        mesh.worker(DECODE),
+        mesh.worker(PREFILLS[1]) as p1,
+    ):
+        done = await ask(mesh, asking(OperationKind.ROLE, "p1", role=Role.MIXED))
+        assert isinstance(done, OperationStatus)
+        assert (done.state, done.num_left) == ("done", 0)
+        assert (await p1.expect(SetRole)).role is Role.MIXED
+        assert await ask(mesh, WaitOperation(operation_id=OperationId("x"), num_left=0, wait_s=1.0)) == done
+        assert await ask(mesh, ListOperations()) == OperationList(operations=(done,))
+        assert await ask(mesh, CancelOperation(operation_id=OperationId("x"))) == done, "it is over"
+
+
+async def test_who_waits_is_told_when_it_changes() -> None:
+    async with running_scheduler() as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
+        lost = asking(OperationKind.DRAIN, "nobody", "gone")
+        assert isinstance(refused := await ask(mesh, lost), OperationStatus)
+        assert (refused.state, refused.detail) == ("refused", "no instance 'nobody' is there: there are d0, p0")
+        refusal = await ask(mesh, asking(OperationKind.DRAIN, "p0"))
+        assert isinstance(refusal, OperationStatus)
+        assert refusal.state == "refused"
+        status = await ask(mesh, GetStatus())
+        assert isinstance(status, MeshState)
+        assert status.ready
+        assert isinstance(await ask(mesh, CancelOperation(operation_id=OperationId("none"))), AdminError)
+        assert isinstance(await ask(mesh, asking(OperationKind.ROLE, "p0", "y")), AdminError), "without a role"
+        assert isinstance(await ask(mesh, asking(OperationKind.DRAIN, "p0", "")), AdminError), "without an id"
+
+
+async def test_changes_need_the_operators_token_where_there_is_one() -> None:
+    security = SecurityConfig(operator_token="sesame")
+    async with running_scheduler(replace(CONFIG, security=security)) as mesh:
+        assert isinstance(await ask(mesh, GetPolicies()), Policies), "who has the mesh token may look"
+        for token in ("", "wrong"):
+            refusal = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token=token)
+            assert isinstance(refusal, AdminError)
+            assert "security.operator_token" in refusal.message
+        assert isinstance(before := await ask(mesh, GetPolicies()), Policies)
+        assert before.bundle == "pdmesh"
+        changed = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="sesame")
+        assert isinstance(changed, Policies)
+        assert changed.bundle == "fcfs", "answered once it is applied"
+
+
+@pytest.mark.parametrize(
+    ("peer", "local"),
+    [
+        ("ipv4:127.0.0.1:5000", True),
+        ("ipv6:%5B::1%5D:5000", True),
+        ("unix:", True),
+        ("ipv4:10.0.0.7:5000", False),
+        ("ipv6:%5Bfe80::1%5D:5000", False),
+        ("ipv4:127.0.0.1.example:5000", False),
+        ("", False),
+    ],
+)
+def test_only_this_machine_is_local(peer: str, local: bool) -> None:
+    assert is_local(peer) is local
+
+
+async def test_the_next_scheduler_knows_what_operators_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "operations.json"
+    async with (
+        running_scheduler(kept_in(path)) as mesh,
+        mesh.worker(PREFILLS[0]),
+        mesh.worker(PREFILLS[1]),
+        mesh.worker(DECODE),
+    ):
+        await ask(mesh, SetPolicy(bundle="fcfs"))
+        await ask(mesh, asking(OperationKind.DRAIN, "p0"))
+    assert len(read_wishes(path).operations) == 1
+    assert path.stat().st_mode & 0o777 == 0o600
+    async with (
+        running_scheduler(kept_in(path)) as mesh,
+        mesh.worker(PREFILLS[0]),
+        mesh.worker(PREFILLS[1]),
+        mesh.worker(DECODE),
+    ):
+        status = await ask(mesh, GetStatus())
+        assert isinstance(status, MeshState)
+        assert status.bundle == "fcfs"
+        assert {row.instance_id: row.draining for row in status.instances} == {"p0": True, "p1": False, "d0": False}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", json.dumps({"operations": [{"kind": "explode"}]}).encode(), b"\xff"]
+)
+async def test_a_damaged_file_ends_no_start(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "operations.json"
+    path.write_bytes(content)
+    async with running_scheduler(kept_in(path)) as mesh:
+        assert isinstance(await ask(mesh, GetPolicies()), Policies)
+
+
+async def test_a_disk_that_takes_nothing_ends_no_operation(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    async with (
+        running_scheduler(kept_in(blocked / "operations.json")) as mesh,
+        mesh.worker(PREFILLS[0]),
+        mesh.worker(PREFILLS[1]),
+        mesh.worker(DECODE),
+    ):
+        done = await ask(mesh, asking(OperationKind.DRAIN, "p0"))
+        assert isinstance(done, OperationStatus)
+        assert done.state == "done"
