@@ -96,6 +96,12 @@ class SchedulerConfig:
     port: Annotated[int, PORT, "0 takes a free port"] = 0
     metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
     bundle: Annotated[str, "which policies decide; see [policies](policies.md)"] = "pdmesh"
+    batching: Annotated[
+        str,
+        one_of("", "mb", "eb", "ebplus"),
+        "whether mixed instances compute prompts beside decodes (`mb`), in phases of their own (`eb`) or whichever is "
+        "faster (`ebplus`); empty: the bundle's own",
+    ] = ""
     profile: Annotated[
         str | None,
         "how long steps take: a built-in name or a file of `pdmesh profile`; else instances measure it at their start",
@@ -135,13 +141,9 @@ class WorkerConfig:
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16"), "auto: the checkpoint's"] = "auto"
     device: Annotated[str, "auto: cuda if there is one, else cpu"] = "auto"
     role: Annotated[str | None, one_of("prefill", "decode", "mixed"), "default: that of the service"] = None
-    engine: Annotated[str, one_of("torch", "fake"), "fake: a stand-in without a model, for tests and benchmarks"] = (
+    engine: Annotated[str, one_of("torch", "fake"), "fake: a stand-in that takes no time, for tests and benchmarks"] = (
         "torch"
     )
-    fake_latency: Annotated[
-        str | None,
-        "of the stand-in: how long its steps take, as a profile or as terms in seconds (`a_s=0.004,decode_s=1e-4`)",
-    ] = None
     block_size: Annotated[int, Range(1, 4096), "tokens"] = 16
     kv_cache_bytes: Annotated[
         int | None, COUNT, "of one instance; if not set, 256 MiB of the host, or kv_cache_share of a device"

@@ -29,6 +29,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
+    BatchingChangeRequested,
     BundleChangeRequested,
     DecodeReserved,
     DrainRequested,
@@ -69,6 +70,7 @@ from pdmesh.model import (
     StepPlan,
 )
 from pdmesh.policy.base import Bundle, PolicyConfig
+from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
@@ -150,6 +152,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.draining: set[InstanceId] = set()
         self.silent: set[InstanceId] = set()
         self.roles: dict[InstanceId, Role] = {}
+        self.held: set[InstanceId] = set()  # their residents wait for the end of a prefill phase
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
         for wish in wishes:
@@ -221,6 +224,7 @@ class MeshMachine(RuleBasedStateMachine):
                     assert key not in self.asked, f"{key} asked twice"
                     self.asked[key] = self.receiver_of[key]
                 case RunStep(plan=plan):
+                    self.check_phase(command.instance_id, plan)
                     if plan.urgent:
                         self.check_urgent(command.instance_id, plan)
                     self.plans[command.instance_id, plan.plan_id] = plan
@@ -298,6 +302,19 @@ class MeshMachine(RuleBasedStateMachine):
         in_flight = {chunk.request_id for other in overtaken for chunk in other.chunks}
         assert in_flight.isdisjoint(chunk.request_id for chunk in plan.chunks), "overtakes itself"
 
+    def check_phase(self, instance_id: InstanceId, plan: StepPlan) -> None:
+        """Where prompts have phases of their own, chunks hold the decodes, and a plan without chunks ends that."""
+        if self.core.batching_of(instance_id).mode is Mode.EXCLUSIVE and plan.chunks:
+            assert plan.holds_decodes, f"{plan} in a decode phase"
+        if plan.holds_decodes:
+            assert self.roles[instance_id] is Role.MIXED
+            assert not plan.with_decodes, f"{plan} decodes in a prefill phase"
+            assert not plan.urgent, f"{plan} may come late, into a decode phase"
+            self.held.add(instance_id)
+        elif not plan.urgent:
+            assert plan.chunks or instance_id in self.held, f"{plan} has nothing to do"
+            self.held.discard(instance_id)
+
     def preempted(self) -> set[RequestKey]:
         """Placed requests of whose prompt some is left to plan, and nothing planned."""
         chunks = Counter((chunk.request_id, chunk.epoch) for plan in self.plans.values() for chunk in plan.chunks)
@@ -331,6 +348,7 @@ class MeshMachine(RuleBasedStateMachine):
         """What was under way to and from an instance is lost."""
         self.plans = {key: plan for key, plan in self.plans.items() if key[0] != instance_id}
         self.asked = {key: receiver for key, receiver in self.asked.items() if receiver != instance_id}
+        self.held.discard(instance_id)
 
     def check_overtakes_nobody(self, placed: Request) -> None:
         """By the bundle's order, its lanes and its ties, of all that wait.
@@ -645,6 +663,11 @@ class MeshMachine(RuleBasedStateMachine):
         self.feed(BundleChangeRequested(bundle))
         assert self.core.bundle == bundle
 
+    @rule(batching=st.sampled_from(("", "mb", *["eb"] * 3, "ebplus")), threshold=st.sampled_from((None, 0.3, 0.7)))
+    def operator_switches_the_mode(self, batching: str, threshold: float | None) -> None:
+        self.feed(BatchingChangeRequested(batching, threshold))
+        assert not batching or self.core.batching == batching
+
     @rule(seconds=st.sampled_from((0.0, 0.5, 5.0, 60.0)))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
@@ -692,8 +715,8 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.running or instance.plans:
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True
-            instance.own.held = False  # for nothing is planned any more
-            for key in [key for key, hold in instance.holds.items() if hold.decoding]:
+            decodes = not instance.own.held
+            for key in [key for key, hold in instance.holds.items() if hold.decoding and decodes]:
                 instance.finish(key)
                 self.see_finished(instance)
                 busy = True
@@ -711,6 +734,7 @@ class MeshMachine(RuleBasedStateMachine):
             busy = True
         if not busy and not any(instance.holds for instance in self.mesh.instances.values()):
             assert self.core.num_waiting == 0, "requests wait though the mesh is empty"
+            assert not self.held, f"residents of {self.held} would wait for ever"
         if not busy and self.wake_at_s is not None and self.wake_at_s > self.now_s:
             self.now_s = self.wake_at_s
             self.feed(Tick())
@@ -736,7 +760,7 @@ class EveryInstance(Openings):
 
 def make_diligent(core: SchedulerCore) -> None:
     """Have it pack as if it could not tell which instances have changed."""
-    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight, core._bundle)
+    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight, core._bundle, core._modes)
 
 
 def key_of(request: Request) -> RequestKey:

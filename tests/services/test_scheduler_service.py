@@ -79,6 +79,7 @@ from pdmesh.wire.messages import (
     Rejected,
     RequestRecord,
     Restarted,
+    SetBatching,
     SetPolicy,
     Submit,
     WorkerDown,
@@ -343,6 +344,37 @@ async def test_a_broken_stream_is_no_loss_if_the_instance_comes_back(monkeypatch
             assert (state.ready, state.num_running) == (True, 1)
 
 
+async def test_an_operator_switches_the_batching_mode_while_serving() -> None:
+    async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed()) as m:
+        await g.expect(MeshState)
+        answer = await mesh.ask(SetBatching(batching="eb", threshold=0.3))
+        assert isinstance(answer, Policies)
+        assert (answer.batching, answer.batchings) == ("eb", ("mb", "eb", "ebplus"))
+        g.post(submit())
+        plan = await m.expect(RunStep)
+        assert plan.plan.holds_decodes
+        for refused, why in (
+            (SetBatching(batching="best"), "'best'"),
+            (SetBatching(batching="eb", threshold=1.0), "1.0"),
+        ):
+            refusal = await mesh.ask(refused)
+            assert isinstance(refusal, AdminError)
+            assert why in refusal.message
+        status = await mesh.ask(GetStatus())
+        assert isinstance(status, MeshState)
+        (row,) = status.instances
+        assert row.batching is not None
+        assert (row.batching.mode, row.batching.idle_share, status.batching) == ("eb", 0.3, "eb")
+
+
+async def test_a_mesh_without_instances_that_do_both_has_no_exclusive_mode() -> None:
+    async with running() as mesh, mesh.gateway() as g, mesh.worker(prefill()), mesh.worker(decode()):
+        await g.expect(MeshState)
+        refusal = await mesh.ask(SetBatching(batching="eb"))
+        assert isinstance(refusal, AdminError)
+        assert refusal.message == "no instance prefills and decodes: there is nothing that could be exclusive"
+
+
 async def test_an_operator_switches_the_policy_while_serving() -> None:
     async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed()) as m:
         await g.expect(MeshState)
@@ -352,7 +384,9 @@ async def test_an_operator_switches_the_policy_while_serving() -> None:
         assert isinstance(before, Policies)
         assert before.bundle == "pdmesh"
         assert {"fcfs", "medha", "pdmesh"} <= set(before.bundles)
-        assert await mesh.ask(SetPolicy(bundle="fcfs")) == Policies(bundle="fcfs", bundles=before.bundles)
+        answer = await mesh.ask(SetPolicy(bundle="fcfs"))
+        assert isinstance(answer, Policies)
+        assert (answer.bundle, answer.bundles) == ("fcfs", before.bundles)
         m.post(step_report(plan))
         refusal = await mesh.ask(SetPolicy(bundle="quick"))
         assert isinstance(refusal, AdminError)

@@ -42,10 +42,14 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
         )
     console.print(
         f"{'[green]ready[/]' if answer.ready else f'[red]not ready[/]: {answer.reason}'}  "
-        f"waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}",
+        f"waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}"
+        + (f"  batching {answer.batching}" if answer.batching else ""),
         highlight=False,
     )
     console.print(instances_table(answer))
+    for row in answer.instances:
+        if row.batching is not None:
+            console.print(f"{row.instance_id}  {batching_line(row.batching)}", highlight=False)
 
 
 def show_request(config: MeshConfig, state: StateFolder, request_id: str, output: Output) -> None:
@@ -115,6 +119,19 @@ def instances_table(answer: messages.MeshState) -> Table:
             _blocks(row),
         )
     return table
+
+
+def batching_line(batching: messages.BatchingStatus) -> str:
+    """What an instance does at once, and what is known of the other mode."""
+    phase = f", {batching.phase} phase" if batching.phase else ""
+    parts = [f"batching {batching.mode}{phase}"]
+    if batching.idle_share:
+        parts.append(f"θ {batching.idle_share:.3g}  N {batching.num_seats}")
+    if batching.gain is not None:
+        parts.append(f"eb over mb {batching.gain:+.1%}")
+    if batching.reason:
+        parts.append(f"not eb: {batching.reason}")
+    return "  ".join(parts)
 
 
 def _blocks(row: messages.InstanceStatus) -> str:

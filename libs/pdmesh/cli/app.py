@@ -236,16 +236,24 @@ def policy_get(
 
 @policy_app.command("set")
 def policy_set(
-    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="As in `pdmesh policy list`.")],
+    policy: Annotated[
+        str, typer.Argument(metavar="POLICY", help="A bundle or a batching mode, as in `pdmesh policy list`.")
+    ],
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Of `eb`: the share of idle seats that ends a decode phase. [default: the best in theory]"),
+    ] = None,
     name: Name = DEFAULT_NAME,
     scheduler: Scheduler = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Switch the policy bundle while serving. No request is dropped."""
+    """Switch the policy bundle, or the batching mode, while serving. No request is dropped."""
     from pdmesh.cli.policy import set_policy
 
-    set_policy(build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name), bundle)
+    set_policy(
+        build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name), policy, threshold
+    )
 
 
 @app.command()

@@ -44,6 +44,7 @@ class Books:
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, InstanceBooks] = {}
         self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
+        self.holding: dict[InstanceId, InstanceBooks] = {}  # their residents wait for the end of a prefill phase
         self.num_joined = 0
         self._groups: dict[str, list[InstanceBooks]] | None = None  # None: to be looked up
         self._kinds: list[InstanceBooks] | None = None

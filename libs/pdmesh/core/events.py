@@ -146,6 +146,17 @@ class BundleChangeRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchingChangeRequested:
+    """An operator switches the batching mode, whatever the bundle; empty: the bundle's own.
+
+    ``threshold`` is the share of idle seats at which `eb` ends a decode phase; None: the best in theory.
+    """
+
+    batching: str
+    threshold: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """An instance finished a planned step. ``duration_s`` is device time.
 
@@ -323,6 +334,7 @@ Event = (
     | OperationRequested
     | OperationCancelled
     | BundleChangeRequested
+    | BatchingChangeRequested
     | Tick
     | InstanceEvent
 )

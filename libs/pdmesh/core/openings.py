@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from heapq import merge
 from operator import attrgetter
 
+from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import first_of
@@ -22,6 +23,7 @@ from pdmesh.core.ranking import Decoders, Ranking
 from pdmesh.core.state import InstanceBooks, RequestState
 from pdmesh.model import InstanceId
 from pdmesh.policy.base import Bundle
+from pdmesh.policy.batching import Mode
 from pdmesh.policy.interruption import StepInFlight
 from pdmesh.policy.latency import ChunkShape, StepShape
 
@@ -38,8 +40,9 @@ class _Interruptible:
 
 
 class Openings:
-    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle) -> None:
+    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle, modes: Modes) -> None:
         self._books = books
+        self._modes = modes
         self._plans_in_flight = plans_in_flight
         self._reset(bundle)
 
@@ -104,7 +107,9 @@ class Openings:
     def _look_inside(self, instance: InstanceBooks) -> None:
         """Note it if its steps may be interrupted."""
         plans, interruption = instance.plans.values(), self._bundle.interruption
-        if interruption is None or not plans or any(plan.urgent or plan.group for plan in plans):
+        if interruption is None or not plans or self._modes.mode_of(instance) is Mode.EXCLUSIVE:
+            return  # an urgent chunk could come late, into a decode phase
+        if any(plan.urgent or plan.group for plan in plans):
             return
         steps: list[StepInFlight] = []
         in_flight: list[RequestState] = []

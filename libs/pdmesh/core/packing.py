@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
 from pdmesh.core.commands import RunStep
 from pdmesh.core.openings import Openings
@@ -27,6 +28,7 @@ from pdmesh.core.queue import in_order
 from pdmesh.core.state import InstanceBooks, RequestState
 from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
+from pdmesh.policy.batching import Mode
 
 
 @dataclass(slots=True, eq=False)
@@ -50,20 +52,35 @@ class Opening:
 class Packer:
     """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
 
-    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle) -> None:
+    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle, modes: Modes) -> None:
         self._books = books
-        self._openings = Openings(books, plans_in_flight, bundle)
+        self._modes = modes
+        self._openings = Openings(books, plans_in_flight, bundle, modes)
 
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
         openings = self._openings
+        self._modes.look_at(bundle)
         openings.update(bundle)
         instances, for_waiting = openings.computing(), openings.for_waiting()
         while instances or for_waiting:
             # Those that get nothing now get nothing in the next round either: room only shrinks.
-            instances = Round(self._books, openings, bundle, now_s, instances, for_waiting).pack()
+            instances = Round(self._books, openings, self._modes, bundle, now_s, instances, for_waiting).pack()
             for_waiting = False
             openings.update(bundle)
+        if self._books.holding:
+            self._end_prefill_phases(now_s)
+            openings.update(bundle)
+
+    def _end_prefill_phases(self, now_s: float) -> None:
+        """Let the residents decode where there is room for a plan and there was no prompt for it."""
+        for instance in list(self._books.holding.values()):
+            if instance.prefills or not instance.reachable or not self._openings.has_room(instance):
+                continue
+            plan = StepPlan(plan_id=instance.next_plan_id, chunks=(), with_decodes=True)
+            instance.begin_plan(plan)
+            self._modes.sent(instance, plan, now_s)
+            self._books.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
 
 
 class Round:
@@ -78,6 +95,7 @@ class Round:
         self,
         books: Books,
         openings: Openings,
+        modes: Modes,
         bundle: Bundle,
         now_s: float,
         instances: Iterable[InstanceBooks],
@@ -85,6 +103,7 @@ class Round:
     ) -> None:
         self._books = books
         self._known = openings
+        self._modes = modes
         self._bundle = bundle
         self._now_s = now_s
         self._for_waiting = for_waiting
@@ -170,13 +189,16 @@ class Round:
     def _fits(self, instance: InstanceBooks, head: RequestState) -> bool:
         """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""
         opening = self._openings.get(instance.instance_id)
+        has_begun = opening is not None and bool(opening.step.chunks)
+        if not self._modes.may_begin(instance, head, self._bundle, self._now_s, has_begun=has_begun):
+            return False
         if opening is None:
             return self._known.has_room(instance) or self._may_interrupt(instance, head)
         if opening.held or (opening.urgent and not self._may_interrupt(instance, head)):
             return False
         step = opening.step
         return not step.chunks or (
-            self._bundle.packing.num_tokens(instance.view, step, head.request, 0, shared=True) > 0
+            self._bundle.packing.num_tokens(self._modes.beside(instance), step, head.request, 0, shared=True) > 0
         )
 
     def _place(self, state: RequestState, placement: Placement) -> None:
@@ -234,7 +256,8 @@ class Round:
     def _plan_chunk(self, opening: Opening, state: RequestState) -> None:
         instance, start = opening.instance, state.num_planned_tokens
         shared = len(instance.prefills) > 1 or self._books.queue.has_line
-        num_tokens = self._bundle.packing.num_tokens(instance.view, opening.step, state.request, start, shared=shared)
+        beside = self._modes.beside(instance)
+        num_tokens = self._bundle.packing.num_tokens(beside, opening.step, state.request, start, shared=shared)
         if num_tokens <= 0:
             return
         opening.step.add(_next_chunk(state, num_tokens), state.request)
@@ -293,16 +316,19 @@ class Round:
         urgent = opening.urgent or all(
             self._may_interrupt(instance, self._books.requests[chunk.request_id]) for chunk in step.chunks
         )
+        holds = not urgent and self._modes.mode_of(instance) is Mode.EXCLUSIVE
         plan = StepPlan(
             plan_id=instance.next_plan_id,
             chunks=tuple(step.chunks),
-            with_decodes=not urgent
-            and self._bundle.mixes(step)
+            with_decodes=not (urgent or holds)
+            and self._bundle.batching.carries_decodes(step.longest_prompt_tokens)
             and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
             urgent=urgent,
             group=opening.group,
+            holds_decodes=holds,
         )
         instance.begin_plan(plan)
+        self._modes.sent(instance, plan, self._now_s)
         self._books.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
         return True
 

@@ -95,6 +95,7 @@ class Reunion:
     def instance_joined(self, profile: InstanceProfile, residents: tuple[Resident, ...], now_s: float) -> None:
         books, instance_id = self._books, profile.instance_id
         old = books.instances.pop(instance_id, None)
+        books.holding.pop(instance_id, None)  # what an instance was told of phases ends with its stream
         books.num_joined += 1
         instance = books.instances[instance_id] = InstanceBooks(
             profile,
@@ -127,6 +128,7 @@ class Reunion:
             self._books.ignore("instance_lost")
             return
         self._books.changed[instance_id] = None
+        self._books.holding.pop(instance_id, None)
         self._books.regroup()
         self._books.broker.leave(instance_id)
         self._unclaimed.drop_owner(instance_id)

@@ -18,10 +18,12 @@ from math import inf
 from typing import assert_never
 
 from pdmesh.core.admission import Admission, work_us
+from pdmesh.core.batching import BatchingView, Modes
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Command, Outcome, Reject, SetRole, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
+    BatchingChangeRequested,
     BundleChangeRequested,
     DecodeReserved,
     DecodeStepsDone,
@@ -56,7 +58,7 @@ from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.reunion import Reunion
-from pdmesh.core.state import InstanceBooks, Phase, RequestView
+from pdmesh.core.state import HoldKind, InstanceBooks, Phase, RequestView
 from pdmesh.core.suspicion import start_elsewhere
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.errors import ConfigError
@@ -75,7 +77,8 @@ class SchedulerCore:
         self._books = Books(rng)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._operations = Operations(self._books)
-        self._packer = Packer(self._books, config.plans_in_flight, bundle)
+        self._modes = Modes(self._books)
+        self._packer = Packer(self._books, config.plans_in_flight, bundle, self._modes)
         self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._admission = Admission(self._books, config)
         self._now_s = 0.0
@@ -104,6 +107,15 @@ class SchedulerCore:
     @property
     def instances(self) -> list[InstanceView]:
         return [instance.view for instance in self._books.instances.values()]
+
+    @property
+    def batching(self) -> str:
+        """The batching mode that is chosen for all instances: `mb`, `eb` or `ebplus`."""
+        return self._bundle.batching.name
+
+    def batching_of(self, instance_id: InstanceId) -> BatchingView:
+        """What an instance that is there does, and why."""
+        return self._modes.view(self._books.instances[instance_id])
 
     def requests(self, limit: int) -> list[RequestView]:
         """The first ``limit`` requests in the order in which they came, those that run before those that wait."""
@@ -205,6 +217,8 @@ class SchedulerCore:
                 self._operations.cancel(event.operation_id, now_s)
             case BundleChangeRequested():
                 self._bundle_change_requested(event.bundle)
+            case BatchingChangeRequested():
+                self._batching_change_requested(event)
             case StepDone():
                 self._step_done(event)
             case DecodeStepsDone():
@@ -319,6 +333,7 @@ class SchedulerCore:
         if state is None or not state.needs(event.instance_id):
             self._books.ignore("RequestFinished")
             return
+        self._modes.finished(state, event.num_output_tokens)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
         self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
@@ -421,9 +436,12 @@ class SchedulerCore:
         instance = self._instance(event.instance_id, event)
         if instance is None:
             return
-        if instance.give_back(key) is None:
+        hold = instance.give_back(key)
+        if hold is None:
             self._books.ignore("KvReleased")
             return
+        if hold.kind is not HoldKind.PREFILL:
+            self._modes.released(instance, self._bundle, self._learner.estimate(instance.make))
         self._reunion.released(event.instance_id, key)
         state = self._books.find(key)
         # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
@@ -450,6 +468,16 @@ class SchedulerCore:
             self._rebuild_bundle(name)
         except ConfigError:
             self._books.ignore("BundleChangeRequested")
+
+    def _batching_change_requested(self, event: BatchingChangeRequested) -> None:
+        before = self._config
+        policy = replace(before.policy, batching=event.batching, eb_threshold=event.threshold)
+        self._config = replace(before, policy=policy)
+        try:
+            self._rebuild_bundle(self._bundle.name)
+        except ConfigError:
+            self._config = before
+            self._books.ignore("BatchingChangeRequested")
 
     def _rebuild_bundle(self, name: str) -> None:
         """Decide by the bundle called ``name`` from here on, and by what is known of latency now.
@@ -479,7 +507,10 @@ class SchedulerCore:
 
     def _ask_for_wake_up(self) -> None:
         self._due_s = min(
-            self._books.queue.next_deadline_s, self._reunion.next_deadline_s, self._operations.next_deadline_s
+            self._books.queue.next_deadline_s,
+            self._reunion.next_deadline_s,
+            self._operations.next_deadline_s,
+            self._modes.wake_s,
         )
         if self._wake_s <= self._now_s:
             self._wake_s = inf

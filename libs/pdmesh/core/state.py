@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum, auto
 from typing import NamedTuple
 
+from pdmesh.core.batching import BatchingState
 from pdmesh.core.transfers import Transfer
 from pdmesh.model import (
     IndexRange,
@@ -160,6 +161,7 @@ class InstanceBooks:
         self.suspected = False
         self.next_plan_id = next_plan_id
         self.plans: dict[int, StepPlan] = {}  # in flight
+        self.batching = BatchingState()
         self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
         self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned
         self.holds: dict[RequestKey, HeldBlocks] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple, Protocol
 
 from pdmesh.model import ChunkPlan, InstanceId, Request, Role
+from pdmesh.policy.batching import Batching
 from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
 from pdmesh.ranges import COUNT, SHARE, Range
@@ -213,6 +214,15 @@ class PolicyConfig:
         "prompts up to this are computed where they decode while every prefill instance is busy (`pdmesh`); 0: never",
     ] = 1024
     local_step_share: Annotated[float, SHARE, "of the TPOT target, that a step with such a prompt may take"] = 0.6
+    batching: Annotated[str, NO_SETTING] = ""  # of `scheduler.batching`; empty: the bundle's own
+    eb_threshold: Annotated[
+        float | None,
+        Range(0.001, 0.999),
+        "the share of idle seats at which `eb` ends a decode phase; if not set, the best in theory",
+    ] = None
+    max_stall_s: Annotated[
+        float, "the longest prefill phase of `ebplus` while nobody decodes who has a TPOT target of its own"
+    ] = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,13 +236,9 @@ class Bundle:
     group_placement: GroupPlacement
     decode_placement: DecodePlacement
     long_prompt_tokens: int  # a prompt as long as this is long
-    colocates: bool = True  # steps of short prompts have a token for every resident too
+    batching: Batching
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
     local_prompt_tokens: int = 0  # prompts up to so long may be computed on an instance that only decodes
-
-    def mixes(self, step: PartialStep) -> bool:
-        """Whether the residents decode in this step too."""
-        return self.colocates or step.longest_prompt_tokens >= self.long_prompt_tokens
 
     def is_long(self, request: Request) -> bool:
         return request.num_prompt_tokens >= self.long_prompt_tokens

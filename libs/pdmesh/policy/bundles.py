@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from pdmesh.errors import ConfigError
 from pdmesh.policy.base import Bundle, GroupPlacement, Packing, PolicyConfig, PrefillOrder, PrefillPlacement
+from pdmesh.policy.batching import Batching, ExclusiveBatching, MixedBatching, SwitchingBatching
 from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.order import (
@@ -85,6 +87,24 @@ def _adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool =
     return packing, prediction
 
 
+def _mixed(config: PolicyConfig, *, colocates: bool = True) -> Batching:
+    return MixedBatching(long_prompt_tokens=config.long_prompt_tokens, colocates=colocates)
+
+
+def _exclusive(config: PolicyConfig) -> Batching:
+    return ExclusiveBatching(idle_share=config.eb_threshold)
+
+
+def _switching(config: PolicyConfig) -> Batching:
+    return SwitchingBatching(slo_tpot_s=config.slo_tpot_s, slo_ttft_s=config.slo_ttft_s, max_stall_s=config.max_stall_s)
+
+
+#: What `scheduler.batching` may name.
+BATCHINGS: Mapping[str, Callable[[PolicyConfig], Batching]] = MappingProxyType(
+    {"mb": _mixed, "eb": _exclusive, "ebplus": _switching}
+)
+
+
 def _studied(
     name: str,
     make_order: Callable[[Prediction], PrefillOrder],
@@ -104,6 +124,7 @@ def _studied(
             group_placement=group_placement or LeastQueuedGroup(),
             decode_placement=Freeness(),
             long_prompt_tokens=config.long_prompt_tokens,
+            batching=_mixed(config),
         )
 
     return build
@@ -119,6 +140,7 @@ def _medha(config: PolicyConfig) -> Bundle:
         group_placement=LeastQueuedGroup(),
         decode_placement=Freeness(),
         long_prompt_tokens=config.long_prompt_tokens,
+        batching=_mixed(config),
     )
 
 
@@ -138,7 +160,7 @@ def _pecsched(
             group_placement=LeastQueuedGroup(),
             decode_placement=Apart(long_tokens) if disaggregates else Freeness(),
             long_prompt_tokens=long_tokens,
-            colocates=colocates,
+            batching=_mixed(config, colocates=colocates),
             interruption=ShortInterruptsLong(config.latency, long_tokens) if preempts else None,
         )
 
@@ -156,6 +178,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         group_placement=LeastQueuedGroup(),
         decode_placement=Apart(long_tokens),
         long_prompt_tokens=long_tokens,
+        batching=_mixed(config),
         interruption=ShortInterruptsLong(config.latency, long_tokens),
         local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
     )
@@ -190,8 +213,24 @@ BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
 
 
 def make_bundle(name: str, config: PolicyConfig) -> Bundle:
-    """Build the bundle called ``name``. Raises ConfigError if there is none."""
+    """Build the bundle called ``name``, with the batching of ``config`` if that names one.
+
+    Raises ConfigError if there is none of that name.
+    """
     build = BUNDLES.get(name)
     if build is None:
         raise ConfigError(f"no policy bundle is called {name!r}: use one of {', '.join(sorted(BUNDLES))}")
+    bundle = build(config)
+    if not config.batching:
+        return bundle
+    return replace(bundle, batching=make_batching(config.batching, config))
+
+
+def make_batching(name: str, config: PolicyConfig) -> Batching:
+    """Build the batching mode called ``name``. Raises ConfigError if there is none, or for a threshold of no use."""
+    build = BATCHINGS.get(name)
+    if build is None:
+        raise ConfigError(f"no batching mode is called {name!r}: use one of {', '.join(BATCHINGS)}")
+    if config.eb_threshold is not None and not 0 < config.eb_threshold < 1:
+        raise ConfigError(f"the threshold is {config.eb_threshold}: wanted a share between 0 and 1, without these")
     return build(config)

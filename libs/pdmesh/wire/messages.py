@@ -303,6 +303,17 @@ class Finished(Message, frozen=True, kw_only=True):
     epoch: Epoch
 
 
+class BatchingStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an instance that prefills and decodes does at once."""
+
+    mode: str  # "mb" or "eb"
+    phase: str = ""  # of "eb": "prefill" or "decode"
+    idle_share: float = 0.0  # of the seats, at which a decode phase ends
+    num_seats: int = 0
+    gain: float | None = None  # predicted throughput of "eb" over "mb", less 1
+    reason: str = ""  # why the faster mode is not chosen
+
+
 class InstanceStatus(Message, frozen=True, kw_only=True):
     """One row of `pdmesh status`."""
 
@@ -322,6 +333,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     num_taken_blocks: int = 0  # held, or promised to requests on their way
     reachable: bool = True  # its stream is open; else it is given up once its lease ends
     suspected: bool = False  # its stream is open, and silent
+    batching: BatchingStatus | None = None  # of one that prefills and decodes
 
     @property
     def state(self) -> str:
@@ -340,6 +352,7 @@ class MeshState(Message, frozen=True, kw_only=True):
     num_waiting: int
     num_running: int
     bundle: str
+    batching: str = ""
     max_model_len: int = 0  # smallest of the instances; 0 while there is none
     num_gateways: int = 0
     num_coming: int = 0  # instances that served, have died and are being started again
@@ -491,6 +504,13 @@ class ExpectInstances(Message, frozen=True, kw_only=True):
     instance_ids: tuple[InstanceId, ...]
 
 
+class SetBatching(Message, frozen=True, kw_only=True):
+    """Switch the batching mode while serving, whatever the bundle."""
+
+    batching: str
+    threshold: float | None = None  # share of idle seats at which `eb` ends a decode phase
+
+
 class StartOperation(Message, frozen=True, kw_only=True):
     """Answered by an `OperationStatus` once the core has decided: it runs, or was refused."""
 
@@ -525,6 +545,7 @@ AdminRequest = (
     | ListRequests
     | GetPolicies
     | SetPolicy
+    | SetBatching
     | ExpectInstances
     | StartOperation
     | CancelOperation
@@ -533,7 +554,7 @@ AdminRequest = (
 )
 
 #: What changes a mesh: for operators, not for everybody who may look.
-Change = SetPolicy | StartOperation | CancelOperation
+Change = SetPolicy | SetBatching | StartOperation | CancelOperation
 
 
 class OperationStatus(Message, frozen=True, kw_only=True):
@@ -589,10 +610,12 @@ class RequestList(Message, frozen=True, kw_only=True):
 
 
 class Policies(Message, frozen=True, kw_only=True):
-    """The answer to `GetPolicies` and `SetPolicy`."""
+    """The answer to `GetPolicies`, `SetPolicy` and `SetBatching`."""
 
     bundle: str  # in use
     bundles: tuple[str, ...]  # to choose from
+    batching: str = ""  # the mode in use
+    batchings: tuple[str, ...] = ()  # to choose from
 
 
 class AdminError(Message, frozen=True, kw_only=True):

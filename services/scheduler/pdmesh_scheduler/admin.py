@@ -16,11 +16,11 @@ import msgspec
 import structlog
 
 from pdmesh.config import SecurityConfig
-from pdmesh.core.events import BundleChangeRequested, OperationCancelled
+from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, OperationCancelled
 from pdmesh.errors import ConfigError
-from pdmesh.model import OperationKind
+from pdmesh.model import OperationKind, Role
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.policy.bundles import BATCHINGS, BUNDLES, make_batching, make_bundle
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.endpoint import OPERATOR_METADATA, is_loopback
 from pdmesh.wire.messages import (
@@ -38,6 +38,7 @@ from pdmesh.wire.messages import (
     OperationList,
     Policies,
     RequestList,
+    SetBatching,
     SetPolicy,
     StartOperation,
     WaitOperation,
@@ -118,11 +119,14 @@ class Admin:
                 assert_never(question)
 
     def _policies(self) -> Policies:
-        return Policies(bundle=self.driver.state().bundle, bundles=tuple(sorted(BUNDLES)))
+        state = self.driver.state()
+        return Policies(
+            bundle=state.bundle, bundles=tuple(sorted(BUNDLES)), batching=state.batching, batchings=tuple(BATCHINGS)
+        )
 
     # --- changes ---
 
-    async def _change(self, change: SetPolicy | StartOperation | CancelOperation, context: Any) -> AdminResponse:
+    async def _change(self, change: Change, context: Any) -> AdminResponse:
         if (reason := self._why_not(context)) is not None:
             answer: AdminResponse = AdminError(message=reason)
         else:
@@ -149,7 +153,7 @@ class Admin:
             "and show it"
         )
 
-    async def _carry_out(self, change: SetPolicy | StartOperation | CancelOperation) -> AdminResponse:
+    async def _carry_out(self, change: Change) -> AdminResponse:
         match change:
             case SetPolicy(bundle=name):
                 try:
@@ -158,6 +162,8 @@ class Admin:
                     return AdminError(message=str(error))
                 await self.driver.act(BundleChangeRequested(name))
                 return self._policies()
+            case SetBatching():
+                return await self._set_batching(change)
             case StartOperation(wish=wish):
                 if wish.again:
                     return AdminError(message="only a scheduler asks again")
@@ -174,6 +180,18 @@ class Admin:
                 return self.operations.status(operation_id) or _unknown(operation_id)
             case _:
                 assert_never(change)
+
+    async def _set_batching(self, question: SetBatching) -> AdminResponse:
+        name, threshold = question.batching, question.threshold
+        try:
+            make_batching(name, PolicyConfig(eb_threshold=threshold))
+        except ConfigError as error:
+            return AdminError(message=str(error))
+        instances = self.driver.state().instances
+        if name == "eb" and instances and not any(instance.role is Role.MIXED for instance in instances):
+            return AdminError(message="no instance prefills and decodes: there is nothing that could be exclusive")
+        await self.driver.act(BatchingChangeRequested(name, threshold))
+        return self._policies()
 
 
 def is_local(peer: str) -> bool:

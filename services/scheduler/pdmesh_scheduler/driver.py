@@ -49,9 +49,11 @@ from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
-from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey, Role
+from pdmesh.policy.batching import Mode
 from pdmesh.wire.messages import (
     Admit,
+    BatchingStatus,
     CommandMessage,
     ExpectKv,
     Finished,
@@ -323,6 +325,7 @@ class Driver:
             num_waiting=self._core.num_waiting,
             num_running=self._core.num_running,
             bundle=self._core.bundle,
+            batching=self._core.batching,
             max_model_len=self._max_model_len(),
             num_gateways=len(self._gateways),
             num_coming=len(self._coming),
@@ -350,9 +353,22 @@ class Driver:
                     num_decoding=view.num_decoding,
                     num_queued_tokens=view.num_queued_tokens,
                     num_taken_blocks=view.num_blocks - view.num_free_blocks,
+                    batching=self._batching(view.instance_id) if view.role is Role.MIXED else None,
                 )
             )
         return tuple(statuses)
+
+    def _batching(self, instance_id: InstanceId) -> BatchingStatus:
+        view = self._core.batching_of(instance_id)
+        phase = "" if view.mode is Mode.MIXED else "prefill" if view.is_prefill_phase else "decode"
+        return BatchingStatus(
+            mode=view.mode,
+            phase=phase,
+            idle_share=view.idle_share,
+            num_seats=view.num_seats,
+            gain=view.gain,
+            reason=view.reason,
+        )
 
     def _max_model_len(self) -> int:
         return min((profile.max_model_len for profile in self._profiles.values()), default=0)

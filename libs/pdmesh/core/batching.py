@@ -1,0 +1,249 @@
+"""Which batching mode each instance is in, and what that lets it do now. The modes are `pdmesh.policy.batching`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdmesh.core.lengths_seen import LengthsSeen
+from pdmesh.model import Role, StepPlan
+from pdmesh.policy.base import Bundle, InstanceView
+from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice
+from pdmesh.policy.latency import LinearLatencyModel
+
+if TYPE_CHECKING:
+    from pdmesh.core.books import Books
+    from pdmesh.core.state import InstanceBooks, RequestState
+
+#: A cycle of a mixed instance is so many ended requests at least; of an exclusive one it is a phase of each kind.
+_MIN_CYCLE = 8
+
+#: Cycles without another switch after one.
+_DWELL = 3
+
+#: Of the mean number of requests, at each cycle.
+_FORGETTING = 0.7
+
+#: Between the beginnings of prefill phases of two instances of a pool.
+_LEAST_GAP_S = 0.001
+
+
+_UNDECIDED = ModeChoice(Mode.MIXED)
+
+
+@dataclass(slots=True, eq=False)
+class BatchingState:
+    """Of one instance."""
+
+    choice: ModeChoice = _UNDECIDED
+    chosen_by: Batching | None = None
+    holds_decodes: bool = False  # the last plan sent says so: a prefill phase
+    decodes_from_s: float = 0.0  # when the last prefill phase was ended
+    num_ended: int = 0  # requests, of this cycle
+    num_slots: float | None = None  # requests that are there or could be, in the mean
+    sum_taken: int = 0  # seats taken when each of this cycle's requests ended, itself included
+    sum_waiting: int = 0  # in the queue, the same
+    num_dwelt: int = 0  # cycles in this mode
+
+
+class BatchingView(NamedTuple):
+    """An instance's batching as others may see it."""
+
+    mode: Mode
+    is_prefill_phase: bool
+    num_seats: int
+    idle_share: float
+    gain: float | None
+    reason: str
+
+
+class Modes:
+    """Asked by the packer, told of what ends."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._lengths = LengthsSeen()
+        self._policy: Batching | None = None  # as of the last packing
+        self._turns: dict[str, float] = {}  # by pool: when another instance may begin a prefill phase
+        self.wake_s = inf  # when a decode phase may end by time alone, as of the last packing
+
+    # --- what ends ---
+
+    def finished(self, state: RequestState, num_output_tokens: int) -> None:
+        """A request ended by itself, with so many tokens in this epoch."""
+        if state.request.epoch == 0 and num_output_tokens > 0:
+            self._lengths.add(state.request.num_prompt_tokens, num_output_tokens - 1)
+
+    def released(self, instance: InstanceBooks, bundle: Bundle, model: LinearLatencyModel) -> None:
+        """A seat is idle now."""
+        batching = instance.batching
+        if not bundle.batching.adapts or not can_switch(instance):
+            return
+        batching.sum_taken += instance.num_seats_taken + 1
+        batching.sum_waiting += len(self._books.queue)
+        batching.num_ended += 1
+        if batching.num_ended >= max(_MIN_CYCLE, batching.choice.idle_share * (batching.num_slots or 0)):
+            self._end_cycle(instance, bundle, model)
+
+    def _end_cycle(self, instance: InstanceBooks, bundle: Bundle, model: LinearLatencyModel) -> None:
+        batching = instance.batching
+        mean = (batching.sum_taken + batching.sum_waiting / len(self._pool(instance))) / batching.num_ended
+        known = batching.num_slots
+        batching.num_slots = mean if known is None else _FORGETTING * known + (1 - _FORGETTING) * mean
+        batching.sum_taken = batching.sum_waiting = batching.num_ended = 0
+        batching.num_dwelt += 1
+        if self._lengths.is_enough:
+            self._choose(instance, bundle, model)
+
+    def _choose(self, instance: InstanceBooks, bundle: Bundle, model: LinearLatencyModel) -> None:
+        batching = instance.batching
+        costs = self._lengths.costs(model, instance.switches.switch_s(model))
+        if costs.decode_step_s <= 0 or costs.switch_s <= 0:
+            return  # a model without the constants of steps says nothing about either mode
+        own_s = [slo_s for slo_s in instance.view.slo_tpots_s if slo_s is not None]
+        assert batching.num_slots is not None
+        load = Load(
+            num_slots=min(batching.num_slots, instance.profile.max_num_seqs),
+            max_num_seqs=instance.profile.max_num_seqs,
+            num_kv_tokens=instance.profile.num_blocks * instance.block_size,
+            lengths=self._lengths.moments,
+            threshold=self._lengths.threshold(costs),
+            costs=costs,
+            tpot_s=min(own_s, default=None),
+        )
+        choice = bundle.batching.choose(load, batching.choice.mode)
+        if choice.mode is not batching.choice.mode and batching.num_dwelt < _DWELL:
+            choice = choice._replace(mode=batching.choice.mode)
+        self._set(instance, choice)
+
+    def _set(self, instance: InstanceBooks, choice: ModeChoice) -> None:
+        batching = instance.batching
+        if choice.mode is not batching.choice.mode:
+            batching.num_dwelt = 0
+            self._books.changed[instance.instance_id] = None
+        batching.choice = choice
+
+    # --- what may begin ---
+
+    def look_at(self, bundle: Bundle) -> None:
+        """Before packing: instances that changed, or all under another bundle, have a choice of its batching."""
+        self.wake_s = inf
+        policy = bundle.batching
+        changed = self._books.changed if policy is self._policy else self._books.instances
+        self._policy = policy
+        for instance_id in list(changed):
+            instance = self._books.instances.get(instance_id)
+            if instance is None:
+                continue
+            batching = instance.batching
+            if batching.chosen_by is not policy:
+                if batching.chosen_by != policy:  # it is made anew each time that latencies have moved
+                    self._set(instance, policy.first)
+                batching.chosen_by = policy
+
+    def mode_of(self, instance: InstanceBooks) -> Mode:
+        """What it does now. A long prompt would stall residents far too long: where there is a choice, it is mixed."""
+        mode = instance.batching.choice.mode
+        if mode is Mode.MIXED or not can_switch(instance):
+            return Mode.MIXED
+        policy = instance.batching.chosen_by
+        is_free = policy is not None and policy.first.mode is Mode.MIXED
+        return Mode.MIXED if is_free and instance.has_long else mode
+
+    def may_begin(
+        self, instance: InstanceBooks, head: RequestState, bundle: Bundle, now_s: float, *, has_begun: bool
+    ) -> bool:
+        """Whether the instance may begin the prefill of the first in line now; if not, `wake_s` may say when.
+
+        ``has_begun``: the step that is being packed has a prompt, and so begins a prefill phase if none is under way.
+        """
+        if self.mode_of(instance) is Mode.MIXED:
+            return True
+        batching, choice = instance.batching, instance.batching.choice
+        if bundle.is_long(head.request) and bundle.batching.first.mode is Mode.MIXED:
+            return True  # it is mixed from then on
+        num_seats = min(choice.num_seats or instance.profile.max_num_seqs, instance.profile.max_num_seqs)
+        num_busy = instance.num_seats_taken
+        num_idle = max(0, num_seats - num_busy)
+        if batching.holds_decodes or has_begun:
+            return num_idle > 0 or num_busy == 0
+        num_blocks = max(1, instance.num_decode_blocks(head.request))
+        phase = DecodePhase(
+            now_s=now_s,
+            began_s=batching.decodes_from_s,
+            limit_s=2 * choice.cycle_s if choice.cycle_s else inf,
+            num_seats=num_seats,
+            num_busy=num_busy,
+            num_fillable=min(len(self._books.queue), num_idle, instance.num_free_blocks // num_blocks),
+            urgent_s=_latest_start_s(head, now_s),
+            turn_s=self._turns.get(instance.kv_group, -inf),
+        )
+        begin_s = bundle.batching.prefills_from_s(choice, phase)
+        if begin_s <= now_s:
+            return True
+        self.wake_s = min(self.wake_s, begin_s)
+        return False
+
+    def _pool(self, instance: InstanceBooks) -> list[InstanceBooks]:
+        """The instances that the same requests could go to, and that have modes to choose from."""
+        return [
+            other
+            for other in self._books.instances.values()
+            if other.kv_group == instance.kv_group and can_switch(other)
+        ]
+
+    # --- phases ---
+
+    def view(self, instance: InstanceBooks) -> BatchingView:
+        """What is shown of it."""
+        choice = instance.batching.choice
+        return BatchingView(
+            mode=self.mode_of(instance),
+            is_prefill_phase=instance.batching.holds_decodes,
+            num_seats=choice.num_seats or instance.profile.max_num_seqs,
+            idle_share=choice.idle_share,
+            gain=choice.gain,
+            reason=choice.reason,
+        )
+
+    def beside(self, instance: InstanceBooks) -> InstanceView:
+        """The instance as a chunk on it finds it: alone, in a prefill phase."""
+        if self.mode_of(instance) is Mode.MIXED:
+            return instance.view
+        return instance.view._replace(num_decoding=0, num_resident_tokens=0, slo_tpots_s=frozenset())
+
+    def sent(self, instance: InstanceBooks, plan: StepPlan, now_s: float) -> None:
+        """A plan was sent."""
+        batching, holds = instance.batching, plan.holds_decodes
+        if plan.urgent or not (holds or batching.holds_decodes):
+            return
+        if holds and not batching.holds_decodes:
+            self._enter(instance, now_s)
+        if holds:
+            self._books.holding[instance.instance_id] = instance
+        else:
+            batching.decodes_from_s = now_s
+            self._books.holding.pop(instance.instance_id, None)
+        batching.holds_decodes = holds
+
+    def _enter(self, instance: InstanceBooks, now_s: float) -> None:
+        """It begins a prefill phase: others of its pool wait for half of their share of a cycle, or a moment."""
+        num_exclusive = sum(self.mode_of(other) is Mode.EXCLUSIVE for other in self._pool(instance))
+        if num_exclusive > 1:
+            gap_s = max(_LEAST_GAP_S, instance.batching.choice.cycle_s / (2 * num_exclusive))
+            self._turns[instance.kv_group] = now_s + gap_s
+
+
+def can_switch(instance: InstanceBooks) -> bool:
+    """Whether it prefills and decodes, by itself: there are modes to choose from."""
+    return instance.role is Role.MIXED and not instance.profile.group_id
+
+
+def _latest_start_s(head: RequestState, now_s: float) -> float:
+    """When it must begin to keep its own target; infinite if it has none, or has missed it."""
+    request = head.request
+    if request.slo_ttft_s is None or not 0 < request.slo_ttft_s < inf:
+        return inf
+    due_s = request.arrival_s + request.slo_ttft_s
+    return due_s - head.work_us / 1e6 if due_s > now_s else inf
