@@ -749,8 +749,8 @@ class EveryInstance(Openings):
         self._reset(bundle)
         super().update(bundle)
 
-    def refresh(self, instance_ids: Iterable[InstanceId]) -> None:
-        super().refresh({*self._books.instances, *instance_ids})
+    def refresh(self, instances: Iterable[InstanceBooks]) -> None:
+        super().refresh({*self._books.instances.values(), *instances})
 
     def computing(self) -> list[InstanceBooks]:
         if self._books.groups and not super().computing() and not self.for_waiting():

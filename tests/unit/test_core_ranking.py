@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.ranking import Decoders, Ranking
 from pdmesh.core.state import HoldKind, InstanceBooks, RequestState
 from pdmesh.model import InstanceId, Role
+from pdmesh.policy.base import InstanceView
 from pdmesh.policy.order import ShortFirst
 from pdmesh.policy.placement import Apart
 from pdmesh.testing.core import a_request
@@ -45,9 +47,42 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None
         if rng.random() < 0.5:
             assert [name for _, name, _ in ranking.line()] == line_of(members)
             request = a_request("new", prompt=rng.randint(1, 250))
-            first = decoders.first(instances[0].kv_group, request)
+            first = decoders.firsts(request).get(instances[0].kv_group)
             fitting = [name for name in line_of(members) if members[name].can_decode(request)]
             assert (first and first.instance_id) == (fitting[0] if fitting else None)
+
+
+def test_an_instances_view_has_each_number_in_its_own_field() -> None:
+    profile = modelled_profile("i", Role.MIXED, num_blocks=99, block_size=16, max_num_seqs=17)
+    instance = InstanceBooks(replace(profile, group_id="pair"), changed={})
+    kinds = [HoldKind.PREFILL] * 3 + [HoldKind.LOCAL] * 2 + [HoldKind.PROMISED] * 4 + [HoldKind.RESIDENT] * 6
+    for number, kind in enumerate(kinds):
+        key = a_request(f"r{number}")
+        instance.take((key.request_id, key.epoch), kind, kind, long_tokens=5000, slo_tpot_s=0.25)
+    instance.queue_tokens(1234)
+    instance.set_draining(True)
+    assert instance.view == InstanceView(
+        instance_id=InstanceId("i"),
+        role=Role.MIXED,
+        num_blocks=99,
+        num_free_blocks=99 - sum(kinds),
+        num_virtual_blocks=4 * HoldKind.PROMISED,
+        num_seats_taken=12,
+        max_num_seqs=17,
+        num_prefilling=5,
+        num_decoding=6,
+        num_queued_tokens=1234,
+        draining=True,
+        reachable=True,
+        suspected=False,
+        num_resident_tokens=6 * HoldKind.RESIDENT * 16,
+        num_long_prefilling=5,
+        num_long_decoding=6,
+        shortest_long_prefill_tokens=5000,
+        slo_tpots_s=frozenset([0.25]),
+        grouped=True,
+        make=instance.make,
+    )
 
 
 def test_lengths_come_and_go() -> None:

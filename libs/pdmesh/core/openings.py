@@ -10,33 +10,32 @@ costs what it changes, not what there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from heapq import merge
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import first_of
-from pdmesh.core.ranking import Decoders, Ranking
+from pdmesh.core.ranking import Decoders, Ranked, Ranking
 from pdmesh.core.state import InstanceBooks, RequestState
 from pdmesh.model import InstanceId
 from pdmesh.policy.base import Bundle
 from pdmesh.policy.batching import Mode
-from pdmesh.policy.interruption import StepInFlight
+from pdmesh.policy.interruption import Interruption, StepInFlight
 from pdmesh.policy.latency import ChunkShape, StepShape
 
 _BY_NUMBER = attrgetter("number")
 
 
-@dataclass(frozen=True, slots=True)
-class _Interruptible:
-    """An instance whose steps may be interrupted, by a prompt of at most ``max_tokens``."""
+class _Inside(NamedTuple):
+    """What may interrupt the steps that an instance has in flight, as long as those stay as they are."""
 
     instance: InstanceBooks
+    num_flights: int  # of the instance when it was looked at
     states: list[RequestState]  # of the requests in flight
-    max_tokens: int
+    max_tokens: int  # of the longest prompt that may; 0: none
 
 
 class Openings:
@@ -50,13 +49,14 @@ class Openings:
         """Everything is to be looked at, under this bundle."""
         self._bundle = bundle
         self._computing: dict[InstanceId, InstanceBooks] = {}  # with room for a regular plan, and prompts for it
-        self._idle = Ranking(bundle.prefill_placement.key)  # with room for one, and no prompt
+        self._idle: dict[InstanceId, InstanceBooks] = {}  # with room for one, and no prompt
         self._spare = Ranking(bundle.prefill_placement.key)  # those that only decode, and have room in their steps
         self._perhaps_spare: dict[InstanceId, InstanceBooks] = {}  # the same, not yet looked at: nobody waited since
-        self._interruptible: dict[InstanceId, _Interruptible] = {}
-        self._interruptible_line = Ranking(bundle.prefill_placement.key)  # of the same
+        self._inside: dict[InstanceId, _Inside] = {}  # of those with plans in flight, and a bundle that interrupts
+        self._interruptible: dict[InstanceId, _Inside] = {}  # of those that somebody may interrupt
         self._interruptible_by = Lengths()  # the most tokens of who may interrupt them
         self._with_own: dict[InstanceId, InstanceBooks] = {}  # of the same: where one placed there may interrupt
+        self._takers = Ranking(bundle.prefill_placement.key)  # the idle and the interruptible
         self._with_long: dict[InstanceId, None] = {}
         self.decoders = Decoders(bundle.decode_placement)
         self._books.changed.update(dict.fromkeys(self._books.instances))
@@ -65,56 +65,74 @@ class Openings:
         """Look again at the instances that have changed; at all of them under another bundle."""
         if bundle is not self._bundle:
             self._reset(bundle)
-        self.refresh(self._books.changed)
         for instance_id in self._books.changed:
-            self._computing.pop(instance_id, None)
-            self._idle.discard(instance_id)
-            self._spare.discard(instance_id)
-            self._perhaps_spare.pop(instance_id, None)
-            if (entry := self._interruptible.pop(instance_id, None)) is not None:
-                self._interruptible_line.discard(instance_id)
-                self._interruptible_by.remove(entry.max_tokens)
-                self._with_own.pop(instance_id, None)
             instance = self._books.instances.get(instance_id)
-            if instance is not None and instance.reachable:
+            self._note(instance_id, instance)
+            self._computing.pop(instance_id, None)
+            self._idle.pop(instance_id, None)
+            self._perhaps_spare.pop(instance_id, None)
+            self._spare.discard(instance_id)
+            self._with_own.pop(instance_id, None)
+            before = self._interruptible.pop(instance_id, None)
+            if instance is None:
+                self._inside.pop(instance_id, None)
+            elif instance.reachable:
                 self._look_at(instance)
+            inside = self._interruptible.get(instance_id)
+            if inside is not before:
+                if before is not None:
+                    self._interruptible_by.remove(before.max_tokens)
+                if inside is not None:
+                    self._interruptible_by.add(inside.max_tokens)
+            if instance is not None and (inside is not None or instance_id in self._idle):
+                self._takers.put(instance)
+            else:
+                self._takers.discard(instance_id)
         self._books.changed.clear()
 
-    def refresh(self, instance_ids: Iterable[InstanceId]) -> None:
+    def refresh(self, instances: Iterable[InstanceBooks]) -> None:
         """These have changed: see what room they have. Whether they have an opening is left to `update`."""
-        for instance_id in instance_ids:
-            instance = self._books.instances.get(instance_id)
-            self.decoders.look_at(instance_id, instance)
-            if instance is None or not instance.has_long:
-                self._with_long.pop(instance_id, None)
-            else:
-                self._with_long[instance_id] = None
-            for ranking in (self._idle, self._spare, self._interruptible_line):
-                if instance is not None and instance_id in ranking:
+        for instance in instances:
+            self._note(instance.instance_id, instance)
+            for ranking in (self._spare, self._takers):
+                if instance.instance_id in ranking:
                     ranking.put(instance)
 
+    def _note(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
+        self.decoders.look_at(instance_id, instance)
+        if instance is None or not instance.has_long:
+            self._with_long.pop(instance_id, None)
+        else:
+            self._with_long[instance_id] = None
+
     def _look_at(self, instance: InstanceBooks) -> None:
-        bundle = self._bundle
+        instance_id = instance.instance_id
         if self.has_room(instance):
             if instance.prefills:
-                self._computing[instance.instance_id] = instance
+                self._computing[instance_id] = instance
             elif instance.role.can_prefill:
-                self._idle.put(instance)
-            elif bundle.local_prompt_tokens and instance.decode_room:
-                self._perhaps_spare[instance.instance_id] = instance
-        self._look_inside(instance)
-
-    def _look_inside(self, instance: InstanceBooks) -> None:
-        """Note it if its steps may be interrupted."""
-        plans, interruption = instance.plans.values(), self._bundle.interruption
-        if interruption is None or not plans or self._modes.mode_of(instance) is Mode.EXCLUSIVE:
+                self._idle[instance_id] = instance
+            elif self._bundle.local_prompt_tokens and instance.rooms.num_decode_tokens:
+                self._perhaps_spare[instance_id] = instance
+        interruption = self._bundle.interruption
+        if interruption is None or not instance.plans or self._modes.mode_of(instance) is Mode.EXCLUSIVE:
             return  # an urgent chunk could come late, into a decode phase
-        if any(plan.urgent or plan.group for plan in plans):
-            return
+        inside = self._look_inside(instance, interruption)
+        if inside.max_tokens > 0:
+            self._interruptible[instance_id] = inside
+            states, max_tokens = inside.states, inside.max_tokens
+            if any(s.request.num_prompt_tokens <= max_tokens and s not in states for s in instance.prefills):
+                self._with_own[instance_id] = instance
+
+    def _look_inside(self, instance: InstanceBooks, interruption: Interruption) -> _Inside:
+        known = self._inside.get(instance.instance_id)
+        if known is not None and known.instance is instance and known.num_flights == instance.num_flights:
+            return known
         steps: list[StepInFlight] = []
         in_flight: list[RequestState] = []
+        plans = instance.plans.values()
         for plan in plans:
-            found = (self._books.find((chunk.request_id, chunk.epoch)) for chunk in plan.chunks)
+            found = [self._books.find((chunk.request_id, chunk.epoch)) for chunk in plan.chunks]
             states = [state for state in found if state is not None]
             chunks = tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks])
             num_decodes = instance.num_decoding if plan.with_decodes else 0
@@ -122,14 +140,10 @@ class Openings:
             shape = StepShape(chunks, num_decodes, num_context_tokens)
             steps.append(StepInFlight(tuple([state.request for state in states]), shape))
             in_flight += states
-        max_tokens = interruption.max_prompt_tokens(steps)
-        if max_tokens <= 0:
-            return
-        self._interruptible[instance.instance_id] = _Interruptible(instance, in_flight, max_tokens)
-        self._interruptible_line.put(instance)
-        self._interruptible_by.add(max_tokens)
-        if any(s.request.num_prompt_tokens <= max_tokens and s not in in_flight for s in instance.prefills):
-            self._with_own[instance.instance_id] = instance
+        may_be = not any(plan.urgent or plan.group for plan in plans)
+        max_tokens = interruption.max_prompt_tokens(steps) if may_be else 0
+        inside = self._inside[instance.instance_id] = _Inside(instance, instance.num_flights, in_flight, max_tokens)
+        return inside
 
     # --- what there is ---
 
@@ -144,6 +158,8 @@ class Openings:
 
     def computing(self) -> list[InstanceBooks]:
         """Those with prompts of their own for a regular plan, perhaps for an urgent one; in the order they joined."""
+        if not self._computing and not self._with_own:
+            return []
         return sorted((self._computing | self._with_own).values(), key=_BY_NUMBER)
 
     def for_waiting(self) -> bool:
@@ -154,47 +170,61 @@ class Openings:
         least = queue.least_prompt_tokens
         if self._idle or least <= self._interruptible_by.greatest:
             return True
-        if least <= bundle.local_prompt_tokens and self.spare():
+        if least <= bundle.local_prompt_tokens and self._any_spare():
             return True
         # A group may take someone whatever its members do.
-        return bool(self._books.groups) and any(entry.instance.prefills for entry in self._interruptible.values())
+        return bool(self._books.groups) and any(inside.instance.prefills for inside in self._interruptible.values())
 
-    def for_prompts(self, opened: Mapping[InstanceId, InstanceBooks], *, others: bool) -> Iterator[InstanceBooks]:
+    def for_prompts(self, opened: Sequence[InstanceBooks], *, others: bool) -> Iterable[InstanceBooks]:
         """Those ``opened``, and the ``others`` that may have an opening, in the order of the placement."""
+        line = self._takers.line() if others else []
+        if not line and len(opened) == 1:
+            return opened
         key = self._bundle.prefill_placement.key
-        lines = [line for line in (self._idle.line(), self._interruptible_line.line()) if line and others]
-        if not lines and len(opened) == 1:
-            yield from opened.values()
-            return
-        lines.append(sorted([(key(instance.view), name, instance) for name, instance in opened.items()]))
-        last: InstanceBooks | None = None
-        for *_, instance in merge(*lines):
-            if instance is not last:  # it may be in several of them
-                yield instance
-            last = instance
+        members = self._takers if others else ()
+        beside = [(key(i.view), i.instance_id, i) for i in opened if i.instance_id not in members]
+        beside.sort()
+        return _merged(line, beside)
 
     def spare(self) -> list[InstanceBooks]:
         """Those that only decode, with room in their steps, as the placement sorts them."""
-        for instance in self._perhaps_spare.values():
-            if self._bundle.packing.takes_local(instance.view):
-                self._spare.put(instance)
-        self._perhaps_spare.clear()
-        return [instance for _, _, instance in self._spare.line()]
+        return [instance for _, _, instance in self._spare.line()] if self._any_spare() else []
+
+    def _any_spare(self) -> bool:
+        if self._perhaps_spare:
+            takes_local = self._bundle.packing.takes_local
+            for instance in self._perhaps_spare.values():
+                if takes_local(instance.view):
+                    self._spare.put(instance)
+            self._perhaps_spare.clear()
+        return len(self._spare) > 0
 
     def is_idle(self, instance: InstanceBooks) -> bool:
         return instance.instance_id in self._idle
 
     def is_interruptible(self, instance: InstanceBooks, num_prompt_tokens: int = 0) -> bool:
         """Whether a prompt of this length may interrupt its steps, if it is urgent enough."""
-        entry = self._interruptible.get(instance.instance_id)
-        return entry is not None and num_prompt_tokens <= entry.max_tokens
+        inside = self._interruptible.get(instance.instance_id)
+        return inside is not None and num_prompt_tokens <= inside.max_tokens
 
     def may_interrupt(self, instance: InstanceBooks, state: RequestState, now_s: float) -> bool:
         """Whether a request may run before all that the instance has in flight, of which it is not."""
-        entry = self._interruptible.get(instance.instance_id)
+        inside = self._interruptible.get(instance.instance_id)
         return (
-            entry is not None
-            and state.request.num_prompt_tokens <= entry.max_tokens
-            and state not in entry.states
-            and first_of(self._bundle.order, [state, *entry.states], now_s) is state
+            inside is not None
+            and state.request.num_prompt_tokens <= inside.max_tokens
+            and state not in inside.states
+            and first_of(self._bundle.order, [state, *inside.states], now_s) is state
         )
+
+
+def _merged(line: Iterable[Ranked], beside: Sequence[Ranked]) -> Iterator[InstanceBooks]:
+    """Two that are sorted as one. Usually only the first few are asked for."""
+    num_taken = 0
+    for entry in line:
+        while num_taken < len(beside) and beside[num_taken] < entry:
+            yield beside[num_taken][2]
+            num_taken += 1
+        yield entry[2]
+    for entry in beside[num_taken:]:
+        yield entry[2]

@@ -143,9 +143,7 @@ class Round:
             match self._place_for(head):
                 case Placement() as placement:
                     self._place(head, placement)
-                    self._known.refresh(
-                        {i.instance_id for i in (placement.prefill, placement.decode, *placement.members)}
-                    )
+                    self._known.refresh((placement.prefill, placement.decode, *placement.members))
                     self._begin(head, placement)
                 case Wait.FOR_TURN:
                     queue.let_wait(head, as_long=self._bundle.is_long(head.request))
@@ -163,8 +161,7 @@ class Round:
             if opening.running:
                 line = self._in_order([*opening.running, head])
                 self._plan_running(opening, line[: line.index(head)])
-        offers = (instance for instance in self._may_take() if self._fits(instance, head))
-        placement = place(request, offers, self._known.decoders, bundle)
+        placement = place(request, self._offers(head), self._known.decoders, bundle)
         if placement is Wait.FOR_ROOM:
             wait = room_or_turn(request, self._known.any_long, bundle)
             never = wait is Wait.FOR_ROOM and not could_place(request, books.kinds, books.groups, bundle)
@@ -180,11 +177,12 @@ class Round:
         )
         return Wait.FOR_TURN if others else Wait.FOR_OPENING
 
-    def _may_take(self) -> Iterator[InstanceBooks]:
-        """The instances that take prompts and may have an opening, in the order of the placement."""
-        opened = {instance_id: opening.instance for instance_id, opening in self._openings.items()}
-        found = self._known.for_prompts(opened, others=self._for_waiting)
-        return (instance for instance in found if instance.takes_prompts)
+    def _offers(self, head: RequestState) -> Iterator[InstanceBooks]:
+        """The instances whose next step takes a first chunk of the head, in the order of the placement."""
+        opened = [opening.instance for opening in self._openings.values()]
+        for instance in self._known.for_prompts(opened, others=self._for_waiting):
+            if instance.takes_prompts and self._fits(instance, head):
+                yield instance
 
     def _fits(self, instance: InstanceBooks, head: RequestState) -> bool:
         """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""

@@ -67,13 +67,13 @@ class _KvGroup:
 
     def set_room(self, instance_id: InstanceId, num_tokens: int) -> None:
         old = self._room_of.pop(instance_id, 0)
-        if old == num_tokens != 0:
-            self._room_of[instance_id] = old
+        if num_tokens:
+            self._room_of[instance_id] = num_tokens
+        if old == num_tokens:
             return
         if old:
             self.rooms.remove(old)
         if num_tokens:
-            self._room_of[instance_id] = num_tokens
             self.rooms.add(num_tokens)
 
 
@@ -84,10 +84,14 @@ class Decoders:
         self._placement = placement
         self._groups: dict[str, _KvGroup] = {}
         self._group_of: dict[InstanceId, _KvGroup] = {}
+        self._changed: dict[InstanceId, InstanceBooks | None] = {}  # since somebody asked
 
     def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         """It changed; None: it is gone."""
-        room = 0 if instance is None else instance.num_decode_tokens
+        self._changed[instance_id] = instance
+
+    def _look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
+        room = 0 if instance is None else instance.rooms.num_decode_tokens
         known = self._group_of.get(instance_id)
         if not room and known is None:
             return
@@ -104,21 +108,17 @@ class Decoders:
             group.ranking.put(instance)
             self._group_of[instance_id] = group
 
-    def first(self, kv_group: str, request: Request) -> InstanceBooks | None:
-        """The first of a KV group that has room for the whole request."""
-        group = self._groups.get(kv_group)
-        if group is None or group.rooms.greatest < request.max_total_tokens:
-            return None
-        for _, _, instance in group.ranking.line():
-            if instance.can_decode(request):
-                return instance
-        return None
-
     def firsts(self, request: Request) -> dict[str, InstanceBooks]:
-        """The first of every KV group where there is one."""
+        """The first of every KV group with room for the whole request, where there is one."""
+        for instance_id, instance in self._changed.items():
+            self._look_at(instance_id, instance)
+        self._changed.clear()
+        num_tokens = request.max_total_tokens
         firsts: dict[str, InstanceBooks] = {}
-        for kv_group in self._groups:
-            first = self.first(kv_group, request)
-            if first is not None:
-                firsts[kv_group] = first
+        for kv_group, group in self._groups.items():
+            if group.rooms.greatest >= num_tokens:
+                for _, _, instance in group.ranking.line():
+                    if instance.can_decode(request):
+                        firsts[kv_group] = instance
+                        break
         return firsts

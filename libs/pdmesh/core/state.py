@@ -7,7 +7,7 @@ at KvReleased, so they never promise blocks that a worker has not yet freed.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum, auto
 from typing import NamedTuple
 
@@ -63,10 +63,10 @@ class RequestState:
     placed_s: float | None = None
     num_planned_tokens: int = 0
     num_chunks_in_flight: int = 0  # a group's chunk counts at every member
+    key: RequestKey = field(init=False)
 
-    @property
-    def key(self) -> RequestKey:
-        return self.request.request_id, self.request.epoch
+    def __post_init__(self) -> None:
+        self.key = self.request.request_id, self.request.epoch
 
     @property
     def is_planned(self) -> bool:
@@ -110,7 +110,7 @@ class RequestState:
         return instance_id in self.decode_ids or (self.phase is Phase.PREFILLING and instance_id in self.prefill_ids)
 
 
-class HoldKind(IntEnum):  # a key of the counts, and quick to look up as one
+class HoldKind(IntEnum):
     """What a request has on an instance."""
 
     PREFILL = auto()  # its prompt's KV, which moves away
@@ -130,6 +130,13 @@ class HeldBlocks:
 
 #: By how much the context of residents must move, relative to what is known of it, for plans to be made by it.
 _CONTEXT_MOVED = 0.05
+
+
+class _Rooms(NamedTuple):
+    """What an instance has room for; 0 of what it does not take."""
+
+    num_decode_tokens: int  # of the largest request that could decode here now
+    num_prompt_tokens: int  # of the longest prompt that could be computed here now
 
 
 class InstanceBooks:
@@ -155,11 +162,13 @@ class InstanceBooks:
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         layout = profile.kv_layout
         self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
+        self._grouped = bool(profile.group_id)
         self.draining = draining
         self.closed = False  # by an operator
         self.reachable = True
         self.suspected = False
         self.next_plan_id = next_plan_id
+        self.num_flights = 0  # changes of what is in flight, of the requests in it, and of the decodes beside it
         self.plans: dict[int, StepPlan] = {}  # in flight
         self.batching = BatchingState()
         self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
@@ -168,7 +177,7 @@ class InstanceBooks:
         self.num_taken_blocks = 0
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
-        self._num_of_kind = dict.fromkeys(HoldKind, 0)
+        self.num_prefilling = 0  # prompts that are computed here, or whose KV waits to move away
         self._num_long_decoding = 0
         self._long_prefill_tokens: Counter[int] = Counter()  # long prompts in prefill, by their length
         self.num_decoding = 0
@@ -179,14 +188,12 @@ class InstanceBooks:
         self._num_resident_blocks = 0
         self._context_share = 1.0  # of the residents' room, that they attend to; the whole of it until reported
         self._view: InstanceView | None = None
-        self._decode_room: int | None = None
-        self._prefill_room: int | None = None
-        self._decode_tokens: int | None = None
+        self._rooms: _Rooms | None = None
         self._changed = changed
         self._change()
 
     def _change(self) -> None:
-        self._view = self._decode_room = self._prefill_room = self._decode_tokens = None
+        self._view = self._rooms = None
         self._changed[self.instance_id] = None
 
     # --- holds ---
@@ -219,7 +226,6 @@ class InstanceBooks:
 
     def _count(self, hold: HeldBlocks, sign: int) -> None:
         kind, num_blocks = hold.kind, hold.num_blocks
-        self._num_of_kind[kind] += sign
         if hold.long_tokens and kind is HoldKind.RESIDENT:
             self._num_long_decoding += sign
         elif hold.long_tokens and kind is not HoldKind.PROMISED:
@@ -227,13 +233,18 @@ class InstanceBooks:
             if not self._long_prefill_tokens[hold.long_tokens]:
                 del self._long_prefill_tokens[hold.long_tokens]
         self.num_taken_blocks += sign * num_blocks
-        self.num_decoding = self._num_of_kind[HoldKind.RESIDENT]
-        self.num_seats_taken = (
-            self.num_decoding + self._num_of_kind[HoldKind.PROMISED] + self._num_of_kind[HoldKind.LOCAL]
-        )
         if kind is HoldKind.PROMISED:
+            self.num_seats_taken += sign
             self._num_promised_blocks += sign * num_blocks
-        elif kind is HoldKind.RESIDENT:
+        elif kind is HoldKind.PREFILL:
+            self.num_prefilling += sign
+        elif kind is HoldKind.LOCAL:
+            self.num_seats_taken += sign
+            self.num_prefilling += sign
+        else:
+            self.num_flights += 1
+            self.num_seats_taken += sign
+            self.num_decoding += sign
             self._num_resident_blocks += sign * num_blocks
             self._num_with_tpot[hold.slo_tpot_s] += sign
             if self._num_with_tpot[hold.slo_tpot_s] == (sign > 0):
@@ -255,6 +266,7 @@ class InstanceBooks:
     def begin_plan(self, plan: StepPlan) -> None:
         self.next_plan_id = plan.plan_id + 1
         self.plans[plan.plan_id] = plan
+        self.num_flights += 1
         if plan.urgent:
             self.urgent_plan_id = plan.plan_id
         self._change()
@@ -265,7 +277,8 @@ class InstanceBooks:
             self.urgent_plan_id = None
         plan = self.plans.pop(plan_id, None)
         if plan is not None:
-            self.queue_tokens(-sum(chunk.num_tokens for chunk in plan.chunks))
+            self.num_flights += 1
+            self.queue_tokens(-sum([chunk.num_tokens for chunk in plan.chunks]))
         return plan
 
     # --- prompt tokens ---
@@ -281,6 +294,7 @@ class InstanceBooks:
 
     def drop_prefill(self, state: RequestState) -> None:
         """The request ended: what was not planned of it never will be."""
+        self.num_flights += 1
         self._change()
         if state in self.prefills:
             self.prefills.remove(state)
@@ -293,38 +307,27 @@ class InstanceBooks:
         return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
 
     @property
-    def decode_room(self) -> int:
-        """Free blocks for one more request that decodes here; 0 if it takes none. Counted only after a change."""
-        if self._decode_room is None:
-            takes = self.role.can_decode and self.takes_new and self.num_seats_taken < self.profile.max_num_seqs
-            self._decode_room = max(0, self.num_free_blocks) if takes else 0
-        return self._decode_room
-
-    @property
-    def prefill_room(self) -> int:
-        """Free blocks for one more prompt; 0 if it takes none. Counted only after a change."""
-        if self._prefill_room is None:
-            takes = self.role.can_prefill and self.takes_new
-            self._prefill_room = max(0, self.num_free_blocks) if takes else 0
-        return self._prefill_room
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens of the largest request that could decode here now; 0 if it takes none. Counted only after a change."""
-        if self._decode_tokens is None:
-            self._decode_tokens = max(0, min(self.decode_room * self.block_size, self.profile.max_model_len - 1))
-        return self._decode_tokens
+    def rooms(self) -> _Rooms:
+        """What there is room for; counted only after a change."""
+        if self._rooms is None:
+            room, takes_new = max(0, self.num_free_blocks) * self.block_size, self.takes_new
+            decodes = takes_new and self.num_seats_taken < self.profile.max_num_seqs and self.role.can_decode
+            prefills = takes_new and self.role.can_prefill
+            num_decode_tokens = max(0, min(room, self.profile.max_model_len - 1)) if decodes else 0
+            self._rooms = _Rooms(num_decode_tokens, room if prefills else 0)
+        return self._rooms
 
     def can_decode(self, request: Request) -> bool:
         """Whether the whole request fits now, with a seat."""
         return (
-            request.max_total_tokens <= self.num_decode_tokens and (request.request_id, request.epoch) not in self.holds
+            request.max_total_tokens <= self.rooms.num_decode_tokens
+            and (request.request_id, request.epoch) not in self.holds
         )
 
     def can_prefill(self, request: Request) -> bool:
         """Whether the prompt fits now."""
         return (
-            request.num_prompt_tokens <= self.prefill_room * self.block_size
+            request.num_prompt_tokens <= self.rooms.num_prompt_tokens
             and request.max_total_tokens < self.profile.max_model_len
             and (request.request_id, request.epoch) not in self.holds
         )
@@ -422,6 +425,7 @@ class InstanceBooks:
         share = min(1.0, num_tokens / room) if room and num_tokens else self._context_share
         if abs(share - self._context_share) > _CONTEXT_MOVED * self._context_share:
             self._context_share = share
+            self.num_flights += 1
             self._change()
 
     def set_quarantined(self, num_blocks: int) -> None:
@@ -436,27 +440,28 @@ class InstanceBooks:
     def view(self) -> InstanceView:
         """What policies see; rebuilt only after a change."""
         if self._view is None:
-            self._view = InstanceView(
-                instance_id=self.instance_id,
-                role=self.role,
-                num_blocks=self.profile.num_blocks,
-                num_free_blocks=self.num_free_blocks,
-                num_virtual_blocks=self._num_promised_blocks,
-                num_seats_taken=self.num_seats_taken,
-                max_num_seqs=self.profile.max_num_seqs,
-                num_prefilling=self._num_of_kind[HoldKind.PREFILL] + self._num_of_kind[HoldKind.LOCAL],
-                num_decoding=self.num_decoding,
-                num_queued_tokens=self.num_queued_tokens,
-                draining=self.draining or self.closed,
-                reachable=self.reachable,
-                suspected=self.suspected,
-                num_resident_tokens=int(self._num_resident_blocks * self.block_size * self._context_share),
-                num_long_prefilling=self._long_prefill_tokens.total() if self._long_prefill_tokens else 0,
-                num_long_decoding=self._num_long_decoding,
-                shortest_long_prefill_tokens=min(self._long_prefill_tokens, default=None),
-                slo_tpots_s=self._slo_tpots_s,
-                grouped=bool(self.profile.group_id),
-                make=self.make,
+            long_tokens = self._long_prefill_tokens
+            self._view = InstanceView(  # in the order of its fields: keywords take twice as long, for each placement
+                self.instance_id,
+                self.role,
+                self.profile.num_blocks,
+                self.num_free_blocks,
+                self._num_promised_blocks,
+                self.num_seats_taken,
+                self.profile.max_num_seqs,
+                self.num_prefilling,
+                self.num_decoding,
+                self.num_queued_tokens,
+                self.draining or self.closed,
+                self.reachable,
+                self.suspected,
+                int(self._num_resident_blocks * self.block_size * self._context_share),
+                long_tokens.total() if long_tokens else 0,
+                self._num_long_decoding,
+                min(long_tokens) if long_tokens else None,
+                self._slo_tpots_s,
+                self._grouped,
+                self.make,
             )
         return self._view
 
@@ -466,9 +471,12 @@ class InstanceBooks:
         taken = sum(hold.num_blocks for hold in self.holds.values())
         assert taken == self.num_taken_blocks, f"{name}: holds sum to {taken}, books say {self.num_taken_blocks}"
         assert taken <= self.profile.num_blocks, f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
-        for kind, number in self._num_of_kind.items():
-            held = sum(hold.kind is kind for hold in self.holds.values())
-            assert held == number, f"{name}: {held} holds are {kind.name}, books say {number}"
+        num_of = Counter(hold.kind for hold in self.holds.values())
+        decoding, computing = num_of[HoldKind.RESIDENT], num_of[HoldKind.PREFILL] + num_of[HoldKind.LOCAL]
+        seats = decoding + num_of[HoldKind.PROMISED] + num_of[HoldKind.LOCAL]
+        assert decoding == self.num_decoding, f"{name}: {decoding} decode, books say {self.num_decoding}"
+        assert computing == self.num_prefilling, f"{name}: {computing} prompts, books say {self.num_prefilling}"
+        assert seats == self.num_seats_taken, f"{name}: {seats} seats taken, books say {self.num_seats_taken}"
         promised = sum(hold.num_blocks for hold in self.holds.values() if hold.kind is HoldKind.PROMISED)
         assert promised == self._num_promised_blocks, f"{name}: {promised} promised, books {self._num_promised_blocks}"
         assert self.num_seats_taken <= self.profile.max_num_seqs, f"{name}: {self.num_seats_taken} seats taken"
