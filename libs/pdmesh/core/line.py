@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
 
 from pdmesh.core.state import RequestState
 from pdmesh.model import Epoch, RequestId
 from pdmesh.policy.base import PrefillOrder, Rank
 
-#: The first of a lane behind its key and its arrival, which no two share: so entries compare without the requests.
-_Head = tuple[tuple[float, ...], tuple[float, RequestId, Epoch], RequestState]
+#: The first of a lane behind its key, its arrival and a number of its own: so entries compare without the requests.
+_Head = tuple[tuple[float, ...], tuple[float, RequestId, Epoch], int, RequestState]
+
+#: Entries of a heap that are out of date may be twice as many as lanes, and these.
+SPARE = 64
 
 
 class Line:
     """Kept in the lanes of the order, each sorted for good: only the first of each are compared with each other.
+
+    Most of these keep their keys as time passes. Only of the others are the keys made anew for each time.
 
     The order is asked for a line by itself: what is urgent for one tenant is not so for another.
     """
 
     def __init__(self) -> None:
         self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
-        # The first of each lane, with its rank and its arrival; lanes where that is to be looked up.
-        self._firsts: dict[float, tuple[Rank, tuple[float, RequestId, Epoch], RequestState]] = {}
-        # A heap of them, and of some that were; and what it was made for.
-        self._heads: list[_Head] = []
-        self._passed_over: list[_Head] = []  # taken out of the heap, in lanes that wait
-        self._changed_lanes: dict[float, None] = {}
-        self._compared_for: tuple[PrefillOrder, float] | None = None
+        self._changed_lanes: dict[float, None] = {}  # of which the first is to be looked up
+        # A heap of the firsts that keep their keys, and of some that were; until when those keep them, the first of
+        # these times or an earlier one. A heap of the other firsts, made for this time.
+        self._steady: list[_Head] = []
+        self._steady_until_s: dict[float, float] = {}
+        self._next_s = inf
+        self._moving: list[_Head] = []
+        self._moving_lanes: dict[float, None] = {}
+        self._numbers = count()
+        self._order: PrefillOrder | None = None
+        self._now_s = -inf
         self._waiting_lanes: set[float] = set()  # for their turn
+        self._passed_over: list[float] = []  # those of them that were taken out of the heaps
         self._work_us: dict[float, int] = {}  # of each lane
         self.num_requests = 0
         self.num_prompt_tokens = 0
@@ -43,29 +55,73 @@ class Line:
 
     def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
         """The first now, but for lanes that were told to wait for their turn."""
-        changed = self._changed_lanes
-        for lane in changed:
-            state = self._lanes[lane][0]
-            self._firsts[lane] = state.rank, arrival(state), state
-        if self._compared_for != (order, now_s):
-            self._compared_for = order, now_s
-            self._heads = self._keyed(self._firsts, order, now_s)
-            heapify(self._heads)
-            self._passed_over.clear()
-        elif changed:
-            for head in self._keyed(changed, order, now_s):
-                heappush(self._heads, head)
-        changed.clear()
-        heads = self._heads
-        while heads:
-            state = heads[0][2]
-            if not self._is_first(state):
-                heappop(heads)
-            elif state.rank.lane in self._waiting_lanes:
-                self._passed_over.append(heappop(heads))
+        if order is not self._order or now_s < self._now_s or len(self._steady) > 2 * len(self._lanes) + SPARE:
+            self._forget_keys()
+        if now_s != self._now_s:
+            self._order, self._now_s = order, now_s
+            if self._next_s <= now_s:
+                self._see_who_moves()
+            lanes = [lane for lane in self._moving_lanes if lane not in self._changed_lanes]
+            self._moving = self._keyed([self._lanes[lane][0] for lane in lanes])
+            heapify(self._moving)
+        if self._changed_lanes:
+            self._look_up_firsts(order, now_s)
+        steady, moving = self._top(self._steady, self._steady_until_s), self._top(self._moving, self._moving_lanes)
+        first = steady or moving if steady is None or moving is None else min(steady, moving)
+        return None if first is None else first[3]
+
+    def _look_up_firsts(self, order: PrefillOrder, now_s: float) -> None:
+        firsts = [self._lanes[lane][0] for lane in self._changed_lanes]
+        for head in self._keyed(firsts):
+            rank = head[3].rank
+            until_s = order.keeps_key_until_s(rank)
+            if until_s > now_s:
+                self._moving_lanes.pop(rank.lane, None)
+                self._steady_until_s[rank.lane] = until_s
+                self._next_s = min(self._next_s, until_s)
+                heappush(self._steady, head)
             else:
-                return state
+                self._steady_until_s.pop(rank.lane, None)
+                self._moving_lanes[rank.lane] = None
+                heappush(self._moving, head)
+        self._changed_lanes.clear()
+
+    def _see_who_moves(self) -> None:
+        """The keys of some change with the time from now on."""
+        for lane in [lane for lane, until_s in self._steady_until_s.items() if until_s <= self._now_s]:
+            del self._steady_until_s[lane]
+            self._moving_lanes[lane] = None
+        self._next_s = min(self._steady_until_s.values(), default=inf)
+
+    def _forget_keys(self) -> None:
+        """All lanes are to be looked up."""
+        self._steady.clear()
+        self._steady_until_s.clear()
+        self._moving.clear()
+        self._moving_lanes.clear()
+        self._passed_over.clear()
+        self._changed_lanes = dict.fromkeys(self._lanes)
+        self._next_s, self._now_s = inf, -inf
+
+    def _top(self, heap: list[_Head], lanes: Container[float]) -> _Head | None:
+        """The first of a heap that still is the first of its lane, of ``lanes``, and does not wait for its turn."""
+        while heap:
+            state = heap[0][3]
+            lane = state.rank.lane
+            if lane not in lanes or self._lanes[lane][0] is not state:
+                heappop(heap)
+            elif lane in self._waiting_lanes:
+                heappop(heap)
+                self._passed_over.append(lane)
+            else:
+                return heap[0]
         return None
+
+    def _keyed(self, states: Sequence[RequestState]) -> list[_Head]:
+        assert self._order is not None, "only `head` asks for keys"
+        keys = self._order.keys([state.rank for state in states], self._now_s)
+        numbers = self._numbers
+        return [(key, arrival(state), next(numbers), state) for key, state in zip(keys, states, strict=True)]
 
     def let_wait(self, lane: float) -> None:
         """Pass over a lane, which waits for its turn, until `call_all`."""
@@ -80,19 +136,10 @@ class Line:
     def call_all(self) -> None:
         """No lane waits for its turn any more."""
         self._waiting_lanes.clear()
-        for head in self._passed_over:
-            heappush(self._heads, head)
+        for lane in self._passed_over:
+            if lane in self._lanes:
+                self._changed_lanes[lane] = None
         self._passed_over.clear()
-
-    def _keyed(self, lanes: Iterable[float], order: PrefillOrder, now_s: float) -> list[_Head]:
-        firsts = [self._firsts[lane] for lane in lanes]
-        keys = order.keys([rank for rank, _, _ in firsts], now_s)
-        return [(key, arrived, state) for key, (_, arrived, state) in zip(keys, firsts, strict=True)]
-
-    def _is_first(self, state: RequestState) -> bool:
-        """Whether it is the first of its lane."""
-        lane = self._lanes.get(state.rank.lane)
-        return lane is not None and lane[0] is state
 
     @property
     def work_us(self) -> int:
@@ -121,12 +168,9 @@ class Line:
         states = list(self)
         self._lanes.clear()
         self._work_us.clear()
-        self._firsts.clear()
-        self._heads.clear()
-        self._passed_over.clear()
-        self._changed_lanes.clear()
         self._waiting_lanes.clear()
         self.num_requests = self.num_prompt_tokens = 0
+        self._forget_keys()
         for state in states:
             state.rank_by(order)
             self.join(state)
@@ -150,8 +194,9 @@ class Line:
             self._changed_lanes[state.rank.lane] = None
         else:
             del self._lanes[state.rank.lane], self._work_us[state.rank.lane]
-            self._firsts.pop(state.rank.lane, None)
             self._changed_lanes.pop(state.rank.lane, None)
+            self._steady_until_s.pop(state.rank.lane, None)
+            self._moving_lanes.pop(state.rank.lane, None)
 
     def check_integrity(self) -> None:
         assert self.num_requests == sum(1 for _ in self), "the number is not that of the requests in line"

@@ -96,6 +96,10 @@ class PrefillOrder(Protocol):
         """
         ...
 
+    def keeps_key_until_s(self, rank: Rank) -> float:
+        """Until when one of this rank, alone of its lane, keeps its key; -inf if that changes with the time."""
+        ...
+
 
 class Packing(Protocol):
     """What goes into a step."""

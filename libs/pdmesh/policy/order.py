@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import frexp, ldexp
+from math import frexp, inf, ldexp
 
 from pdmesh.model import Request
 from pdmesh.policy.base import Rank
@@ -20,6 +20,9 @@ class _ByPlace:
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         return [(rank.place,) for rank in ranks]
+
+    def keeps_key_until_s(self, rank: Rank) -> float:
+        return inf
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,9 @@ class LeastRelativeSlack:
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         return [(round((latest_s - now_s) / work_s, 9),) for _, work_s, latest_s in ranks]
 
+    def keeps_key_until_s(self, rank: Rank) -> float:
+        return -inf
+
 
 @dataclass(frozen=True)
 class ShortFirst(_ByPlace):
@@ -158,6 +164,10 @@ class GuardedShortestFirst:
             urgent = slack < spare
             keys.append((0.0, round(slack, 9), work_s, due_s) if urgent else (1.0, _scale(work_s), due_s))
         return keys
+
+    def keeps_key_until_s(self, rank: Rank) -> float:
+        """Until it may be urgent: a little early, for rounding errors."""
+        return rank.latest_start_s - self.spare_slack * rank.lane - 1e-3
 
 
 def _latest_start_s(prediction: Prediction, request: Request, num_done_tokens: int) -> float:

@@ -16,6 +16,9 @@ CHUNK_UNIT_TOKENS = 32
 #: A step with nothing in it.
 NOTHING = StepShape((), 0, 0)
 
+#: Of decodes without a target of their own.
+NO_TARGETS = frozenset([None])
+
 
 @dataclass(frozen=True, slots=True)
 class StaticChunks:
@@ -100,7 +103,7 @@ class AdaptiveChunks:
     def num_tokens(
         self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
     ) -> int:
-        if self._excludes(step, request):
+        if step.chunks and self._excludes(step, request):
             return 0
         budget_s = self._budget_s(instance, step, request, start, self.prefill_step_s, shared) - step.group_s
         num_left = request.num_prompt_tokens - start
@@ -109,7 +112,8 @@ class AdaptiveChunks:
 
     def takes_local(self, instance: InstanceView) -> bool:
         budget_s = self.local_step_share * self._tpot_s(instance)
-        return self._sizer(instance).largest(_beside(instance, PartialStep()), 0, CHUNK_UNIT_TOKENS, budget_s) > 0
+        decodes = StepShape((), instance.num_decoding, instance.num_resident_tokens)
+        return self._sizer(instance).largest(decodes, 0, CHUNK_UNIT_TOKENS, budget_s) > 0
 
     def group_chunk(
         self,
@@ -169,8 +173,9 @@ class AdaptiveChunks:
         return budget_s
 
     def _tpot_s(self, instance: InstanceView) -> float:
-        targets_s = (self.slo_tpot_s if slo_s is None else slo_s for slo_s in instance.slo_tpots_s)
-        return min(targets_s, default=self.slo_tpot_s)
+        if instance.slo_tpots_s <= NO_TARGETS:
+            return self.slo_tpot_s
+        return min([self.slo_tpot_s if slo_s is None else slo_s for slo_s in instance.slo_tpots_s])
 
 
 def _beside(instance: InstanceView, step: PartialStep) -> StepShape:
