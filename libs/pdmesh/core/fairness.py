@@ -166,11 +166,12 @@ class TokenCounters:
         self._charge(account, _units(request, num_drawn) - _units(request, num_expected), turn=account.turn)
 
     def _charge(self, account: _Account, num_units: int, *, turn: int) -> None:
-        if account.num_waiting:
+        in_line = account.num_waiting > 0 and len(self._line) > 1
+        if in_line:
             del self._line[self._index(account)]
         account.counter += num_units
         account.turn = turn
-        if account.num_waiting:
+        if in_line:
             insort(self._line, account, key=_place)
 
     def _num_expected(self, request: Request) -> int:

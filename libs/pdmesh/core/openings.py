@@ -52,6 +52,7 @@ class Openings:
         self._idle: dict[InstanceId, InstanceBooks] = {}  # with room for one, and no prompt
         self._spare = Ranking(bundle.prefill_placement.key)  # those that only decode, and have room in their steps
         self._perhaps_spare: dict[InstanceId, InstanceBooks] = {}  # the same, not yet looked at: nobody waited since
+        self._among: dict[InstanceId, dict[InstanceId, InstanceBooks]] = {}  # which of these each is in
         self._inside: dict[InstanceId, _Inside] = {}  # of those with plans in flight, and a bundle that interrupts
         self._interruptible: dict[InstanceId, _Inside] = {}  # of those that somebody may interrupt
         self._interruptible_by = Lengths()  # the most tokens of who may interrupt them
@@ -68,10 +69,10 @@ class Openings:
         for instance_id in self._books.changed:
             instance = self._books.instances.get(instance_id)
             self._note(instance_id, instance)
-            self._computing.pop(instance_id, None)
-            self._idle.pop(instance_id, None)
-            self._perhaps_spare.pop(instance_id, None)
-            self._spare.discard(instance_id)
+            if (among := self._among.pop(instance_id, None)) is not None:
+                among.pop(instance_id, None)
+            if instance_id in self._spare.members:
+                self._spare.discard(instance_id)
             self._with_own.pop(instance_id, None)
             before = self._interruptible.pop(instance_id, None)
             if instance is None:
@@ -86,7 +87,7 @@ class Openings:
                     self._interruptible_by.add(inside.max_tokens)
             if instance is not None and (inside is not None or instance_id in self._idle):
                 self._takers.put(instance)
-            else:
+            elif instance_id in self._takers.members:
                 self._takers.discard(instance_id)
         self._books.changed.clear()
 
@@ -95,7 +96,7 @@ class Openings:
         for instance in instances:
             self._note(instance.instance_id, instance)
             for ranking in (self._spare, self._takers):
-                if instance.instance_id in ranking:
+                if instance.instance_id in ranking.members:
                     ranking.put(instance)
 
     def _note(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
@@ -108,12 +109,16 @@ class Openings:
     def _look_at(self, instance: InstanceBooks) -> None:
         instance_id = instance.instance_id
         if self.has_room(instance):
+            among = None
             if instance.prefills:
-                self._computing[instance_id] = instance
+                among = self._computing
             elif instance.role.can_prefill:
-                self._idle[instance_id] = instance
-            elif self._bundle.local_prompt_tokens and instance.rooms.num_decode_tokens:
-                self._perhaps_spare[instance_id] = instance
+                among = self._idle
+            elif self._bundle.local_prompt_tokens and instance.num_decode_tokens:
+                among = self._perhaps_spare
+            if among is not None:
+                among[instance_id] = instance
+                self._among[instance_id] = among
         interruption = self._bundle.interruption
         if interruption is None or not instance.plans or self._modes.mode_of(instance) is Mode.EXCLUSIVE:
             return  # an urgent chunk could come late, into a decode phase
@@ -181,7 +186,7 @@ class Openings:
         if not line and len(opened) == 1:
             return opened
         key = self._bundle.prefill_placement.key
-        members = self._takers if others else ()
+        members = self._takers.members if others else ()
         beside = [(key(i.view), i.instance_id, i) for i in opened if i.instance_id not in members]
         beside.sort()
         return _merged(line, beside)
@@ -197,7 +202,7 @@ class Openings:
                 if takes_local(instance.view):
                     self._spare.put(instance)
             self._perhaps_spare.clear()
-        return len(self._spare) > 0
+        return bool(self._spare.members)
 
     def is_idle(self, instance: InstanceBooks) -> bool:
         return instance.instance_id in self._idle

@@ -42,6 +42,7 @@ class Opening:
     group: GroupChunk | None = None  # in the step
     held: bool = False  # it takes no more: a group's chunk is next here, and waits for another member
     is_late: bool = False  # the instance was idle, and takes its turn behind those that were not
+    fits: tuple[RequestState, int] | None = None  # who was last asked for, with the tokens of its first chunk
 
     @property
     def place(self) -> tuple[bool, int]:
@@ -194,10 +195,10 @@ class Round:
             return self._known.has_room(instance) or self._may_interrupt(instance, head)
         if opening.held or (opening.urgent and not self._may_interrupt(instance, head)):
             return False
-        step = opening.step
-        return not step.chunks or (
-            self._bundle.packing.num_tokens(self._modes.beside(instance), step, head.request, 0, shared=True) > 0
-        )
+        if not opening.step.chunks:
+            return True
+        opening.fits = head, self._num_tokens(opening, head, shared=True)
+        return opening.fits[1] > 0
 
     def _place(self, state: RequestState, placement: Placement) -> None:
         prefill, decode, members = placement
@@ -251,11 +252,20 @@ class Round:
                 else:
                     self._plan_chunk(opening, state)
 
+    def _num_tokens(self, opening: Opening, state: RequestState, *, shared: bool) -> int:
+        """How many tokens of the request go into the step; 0: none."""
+        beside = self._modes.beside(opening.instance)
+        start = state.num_planned_tokens
+        return self._bundle.packing.num_tokens(beside, opening.step, state.request, start, shared=shared)
+
     def _plan_chunk(self, opening: Opening, state: RequestState) -> None:
         instance, start = opening.instance, state.num_planned_tokens
         shared = len(instance.prefills) > 1 or self._books.queue.has_line
-        beside = self._modes.beside(instance)
-        num_tokens = self._bundle.packing.num_tokens(beside, opening.step, state.request, start, shared=shared)
+        if shared and opening.fits is not None and opening.fits[0] is state:
+            num_tokens = opening.fits[1]
+        else:
+            num_tokens = self._num_tokens(opening, state, shared=shared)
+        opening.fits = None
         if num_tokens <= 0:
             return
         opening.step.add(_next_chunk(state, num_tokens), state.request)

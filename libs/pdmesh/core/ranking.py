@@ -19,31 +19,25 @@ class Ranking:
 
     def __init__(self, key: Callable[[InstanceView], tuple[float, ...]]) -> None:
         self._key = key
-        self._members: dict[InstanceId, InstanceBooks] = {}
+        self.members: dict[InstanceId, InstanceBooks] = {}  # to be looked at alone
         self._changed: dict[InstanceId, None] = {}  # since the line was last sorted
         self._entries: dict[InstanceId, Ranked] = {}
         self._line: list[Ranked] = []
 
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __contains__(self, instance_id: object) -> bool:
-        return instance_id in self._members
-
     def put(self, instance: InstanceBooks) -> None:
         """It is a member, and has perhaps another place from now on."""
-        self._members[instance.instance_id] = instance
+        self.members[instance.instance_id] = instance
         self._changed[instance.instance_id] = None
 
     def discard(self, instance_id: InstanceId) -> None:
         """It is no member, or no longer."""
-        if self._members.pop(instance_id, None) is not None:
+        if self.members.pop(instance_id, None) is not None:
             self._changed[instance_id] = None
 
     def line(self) -> list[Ranked]:
         """The members, sorted. Not to be changed, and good until the next call of `put` or `discard`."""
         for instance_id in self._changed:
-            old, instance = self._entries.get(instance_id), self._members.get(instance_id)
+            old, instance = self._entries.get(instance_id), self.members.get(instance_id)
             new = None if instance is None else (self._key(instance.view), instance_id, instance)
             if old == new:
                 continue
@@ -91,7 +85,7 @@ class Decoders:
         self._changed[instance_id] = instance
 
     def _look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
-        room = 0 if instance is None else instance.rooms.num_decode_tokens
+        room = 0 if instance is None else instance.num_decode_tokens
         known = self._group_of.get(instance_id)
         if not room and known is None:
             return

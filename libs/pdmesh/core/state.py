@@ -132,13 +132,6 @@ class HeldBlocks:
 _CONTEXT_MOVED = 0.05
 
 
-class _Rooms(NamedTuple):
-    """What an instance has room for; 0 of what it does not take."""
-
-    num_decode_tokens: int  # of the largest request that could decode here now
-    num_prompt_tokens: int  # of the longest prompt that could be computed here now
-
-
 class InstanceBooks:
     """One instance's books."""
 
@@ -188,12 +181,14 @@ class InstanceBooks:
         self._num_resident_blocks = 0
         self._context_share = 1.0  # of the residents' room, that they attend to; the whole of it until reported
         self._view: InstanceView | None = None
-        self._rooms: _Rooms | None = None
+        self._decode_tokens = self._prompt_tokens = 0  # what there is room for, and whether that has been counted
+        self._knows_room = False
         self._changed = changed
         self._change()
 
     def _change(self) -> None:
-        self._view = self._rooms = None
+        self._view = None
+        self._knows_room = False
         self._changed[self.instance_id] = None
 
     # --- holds ---
@@ -306,28 +301,37 @@ class InstanceBooks:
     def num_free_blocks(self) -> int:
         return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
 
+    def _count_room(self) -> None:
+        """For one more request: only after a change, and if somebody asks."""
+        self._knows_room = True
+        self._decode_tokens = self._prompt_tokens = 0
+        room = self.num_free_blocks * self.block_size
+        if room > 0 and self.takes_new:
+            if self.role.can_decode and self.num_seats_taken < self.profile.max_num_seqs:
+                longest = self.profile.max_model_len - 1
+                self._decode_tokens = room if room < longest else longest
+            if self.role.can_prefill:
+                self._prompt_tokens = room
+
     @property
-    def rooms(self) -> _Rooms:
-        """What there is room for; counted only after a change."""
-        if self._rooms is None:
-            room, takes_new = max(0, self.num_free_blocks) * self.block_size, self.takes_new
-            decodes = takes_new and self.num_seats_taken < self.profile.max_num_seqs and self.role.can_decode
-            prefills = takes_new and self.role.can_prefill
-            num_decode_tokens = max(0, min(room, self.profile.max_model_len - 1)) if decodes else 0
-            self._rooms = _Rooms(num_decode_tokens, room if prefills else 0)
-        return self._rooms
+    def num_decode_tokens(self) -> int:
+        """Tokens of the largest request that could decode here now; 0 if it takes none."""
+        if not self._knows_room:
+            self._count_room()
+        return self._decode_tokens
 
     def can_decode(self, request: Request) -> bool:
         """Whether the whole request fits now, with a seat."""
         return (
-            request.max_total_tokens <= self.rooms.num_decode_tokens
-            and (request.request_id, request.epoch) not in self.holds
+            request.max_total_tokens <= self.num_decode_tokens and (request.request_id, request.epoch) not in self.holds
         )
 
     def can_prefill(self, request: Request) -> bool:
         """Whether the prompt fits now."""
+        if not self._knows_room:
+            self._count_room()
         return (
-            request.num_prompt_tokens <= self.rooms.num_prompt_tokens
+            request.num_prompt_tokens <= self._prompt_tokens
             and request.max_total_tokens < self.profile.max_model_len
             and (request.request_id, request.epoch) not in self.holds
         )
