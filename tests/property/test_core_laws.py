@@ -88,6 +88,7 @@ POLICY = PolicyConfig(
     local_step_share=2.0,  # 8 s: prompts of up to 8 tokens are computed where they decode, now and then
 )
 CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=POLICY)
+SHARES = {"": 1, "a": 1, "b": 3}  # of tenants
 GATEWAYS = (GatewayId("g0"), GatewayId("g1"))
 CALAMITIES = ("gateway lost", "gateway reconnects", "instance lost", "instance reconnects", "scheduler restarts")
 MESHES = {
@@ -351,13 +352,14 @@ class MeshMachine(RuleBasedStateMachine):
         self.held.discard(instance_id)
 
     def check_overtakes_nobody(self, placed: Request) -> None:
-        """By the bundle's order, its lanes and its ties, of all that wait.
+        """By the bundle's order, its lanes and its ties, of all of its tenant that wait.
 
         A policy may let a prompt wait for its turn behind long ones, and with it its lane.
         """
         order = self.chosen.order
-        ranks = {key: order.rank(request, 0, None) for key, request in self.waiting.items()}
-        line = sorted(self.waiting, key=lambda key: (ranks[key].place, *order_of(self.waiting[key])), reverse=True)
+        waiting = {key: request for key, request in self.waiting.items() if request.tenant == placed.tenant}
+        ranks = {key: order.rank(request, 0, None) for key, request in waiting.items()}
+        line = sorted(waiting, key=lambda key: (ranks[key].place, *order_of(self.waiting[key])), reverse=True)
         heads = list({ranks[key].lane: key for key in line}.values())
         keys = order.keys([ranks[key] for key in heads], self.now_s)
         first = sorted(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
@@ -386,9 +388,16 @@ class MeshMachine(RuleBasedStateMachine):
         gateway=st.sampled_from(GATEWAYS),
         priority=st.sampled_from((0, 0, -1, 3)),
         slo_ttft_s=st.sampled_from((None, None, 1.0, 40.0)),
+        tenant=st.sampled_from(("", "", "", "a", "b")),
     )
     def request_arrives(
-        self, prompt: int, output: int, gateway: GatewayId, priority: int, slo_ttft_s: float | None
+        self,
+        prompt: int,
+        output: int,
+        gateway: GatewayId,
+        priority: int,
+        slo_ttft_s: float | None,
+        tenant: str = "",
     ) -> None:
         self.num_requests += 1
         request = Request(
@@ -400,6 +409,8 @@ class MeshMachine(RuleBasedStateMachine):
             arrival_s=self.now_s,
             priority=priority,
             slo_ttft_s=slo_ttft_s,
+            tenant=tenant,
+            share=SHARES[tenant],
         )
         self.submit(request)
 
@@ -423,7 +434,8 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def client_goes_away(self, data: st.DataObject) -> None:
         request = self.awaited.pop(data.draw(st.sampled_from(sorted(self.awaited))))
-        self.feed(RequestCancelled(request.gateway_id, request.request_id, request.epoch))
+        num_drawn = data.draw(st.sampled_from((None, 0, 3)))
+        self.feed(RequestCancelled(request.gateway_id, request.request_id, request.epoch, num_drawn))
 
     @precondition(lambda self: self.awaited)
     @rule(data=st.data())
@@ -698,6 +710,7 @@ class MeshMachine(RuleBasedStateMachine):
         assert not self.awaited, f"{self.awaited} never ended"
         assert self.core.num_waiting == 0
         assert self.core.num_running == 0
+        assert not any(tenant.num_waiting or tenant.num_running for tenant in self.core.tenants)
         for view in self.core.instances:
             assert view.num_free_blocks == view.num_blocks, f"{view.instance_id} is not free"
             assert view.num_seats_taken == 0

@@ -89,6 +89,7 @@ from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
+from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import WorkerStreams
 
 POLICY = PolicyConfig(
@@ -348,7 +349,7 @@ def serve(
             lives=Lives(len(arrivals)),
             activity=ActivityFeed(core, gateways, clock=lambda: agenda.now_s, label=records.label),
             observers=(
-                SchedulerMetrics(CollectorRegistry(), core),
+                SchedulerMetrics(CollectorRegistry(), core, TenantUsage(core)),
                 records,
                 SchedulerSpans(NoTracing(), lambda at_s: at_s),
             ),

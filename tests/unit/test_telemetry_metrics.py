@@ -30,6 +30,7 @@ from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.transcripts import Transcripts
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.observing import Handled
+from pdmesh_scheduler.tenants import TenantUsage
 
 pytestmark = pytest.mark.anyio
 
@@ -74,7 +75,7 @@ async def test_the_gateways() -> None:
 async def test_the_schedulers() -> None:
     core = SchedulerCore(CoreConfig(), make_bundle("fcfs", PolicyConfig()), random.Random(0))
     registry = CollectorRegistry()
-    metrics = SchedulerMetrics(registry, core)
+    metrics = SchedulerMetrics(registry, core, TenantUsage(core))
     watch_event_loop(registry)
     lives = Lives()
 
@@ -87,7 +88,8 @@ async def test_the_schedulers() -> None:
     core.handle(KvReleased(profile.instance_id, RequestId("nobody's"), Epoch(0)), 0.0)
     key: dict[str, Any] = {"request_id": RequestId("r"), "epoch": Epoch(0)}
     gateway_id = GatewayId("g")
-    request = Request(**key, gateway_id=gateway_id, num_prompt_tokens=8, max_tokens=1, arrival_s=0.0)
+    request = Request(**key, gateway_id=gateway_id, num_prompt_tokens=8, max_tokens=1, arrival_s=0.0, tenant="k")
+    core.handle(RequestArrived(request), 0.0)
     admit = AdmitPrefill(
         **key, instance_id=profile.instance_id, shards=(a_shard(profile.instance_id, 1),), transfer=None
     )

@@ -50,6 +50,9 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     for row in answer.instances:
         if row.batching is not None:
             console.print(f"{row.instance_id}  {batching_line(row.batching)}", highlight=False)
+    if answer.tenants:
+        console.print()
+        console.print(tenants_table(answer))
 
 
 def show_request(config: MeshConfig, state: StateFolder, request_id: str, output: Output) -> None:
@@ -132,6 +135,22 @@ def batching_line(batching: messages.BatchingStatus) -> str:
     if batching.reason:
         parts.append(f"not eb: {batching.reason}")
     return "  ".join(parts)
+
+
+def tenants_table(answer: messages.MeshState) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("key")
+    for column in ("share", "waiting", "running", "used in the last minute"):
+        table.add_column(column, justify="right")
+    for row in answer.tenants:
+        table.add_row(
+            row.tenant or "(none)",
+            str(row.share or ""),
+            str(row.num_waiting),
+            str(row.num_running),
+            f"{row.used_of_late:.0%}",
+        )
+    return table
 
 
 def _blocks(row: messages.InstanceStatus) -> str:

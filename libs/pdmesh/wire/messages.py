@@ -343,6 +343,16 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
         return "unreachable" if not self.reachable else "silent" if self.suspected else "up"
 
 
+class TenantStatus(Message, frozen=True, kw_only=True):
+    """What a key, or the keys not told apart, have and had of the mesh."""
+
+    tenant: str
+    share: int  # of the key; 0 for several
+    num_waiting: int  # in line
+    num_running: int
+    used_of_late: float  # share of the tokens charged in the last minute, 0 to 1
+
+
 class MeshState(Message, frozen=True, kw_only=True):
     """Pushed to gateways at each change of readiness and at each heartbeat; also what `pdmesh status` prints."""
 
@@ -356,6 +366,7 @@ class MeshState(Message, frozen=True, kw_only=True):
     max_model_len: int = 0  # smallest of the instances; 0 while there is none
     num_gateways: int = 0
     num_coming: int = 0  # instances that served, have died and are being started again
+    tenants: tuple[TenantStatus, ...] = ()  # for operators alone
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -46,6 +46,7 @@ from pdmesh.wire.messages import (
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.operations import OperationsDesk
 from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.tenants import TenantUsage
 
 log = structlog.get_logger()
 
@@ -59,6 +60,7 @@ class Admin:
     records: RequestRecords
     operations: OperationsDesk
     security: SecurityConfig
+    tenants: TenantUsage
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
         decoder = msgspec.msgpack.Decoder(list[AdminRequest])
@@ -93,7 +95,7 @@ class Admin:
     ) -> AdminResponse:
         match question:
             case GetStatus():
-                return self.driver.state()
+                return msgspec.structs.replace(self.driver.state(), tenants=self.tenants.statuses)
             case GetRequest():
                 match self.records.find(question.request_id):
                     case ():

@@ -38,6 +38,7 @@ from pdmesh_scheduler.operations import OperationsDesk, read_wishes
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
+from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import WorkerStreams
 
 SERVICE = "pdmesh.v1.Scheduler"
@@ -74,6 +75,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         core, configured_bundle=settings.bundle, path=settings.operations_file, wall_time=wall_time
     )
     wishes = await anyio.to_thread.run_sync(read_wishes, settings.operations_file)
+    tenants = TenantUsage(core)
 
     with ExitStack() as closing:
         header = Header(seed=seed, bundle=settings.bundle, config=core_config, started_at=began_at, started_s=began_s)
@@ -105,10 +107,11 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             lives=Lives(settings.max_records),
             activity=ActivityFeed(core, gateways, clock=clock, label=records.label),
             observers=(
-                SchedulerMetrics(registry, core),
+                SchedulerMetrics(registry, core, tenants),
                 records,
                 SchedulerSpans(context.tracing, wall_time),
                 operations,
+                tenants,
             ),
             event_log=event_log,
         )
@@ -121,7 +124,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp),
             "Gateway": serve_link(gateway_streams.serve, GatewayUp),
-            "Admin": Admin(driver, records, operations, config.security).handler(),
+            "Admin": Admin(driver, records, operations, config.security, tenants).handler(),
         }
         async with anyio.create_task_group() as tasks:
             if event_log is not None:

@@ -22,6 +22,7 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId
 from pdmesh.telemetry.exposition import Aliases
 from pdmesh_scheduler.observing import Handled
+from pdmesh_scheduler.tenants import TenantUsage
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
@@ -30,7 +31,7 @@ _DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
 class SchedulerMetrics:
     """Counts events and commands, and times milestones; gauges are read from the core when they are asked for."""
 
-    def __init__(self, registry: CollectorRegistry, core: SchedulerCore) -> None:
+    def __init__(self, registry: CollectorRegistry, core: SchedulerCore, tenants: TenantUsage) -> None:
         self._queue_time = Histogram(
             "pdmesh:request_queue_time_seconds",
             "From arrival at the scheduler to the placement on instances",
@@ -84,7 +85,7 @@ class SchedulerMetrics:
         waiting.set_function(lambda: core.num_waiting)
         running = Gauge("pdmesh:num_requests_running", "Requests placed and not ended", registry=registry)
         running.set_function(lambda: core.num_running)
-        registry.register(_CoreCollector(core))
+        registry.register(_CoreCollector(core, tenants))
         registry.register(Aliases(self._queue_time, self._prefill_time))
         self._models: dict[InstanceId, str] = {}  # what each instance serves
 
@@ -138,8 +139,9 @@ class SchedulerMetrics:
 class _CoreCollector(Collector):
     """Figures of the core's books, one sample an instance or kind."""
 
-    def __init__(self, core: SchedulerCore) -> None:
+    def __init__(self, core: SchedulerCore, tenants: TenantUsage) -> None:
         self._core = core
+        self._tenants = tenants
 
     def collect(self) -> Iterator[Metric]:
         usage = GaugeMetricFamily(
@@ -158,4 +160,13 @@ class _CoreCollector(Collector):
         )
         for kind, count in self._core.ignored.items():
             ignored.add_metric([kind], count)
-        yield from (usage, queued, ignored)
+        used = GaugeMetricFamily(
+            "pdmesh:tenant_used_of_late", "Share of the tokens charged in the last minute", labels=["tenant"]
+        )
+        waiting = GaugeMetricFamily(
+            "pdmesh:tenant_requests_waiting", "Requests in line, by the name of their key", labels=["tenant"]
+        )
+        for tenant in self._tenants.statuses:
+            used.add_metric([tenant.tenant], tenant.used_of_late)
+            waiting.add_metric([tenant.tenant], tenant.num_waiting)
+        yield from (usage, queued, ignored, used, waiting)

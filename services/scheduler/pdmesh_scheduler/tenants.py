@@ -1,0 +1,68 @@
+"""Who uses the mesh: what each key's requests were charged of late, and what of it waits and runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from heapq import nlargest
+
+from pdmesh.core.fairness import TenantView
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.wire.messages import TenantStatus
+from pdmesh_scheduler.observing import Handled
+
+#: "Of late" is this long, to a notch.
+LATE_S = 60.0
+NOTCH_S = 10.0
+
+#: So many are told apart; the others are one together.
+MAX_TOLD = 20
+
+#: All the others. No key has this name.
+OTHERS = "(others)"
+
+
+class TenantUsage:
+    """Looks at the core's counters now and then, and compares."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        self._core = core
+        self._now_s = 0.0
+        self._seen: deque[tuple[float, Mapping[str, int]]] = deque()  # tokens charged until then
+
+    def observe(self, handled: Handled) -> None:
+        """Time has passed."""
+        self._now_s = handled.now_s
+        if not self._seen or handled.now_s >= self._seen[-1][0] + NOTCH_S:
+            self._seen.append((handled.now_s, {view.tenant: view.num_tokens for view in self._core.tenants}))
+            while len(self._seen) > 1 and self._seen[1][0] <= handled.now_s - LATE_S:
+                self._seen.popleft()
+
+    @property
+    def statuses(self) -> tuple[TenantStatus, ...]:
+        """Those that used most first; nobody where there are no keys."""
+        views = self._core.tenants
+        if not any(view.tenant for view in views):
+            return ()
+        used = self._used_of_late(views)
+        total = sum(used.values())
+        told = nlargest(MAX_TOLD, views, key=lambda view: (used[view.tenant], view.num_waiting, view.tenant))
+        rest = [view for view in views if view not in told] if len(views) > MAX_TOLD else []
+
+        def status(tenant: str, share: int, *views: TenantView) -> TenantStatus:
+            num_tokens = sum(used[view.tenant] for view in views)
+            return TenantStatus(
+                tenant=tenant,
+                share=share,
+                num_waiting=sum(view.num_waiting for view in views),
+                num_running=sum(view.num_running for view in views),
+                used_of_late=num_tokens / total if total else 0.0,
+            )
+
+        statuses = [status(view.tenant, view.share, view) for view in told]
+        return (*statuses, status(OTHERS, 0, *rest)) if rest else tuple(statuses)
+
+    def _used_of_late(self, views: list[TenantView]) -> dict[str, int]:
+        """Tokens charged; never less than none, though what was expected of outputs may have been given back."""
+        before = self._seen[0][1] if self._seen else {}
+        return {view.tenant: max(0, view.num_tokens - before.get(view.tenant, 0)) for view in views}
