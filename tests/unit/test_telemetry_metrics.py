@@ -68,6 +68,7 @@ async def test_the_gateways() -> None:
     metrics = GatewayMetrics("m", Transcripts(), lambda: None)
     watch_event_loop(metrics.registry)
     metrics.responded("/", 200)
+    metrics.failed("/", "KeyError")
     metrics.finished(1, 1, "stop", ttft_s=1.0, e2e_s=1.0, slo=Slo(ttft_s=2.0))
     assert served(metrics.registry) == documented("Gateway")
 
