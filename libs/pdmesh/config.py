@@ -141,9 +141,13 @@ class WorkerConfig:
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16"), "auto: the checkpoint's"] = "auto"
     device: Annotated[str, "auto: cuda if there is one, else cpu"] = "auto"
     role: Annotated[str | None, one_of("prefill", "decode", "mixed"), "default: that of the service"] = None
-    engine: Annotated[str, one_of("torch", "fake"), "fake: a stand-in that takes no time, for tests and benchmarks"] = (
+    engine: Annotated[str, one_of("torch", "fake"), "fake: a stand-in without a model, for tests and benchmarks"] = (
         "torch"
     )
+    fake_latency: Annotated[
+        str | None,
+        "of the stand-in: how long its steps take, as a profile or as terms in seconds (`a_s=0.004,decode_s=1e-4`)",
+    ] = None
     block_size: Annotated[int, Range(1, 4096), "tokens"] = 16
     kv_cache_bytes: Annotated[
         int | None, COUNT, "of one instance; if not set, 256 MiB of the host, or kv_cache_share of a device"

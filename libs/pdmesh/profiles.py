@@ -62,6 +62,27 @@ def load_profile(name: str) -> Profile:
     return Profile(name=name, subject=content.subject, latency=latency)
 
 
+def parse_latency(text: str) -> LinearLatencyModel:
+    """A profile by its name, or terms as ``name=value,name=value``, in seconds; those that are not given are 0.
+
+    Raises ConfigError.
+    """
+    if "=" not in text:
+        return load_profile(text).latency
+    terms: dict[str, float] = {"a_s": 0.0, "b_s": 0.0, "c_s": 0.0, "d_s": 0.0}
+    for part in text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in LinearLatencyModel.__slots__:
+            raise ConfigError(f"{name!r} is no term of a latency model: use {', '.join(LinearLatencyModel.__slots__)}")
+        try:
+            terms[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"the term {name} of a latency model is {value!r}: give seconds") from None
+        if not (math.isfinite(terms[name]) and terms[name] >= 0):
+            raise ConfigError(f"the term {name} of a latency model is {value}: give seconds, 0 or more")
+    return LinearLatencyModel(**terms)
+
+
 def _model(content: ProfileFile) -> LinearLatencyModel:
     """Raises ValueError."""
     coefficients = content.coefficients

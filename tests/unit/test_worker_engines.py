@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from pdmesh.config import HOST_KV_CACHE_BYTES, WorkerConfig
+from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
-from pdmesh.worker.engines import num_blocks_of
+from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
+from pdmesh.profiles import parse_latency
+from pdmesh.testing import engine as fake
+from pdmesh.worker.engines import EngineFacts, build_engine, engine_facts, num_blocks_of
+from pdmesh.worker.measuring import step_s
 
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 BLOCK_BYTES = 32 * 65536
@@ -32,3 +38,49 @@ def test_no_room_for_a_block_is_said() -> None:
         ConfigError, match=r"of the 1000 bytes that the weights leave free \(worker.kv_cache_share\) is 850"
     ):
         num_blocks_of(WorkerConfig(), LAYOUT, free_bytes=1000)
+
+
+TERMS = "a_s=0.006, b_s=1.5e-4, decode_a_s=0.004, decode_s=2e-4, mixed_a_s=0.006, interference_s=1e-4"
+
+
+def test_the_stand_in_takes_the_time_that_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly over its layers; as an engine with a model it is timed when it starts, and learnt from."""
+    slept: list[float] = []
+    monkeypatch.setattr(fake, "time", SimpleNamespace(sleep=slept.append))
+    config = MeshConfig(worker=WorkerConfig(engine="fake", fake_latency=TERMS))
+    engine = build_engine(config, 1)
+    for shape in (
+        StepShape((ChunkShape(64, 0),), 0, 0),
+        StepShape((), 32, 32 * 100),
+        StepShape((ChunkShape(64, 128),), 32, 32 * 100),
+    ):
+        slept.clear()
+        step_s(engine, shape)
+        assert len(slept) == engine.kv.layout.num_layers
+        assert sum(slept) == pytest.approx(parse_latency(TERMS).step_s(shape))
+    assert engine_facts(config).num_parameters > 0
+    slept.clear()
+    timeless = MeshConfig(worker=WorkerConfig(engine="fake"))
+    step_s(build_engine(timeless, 1), StepShape((ChunkShape(64, 0),), 0, 0))
+    assert slept == []
+    assert engine_facts(timeless) == EngineFacts()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a_s=fast", "'fast'"),
+        ("a_s=-1", "0 or more"),
+        ("a_s=nan", "0 or more"),
+        ("gamma=1", "'gamma' is no term"),
+        ("a_s=1,", "'' is no term"),
+        ("abacus", "'abacus'"),
+    ],
+)
+def test_what_is_no_latency_model_is_said_in_a_sentence(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_engine(MeshConfig(worker=WorkerConfig(engine="fake", fake_latency=text)), 1)
+
+
+def test_a_profile_can_be_the_stand_ins() -> None:
+    assert parse_latency("h100-llama3-8b") is PROFILES["h100-llama3-8b"]

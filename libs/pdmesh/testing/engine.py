@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
+from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 
 #: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
 FAKE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
@@ -88,11 +89,28 @@ class StepGate:
             raise TimeoutError("the test has not let the engine through")
 
 
+def timed_by(model: LatencyModel) -> Callable[[Sequence[SequenceSlice]], float]:
+    """Seconds that a batch takes as ``model`` says. A slice of a sequence's last token alone counts as a decode."""
+
+    def step_s(batch: Sequence[SequenceSlice]) -> float:
+        chunks: list[ChunkShape] = []
+        num_decodes = num_context_tokens = 0
+        for part in batch:
+            if part.num_tokens == 1 and part.start == len(part.sequence.token_ids) - 1:
+                num_decodes += 1
+                num_context_tokens += part.start + 1
+            else:
+                chunks.append(ChunkShape(part.num_tokens, part.start))
+        return model.step_s(StepShape(tuple(chunks), num_decodes, num_context_tokens))
+
+    return step_s
+
+
 class FakeEngine:
     """Implements `pdmesh.engine.base.Engine`.
 
-    ``step_s`` is the latency model: seconds that a batch takes. ``fails`` makes a batch raise, as a
-    broken device would.
+    ``step_s`` is the latency model: seconds that a batch takes, evenly over its layers (`timed_by`). ``fails`` makes a
+    batch raise, as a broken device would.
     """
 
     def __init__(
@@ -120,11 +138,13 @@ class FakeEngine:
     def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
         if self._fails is not None and self._fails(batch):
             raise RuntimeError("the fake device broke")
-        if self._step_s is not None:
-            time.sleep(self._step_s(batch))
+        num_layers = self.kv.layout.num_layers
+        layer_s = 0.0 if self._step_s is None else self._step_s(batch) / num_layers
         if self._checks_kv:
             self.batches.append(tuple((s.sequence.request_id, s.start, s.num_tokens) for s in batch))
-        for layer in range(self.kv.layout.num_layers):
+        for layer in range(num_layers):
+            if layer_s:
+                time.sleep(layer_s)
             if self._gate is not None:
                 self._gate.wait()
             if self._checks_kv:

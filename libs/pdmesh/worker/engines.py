@@ -11,9 +11,13 @@ from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, MeasuredStep
+from pdmesh.profiles import parse_latency
 
 #: Of the stand-in engine, unless configured.
 _FAKE_MODEL_LEN = 32_768
+
+#: What it says of itself where its steps take time, so that they are timed and learnt from like any other's.
+_FAKE_PARAMETERS, _FAKE_HEADS = 100_000_000, 2
 
 
 def served_model_name(config: MeshConfig) -> str:
@@ -25,12 +29,15 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
     """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError."""
     worker = config.worker
     if worker.engine == "fake":
-        from pdmesh.testing.engine import FakeEngine  # a stand-in is no part of a serving process
+        from pdmesh.testing.engine import FakeEngine, timed_by  # a stand-in is no part of a serving process
 
-        layout = KvLayout(num_layers=2, num_kv_heads=2, head_dim=64, block_size=worker.block_size, dtype="float32")
+        layout = KvLayout(
+            num_layers=2, num_kv_heads=_FAKE_HEADS, head_dim=64, block_size=worker.block_size, dtype="float32"
+        )
         max_model_len = worker.max_model_len or _FAKE_MODEL_LEN
         num_blocks = num_blocks_of(worker, layout, free_bytes=None)
-        return FakeEngine(layout, num_blocks=num_blocks, max_model_len=max_model_len, checks_kv=False)
+        step_s = None if worker.fake_latency is None else timed_by(parse_latency(worker.fake_latency))
+        return FakeEngine(layout, num_blocks=num_blocks, max_model_len=max_model_len, checks_kv=False, step_s=step_s)
     if worker.engine != "torch":
         raise ConfigError(f"worker.engine is {worker.engine!r}: use torch or fake")
     if config.model is None:
@@ -74,7 +81,9 @@ class EngineFacts:
 
 
 def engine_facts(config: MeshConfig) -> EngineFacts:
-    """Of the engine that `build_engine` makes, nothing measured. A stand-in has none."""
+    """Of the engine that `build_engine` makes, nothing measured. A stand-in that takes no time has none."""
+    if config.worker.engine == "fake" and config.worker.fake_latency is not None:
+        return EngineFacts(num_parameters=_FAKE_PARAMETERS, num_heads=_FAKE_HEADS, device_name="stand-in")
     if config.worker.engine == "fake" or config.model is None:
         return EngineFacts()
     model = load_model_config(resolve_model(config.model))

@@ -48,7 +48,7 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
         engine = await thread.run(partial(build_engine, config, num_threads))
         log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, num_blocks=engine.kv.num_blocks)
         facts = engine_facts(config)
-        if config.worker.engine == "torch":
+        if facts.num_parameters:
             facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
         config = replace(config, transfer=_transfer_for(device_name(config), config.transfer))
         async with _transport(config.transfer) as transport:
