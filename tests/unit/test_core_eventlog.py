@@ -148,7 +148,10 @@ def test_a_number_that_cannot_be_is_damage(tmp_path: Path, event: Event, what: s
 @pytest.mark.parametrize(
     ("policy", "what"),
     [
-        (replace(POLICY, chunk_tokens=-16), r"policy\.chunk_tokens in its header is -16: wanted a whole number"),
+        (
+            replace(POLICY, chunk_tokens=-16),
+            r"policy\.chunk_tokens in its header is -16: wanted a number of at least 1",
+        ),
         (replace(POLICY, slo_tpot_s=math.nan), r"policy\.slo_tpot_s"),
         (replace(POLICY, latency=replace(POLICY.latency, b_s=math.inf)), "its header has a latency model of"),
     ],
