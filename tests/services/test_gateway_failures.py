@@ -19,7 +19,7 @@ from structlog.typing import EventDict
 from pdmesh.model import Epoch
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh, silence
-from pdmesh.wire.messages import Generation, Restarted, TokenOut
+from pdmesh.wire.messages import Generation, TokenOut
 from pdmesh_gateway.generate import Choice, Generator
 from pdmesh_gateway.http.completions import CompletionsEndpoint
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
@@ -138,7 +138,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event(
                 assert (await first_event(lines))["choices"][0]["text"] == "a"
                 break_at(depth, patched, generation)
                 if depth == "scheduler's word":
-                    mesh.say(Restarted(request_id=generation.request_id, epoch=Epoch(0), reason="lost"))
+                    mesh.lose(generation)
                 else:
                     mesh.send_tokens(tokens_of(generation)[1])
                 last = await first_event(lines)

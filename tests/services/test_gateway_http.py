@@ -15,10 +15,11 @@ import pytest
 
 from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
+from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
-from pdmesh.wire.messages import Generation, MeshState, Rejected, Submit, TokenOut
+from pdmesh.wire.messages import Generation, MeshState, Submit, TokenOut
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 
@@ -481,7 +482,8 @@ async def test_the_schedulers_refusals_become_statuses(model: Path, reason: Reje
 
         def refuse(generation: Generation) -> list[TokenOut]:
             mesh.say(
-                Rejected(
+                Reject(
+                    gateway_id=generation.gateway_id,
                     request_id=generation.request_id,
                     epoch=generation.epoch,
                     reason=reason,

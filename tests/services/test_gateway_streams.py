@@ -18,13 +18,14 @@ import openai
 import pytest
 
 from pdmesh.config import GatewayConfig, SecurityConfig
+from pdmesh.core.commands import Reject
 from pdmesh.model import Epoch, FinishReason, RejectReason, RequestId
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire import session
 from pdmesh.wire.endpoint import open_channel, serving
 from pdmesh.wire.link import FrameLink, serve_link
-from pdmesh.wire.messages import GatewayDown, GatewayUp, Generation, Rejected, Restarted, TokenOut, unpack_token_ids
+from pdmesh.wire.messages import GatewayDown, GatewayUp, Generation, TokenOut, unpack_token_ids
 from pdmesh_gateway import generate, transcripts
 from pdmesh_gateway.http import server
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
@@ -124,7 +125,7 @@ async def test_a_restarted_request_goes_on_where_it_was(model: Path) -> None:
                 generation = (await mesh.next_submit(epoch)).generation
                 assert generation.epoch == epoch
                 await delivered(running, 2 * epoch + 2)
-                mesh.say(Restarted(request_id=generation.request_id, epoch=generation.epoch, reason="lost"))
+                mesh.lose(generation)
             await mesh.next_submit(2)
         assert texts == [WHOLE]
         last = mesh.submitted[2].generation
@@ -144,7 +145,7 @@ async def delivered(running: RunningGateway, num_tokens: int) -> None:
 
 async def test_a_request_that_is_restarted_for_ever_ends_with_503(model: Path) -> None:
     def restart(generation: Generation) -> list[TokenOut]:
-        mesh.say(Restarted(request_id=generation.request_id, epoch=generation.epoch, reason="lost"))
+        mesh.lose(generation)
         return []
 
     async with scripted_mesh(restart) as mesh, served(model, mesh) as running:
@@ -372,7 +373,7 @@ async def test_a_request_under_way_outlasts_a_mesh_without_instances(model: Path
             mesh.send_tokens(*first_tokens(generation, 2))
             await delivered(running, 2)
             mesh.set_state(NOT_READY)
-            mesh.say(Restarted(request_id=generation.request_id, epoch=generation.epoch, reason="lost"))
+            mesh.lose(generation)
             again = (await mesh.next_submit(1)).generation
             mesh.set_state(READY)
             mesh.send_tokens(*first_tokens(again, 6)[2 - again.num_output_tokens :])
@@ -425,11 +426,13 @@ async def test_an_error_before_the_first_token_is_a_status_until_a_keep_alive_wa
         async def refuse() -> None:
             generation = (await mesh.next_submit(0)).generation
             mesh.say(
-                Rejected(
+                Reject(
+                    gateway_id=generation.gateway_id,
                     request_id=generation.request_id,
                     epoch=generation.epoch,
                     reason=RejectReason.QUEUE_TIMEOUT,
                     message="no room",
+                    retry_after_s=None,
                 )
             )
 

@@ -75,7 +75,6 @@ from pdmesh.wire.messages import (
     Grant,
     RegisterGateway,
     RegisterWorker,
-    Rejected,
     Submit,
     WelcomeWorker,
     WorkerDown,
@@ -438,7 +437,8 @@ def test_records_and_gateways_are_told_what_was_simulated(bundle: str) -> None:
         assert record is not None
         assert (record.state, record.bundle) == (run.outcome, bundle)
         assert (record.first_token_s, record.last_token_s) == (run.ttft_s, run.jct_s)
-    rejected = [message.request_id for message in served.heard if isinstance(message, Rejected)]
+    commands = [message.gateway_command for message in served.heard if isinstance(message, CommandMessage)]
+    rejected = [command.request_id for command in commands if isinstance(command, Reject)]
     assert sorted(rejected) == [run.request.request_id for run in runs if run.outcome is Outcome.REJECTED] != []
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from pdmesh.config import SecurityConfig
-from pdmesh.core.commands import Command, FreeKv, RunStep
+from pdmesh.core.commands import Command, FreeKv, Reject, Restart, RunStep
 from pdmesh.core.events import (
     DecodeReserved,
     DrainRequested,
@@ -24,6 +24,7 @@ from pdmesh.core.events import (
     InstanceLost,
     KvReleased,
     LoadReported,
+    RequestCancelled,
     RequestDropped,
     RequestFinished,
     StepDone,
@@ -58,7 +59,6 @@ from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh.wire.messages import (
     AdminError,
     Admit,
-    Cancel,
     EventMessage,
     ExpectInstances,
     ExpectKv,
@@ -76,9 +76,7 @@ from pdmesh.wire.messages import (
     PeerGone,
     Policies,
     RegisterWorker,
-    Rejected,
     RequestRecord,
-    Restarted,
     SetBatching,
     SetPolicy,
     Submit,
@@ -180,6 +178,7 @@ async def test_every_member_of_a_group_gets_the_prompt() -> None:
         (EventMessage.of(KvReleased(InstanceId("other"), R, ZERO)), "m speaks for other"),
         (EventMessage(name="GatewayLost", fields=msgspec.Raw(b"\x80")), "nothing that can be said here"),
         (EventMessage(name="KvReleased", fields=msgspec.Raw(b"\x80")), "malformed KvReleased"),
+        (EventMessage.of(RequestCancelled(GATEWAY, R, ZERO)), "nothing that can be said here"),
         (EventMessage.of(LoadReported(InstanceId("m"), 0, -1, 0, 0)), "malformed LoadReported: num_held_blocks is -1"),
     ],
 )
@@ -190,12 +189,26 @@ async def test_an_instance_says_what_an_instance_may_and_of_itself(message: Even
         assert isinstance(await mesh.ask(GetStatus()), MeshState)
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (EventMessage.of(RequestCancelled(GatewayId("other"), R, ZERO)), "g speaks for other"),
+        (EventMessage.of(KvReleased(InstanceId("m"), R, ZERO)), "nothing that can be said here"),
+    ],
+)
+async def test_a_gateway_says_what_a_gateway_may_and_of_itself(message: EventMessage, reason: str) -> None:
+    async with running() as mesh, mesh.gateway() as g:
+        g.post(message)
+        assert reason in await g.ended()
+        assert isinstance(await mesh.ask(GetStatus()), MeshState)
+
+
 async def test_a_refusal_is_no_failed_transfer() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())
         await m.expect(Admit)
         m.post(RequestDropped(InstanceId("m"), R, ZERO, "the instance is stopping"))
-        assert (await g.expect(Restarted)).reason == "instance m does not serve it: the instance is stopping"
+        assert (await g.expect(Restart)).reason == "instance m does not serve it: the instance is stopping"
         assert "dropped" in await told(mesh, "dropped", 1)
 
 
@@ -251,14 +264,14 @@ async def test_a_cancel_reaches_the_worker() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())
         await m.expect(RunStep)
-        g.post(Cancel(request_id=R, epoch=ZERO))
+        g.post(RequestCancelled(GATEWAY, R, ZERO))
         assert (await m.expect(FreeKv)).request_id == R
 
 
 async def test_what_never_fits_is_rejected_with_its_lengths() -> None:
     async with running() as mesh, mesh.worker(mixed()), mesh.gateway() as g:
         g.post(submit(prompt=2000))
-        rejected = await g.expect(Rejected)
+        rejected = await g.expect(Reject)
         assert (rejected.reason, rejected.retry_after_s) == (RejectReason.TOO_LONG, None)
         assert "2000 prompt tokens" in rejected.message
 
@@ -267,7 +280,7 @@ async def test_a_request_waits_only_so_long_for_an_instance() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_queue_s=0.05))
     async with running(config) as mesh, mesh.gateway() as g:
         g.post(submit())
-        assert (await g.expect(Rejected)).reason is RejectReason.NO_INSTANCE
+        assert (await g.expect(Reject)).reason is RejectReason.NO_INSTANCE
 
 
 # --- who is there ---
@@ -299,7 +312,7 @@ async def test_a_goodbye_loses_the_instance_at_once() -> None:
         g.post(submit())
         await m.expect(RunStep)
         m.post(Goodbye())
-        assert (await g.expect(Restarted)).request_id == R
+        assert (await g.expect(Restart)).request_id == R
         assert await m.ended() == "OK"
 
 
@@ -323,7 +336,7 @@ async def test_a_broken_stream_is_a_death_unless_the_instance_comes_back(monkeyp
         async with mesh.worker(mixed()) as m:
             g.post(submit())
             await m.expect(RunStep)
-        assert (await g.expect(Restarted)).request_id == R
+        assert (await g.expect(Restart)).request_id == R
         status = await mesh.ask(GetStatus())
         assert isinstance(status, MeshState)
         assert status.instances == ()
@@ -461,7 +474,7 @@ async def test_what_a_silent_instance_was_given_is_served_by_one_that_speaks() -
         g.post(submit())
         name = await until(lambda instance: instance.num_prefilling > 0)
         silent = speaking.pop(name)
-        assert "silent" in (await g.expect(Restarted)).reason
+        assert "silent" in (await g.expect(Restart)).reason
         again = submit()
         g.post(msgspec.structs.replace(again, generation=msgspec.structs.replace(again.generation, epoch=Epoch(1))))
         (other,) = speaking.values()
@@ -498,7 +511,7 @@ async def test_residents_are_claimed_after_a_restart() -> None:
     lost = RequestId("lost")
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, orphan_grace_s=0.05))
     async with running(config) as mesh, mesh.worker(mixed(), resident), mesh.gateway((lost, ZERO)) as g:
-        restarted = await g.expect(Restarted)
+        restarted = await g.expect(Restart)
         assert (restarted.request_id, restarted.epoch) == (lost, ZERO)
     async with running() as mesh, mesh.worker(mixed(), resident), mesh.gateway((R, Epoch(2))):
         status = await mesh.ask(GetStatus())
@@ -630,7 +643,7 @@ async def refused_alone(impossible: Submit) -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(impossible)
         g.post(submit("good"))
-        rejected = await g.expect(Rejected)
+        rejected = await g.expect(Reject)
         assert (rejected.request_id, rejected.reason) == ("r", RejectReason.INVALID)
         assert (await m.expect(RunStep)).plan.chunks[0].request_id == "good"
 
@@ -742,4 +755,4 @@ async def test_what_an_instance_has_not_begun_starts_again_at_once_when_its_stre
         await m0.expect(RunStep)
         async with mesh.worker(mixed("m1")):
             m0.post(EventMessage.of(KvReleased(InstanceId("other"), R, ZERO)))  # which ends the stream
-            assert (await g.expect(Restarted)).reason == "instance m0 is silent"
+            assert (await g.expect(Restart)).reason == "instance m0 is silent"

@@ -148,8 +148,11 @@ class WakeAt(Struct, frozen=True, kw_only=True):
     at_s: float
 
 
+#: For a gateway. They travel as they are, a ForgetRequest of what finished alone.
+GatewayCommand = Reject | Restart | ForgetRequest
+
 #: For an instance; those that need nothing more than they say travel as they are (`pdmesh.wire.messages`).
 PlainInstanceCommand = RunStep | PauseTransfer | FreeKv | SetRole
 InstanceCommand = AdmitPrefill | PlaceDecode | GrantTransfer | PlainInstanceCommand
 
-Command = InstanceCommand | Reject | Restart | ForgetRequest | WakeAt
+Command = InstanceCommand | GatewayCommand | WakeAt

@@ -304,6 +304,9 @@ class Tick:
     """Time passed; due wake-ups (queue limits, leases of orphans) are looked at."""
 
 
+#: What gateways say of their requests. It travels as it is; what comes with a prompt is `pdmesh.wire.messages.Submit`.
+GatewayEvent = RequestCancelled
+
 #: What instances say, each of itself. It travels as it is (`pdmesh.wire.messages.EventMessage`).
 InstanceEvent = (
     DrainRequested
@@ -323,7 +326,7 @@ InstanceEvent = (
 
 Event = (
     RequestArrived
-    | RequestCancelled
+    | GatewayEvent
     | GatewayJoined
     | GatewayLost
     | InstanceJoined

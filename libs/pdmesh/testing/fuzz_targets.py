@@ -12,7 +12,7 @@ import anyio
 import httpx
 
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig
-from pdmesh.core.events import InstanceEvent
+from pdmesh.core.events import InstanceEvent, RequestCancelled
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, Role, SamplingParams
 from pdmesh.service import ServiceContext
 from pdmesh.testing.checkpoints import write_checkpoint
@@ -169,7 +169,7 @@ _SCHEDULER_MESSAGES: dict[str, Sequence[Any]] = {
     "/pdmesh.v1.Scheduler/Gateway": [
         messages.RegisterGateway(gateway_id=GatewayId("g"), waiting=((_R, _E),)),
         messages.Submit(generation=_GENERATION, slo_ttft_s=0.5, others=(messages.OtherChoice(RequestId("s"), 3),)),
-        messages.Cancel(**_IDS),
+        messages.EventMessage.of(RequestCancelled(GatewayId("g"), _R, _E)),
         messages.GatewayHeartbeat(),
     ],
     "/pdmesh.v1.Scheduler/Worker": [

@@ -15,12 +15,14 @@ import anyio.abc
 import msgspec
 
 from pdmesh.config import SecurityConfig
+from pdmesh.core.commands import GatewayCommand, Restart
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role
 from pdmesh.wire.endpoint import open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
-    Cancel,
+    CommandMessage,
+    EventMessage,
     GatewayDown,
     GatewayUp,
     Generation,
@@ -161,11 +163,22 @@ class ScriptedMesh:
         await self.until(lambda: len(self.submitted) > index)
         return self.submitted[index]
 
-    def say(self, *messages: GatewayDown) -> None:
+    def say(self, *messages: GatewayDown | GatewayCommand) -> None:
         """Post to the gateway as its scheduler."""
         assert self._gateway is not None
         for message in messages:
-            self._gateway.post(message)
+            self._gateway.post(CommandMessage.of(message) if isinstance(message, GatewayCommand) else message)
+
+    def lose(self, generation: Generation, reason: str = "lost") -> None:
+        """Say that a request's KV is lost."""
+        self.say(
+            Restart(
+                gateway_id=generation.gateway_id,
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                reason=reason,
+            )
+        )
 
     def send_tokens(self, *messages: TokensUp) -> None:
         """Post to the gateway as a worker."""
@@ -239,8 +252,9 @@ class ScriptedMesh:
                 for generation in message.generations():
                     self.submitted.append(msgspec.structs.replace(message, generation=generation, others=()))
                     self.send_tokens(*self.script(generation))
-            case Cancel():
-                self.cancelled.append((message.request_id, message.epoch))
+            case EventMessage():
+                cancelled = message.gateway_event
+                self.cancelled.append((cancelled.request_id, cancelled.epoch))
             case NextActivity():
                 self.num_activity_asked += 1
             case _:  # a heartbeat

@@ -27,8 +27,8 @@ from typing import Annotated, TypeVar, get_args
 
 import msgspec
 
-from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, PlainInstanceCommand
-from pdmesh.core.events import InstanceEvent, OperationRequested
+from pdmesh.core.commands import AdmitPrefill, GatewayCommand, GrantTransfer, PlaceDecode, PlainInstanceCommand
+from pdmesh.core.events import GatewayEvent, InstanceEvent, OperationRequested
 from pdmesh.errors import ProtocolError
 from pdmesh.model import (
     Epoch,
@@ -38,7 +38,6 @@ from pdmesh.model import (
     InstanceProfile,
     OperationId,
     OperationKind,
-    RejectReason,
     RequestId,
     Resident,
     Role,
@@ -47,7 +46,7 @@ from pdmesh.model import (
 from pdmesh.ranges import out_of_range
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -117,7 +116,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
 
 
 class EventMessage(Message, frozen=True, kw_only=True):
-    """An event for the scheduling core as the instance that raises it says it: its name and its fields.
+    """An event for the scheduling core as whoever raises it says it: its name and its fields.
 
     The event log has events in the same form. A new event needs no message of its own.
     """
@@ -126,13 +125,18 @@ class EventMessage(Message, frozen=True, kw_only=True):
     fields: msgspec.Raw
 
     @classmethod
-    def of(cls, event: InstanceEvent) -> EventMessage:
+    def of(cls, event: InstanceEvent | GatewayEvent) -> EventMessage:
         return cls(name=type(event).__name__, fields=msgspec.Raw(msgspec.msgpack.encode(event)))
 
     @property
     def event(self) -> InstanceEvent:
-        """Raises ProtocolError if it is none that an instance may say."""
-        return _decoded(_EVENTS, self.name, self.fields)
+        """What an instance says. Raises ProtocolError if it is nothing that an instance may."""
+        return _decoded(_INSTANCE_EVENTS, self.name, self.fields)
+
+    @property
+    def gateway_event(self) -> GatewayEvent:
+        """What a gateway says. Raises ProtocolError if it is nothing that a gateway may."""
+        return _decoded(_GATEWAY_EVENTS, self.name, self.fields)
 
 
 class CommandMessage(Message, frozen=True, kw_only=True):
@@ -142,20 +146,31 @@ class CommandMessage(Message, frozen=True, kw_only=True):
     fields: msgspec.Raw
 
     @classmethod
-    def of(cls, command: PlainInstanceCommand) -> CommandMessage:
+    def of(cls, command: PlainInstanceCommand | GatewayCommand) -> CommandMessage:
         return cls(name=type(command).__name__, fields=msgspec.Raw(msgspec.msgpack.encode(command)))
 
     @property
     def command(self) -> PlainInstanceCommand:
         """Raises ProtocolError if it is none for an instance."""
-        return _decoded(_COMMANDS, self.name, self.fields)
+        return _decoded(_INSTANCE_COMMANDS, self.name, self.fields)
+
+    @property
+    def gateway_command(self) -> GatewayCommand:
+        """Raises ProtocolError if it is none for a gateway."""
+        return _decoded(_GATEWAY_COMMANDS, self.name, self.fields)
 
 
-_EVENTS: Mapping[str, msgspec.msgpack.Decoder[InstanceEvent]] = {
+_INSTANCE_EVENTS: Mapping[str, msgspec.msgpack.Decoder[InstanceEvent]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(InstanceEvent)
 }
-_COMMANDS: Mapping[str, msgspec.msgpack.Decoder[PlainInstanceCommand]] = {
+_GATEWAY_EVENTS: Mapping[str, msgspec.msgpack.Decoder[GatewayEvent]] = {
+    GatewayEvent.__name__: msgspec.msgpack.Decoder(GatewayEvent)
+}
+_INSTANCE_COMMANDS: Mapping[str, msgspec.msgpack.Decoder[PlainInstanceCommand]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(PlainInstanceCommand)
+}
+_GATEWAY_COMMANDS: Mapping[str, msgspec.msgpack.Decoder[GatewayCommand]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(GatewayCommand)
 }
 
 SaidT = TypeVar("SaidT")
@@ -261,46 +276,17 @@ class Submit(Message, frozen=True, kw_only=True):
             yield msgspec.structs.replace(first, request_id=other.request_id, params=params)
 
 
-class Cancel(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
-    num_output_tokens: int | None = None  # delivered, in all epochs
-
-
 class NextActivity(Message, frozen=True, kw_only=True):
     """Somebody watches the mesh: send an `Activity` when there is one. Each is asked for by itself."""
 
 
-GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | Cancel | NextActivity
+GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | NextActivity
 
 
 class WelcomeGateway(Message, frozen=True, kw_only=True):
     scheduler_id: str  # of this process: one that was started again has another
     lease_s: float
     heartbeat_s: float
-
-
-class Rejected(Message, frozen=True, kw_only=True):
-    request_id: RequestId
-    epoch: Epoch
-    reason: RejectReason
-    message: str
-    retry_after_s: float | None = None
-
-
-class Restarted(Message, frozen=True, kw_only=True):
-    """The request's KV is lost; resume it with its transcript under ``epoch + 1``."""
-
-    request_id: RequestId
-    epoch: Epoch
-    reason: str
-
-
-class Finished(Message, frozen=True, kw_only=True):
-    """The request's last token was drawn, as its instance says. A gateway that does not have it soon has lost it."""
-
-    request_id: RequestId
-    epoch: Epoch
 
 
 class BatchingStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -423,7 +409,7 @@ class Activity(Message, frozen=True, kw_only=True):
     marks: tuple[ActivityMark, ...]
 
 
-GatewayDown = WelcomeGateway | Rejected | Restarted | Finished | MeshState | Activity
+GatewayDown = WelcomeGateway | CommandMessage | MeshState | Activity
 
 
 # --- worker -> gateway -------------------------------------------------------------------------------------------

@@ -12,15 +12,13 @@ import anyio
 import anyio.lowlevel
 import structlog
 
+from pdmesh.core.commands import ForgetRequest, GatewayCommand, Reject, Restart
 from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
 from pdmesh.wire.messages import (
-    Finished,
     OtherChoice,
-    Rejected,
-    Restarted,
     Submit,
     TokenLogprobs,
     TokenOut,
@@ -399,22 +397,22 @@ class Generator:
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
         return self._transcripts.waiting()
 
-    def on_rejected(self, message: Rejected) -> None:
-        self._tell(message, lambda transcript: transcript.fail(_rejection(message)))
+    def on_rejected(self, command: Reject) -> None:
+        self._tell(command, lambda transcript: transcript.fail(_rejection(command)))
 
-    def on_restarted(self, message: Restarted) -> None:
-        self._tell(message, lambda transcript: self.resume(transcript, message.reason))
+    def on_restarted(self, command: Restart) -> None:
+        self._tell(command, lambda transcript: self.resume(transcript, command.reason))
 
-    def on_finished(self, message: Finished) -> None:
+    def on_finished(self, command: ForgetRequest) -> None:
         def drawn(transcript: Transcript) -> None:
             transcript.all_drawn = True
             transcript.suspect(transcript.stall_grace_s)
 
-        self._tell(message, drawn)
+        self._tell(command, drawn)
 
-    def _tell(self, message: Rejected | Restarted | Finished, what: Callable[[Transcript], None]) -> None:
+    def _tell(self, command: GatewayCommand, what: Callable[[Transcript], None]) -> None:
         """Do ``what`` with the request that the scheduler speaks of; if that fails, the request does, alone."""
-        transcript = self._transcripts.current(message.request_id, message.epoch)
+        transcript = self._transcripts.current(command.request_id, command.epoch)
         if transcript is not None:
             try:
                 what(transcript)
@@ -498,13 +496,13 @@ _STATUS_OF_REASON = {
 }
 
 
-def _rejection(message: Rejected) -> RequestRejected:
-    status, kind = _STATUS_OF_REASON[message.reason]
-    retry_after_s = message.retry_after_s if message.retry_after_s is not None else 1.0
+def _rejection(command: Reject) -> RequestRejected:
+    status, kind = _STATUS_OF_REASON[command.reason]
+    retry_after_s = command.retry_after_s if command.retry_after_s is not None else 1.0
     return RequestRejected(
-        message.message,
+        command.message,
         status=status,
         type=kind,
-        code=str(message.reason),
+        code=str(command.reason),
         retry_after_s=None if status == 400 else retry_after_s,
     )

@@ -15,21 +15,21 @@ import anyio
 import structlog
 
 from pdmesh.config import SecurityConfig
+from pdmesh.core.commands import ForgetRequest, GatewayCommand, Reject, Restart
+from pdmesh.core.events import RequestCancelled
 from pdmesh.errors import ProtocolError, RequestRejected
 from pdmesh.model import Epoch, GatewayId, RequestId
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import (
     Activity,
-    Cancel,
-    Finished,
+    CommandMessage,
+    EventMessage,
     GatewayDown,
     GatewayHeartbeat,
     GatewayUp,
     MeshState,
     NextActivity,
     RegisterGateway,
-    Rejected,
-    Restarted,
     Submit,
     WelcomeGateway,
 )
@@ -59,11 +59,11 @@ class Waiting(Protocol):
 
     def on_connected(self) -> None: ...
 
-    def on_rejected(self, message: Rejected) -> None: ...
+    def on_rejected(self, command: Reject) -> None: ...
 
-    def on_restarted(self, message: Restarted) -> None: ...
+    def on_restarted(self, command: Restart) -> None: ...
 
-    def on_finished(self, message: Finished) -> None: ...
+    def on_finished(self, command: ForgetRequest) -> None: ...
 
 
 class Watchers(Protocol):
@@ -124,7 +124,7 @@ class GatewaySession:
 
     def cancel(self, request_id: RequestId, epoch: Epoch, *, num_output_tokens: int) -> None:
         """Free what a request holds. While the scheduler is gone there is nobody to tell: see the module's text."""
-        self._post(Cancel(request_id=request_id, epoch=epoch, num_output_tokens=num_output_tokens))
+        self._post(EventMessage.of(RequestCancelled(self._gateway_id, request_id, epoch, num_output_tokens)))
 
     def ask_activity(self) -> None:
         """Ask for the next `Activity`. While the scheduler is gone it is asked when it is back."""
@@ -195,18 +195,23 @@ class _Talk:
         match message:
             case MeshState():
                 self.link.reported(message)
-            case Rejected():
-                self.waiting.on_rejected(message)
-            case Restarted():
-                self.waiting.on_restarted(message)
-            case Finished():
-                self.waiting.on_finished(message)
+            case CommandMessage():
+                self._obey(message.gateway_command)
             case Activity():
                 self.watchers.publish(message)
                 if self.watchers.is_watched:
                     self.link.ask_activity()
             case WelcomeGateway():
                 raise ProtocolError("WelcomeGateway twice")
+
+    def _obey(self, command: GatewayCommand) -> None:
+        match command:
+            case Reject():
+                self.waiting.on_rejected(command)
+            case Restart():
+                self.waiting.on_restarted(command)
+            case ForgetRequest():
+                self.waiting.on_finished(command)
 
     def overflowed(self) -> None:
         pass  # registering again tells it what is waited for

@@ -56,15 +56,12 @@ from pdmesh.wire.messages import (
     BatchingStatus,
     CommandMessage,
     ExpectKv,
-    Finished,
     GatewayDown,
     Generation,
     Grant,
     InstanceStatus,
     MeshState,
     PeerGone,
-    Rejected,
-    Restarted,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
@@ -260,23 +257,12 @@ class Driver:
             case GrantTransfer():
                 addresses = self._addresses(command.transfer.destination_ids)
                 self._workers.post(command.instance_id, Grant(command=command, destination_addresses=addresses))
-            case Reject():
-                rejected = Rejected(
-                    request_id=command.request_id,
-                    epoch=command.epoch,
-                    reason=command.reason,
-                    message=command.message,
-                    retry_after_s=command.retry_after_s,
-                )
-                self._gateways.post(command.gateway_id, rejected)
-            case Restart():
-                restarted = Restarted(request_id=command.request_id, epoch=command.epoch, reason=command.reason)
-                self._gateways.post(command.gateway_id, restarted)
+            case Reject() | Restart():
+                self._gateways.post(command.gateway_id, CommandMessage.of(command))
             case ForgetRequest():
                 if command.outcome is Outcome.FINISHED:
                     # Its last token goes to the gateway on another way, and may be lost there with its instance.
-                    finished = Finished(request_id=command.request_id, epoch=command.epoch)
-                    self._gateways.post(command.gateway_id, finished)
+                    self._gateways.post(command.gateway_id, CommandMessage.of(command))
                 self._waiting.pop((command.request_id, command.epoch), None)
                 log.debug(
                     "request ended", request_id=command.request_id, epoch=command.epoch, outcome=str(command.outcome)

@@ -11,20 +11,21 @@ import anyio
 import structlog
 
 from pdmesh.config import SchedulerConfig
-from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived, RequestCancelled
+from pdmesh.core.commands import Reject
+from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import GatewayId, RejectReason, Request
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
-    Cancel,
+    CommandMessage,
+    EventMessage,
     GatewayDown,
     GatewayHeartbeat,
     GatewayUp,
     Generation,
     NextActivity,
     RegisterGateway,
-    Rejected,
     Submit,
     WelcomeGateway,
 )
@@ -102,22 +103,24 @@ class GatewayStreams:
                             self._refuse(gateway_id, generation, why)
                 case NextActivity():
                     self.driver.activity.asked(gateway_id)
-                case Cancel():
-                    cancelled = RequestCancelled(
-                        gateway_id, message.request_id, message.epoch, message.num_output_tokens
-                    )
-                    await self.driver.submit(cancelled)
+                case EventMessage():
+                    event = message.gateway_event
+                    if event.gateway_id != gateway_id:
+                        raise ProtocolError(f"{gateway_id} speaks for {event.gateway_id}")
+                    await self.driver.submit(event)
 
     def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:
         """One request alone: the others of its gateway have done nothing wrong."""
         log.error("impossible request", gateway_id=gateway_id, request_id=generation.request_id, why=why)
-        rejected = Rejected(
+        rejected = Reject(
+            gateway_id=gateway_id,
             request_id=generation.request_id,
             epoch=generation.epoch,
             reason=RejectReason.INVALID,
             message=f"The scheduler refuses the request: it {why}.",
+            retry_after_s=None,
         )
-        self.peers.post(gateway_id, rejected)
+        self.peers.post(gateway_id, CommandMessage.of(rejected))
 
 
 def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:

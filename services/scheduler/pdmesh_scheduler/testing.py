@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import anyio
 import msgspec
 
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig
-from pdmesh.core.events import InstanceEvent
+from pdmesh.core.commands import GatewayCommand
+from pdmesh.core.events import GatewayEvent, InstanceEvent
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import Epoch, GatewayId, InstanceProfile, RequestId, Resident
 from pdmesh.service import ServiceContext
@@ -38,6 +39,8 @@ REGISTRATION = RegisterGateway(gateway_id=GatewayId("g"), waiting=())
 WORKER_METHOD = "/pdmesh.v1.Scheduler/Worker"
 GATEWAY_METHOD = "/pdmesh.v1.Scheduler/Gateway"
 
+_GATEWAY_COMMANDS = {kind.__name__ for kind in get_args(GatewayCommand)}
+
 #: A lease that no test outlives, and nobody is suspected before: only what a test does ends a stream.
 CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0, suspect_s=60.0))
 
@@ -63,7 +66,8 @@ class SchedulerPeer:
 
     def post(self, *messages: Any) -> None:
         for message in messages:
-            self.link.post(EventMessage.of(message) if isinstance(message, InstanceEvent) else message)
+            is_event = isinstance(message, InstanceEvent | GatewayEvent)
+            self.link.post(EventMessage.of(message) if is_event else message)
 
     async def expect(self, message_type: type[MessageT]) -> MessageT:
         """The next message of a type; others before it are dropped."""
@@ -74,7 +78,7 @@ class SchedulerPeer:
                         del self.seen[: index + 1]
                         return message
                 frame = await anext(self.frames)
-                self.seen[:] = [m.command if isinstance(m, CommandMessage) else m for m in frame]
+                self.seen[:] = [_opened(message) for message in frame]
 
     async def ended(self) -> str:
         """Why the scheduler ended the stream."""
@@ -85,6 +89,13 @@ class SchedulerPeer:
             except InstanceUnavailable as error:
                 return str(error)
         return "OK"
+
+
+def _opened(message: Any) -> Any:
+    """What a command's envelope holds, for whomever it is."""
+    if not isinstance(message, CommandMessage):
+        return message
+    return message.gateway_command if message.name in _GATEWAY_COMMANDS else message.command
 
 
 @dataclass
