@@ -123,7 +123,7 @@ class Admission:
     def refusal(self, state: RequestState, order: PrefillOrder, now_s: float) -> Refusal | None:
         """Why not to let a new request join the line, if it should not.
 
-        Where nobody is before it, it is taken: nothing would be better later.
+        Where nobody is before it and an instance is idle, it is taken: nothing would be better later.
         """
         request, config, forecast = state.request, self._config, self._forecast
         if not config.refuses_early or request.epoch > 0:
@@ -131,10 +131,12 @@ class Admission:
         work_before_s = self._books.queue.work_before_s(state, order, now_s)
         wait_s = forecast.wait_s(work_before_s, self._num_computing)
         predicted_s = forecast.ttft_s(wait_s, state.work_us / 1e6)
-        if work_before_s:
+        if work_before_s or self._all_busy:
             target_s = config.admission_ttft_s if request.slo_ttft_s is None else request.slo_ttft_s
             limit_s = config.max_queue_s if target_s is None else target_s
-            at_most_s = predicted_s if target_s is None else predicted_s + forecast.margin.margin_s
+            # The margin is what others that come later cost one that waits.
+            margin_s = forecast.margin.margin_s if work_before_s and target_s is not None else 0.0
+            at_most_s = predicted_s + margin_s
             if at_most_s > limit_s:
                 return Refusal(at_most_s, limit_s, self._retry_after_s(min(wait_s, at_most_s - limit_s)))
         self._predicted_s[state.key] = predicted_s
@@ -171,6 +173,11 @@ class Admission:
 
     def _retry_after_s(self, wait_s: float) -> float:
         return min(max(wait_s, self._config.retry_after_s), MAX_RETRY_AFTER_S)
+
+    @property
+    def _all_busy(self) -> bool:
+        """Whether every instance on which prompts are placed has some to compute."""
+        return all(i.num_queued_tokens > 0 for i in self._books.instances.values() if i.takes_prompts)
 
     @property
     def _num_computing(self) -> int:
