@@ -67,6 +67,8 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.tenant",
     "RequestArrived.request.share",
     "RequestArrived.request.num_tokens_before",
+    "RequestArrived.request.num_preemptions",
+    "Restart.preempted",
     "RequestCancelled.gateway_id",
     "RequestCancelled.num_output_tokens",
     "ForgetRequest.gateway_id",
@@ -120,6 +122,13 @@ def _grant_transfer(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _instance_joined(fields: dict[str, Any]) -> dict[str, Any]:
+    """residents did not tell what they may come to hold"""
+    for resident in fields["residents"]:
+        resident.pop("max_total_tokens", None)
+    return fields
+
+
 def _num_blocks(shard: dict[str, Any]) -> int:
     start, stop = shard["part"][0]
     return int(stop - start)
@@ -130,6 +139,7 @@ TRANSLATED: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "AdmitPrefill": _admit_prefill,
     "PlaceDecode": _place_decode,
     "GrantTransfer": _grant_transfer,
+    "InstanceJoined": _instance_joined,
 }
 
 

@@ -115,6 +115,14 @@ class SchedulerConfig:
         bool, "a request that would miss its target, or wait too long, as predicted, gets a 429 when it comes"
     ] = True
     admission_ttft_s: Annotated[float | None, "the target of requests that have none, for refuses_early alone"] = None
+    kv_reservation: Annotated[
+        str,
+        one_of("credit", "full"),
+        "room for output: as requests grow, preempting some where there is none left, or all of it from the start",
+    ] = "full"
+    kv_risk: Annotated[
+        float, Range(1e-6, 0.5), "by credit: the accepted risk of needing more memory than there is, at admission"
+    ] = 0.01
     lease_s: Annotated[float, "a silent instance or gateway is given up after this"] = 5.0
     suspect_s: Annotated[
         float, "nothing new is placed on an instance that is silent for so long; it speaks three times as often"

@@ -119,6 +119,7 @@ class Request:
     tenant: str = ""  # the name of the key that it came with
     share: Annotated[int, COUNT] = 1  # of that key, among others
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
+    num_preemptions: Annotated[int, ANY_COUNT] = 0  # its decode was given up for others: it does not wait in vain
 
     @property
     def max_total_tokens(self) -> int:
@@ -277,6 +278,15 @@ class Resident:
     num_blocks: Annotated[int, ANY_COUNT]
     num_context_tokens: NumTokens
     decoding: bool
+    max_total_tokens: Annotated[int, ANY_COUNT] = 0  # whose KV may exist at once; 0: those that it has room for
+
+
+class ResidentContext(Struct, frozen=True, kw_only=True):
+    """How far a request has come that decodes: ``num_tokens`` of prompt and output, the latest without KV."""
+
+    request_id: RequestId
+    epoch: Epoch
+    num_tokens: NumTokens
 
 
 class ChunkPlan(Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """Laws of the scheduling core over a modelled mesh in which commands and reports are late and everything may fail.
 
-Every bundle keeps them, also when an operator switches between bundles at any moment.
+Every bundle keeps them, also when an operator switches between bundles at any moment; and so does memory by credit,
+also where nobody expects outputs to be as long as they are, so that requests are preempted again and again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pdmesh.core.commands import (
     AdmitPrefill,
     ForgetRequest,
     GrantTransfer,
+    GrowKv,
     PauseTransfer,
     PlaceDecode,
     Reject,
@@ -27,7 +29,7 @@ from pdmesh.core.commands import (
     SetRole,
     WakeAt,
 )
-from pdmesh.core.config import CoreConfig
+from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     BatchingChangeRequested,
     BundleChangeRequested,
@@ -63,16 +65,19 @@ from pdmesh.model import (
     InstanceId,
     OperationId,
     OperationKind,
+    RejectReason,
     Request,
     RequestId,
     RequestKey,
     Role,
     StepPlan,
+    num_blocks_for,
 )
 from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.testing.core import FixedGrowth
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
 
 #: Many examples, and a busy machine may take minutes for them.
@@ -100,6 +105,8 @@ MESHES = {
     "2M in a group + 1M": (Role.MIXED, Role.MIXED, Role.MIXED),
 }
 
+BLOCK_SIZE = 4  # tokens
+
 #: In these a short prompt waits for an instance without long ones, or outside groups; long ones may go past it.
 LETS_SHORT_WAIT = ("pecsched-no-preemption", "reservation")
 
@@ -107,9 +114,17 @@ LETS_SHORT_WAIT = ("pecsched-no-preemption", "reservation")
 class MeshMachine(RuleBasedStateMachine):
     """Gateways, modelled instances, a core; each rule is one thing that may happen next."""
 
-    @initialize(shape=st.sampled_from(sorted(MESHES)), bundle=st.sampled_from(sorted(BUNDLES)))
-    def begin(self, shape: str, bundle: str) -> None:
+    @initialize(
+        shape=st.sampled_from(sorted(MESHES)),
+        bundle=st.sampled_from(sorted(BUNDLES)),
+        reservation=st.sampled_from(tuple(KvReservation)),
+        reckless=st.booleans(),
+    )
+    def begin(self, shape: str, bundle: str, reservation: KvReservation, reckless: bool) -> None:
         self.now_s = 0.0
+        self.config = replace(CONFIG, kv_reservation=reservation)
+        self.reckless = reckless
+        self.max_total_of: dict[RequestKey, int] = {}
         self.chosen = make_bundle(bundle, POLICY)
         self.profiles = {
             profile.instance_id: profile
@@ -117,17 +132,19 @@ class MeshMachine(RuleBasedStateMachine):
             for profile in [
                 replace(
                     modelled_profile(
-                        f"i{index}", role, num_blocks=16, block_size=4, max_num_seqs=3, num_transfer_backends=1
+                        f"i{index}", role, num_blocks=16, block_size=BLOCK_SIZE, max_num_seqs=3, num_transfer_backends=1
                     ),
                     group_id="g" if "group" in shape and index < 2 else "",
                 )
             ]
         }
-        self.mesh = ModelledMesh(self.profiles.values())
+        self.mesh = ModelledMesh(self.profiles.values(), self.max_total_of)
         self.num_requests = 0
         self.num_operations = 0
         self.awaited: dict[RequestId, Request] = {}  # what gateways wait for, in its current epoch
         self.to_resume: set[RequestId] = set()
+        self.preempted_once: set[RequestId] = set()  # of these
+        self.num_drawn: dict[RequestId, int] = {}  # output tokens that the gateway has, in the current epoch
         self.gateway_of: dict[RequestKey, GatewayId] = {}
         self.placed: set[RequestKey] = set()
         self.new_core()
@@ -136,8 +153,13 @@ class MeshMachine(RuleBasedStateMachine):
         core: SchedulerCore | None = getattr(self, "core", None)
         wishes = [] if core is None else core.wishes
         self.core, self.diligent = (
-            SchedulerCore(CONFIG, make_bundle(self.chosen.name, POLICY), random.Random(0)) for _ in range(2)
+            SchedulerCore(self.config, make_bundle(self.chosen.name, POLICY), random.Random(0)) for _ in range(2)
         )
+        if self.reckless:
+            make_reckless(self.core)
+            make_reckless(self.diligent)
+        self.arrivals: dict[RequestKey, Request] = {}  # that this core has heard of
+        self.granted_blocks: dict[tuple[InstanceId, RequestKey], int] = {}
         make_diligent(self.diligent)
         self.ended: set[RequestKey] = set()
         self.waiting: dict[RequestKey, Request] = {}  # accepted and not placed
@@ -164,6 +186,8 @@ class MeshMachine(RuleBasedStateMachine):
     # --- the driver's part, with the laws ---
 
     def feed(self, event: Event) -> None:
+        if isinstance(event, RequestArrived):
+            self.arrivals.setdefault(key_of(event.request), event.request)
         if isinstance(event, RequestArrived) and not self.core.is_active(key_of(event.request)):
             self.waiting[key_of(event.request)] = event.request
         if isinstance(event, TransferOffered):
@@ -240,12 +264,18 @@ class MeshMachine(RuleBasedStateMachine):
                     assert key not in self.ended, f"{key} ended twice"
                     self.ended.add(key)
                     self.waiting.pop(key, None)
+                case GrowKv():
+                    self.check_growth(command)
                 case Reject():
                     if self.is_current(command.request_id, command.epoch):
+                        self.check_may_reject(command)
                         del self.awaited[command.request_id]
                 case Restart():
+                    if command.preempted:
+                        self.check_preemption((command.request_id, command.epoch))
                     if self.is_current(command.request_id, command.epoch):
                         self.to_resume.add(command.request_id)
+                        self.preempted_once |= {command.request_id} if command.preempted else set()
                 case WakeAt():
                     assert command.at_s > self.now_s, "asked to be woken in the past"
                     self.wake_at_s = command.at_s
@@ -293,6 +323,36 @@ class MeshMachine(RuleBasedStateMachine):
             assert role.can_decode, f"{command} on an instance that does not decode"
         else:
             assert role.can_prefill, f"{command} on an instance that does not prefill"
+
+    def check_growth(self, command: GrowKv) -> None:
+        key = (command.request_id, command.epoch)
+        most = num_blocks_for(self.max_total_of[key], BLOCK_SIZE)
+        assert command.num_blocks <= most, f"{command}, of which {most} are of use"
+        before = self.granted_blocks.get((command.instance_id, key), 0)
+        assert command.num_blocks > before, f"{command} after {before}"
+        self.granted_blocks[command.instance_id, key] = command.num_blocks
+
+    def check_preemption(self, key: RequestKey) -> None:
+        """Somebody older, on the same instance, goes before it."""
+        assert self.config.kv_reservation is KvReservation.CREDIT
+        victim = self.arrivals.get(key)
+        decode_id = self.receiver_of.get(key, self.leader_of.get(key))
+        if victim is None or decode_id is None:
+            return
+        others = [
+            other
+            for other, request in self.arrivals.items()
+            if other not in self.ended
+            and self.receiver_of.get(other, self.leader_of.get(other)) == decode_id
+            and order_of(request) < order_of(victim)
+        ]
+        adopted = set(self.mesh.instances[decode_id].holds) - self.arrivals.keys()
+        assert others or adopted, f"{key} was preempted, and is the oldest on {decode_id}"
+
+    def check_may_reject(self, command: Reject) -> None:
+        """Who was preempted does not wait in vain."""
+        if self.awaited[command.request_id].num_preemptions:
+            assert command.reason is not RejectReason.QUEUE_TIMEOUT, f"{command}, though it was preempted"
 
     def check_urgent(self, instance_id: InstanceId, plan: StepPlan) -> None:
         assert self.chosen.interruption is not None
@@ -384,7 +444,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.integers(1, 30),
-        output=st.integers(1, 12),
+        output=st.integers(1, 24),
         gateway=st.sampled_from(GATEWAYS),
         priority=st.sampled_from((0, 0, -1, 3)),
         slo_ttft_s=st.sampled_from((None, None, 1.0, 40.0)),
@@ -416,6 +476,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     def submit(self, request: Request) -> None:
         self.awaited[request.request_id] = request
+        self.max_total_of[key_of(request)] = request.max_total_tokens
         self.gateway_of[key_of(request)] = request.gateway_id
         self.feed(RequestArrived(request))
 
@@ -427,8 +488,20 @@ class MeshMachine(RuleBasedStateMachine):
         self.resume(request_id)
 
     def resume(self, request_id: RequestId) -> None:
-        if (old := self.awaited.get(request_id)) is not None:
-            self.submit(replace(old, epoch=Epoch(old.epoch + 1), arrival_s=self.now_s))
+        old = self.awaited.get(request_id)
+        if old is None:
+            return
+        new = replace(old, epoch=Epoch(old.epoch + 1))
+        if request_id in self.preempted_once:
+            self.preempted_once.remove(request_id)
+            num_drawn = min(self.num_drawn.pop(request_id, 0), old.max_tokens - 1)
+            new = replace(
+                new,
+                num_prompt_tokens=old.num_prompt_tokens + num_drawn,
+                max_tokens=old.max_tokens - num_drawn,
+                num_preemptions=old.num_preemptions + 1,
+            )
+        self.submit(new)
 
     @precondition(lambda self: self.awaited)
     @rule(data=st.data())
@@ -554,6 +627,25 @@ class MeshMachine(RuleBasedStateMachine):
         if instance := self.pick(data, held):
             instance.own.held = False
 
+    @rule(data=st.data(), num_tokens=st.sampled_from((1, 5, 30)))
+    def decodes_go_on(self, data: st.DataObject, num_tokens: int) -> None:
+        instances = [i for i in self.mesh.instances.values() if self.decoding(i) and not i.own.held]
+        if instance := self.pick(data, instances):
+            for key in self.decoding(instance):
+                self.draw(instance, key, num_tokens)
+
+    def draw(self, instance: ModelledInstance, key: RequestKey, num_tokens: int) -> bool:
+        """False if it waits for room, or has drawn all."""
+        goes_on = instance.draw(key, num_tokens)
+        if self.is_current(*key):
+            num_drawn = instance.holds[key].num_computed_tokens - self.awaited[key[0]].num_prompt_tokens
+            self.num_drawn[key[0]] = max(0, num_drawn)
+        return goes_on
+
+    @staticmethod
+    def decoding(instance: ModelledInstance) -> list[RequestKey]:
+        return [key for key, hold in instance.holds.items() if hold.decoding]
+
     @rule(data=st.data())
     def generation_ends(self, data: st.DataObject) -> None:
         free = [instance for instance in self.mesh.instances.values() if not instance.own.held]
@@ -587,7 +679,7 @@ class MeshMachine(RuleBasedStateMachine):
         absent = sorted(set(self.profiles) - set(self.mesh.instances))
         if absent:
             instance_id = data.draw(st.sampled_from(absent))
-            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id])
+            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id], self.max_total_of)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 
     def instance_reconnects(self, data: st.DataObject) -> None:
@@ -693,7 +785,7 @@ class MeshMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         for instance_id in sorted(set(self.profiles) - set(self.mesh.instances)):
-            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id])
+            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id], self.max_total_of)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
         for instance_id, instance in self.mesh.instances.items():
             instance.admits = True
@@ -728,11 +820,13 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.running or instance.plans:
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True
-            decodes = not instance.own.held
-            for key in [key for key, hold in instance.holds.items() if hold.decoding and decodes]:
-                instance.finish(key)
-                self.see_finished(instance)
-                busy = True
+            for key in [] if instance.own.held else self.decoding(instance):
+                busy |= self.draw(instance, key, 99)
+                hold = instance.holds[key]
+                if not hold.max_total_tokens or hold.num_computed_tokens > hold.max_total_tokens:
+                    instance.finish(key)
+                    self.see_finished(instance)
+                    busy = True
         for transfer in self.mesh.transfers():
             if transfer[0].holds[transfer[2]].computed:
                 self.mesh.land(*transfer)
@@ -769,6 +863,12 @@ class EveryInstance(Openings):
         if self._books.groups and not super().computing() and not self.for_waiting():
             return []  # a prompt for a group needs no opening itself, and yet waits until some instance has one
         return [instance for instance in self._books.instances.values() if not self.is_idle(instance)]
+
+
+def make_reckless(core: SchedulerCore) -> None:
+    """Have it expect everybody to be done soon, and let in far more than there is room for."""
+    by_credit = core._books.growth.by_credit
+    core._books.growth = FixedGrowth(1.0, by_credit=by_credit, risk=0.5)
 
 
 def make_diligent(core: SchedulerCore) -> None:

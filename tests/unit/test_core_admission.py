@@ -14,6 +14,7 @@ from pdmesh.core.books import Books
 from pdmesh.core.commands import Reject
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested, RequestArrived
+from pdmesh.core.growth import Growth
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.state import InstanceBooks, RequestState
 from pdmesh.model import InstanceId, RejectReason, Role
@@ -33,11 +34,11 @@ def refusal(
     admission_ttft_s: float | None = None,
 ) -> Refusal | None:
     """Of a request that asks for ``ttft_s`` and comes to a line with so much work in it."""
-    books = Books(random.Random(0))
+    books = Books(random.Random(0), Growth())
     changed: dict[InstanceId, None] = {}
     for number in range(num_instances):
         profile = modelled_profile(f"p{number}", Role.PREFILL)
-        books.instances[profile.instance_id] = InstanceBooks(profile, changed=changed)
+        books.instances[profile.instance_id] = InstanceBooks(profile, changed=changed, growth=books.growth)
     for name, waiting_s in (("waits", work_before_s), ("comes", work_s)):
         state = books.open(replace(a_request(name), slo_ttft_s=ttft_s), Rank())
         state.work_us = round(1e6 * waiting_s)

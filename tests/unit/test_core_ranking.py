@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from pdmesh.core.growth import Growth
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.ranking import Decoders, Ranking
@@ -26,8 +27,10 @@ def line_of(members: dict[InstanceId, InstanceBooks]) -> list[InstanceId]:
 def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None:
     rng, changed = random.Random(0), dict[InstanceId, None]()
     roles = (Role.DECODE, Role.MIXED, Role.PREFILL)
-    instances = [InstanceBooks(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed) for n in range(12)]
-    ranking, decoders = Ranking(PLACE.key), Decoders(PLACE)
+    instances = [
+        InstanceBooks(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=Growth()) for n in range(12)
+    ]
+    ranking, decoders = Ranking(PLACE.key), Decoders(PLACE, by_credit=False)
     members: dict[InstanceId, InstanceBooks] = {}
     for number in range(400):
         instance = rng.choice(instances)
@@ -54,7 +57,7 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None
 
 def test_an_instances_view_has_each_number_in_its_own_field() -> None:
     profile = modelled_profile("i", Role.MIXED, num_blocks=99, block_size=16, max_num_seqs=17)
-    instance = InstanceBooks(replace(profile, group_id="pair"), changed={})
+    instance = InstanceBooks(replace(profile, group_id="pair"), growth=Growth(), changed={})
     kinds = [HoldKind.PREFILL] * 3 + [HoldKind.LOCAL] * 2 + [HoldKind.PROMISED] * 4 + [HoldKind.RESIDENT] * 6
     for number, kind in enumerate(kinds):
         key = a_request(f"r{number}")

@@ -19,6 +19,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
 )
+from pdmesh.core.growth import Growth
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.state import HoldKind, InstanceBooks, Phase, RequestState
 from pdmesh.core.transfers import Transfer
@@ -39,7 +40,8 @@ from pdmesh.policy.base import Rank
 class Books:
     """Requests by id and by gateway, instances, the queue, the broker; and the commands under way."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, growth: Growth) -> None:
+        self.growth = growth
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, InstanceBooks] = {}
@@ -114,17 +116,24 @@ class Books:
         """A waiting request gets its room: on the ``prefills`` that compute it, the leader first, and on ``decode``.
 
         None for ``decode`` means that it stays where it is computed. ``long_tokens`` are its prompt's, if it is long.
+        Where it decodes it gets what it is admitted with; in a group, room for all of it.
         """
         request, (request_id, epoch) = state.request, state.key
         self.queue.remove(state)
         self.queue.counters.placed(request)
         state.phase, state.placed_s, state.in_group = Phase.PREFILLING, now_s, in_group
         stays = decode is None
-        num_tokens = request.max_total_tokens if stays else request.num_prompt_tokens
-        state.prefill_shards = state.decode_shards = _shares(prefills, num_tokens)
+        max_blocks = prefills[0].num_decode_blocks(request) if stays and not in_group else 0
+        if in_group:
+            state.prefill_shards = _shares(prefills, request.max_total_tokens)
+        elif stays:
+            state.prefill_shards = (prefills[0].shard(prefills[0].num_first_blocks(request)),)
+        else:
+            state.prefill_shards = (prefills[0].shard(prefills[0].num_prefill_blocks(request)),)
+        state.decode_shards = state.prefill_shards
         plan = None
         if decode is not None:
-            state.decode_shards = (decode.shard(decode.num_decode_blocks(request)),)
+            state.decode_shards = (decode.shard(decode.num_first_blocks(request)),)
             purpose = TransferPurpose.HAND_OVER
             state.transfer = self.broker.open(state.key, purpose, state.prefill_shards, state.decode_shards)
             plan = state.transfer.plan
@@ -132,6 +141,7 @@ class Books:
                 state.key,
                 state.decode_shards[0].num_blocks,
                 HoldKind.PROMISED,
+                max_blocks=decode.num_decode_blocks(request),
                 long_tokens=long_tokens,
                 slo_tpot_s=request.slo_tpot_s,
             )
@@ -143,6 +153,7 @@ class Books:
                 state.key,
                 shard.num_blocks,
                 HoldKind.LOCAL if stays else HoldKind.PREFILL,
+                max_blocks=max_blocks,
                 long_tokens=long_tokens,
                 slo_tpot_s=request.slo_tpot_s,
             )
@@ -234,7 +245,7 @@ class Books:
         for instance_id in dict.fromkeys(state.prefill_ids + state.decode_ids):
             if instance_id not in spare:
                 self.free(instance_id, key)
-        goes_on = outcome in (Outcome.RESTARTED, Outcome.SUPERSEDED)
+        goes_on = outcome in (Outcome.RESTARTED, Outcome.PREEMPTED, Outcome.SUPERSEDED)
         self.queue.counters.ended(state.request, 0 if goes_on else num_output_tokens)
         gateway_id = state.request.gateway_id
         self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
@@ -253,12 +264,14 @@ class Books:
         )
         self.end(state, Outcome.REJECTED)
 
-    def restart(self, state: RequestState, reason: str) -> None:
-        self.ask_to_resume(state.request.gateway_id, state.key, reason)
-        self.end(state, Outcome.RESTARTED)
+    def restart(self, state: RequestState, reason: str, *, preempted: bool = False) -> None:
+        self.ask_to_resume(state.request.gateway_id, state.key, reason, preempted=preempted)
+        self.end(state, Outcome.PREEMPTED if preempted else Outcome.RESTARTED)
 
-    def ask_to_resume(self, gateway_id: GatewayId, key: RequestKey, reason: str) -> None:
-        self.commands.append(Restart(gateway_id=gateway_id, request_id=key[0], epoch=key[1], reason=reason))
+    def ask_to_resume(self, gateway_id: GatewayId, key: RequestKey, reason: str, *, preempted: bool = False) -> None:
+        self.commands.append(
+            Restart(gateway_id=gateway_id, request_id=key[0], epoch=key[1], reason=reason, preempted=preempted)
+        )
 
     def free(self, instance_id: InstanceId, key: RequestKey) -> None:
         """Ask once for the KV of a request that nobody needs there any more."""

@@ -84,6 +84,15 @@ class PauseTransfer(Struct, frozen=True, kw_only=True):
     transfer_id: TransferId
 
 
+class GrowKv(Struct, frozen=True, kw_only=True):
+    """Let a request hold ``num_blocks`` on the instance in all. Idempotent: it never takes any away."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    num_blocks: int
+
+
 class FreeKv(Struct, frozen=True, kw_only=True):
     """Stop whatever runs for the request on the instance and free its KV and reservations; answered by KvReleased.
 
@@ -107,12 +116,16 @@ class Reject(Struct, frozen=True, kw_only=True):
 
 
 class Restart(Struct, frozen=True, kw_only=True):
-    """Tell the gateway that the request's KV is lost: it resumes it from the transcript under the next epoch."""
+    """Tell the gateway that the request's KV is lost: it resumes it from the transcript under the next epoch.
+
+    ``preempted``: it was given up for others. That is no failure, and does not count as one.
+    """
 
     gateway_id: GatewayId
     request_id: RequestId
     epoch: Epoch
     reason: str
+    preempted: bool = False
 
 
 class Outcome(StrEnum):
@@ -122,6 +135,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"  # by its client
     REJECTED = "rejected"
     RESTARTED = "restarted"  # its KV is lost; the next epoch is another request to the core
+    PREEMPTED = "preempted"  # the same, but its KV was given up for others
     SUPERSEDED = "superseded"  # the gateway itself began the next epoch
     GATEWAY_LOST = "gateway_lost"
 
@@ -152,7 +166,7 @@ class WakeAt(Struct, frozen=True, kw_only=True):
 GatewayCommand = Reject | Restart | ForgetRequest
 
 #: For an instance; those that need nothing more than they say travel as they are (`pdmesh.wire.messages`).
-PlainInstanceCommand = RunStep | PauseTransfer | FreeKv | SetRole
+PlainInstanceCommand = RunStep | PauseTransfer | GrowKv | FreeKv | SetRole
 InstanceCommand = AdmitPrefill | PlaceDecode | GrantTransfer | PlainInstanceCommand
 
 Command = InstanceCommand | GatewayCommand | WakeAt

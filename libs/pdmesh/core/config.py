@@ -16,6 +16,13 @@ class LatencyLearning(StrEnum):
     MEASURED = "measured"  # the same, from what instances measured of themselves; it serves until one has
 
 
+class KvReservation(StrEnum):
+    """Room for how much of its output a request is admitted with."""
+
+    FULL = "full"  # for all that it may become
+    CREDIT = "credit"  # for a little, and more as it grows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
     plans_in_flight: int = 2  # per instance, so that the round trip to the scheduler never idles the device
@@ -26,5 +33,7 @@ class CoreConfig:
     retry_after_s: float = 1.0  # what a client is told with a 429 or 503, at least
     refuses_early: bool = False  # what would not keep its own target, as predicted; studies let every request wait
     admission_ttft_s: float | None = None  # the target of those without one, where this is asked; None: max_queue_s
+    kv_reservation: KvReservation = KvReservation.FULL
+    kv_risk: float = 0.01  # by credit: of needing more blocks than there are, where a request is admitted
     learning: LatencyLearning = LatencyLearning.FIXED
     policy: PolicyConfig = field(default_factory=PolicyConfig)

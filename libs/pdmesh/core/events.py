@@ -19,6 +19,7 @@ from pdmesh.model import (
     Request,
     RequestId,
     Resident,
+    ResidentContext,
     Role,
     TransferId,
 )
@@ -289,6 +290,14 @@ class KvReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class CreditLow:
+    """Requests that decode on an instance have room for few tokens more, or for none and wait."""
+
+    instance_id: InstanceId
+    residents: tuple[ResidentContext, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReported:
     """An instance's books at a heartbeat: ``free + held + quarantined = total`` blocks."""
 
@@ -321,6 +330,7 @@ InstanceEvent = (
     | RequestDropped
     | RequestFinished
     | KvReleased
+    | CreditLow
     | LoadReported
 )
 

@@ -17,6 +17,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    GrowKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
@@ -164,8 +165,8 @@ class Lives:
                 pass
         for command in commands:
             match command:
-                case RunStep() | SetRole() | WakeAt():
-                    pass  # of no one request
+                case RunStep() | SetRole() | WakeAt() | GrowKv():
+                    pass  # of no one request, or told of with the next step
                 case _:
                     self._commanded(command, now_s, found)
         return found

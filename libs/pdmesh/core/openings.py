@@ -59,7 +59,7 @@ class Openings:
         self._with_own: dict[InstanceId, InstanceBooks] = {}  # of the same: where one placed there may interrupt
         self._takers = Ranking(bundle.prefill_placement.key)  # the idle and the interruptible
         self._with_long: dict[InstanceId, None] = {}
-        self.decoders = Decoders(bundle.decode_placement)
+        self.decoders = Decoders(bundle.decode_placement, by_credit=self._books.growth.by_credit)
         self._books.changed.update(dict.fromkeys(self._books.instances))
 
     def update(self, bundle: Bundle) -> None:

@@ -113,6 +113,11 @@ class WaitingQueue:
         self.num_tokens += state.request.num_prompt_tokens
         self._prompt_tokens.add(state.request.num_prompt_tokens)
 
+    def postpone(self, state: RequestState, deadline_s: float) -> None:
+        """It may wait until then, which is later than anybody else's deadline."""
+        del self._deadlines[state.key]
+        self._deadlines[state.key] = deadline_s, state
+
     def remove(self, state: RequestState) -> None:
         del self._deadlines[state.key]
         self.num_tokens -= state.request.num_prompt_tokens

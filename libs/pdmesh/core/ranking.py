@@ -74,8 +74,9 @@ class _KvGroup:
 class Decoders:
     """The instances with room for one more request to decode, and a seat: by KV group, in the order of the policy."""
 
-    def __init__(self, placement: DecodePlacement) -> None:
+    def __init__(self, placement: DecodePlacement, *, by_credit: bool) -> None:
         self._placement = placement
+        self._by_credit = by_credit
         self._groups: dict[str, _KvGroup] = {}
         self._group_of: dict[InstanceId, _KvGroup] = {}
         self._changed: dict[InstanceId, InstanceBooks | None] = {}  # since somebody asked
@@ -107,7 +108,7 @@ class Decoders:
         for instance_id, instance in self._changed.items():
             self._look_at(instance_id, instance)
         self._changed.clear()
-        num_tokens = request.max_total_tokens
+        num_tokens = request.num_prompt_tokens if self._by_credit else request.max_total_tokens
         firsts: dict[str, InstanceBooks] = {}
         for kv_group, group in self._groups.items():
             if group.rooms.greatest >= num_tokens:

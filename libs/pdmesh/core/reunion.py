@@ -12,7 +12,17 @@ from pdmesh.core.books import Books
 from pdmesh.core.commands import Outcome
 from pdmesh.core.orphans import Orphans
 from pdmesh.core.state import HoldKind, InstanceBooks, Phase, RequestState
-from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey, Resident
+from pdmesh.model import (
+    Epoch,
+    GatewayId,
+    InstanceId,
+    InstanceProfile,
+    Request,
+    RequestId,
+    RequestKey,
+    Resident,
+    num_blocks_for,
+)
 from pdmesh.policy.base import Rank
 
 
@@ -79,7 +89,7 @@ class Reunion:
                 books.end(known, Outcome.SUPERSEDED)
             instance_id = self._claim_resident(key, gateway_id)
             if instance_id is not None:
-                books.adopt(self._open_unknown(key, gateway_id, now_s), instance_id)
+                books.adopt(self._open_unknown(key, gateway_id, instance_id, now_s), instance_id)
             else:
                 self._unfound.add(key, gateway_id, gateway_id, now_s + self._grace_s)
 
@@ -100,6 +110,7 @@ class Reunion:
         instance = books.instances[instance_id] = InstanceBooks(
             profile,
             changed=books.changed,
+            growth=books.growth,
             number=books.num_joined,
             next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
             draining=old is not None and old.draining,
@@ -112,7 +123,13 @@ class Reunion:
             if key in instance.holds:
                 books.ignore("resident")
                 continue
-            instance.take(key, resident.num_blocks, HoldKind.RESIDENT)
+            instance.take(
+                key,
+                resident.num_blocks,
+                HoldKind.RESIDENT,
+                max_blocks=num_blocks_for(resident.max_total_tokens, instance.block_size),
+                num_tokens=resident.num_context_tokens,
+            )
             being_freed = old is not None and key in old.holds and old.holds[key].freeing
             if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
                 books.free(instance_id, key)
@@ -162,7 +179,7 @@ class Reunion:
         if unfound is not None:
             if unfound.key != key or self._unfound.pop(key[0], gateway_id) is None:
                 return False
-            books.adopt(self._open_unknown(key, unfound.owner, now_s), instance_id)
+            books.adopt(self._open_unknown(key, unfound.owner, instance_id, now_s), instance_id)
             return True
         other = self._unclaimed.get(key[0])
         if other is not None:
@@ -181,9 +198,19 @@ class Reunion:
         self._books.free(resident.owner, resident.key)
         return None
 
-    def _open_unknown(self, key: RequestKey, gateway_id: GatewayId, now_s: float) -> RequestState:
-        # Its sizes do not matter: it is decoding, and will not be placed again in this epoch.
+    def _open_unknown(
+        self, key: RequestKey, gateway_id: GatewayId, instance_id: InstanceId, now_s: float
+    ) -> RequestState:
+        """A request of which its instance alone tells: what it has is taken for its prompt. It came just now."""
+        instance = self._books.instances[instance_id]
+        hold = instance.holds[key]
+        num_tokens = max(1, hold.num_tokens)
         request = Request(
-            request_id=key[0], epoch=key[1], gateway_id=gateway_id, num_prompt_tokens=1, max_tokens=1, arrival_s=now_s
+            request_id=key[0],
+            epoch=key[1],
+            gateway_id=gateway_id,
+            num_prompt_tokens=num_tokens,
+            max_tokens=max(1, hold.max_blocks * instance.block_size - num_tokens + 1),
+            arrival_s=now_s,
         )
         return self._books.open(request, Rank())

@@ -21,10 +21,12 @@ from pdmesh.core.admission import Admission, work_us
 from pdmesh.core.batching import BatchingView, Modes
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Command, Outcome, Reject, SetRole, WakeAt
-from pdmesh.core.config import CoreConfig
+from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.credit import Credit
 from pdmesh.core.events import (
     BatchingChangeRequested,
     BundleChangeRequested,
+    CreditLow,
     DecodeReserved,
     DecodeStepsDone,
     DrainRequested,
@@ -53,6 +55,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.fairness import TenantView
+from pdmesh.core.growth import Growth
 from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
@@ -74,7 +77,9 @@ class SchedulerCore:
     def __init__(self, config: CoreConfig, bundle: Bundle, rng: random.Random) -> None:
         self._config = config
         self._bundle = bundle
-        self._books = Books(rng)
+        growth = Growth(by_credit=config.kv_reservation is KvReservation.CREDIT, risk=config.kv_risk)
+        self._books = Books(rng, growth)
+        self._credit = Credit(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._operations = Operations(self._books)
         self._modes = Modes(self._books)
@@ -192,6 +197,7 @@ class SchedulerCore:
                 self._reunion.gateway_lost(event.gateway_id)
             case InstanceJoined():
                 self._reunion.instance_joined(event.profile, event.residents, now_s)
+                self._credit.joined(self._books.instances[event.profile.instance_id])
                 if self._learner.joined(event.profile):
                     self._rebuild_bundle(self._bundle.name)
                 self._operations.joined(event.profile.instance_id, now_s)
@@ -241,6 +247,9 @@ class SchedulerCore:
                 self._finished(event)
             case KvReleased():
                 self._released(event)
+            case CreditLow():
+                if instance := self._instance(event.instance_id, event):
+                    self._credit.is_low(instance, event.residents)
             case LoadReported():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_quarantined(event.num_quarantined_blocks)
@@ -249,6 +258,7 @@ class SchedulerCore:
             case _:
                 assert_never(event)
         self._operations.advance(now_s)
+        self._credit.serve(self._bundle, self._learner.model)
         self._packer.pack(self._bundle, now_s)
         self._admission.note(commands)
         self._books.take_back_backends()
@@ -334,6 +344,7 @@ class SchedulerCore:
             self._books.ignore("RequestFinished")
             return
         self._modes.finished(state, event.num_output_tokens)
+        self._credit.ended(state, event.instance_id, event.num_output_tokens)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
         self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
@@ -498,7 +509,9 @@ class SchedulerCore:
         retry_after_s = self._config.retry_after_s
         while (state := self._books.queue.first_due(self._now_s)) is not None:
             unready = self.unready_reason
-            if unready is None:
+            if unready is None and state.request.num_preemptions:
+                self._books.queue.postpone(state, self._now_s + self._config.max_queue_s)
+            elif unready is None:
                 message = f"no room for {self._config.max_queue_s:g} s"
                 self._books.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
             else:

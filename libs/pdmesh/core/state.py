@@ -12,6 +12,7 @@ from enum import IntEnum, StrEnum, auto
 from typing import NamedTuple
 
 from pdmesh.core.batching import BatchingState
+from pdmesh.core.growth import Growth, GrowthSums
 from pdmesh.core.transfers import Transfer
 from pdmesh.model import (
     IndexRange,
@@ -27,6 +28,7 @@ from pdmesh.model import (
     num_blocks_for,
 )
 from pdmesh.policy.base import InstanceView, PrefillOrder, Rank
+from pdmesh.policy.credit import Room, first_tokens
 from pdmesh.policy.profile import make_of
 from pdmesh.policy.switching import SwitchTimes
 
@@ -125,6 +127,9 @@ class HeldBlocks:
     num_blocks: int
     long_tokens: int = 0  # of the prompt, if it is long
     slo_tpot_s: float | None = None
+    max_blocks: int = 0  # that it may be granted as it grows
+    num_tokens: int = 0  # that it was last heard to hold; 0: not yet
+    is_open: bool = False  # it may grow by more than requests do in the mean
     freeing: bool = False  # FreeKv was sent
 
 
@@ -140,6 +145,7 @@ class InstanceBooks:
         profile: InstanceProfile,
         *,
         changed: dict[InstanceId, None],
+        growth: Growth,
         number: int = 0,
         next_plan_id: int = 0,
         draining: bool = False,
@@ -167,6 +173,10 @@ class InstanceBooks:
         self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
         self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned
         self.holds: dict[RequestKey, HeldBlocks] = {}
+        self.low: dict[RequestKey, None] = {}  # have asked for more than there was
+        self._growth = growth
+        self._growing = GrowthSums()
+        self._room: Room | None = None
         self.num_taken_blocks = 0
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
@@ -199,10 +209,21 @@ class InstanceBooks:
         num_blocks: int,
         kind: HoldKind,
         *,
+        max_blocks: int = 0,
+        num_tokens: int = 0,
         long_tokens: int = 0,
         slo_tpot_s: float | None = None,
     ) -> None:
-        hold = self.holds[key] = HeldBlocks(kind, num_blocks, long_tokens, slo_tpot_s)
+        """``max_blocks``: that it may be granted in all, if that is more."""
+        max_blocks = max(num_blocks, max_blocks)
+        hold = self.holds[key] = HeldBlocks(kind, num_blocks, long_tokens, slo_tpot_s, max_blocks, num_tokens)
+        self._count(hold, 1)
+
+    def grow(self, key: RequestKey, num_blocks: int) -> None:
+        """It holds so many blocks in all from now on."""
+        hold = self.holds[key]
+        self._count(hold, -1)
+        hold.num_blocks = num_blocks
         self._count(hold, 1)
 
     def settle(self, key: RequestKey) -> None:
@@ -215,12 +236,18 @@ class InstanceBooks:
 
     def give_back(self, key: RequestKey) -> HeldBlocks | None:
         hold = self.holds.pop(key, None)
+        self.low.pop(key, None)
         if hold is not None:
             self._count(hold, -1)
         return hold
 
     def _count(self, hold: HeldBlocks, sign: int) -> None:
         kind, num_blocks = hold.kind, hold.num_blocks
+        if self._growth.by_credit:
+            if sign > 0:
+                hold.is_open = (hold.max_blocks - num_blocks) * self.block_size > self._growth.mean_tokens
+            self._growing.count(num_blocks, hold.max_blocks, is_open=hold.is_open, sign=sign)
+            self._room = None
         if hold.long_tokens and kind is HoldKind.RESIDENT:
             self._num_long_decoding += sign
         elif hold.long_tokens and kind is not HoldKind.PROMISED:
@@ -305,7 +332,7 @@ class InstanceBooks:
         """For one more request: only after a change, and if somebody asks."""
         self._knows_room = True
         self._decode_tokens = self._prompt_tokens = 0
-        room = self.num_free_blocks * self.block_size
+        room = int(max(self.room)) * self.block_size
         if room > 0 and self.takes_new:
             if self.role.can_decode and self.num_seats_taken < self.profile.max_num_seqs:
                 longest = self.profile.max_model_len - 1
@@ -320,10 +347,31 @@ class InstanceBooks:
             self._count_room()
         return self._decode_tokens
 
+    @property
+    def room(self) -> Room:
+        """Blocks for one more request, at an accepted risk for those that grow. An empty instance takes any."""
+        free = max(0, self.num_free_blocks)
+        if not self._growth.by_credit or not self.holds:
+            return Room(free, free)
+        if self._room is None:
+            num_blocks = self.profile.num_blocks - self.num_quarantined_blocks
+            safe = self._growing.room(num_blocks, self.block_size, self._growth)
+            self._room = Room(max(0, min(free, safe.open)), max(0, min(free, safe.bounded)))
+        return self._room
+
     def can_decode(self, request: Request) -> bool:
-        """Whether the whole request fits now, with a seat."""
+        """Whether the request fits now, with a seat: all of it, or by credit what it is admitted with."""
+        if (request.request_id, request.epoch) in self.holds:
+            return False
+        if not self._growth.by_credit:
+            return request.max_total_tokens <= self.num_decode_tokens
+        first = self.num_first_blocks(request)
+        most = self.num_decode_blocks(request)
+        is_open = (most - first) * self.block_size > self._growth.mean_tokens
         return (
-            request.max_total_tokens <= self.num_decode_tokens and (request.request_id, request.epoch) not in self.holds
+            self.num_decode_tokens > 0
+            and self.could_decode(request)
+            and (first <= self.room.open if is_open else most <= self.room.bounded)
         )
 
     def can_prefill(self, request: Request) -> bool:
@@ -363,6 +411,12 @@ class InstanceBooks:
 
     def num_prefill_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
+
+    def num_first_blocks(self, request: Request) -> int:
+        """That it is admitted with where it decodes."""
+        if not self._growth.by_credit:
+            return self.num_decode_blocks(request)
+        return num_blocks_for(first_tokens(request, self.block_size), self.block_size)
 
     def num_decode_blocks(self, request: Request) -> int:
         return num_blocks_for(request.max_total_tokens, self.block_size)
@@ -434,6 +488,12 @@ class InstanceBooks:
 
     def set_quarantined(self, num_blocks: int) -> None:
         self.num_quarantined_blocks = num_blocks
+        self._room = None
+        self._change()
+
+    def hear_of_growth(self) -> None:
+        """The mean that requests grow by is another one."""
+        self._room = None
         self._change()
 
     def set_role(self, role: Role) -> None:
@@ -475,6 +535,14 @@ class InstanceBooks:
         taken = sum(hold.num_blocks for hold in self.holds.values())
         assert taken == self.num_taken_blocks, f"{name}: holds sum to {taken}, books say {self.num_taken_blocks}"
         assert taken <= self.profile.num_blocks, f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
+        assert self.low.keys() <= self.holds.keys(), f"{name}: {self.low} ask for more, and hold nothing"
+        assert not self.low or self.num_free_blocks <= 0, f"{name}: {self.low} wait for blocks that are free"
+        sums = GrowthSums()
+        for hold in self.holds.values():
+            assert hold.num_blocks <= hold.max_blocks, f"{name}: {hold} has more than it ever needs"
+            if self._growth.by_credit:
+                sums.count(hold.num_blocks, hold.max_blocks, is_open=hold.is_open, sign=1)
+        assert sums == self._growing, f"{name}: {sums} may grow, books say {self._growing}"
         num_of = Counter(hold.kind for hold in self.holds.values())
         decoding, computing = num_of[HoldKind.RESIDENT], num_of[HoldKind.PREFILL] + num_of[HoldKind.LOCAL]
         seats = decoding + num_of[HoldKind.PROMISED] + num_of[HoldKind.LOCAL]

@@ -15,6 +15,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    GrowKv,
     PauseTransfer,
     PlaceDecode,
     Reject,
@@ -178,7 +179,16 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | PauseTransfer() | FreeKv() | SetRole():
+            case (
+                AdmitPrefill()
+                | PlaceDecode()
+                | RunStep()
+                | GrantTransfer()
+                | PauseTransfer()
+                | GrowKv()
+                | FreeKv()
+                | SetRole()
+            ):
                 take = self._instances[command.instance_id].take
                 if self._config.control_delay_s:
                     self._agenda.at(self._agenda.now_s + self._config.control_delay_s, partial(take, command))

@@ -22,6 +22,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.core.growth import Growth
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     ChunkDone,
@@ -71,6 +72,20 @@ def a_view(instance_id: str = "a", role: Role = Role.MIXED, **fields: Any) -> In
         draining=False,
     )
     return empty._replace(**fields)
+
+
+class FixedGrowth(Growth):
+    """Expects this of everybody, whatever it sees. To be a core's before instances join it."""
+
+    def __init__(self, mean_tokens: float, *, by_credit: bool = True, risk: float = 0.01) -> None:
+        super().__init__(by_credit=by_credit, risk=risk)
+        self.mean_tokens = mean_tokens
+
+    def drew(self, num_tokens: int) -> bool:
+        return False
+
+    def ended(self, num_tokens: int) -> bool:
+        return False
 
 
 class CoreBench:

@@ -9,7 +9,7 @@ one queue each per instance, as on a stream, so that both may be late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pdmesh.core.commands import (
@@ -17,12 +17,14 @@ from pdmesh.core.commands import (
     Command,
     FreeKv,
     GrantTransfer,
+    GrowKv,
     PauseTransfer,
     PlaceDecode,
     RunStep,
     SetRole,
 )
 from pdmesh.core.events import (
+    CreditLow,
     DecodeReserved,
     DecodeStepsDone,
     Event,
@@ -48,10 +50,12 @@ from pdmesh.model import (
     KvLayout,
     RequestKey,
     Resident,
+    ResidentContext,
     Role,
     StepPlan,
     TransferPlan,
 )
+from pdmesh.policy.credit import is_low
 
 
 def modelled_profile(
@@ -83,6 +87,7 @@ class ModelledHold:
     """What an instance has of a request."""
 
     num_blocks: int
+    max_total_tokens: int  # whose KV it may come to hold here; 0: not known
     seated: bool  # it decodes here, or will
     leads: bool  # of a group that computes it together: the one that decodes
     transfer: TransferPlan | None  # that takes its KV away, or brings it
@@ -92,13 +97,16 @@ class ModelledHold:
     offered: bool = False
     granted: bool = False
     decoding: bool = False
+    asked: tuple[int, bool] = (0, False)  # for more than so many blocks, and whether it waited
 
 
 class ModelledInstance:
     """One worker. Reports appear in ``events``, in order."""
 
-    def __init__(self, profile: InstanceProfile) -> None:
+    def __init__(self, profile: InstanceProfile, max_total_of: Mapping[RequestKey, int] | None = None) -> None:
+        """``max_total_of`` says how much KV requests may come to hold, in tokens; of others it is not known."""
         self.profile = profile
+        self.max_total_of = {} if max_total_of is None else max_total_of
         self.instance_id = profile.instance_id
         self.commands: deque[Command] = deque()  # on their way here
         self.events: deque[Event] = deque()  # on their way to the scheduler
@@ -120,11 +128,12 @@ class ModelledInstance:
         """Receive the next command."""
         match self.commands.popleft():
             case AdmitPrefill() as admit:
-                stays = admit.transfer is None
+                stays, key = admit.transfer is None, (admit.request_id, admit.epoch)
                 self._hold(
-                    (admit.request_id, admit.epoch),
+                    key,
                     ModelledHold(
                         admit.num_blocks,
+                        max_total_tokens=self.max_total_of.get(key, 0) if len(admit.shards) == 1 else 0,
                         seated=stays,
                         leads=admit.shards[0].instance_id == self.instance_id,
                         transfer=admit.transfer,
@@ -132,9 +141,16 @@ class ModelledInstance:
                     ),
                 )
             case PlaceDecode() as place:
+                key = (place.request_id, place.epoch)
                 if not self._hold(
-                    (place.request_id, place.epoch),
-                    ModelledHold(place.num_blocks, seated=True, leads=True, transfer=place.transfer),
+                    key,
+                    ModelledHold(
+                        place.num_blocks,
+                        max_total_tokens=self.max_total_of.get(key, 0),
+                        seated=True,
+                        leads=True,
+                        transfer=place.transfer,
+                    ),
                 ):
                     return
                 self.events.append(
@@ -162,6 +178,12 @@ class ModelledInstance:
                     self.events.append(
                         TransferPaused(self.instance_id, pause.request_id, pause.epoch, pause.transfer_id)
                     )
+            case GrowKv() as grow:
+                hold = self.holds.get((grow.request_id, grow.epoch))
+                if hold is not None:
+                    num_more = max(0, grow.num_blocks - hold.num_blocks)
+                    assert num_more <= self.num_free_blocks, f"{self.instance_id}: no room for {grow}"
+                    hold.num_blocks += num_more
             case FreeKv() as free:
                 key = (free.request_id, free.epoch)
                 if key in self.holds:
@@ -249,12 +271,13 @@ class ModelledInstance:
         return idle and not self.own.held and any(hold.decoding for hold in self.holds.values())
 
     def decode(self, num_steps: int) -> None:
-        """Make so many decode steps without a plan, each of a second."""
+        """Make so many decode steps without a plan, each of a second, of those that have room."""
         assert self.can_decode
-        decoding = [hold for hold in self.holds.values() if hold.decoding]
+        keys = [key for key, hold in self.holds.items() if hold.decoding]
         for index in range(num_steps):
-            for hold in decoding:
-                hold.num_computed_tokens += 1
+            decoding = [self.holds[key] for key in keys if self.draw(key, 1)]
+            if not decoding:
+                return
             num_context_tokens = sum(hold.num_computed_tokens for hold in decoding)
             self.own.made(
                 num_tokens=len(decoding),
@@ -265,6 +288,26 @@ class ModelledInstance:
             )
             if self.own.num_left <= 0 and (own_steps := self.own.take()) is not None:
                 self.events.append(DecodeStepsDone(self.instance_id, own_steps))
+
+    def draw(self, key: RequestKey, num_tokens: int) -> bool:
+        """Draw at most so many tokens, as far as there is room, and ask for more if there is little left.
+
+        False if it waits for room, or for nothing.
+        """
+        hold, size = self.holds[key], self.profile.kv_layout.block_size
+        before, most = hold.num_computed_tokens, hold.max_total_tokens + 1
+        if not hold.max_total_tokens:
+            hold.num_computed_tokens += num_tokens
+            return True
+        hold.num_computed_tokens = max(before, min(before + num_tokens, most, hold.num_blocks * size + 1))
+        now = hold.num_computed_tokens
+        if hold.num_blocks * size < hold.max_total_tokens and is_low(now, hold.num_blocks, size):
+            asked = hold.num_blocks, now > hold.num_blocks * size
+            if asked != hold.asked:
+                hold.asked = asked
+                context = ResidentContext(request_id=key[0], epoch=key[1], num_tokens=now)
+                self.events.append(CreditLow(self.instance_id, (context,)))
+        return now > before
 
     def finish(self, key: RequestKey, num_output_tokens: int = 1) -> None:
         """A generation ends here."""
@@ -313,6 +356,7 @@ class ModelledInstance:
                 num_blocks=hold.num_blocks,
                 num_context_tokens=hold.num_computed_tokens,
                 decoding=True,
+                max_total_tokens=hold.max_total_tokens,
             )
             for key, hold in self.holds.items()
         )
@@ -322,13 +366,24 @@ class ModelledInstance:
 class ModelledMesh:
     """Instances by id, and what concerns two of them."""
 
-    def __init__(self, profiles: Iterable[InstanceProfile]) -> None:
-        self.instances = {profile.instance_id: ModelledInstance(profile) for profile in profiles}
+    def __init__(
+        self, profiles: Iterable[InstanceProfile], max_total_of: Mapping[RequestKey, int] | None = None
+    ) -> None:
+        self.instances = {profile.instance_id: ModelledInstance(profile, max_total_of) for profile in profiles}
 
     def send(self, command: Command) -> bool:
         """Put a command for an instance on its way; False if it is not for an instance that is there."""
         match command:
-            case AdmitPrefill() | PlaceDecode() | RunStep() | GrantTransfer() | PauseTransfer() | FreeKv() | SetRole():
+            case (
+                AdmitPrefill()
+                | PlaceDecode()
+                | RunStep()
+                | GrantTransfer()
+                | PauseTransfer()
+                | GrowKv()
+                | FreeKv()
+                | SetRole()
+            ):
                 instance = self.instances.get(command.instance_id)
                 if instance is not None:
                     instance.commands.append(command)

@@ -8,13 +8,14 @@ it cannot take it *refuses* (`RequestDropped`), and the scheduler starts the req
 from __future__ import annotations
 
 import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, assert_never
 
 import structlog
 
-from pdmesh.core.commands import FreeKv, PauseTransfer, PlainInstanceCommand, RunStep, SetRole
+from pdmesh.core.commands import FreeKv, GrowKv, PauseTransfer, PlainInstanceCommand, RunStep, SetRole
 from pdmesh.core.events import (
+    CreditLow,
     DecodeReserved,
     DecodeStepsDone,
     InstanceEvent,
@@ -29,12 +30,22 @@ from pdmesh.core.events import (
 from pdmesh.core.own_steps import OwnSteps
 from pdmesh.engine.base import EngineSequence, SliceResult
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
-from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.blocks import BlockPool, OutOfBlocks
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.sender import KvDestination
-from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role, TransferId, num_blocks_for
+from pdmesh.model import (
+    Epoch,
+    FinishReason,
+    InstanceId,
+    RequestId,
+    Resident,
+    ResidentContext,
+    Role,
+    TransferId,
+    num_blocks_for,
+)
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, TokensUp, unpack_token_ids
 from pdmesh.worker.batch import Batch, BatchChunk, StepTime
@@ -107,6 +118,8 @@ class Instance:
                 self._grant(message)
             case PauseTransfer(request_id=request_id, epoch=epoch):
                 self._mover.pause(request_id, epoch)
+            case GrowKv():
+                self._grow(message)
             case FreeKv(request_id=request_id, epoch=epoch):
                 self._free(request_id, epoch)
             case SetRole(role=role):
@@ -202,8 +215,8 @@ class Instance:
             raise ProtocolError(f"no output tokens are left of {generation.params.max_tokens}")
         if max_kv_tokens > self._max_model_len:
             raise ProtocolError(f"{max_kv_tokens} tokens are more than the {self._max_model_len} of the model")
-        if num_blocks < num_blocks_for(max_kv_tokens, self._block_size):
-            raise ProtocolError(f"{num_blocks} blocks of {self._block_size} cannot hold {max_kv_tokens} tokens")
+        if num_blocks < num_blocks_for(len(token_ids), self._block_size):
+            raise ProtocolError(f"{num_blocks} blocks of {self._block_size} cannot hold {len(token_ids)} tokens")
         hold = Hold(
             generation=generation,
             sequence=EngineSequence(
@@ -214,6 +227,8 @@ class Instance:
                 block_table=self._pool.allocate(num_blocks),
             ),
             stage=Stage.PREFILLING,
+            block_size=self._block_size,
+            max_kv_tokens=max_kv_tokens,
         )
         if self._tracing.on and generation.traceparent is not None:
             hold.trace = HoldTrace(self._tracing, generation.traceparent, generation, self.instance_id)
@@ -227,6 +242,30 @@ class Instance:
         )
         self._tokens.open(generation.token_address)
         return hold
+
+    def _grow(self, command: GrowKv) -> None:
+        hold = self._sequences.get(command.request_id, command.epoch)
+        num_missing = 0 if hold is None else command.num_blocks - len(hold.sequence.block_table)
+        if hold is None or num_missing <= 0:
+            return  # it ended meanwhile, or was granted more already
+        try:
+            hold.sequence.block_table.extend(self._pool.allocate(num_missing))
+        except OutOfBlocks as error:  # the scheduler's books are wrong
+            self._drop(hold, str(error))
+            return
+        self.plans.wake()
+
+    def _tell_of_credit(self, holds: Iterable[Hold]) -> None:
+        """Ask for more room where there is little left."""
+        low = tuple(
+            [
+                ResidentContext(request_id=hold.request_id, epoch=hold.epoch, num_tokens=len(hold.sequence.token_ids))
+                for hold in holds
+                if hold.credit_is_news()
+            ]
+        )
+        if low:
+            self._report(CreditLow(self.instance_id, low))
 
     def _refuse(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:
         log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
@@ -267,6 +306,9 @@ class Instance:
                 self._deliver(hold, result)
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._report(DecodeStepsDone(self.instance_id, own_steps))
+        self._tell_of_credit(
+            [*(chunk.hold for chunk in batch.chunks if chunk.hold.stage is Stage.DECODING), *batch.decodes]
+        )
 
     def _finish_chunk(self, chunk: BatchChunk, result: SliceResult, step_s: float) -> None:
         hold, plan = chunk.hold, chunk.plan
@@ -365,6 +407,7 @@ class Instance:
                 self.instance_id, hold.request_id, hold.epoch, transfer_id, outcome.num_bytes, outcome.duration_s
             )
         )
+        self._tell_of_credit([hold])
         self.plans.wake()
 
     def _fail(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
@@ -389,11 +432,18 @@ class Instance:
         return self._sequences.num_decoding
 
     def num_of_stage(self) -> dict[str, int]:
-        """Requests held, by stage; prompts of which no chunk has begun are ``queued``."""
-        counts = dict.fromkeys(("queued", *(stage.name.lower() for stage in Stage)), 0)
+        """Requests held, by stage; prompts of which no chunk has begun are ``queued``.
+
+        Residents that wait for room are ``out_of_credit``.
+        """
+        counts = dict.fromkeys(("queued", *(stage.name.lower() for stage in Stage), "out_of_credit"), 0)
         for hold in self._sequences:
-            is_queued = hold.stage is Stage.PREFILLING and hold.num_chunks == 0
-            counts["queued" if is_queued else hold.stage.name.lower()] += 1
+            if hold.stage is Stage.PREFILLING and hold.num_chunks == 0:
+                counts["queued"] += 1
+            elif hold.stage is Stage.DECODING and not hold.has_credit:
+                counts["out_of_credit"] += 1
+            else:
+                counts[hold.stage.name.lower()] += 1
         return counts
 
     def load(self) -> LoadReported:

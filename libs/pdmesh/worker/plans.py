@@ -84,7 +84,7 @@ class Plans:
 
     async def wait_for_work(self) -> None:
         """Return when `next_batch` is worth another call."""
-        if self._plans or self._urgent or (self._sequences.num_decoding and not self._own.held):
+        if self._plans or self._urgent or (self._sequences.decoding and not self._own.held):
             return
         self._has_work = anyio.Event()
         if not self._own.held:

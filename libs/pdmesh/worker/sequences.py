@@ -17,6 +17,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, InstanceId, RequestId, Resident, TransferPlan
+from pdmesh.policy.credit import is_low
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import HoldTrace
 
@@ -35,11 +36,15 @@ class Hold:
     generation: Generation
     sequence: EngineSequence
     stage: Stage
+    block_size: int
+    max_kv_tokens: int  # that it may come to hold
     transfer: TransferPlan | None = None  # that moves its KV on, or brings it
     sender: KvSender | None = None  # set if its KV moves on after its prefill
     trace: HoldTrace | None = None  # set if the request is traced
     num_computed_tokens: int = 0
     num_chunks: int = 0  # begun
+    low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
+    out_at_blocks: int = 0  # and for nothing more
     in_step: bool = False
     doomed: bool = False  # released, but a step or a copy still uses its blocks
 
@@ -56,6 +61,24 @@ class Hold:
         """Where it decodes, if that is another instance."""
         return None if self.sender is None or self.transfer is None else self.transfer.destination_ids[0]
 
+    @property
+    def has_credit(self) -> bool:
+        """Whether there is room for the KV that the next decode step writes."""
+        return len(self.sequence.token_ids) <= len(self.sequence.block_table) * self.block_size
+
+    def credit_is_news(self) -> bool:
+        """Whether it needs more blocks soon, or at once, and that was not said yet."""
+        num_blocks, num_tokens = len(self.sequence.block_table), len(self.sequence.token_ids)
+        if self.doomed or num_blocks * self.block_size >= self.max_kv_tokens:
+            return False
+        if not self.has_credit:
+            is_news, self.out_at_blocks = self.out_at_blocks != num_blocks, num_blocks
+            return is_news
+        if not is_low(num_tokens, num_blocks, self.block_size):
+            return False
+        is_news, self.low_at_blocks = self.low_at_blocks != num_blocks, num_blocks
+        return is_news
+
     def as_resident(self) -> Resident:
         return Resident(
             request_id=self.request_id,
@@ -64,6 +87,7 @@ class Hold:
             num_blocks=len(self.sequence.block_table),
             num_context_tokens=len(self.sequence.token_ids),
             decoding=self.stage is Stage.DECODING,
+            max_total_tokens=self.max_kv_tokens,
         )
 
 
@@ -99,11 +123,12 @@ class Sequences:
 
     @property
     def decoding(self) -> list[Hold]:
-        """The residents, oldest first."""
-        return list(self._decoding.values())
+        """The residents that have room for a token more, oldest first."""
+        return [hold for hold in self._decoding.values() if hold.has_credit]
 
     @property
     def num_decoding(self) -> int:
+        """Residents, those that wait for credit among them."""
         return len(self._decoding)
 
     def add(self, hold: Hold) -> None:

@@ -334,14 +334,15 @@ class Generator:
             self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=len(transcript.output))
         self._transcripts.remove(transcript)
 
-    def resume(self, transcript: Transcript, reason: str, *, cancel: bool = False) -> None:
-        """Submit a request again, from its transcript and under the next epoch."""
-        log.warning("resuming", request_id=transcript.request_id, epoch=transcript.epoch, reason=reason)
+    def resume(self, transcript: Transcript, reason: str, *, cancel: bool = False, preempted: bool = False) -> None:
+        """Submit a request again, from its transcript and under the next epoch. ``preempted``: nothing has failed."""
+        tell = log.debug if preempted else log.warning
+        tell("resuming", request_id=transcript.request_id, epoch=transcript.epoch, reason=reason)
         if cancel:  # what it drew is told when its last epoch ends
             self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)
         # Where the scheduler is another one than it was, or gone, it is to blame.
         is_suspect = self._link.is_connected and transcript.submitted_on == self._link.num_connections
-        if not transcript.restart(counts=is_suspect):
+        if not transcript.restart(counts=is_suspect and not preempted, preempted=preempted):
             transcript.fail(
                 RequestRejected(
                     f"The request was restarted too often; the last time: {reason}",
@@ -352,7 +353,10 @@ class Generator:
                 )
             )
             return
-        self.metrics.restarted()
+        if preempted:
+            self.metrics.preempted()
+        else:
+            self.metrics.restarted()
         self._submit_when_possible(transcript)
 
     def _span(self, job: GenerationJob) -> Span:
@@ -401,7 +405,10 @@ class Generator:
         self._tell(command, lambda transcript: transcript.fail(_rejection(command)))
 
     def on_restarted(self, command: Restart) -> None:
-        self._tell(command, lambda transcript: self.resume(transcript, command.reason))
+        def resumed(transcript: Transcript) -> None:
+            self.resume(transcript, command.reason, preempted=command.preempted)
+
+        self._tell(command, resumed)
 
     def on_finished(self, command: ForgetRequest) -> None:
         def drawn(transcript: Transcript) -> None:
@@ -446,6 +453,8 @@ class Generator:
             tenant=transcript.tenant,
             share=transcript.share,
             num_tokens_before=transcript.num_tokens_before,
+            age_s=transcript.age_s,
+            num_preemptions=transcript.num_preemptions,
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)

@@ -87,6 +87,7 @@ class GatewayMetrics:
         prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         output_tokens = counter("generation_tokens", "Output tokens delivered.")
         restarts = counter("request_restarts", "Requests resumed after a loss.")
+        preemptions = counter("num_preemptions", "Requests resumed whose KV was given up for others.")
         self._ttft = ttft.labels(model)
         self._itl = itl.labels(model)
         self._tpot = tpot.labels(model)
@@ -97,6 +98,7 @@ class GatewayMetrics:
         self._prompt_tokens = prompt_tokens.labels(model)
         self._output_tokens = output_tokens.labels(model)
         self._restarts = restarts.labels(model)
+        self._preemptions = preemptions.labels(model)
         self._success = Counter(
             f"{PREFIX}:request_success",
             "Generations that ended, by how.",
@@ -160,6 +162,9 @@ class GatewayMetrics:
 
     def restarted(self) -> None:
         self._restarts.inc()
+
+    def preempted(self) -> None:
+        self._preemptions.inc()
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()

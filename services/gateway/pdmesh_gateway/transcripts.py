@@ -108,9 +108,14 @@ class Transcript:
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     num_dropped: int = 0
     num_restarts: int = 0
+    num_preemptions: int = 0  # of these, how often it was given up for others
     num_fruitless: int = 0  # restarts since the last token
     is_posted: bool = False
+    began_s: float = field(init=False)
     _ahead: dict[InstanceId, dict[int, TokenOut]] = field(default_factory=dict[InstanceId, dict[int, TokenOut]])
+
+    def __post_init__(self) -> None:
+        self.began_s = self.clock()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -120,6 +125,11 @@ class Transcript:
     def stall_grace_s(self) -> float:
         """How late a missing token may be."""
         return min(STALL_GRACE_S * (1 << self.num_fruitless), MAX_STALL_GRACE_S)
+
+    @property
+    def age_s(self) -> float:
+        """Since it began, of one that is resumed: it keeps its place among those that wait."""
+        return self.clock() - self.began_s if self.epoch > FIRST_EPOCH else 0.0
 
     def generation(self) -> Generation:
         """What a worker needs to go on from here."""
@@ -175,12 +185,13 @@ class Transcript:
             self.resume_at_s = resume_at_s
             self.mailbox.put(self)
 
-    def restart(self, *, counts: bool = True) -> bool:
+    def restart(self, *, counts: bool = True, preempted: bool = False) -> bool:
         """Move to the next epoch, so that `generation` resumes the request. False if that was done too often.
 
         It does not count if the request cannot have been the cause.
         """
         self.num_restarts += 1
+        self.num_preemptions += preempted
         self.num_fruitless += counts
         if self.num_fruitless > MAX_RESTARTS:
             return False

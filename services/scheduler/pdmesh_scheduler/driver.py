@@ -22,6 +22,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    GrowKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
@@ -250,7 +251,7 @@ class Driver:
             case SetRole():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
                 self._tell_readiness()
-            case RunStep() | PauseTransfer() | FreeKv():
+            case RunStep() | PauseTransfer() | GrowKv() | FreeKv():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
             case PlaceDecode():
                 self._expect_kv(command)

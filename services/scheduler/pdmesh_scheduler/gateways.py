@@ -132,6 +132,8 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
         return f"has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
     if generation.epoch < 0:
         return f"is in epoch {generation.epoch}"
+    if not 0 <= submit.age_s < math.inf:
+        return f"is {submit.age_s} s old"
     for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
         if slo_s is not None and not MIN_TARGET_S <= slo_s < math.inf:
             return f"has a target of {slo_s} s"
@@ -147,11 +149,12 @@ def _request(submit: Submit, generation: Generation, now_s: float, index: int) -
         gateway_id=generation.gateway_id,
         num_prompt_tokens=generation.num_tokens,
         max_tokens=generation.max_tokens_left,
-        arrival_s=now_s,
+        arrival_s=now_s - submit.age_s,
         priority=submit.priority,
         slo_ttft_s=submit.slo_ttft_s,
         slo_tpot_s=submit.slo_tpot_s,
         tenant=submit.tenant,
         share=submit.share,
         num_tokens_before=submit.num_tokens_before + index * generation.num_tokens,
+        num_preemptions=submit.num_preemptions,
     )

@@ -13,7 +13,7 @@ import anyio.to_thread
 from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig
-from pdmesh.core.config import CoreConfig, LatencyLearning
+from pdmesh.core.config import CoreConfig, KvReservation, LatencyLearning
 from pdmesh.core.events import BundleChangeRequested
 from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
@@ -162,6 +162,8 @@ def core_config_of(config: MeshConfig, profile: Profile | None) -> CoreConfig:
         refuses_early=settings.refuses_early,
         admission_ttft_s=settings.admission_ttft_s,
         orphan_grace_s=settings.orphan_grace_s,
+        kv_reservation=KvReservation(settings.kv_reservation),
+        kv_risk=settings.kv_risk,
         learning=LatencyLearning.MEASURED if profile is None else LatencyLearning.REFINED,
         policy=policy,
     )

@@ -71,6 +71,9 @@ class SchedulerMetrics:
             "Times an instance was silent for so long that it was suspected",
             registry=registry,
         )
+        self._preemptions = Counter(
+            "pdmesh:num_preemptions", "Decodes whose KV was given up for others, to be resumed", registry=registry
+        )
         self._landed_bytes = Counter("pdmesh:kv_landed_bytes", "Bytes of KV that landed", registry=registry)
         self._landed = Histogram(
             "pdmesh:kv_landing_seconds",
@@ -113,7 +116,7 @@ class SchedulerMetrics:
                 case Reject():
                     self._rejected.labels(command.reason).inc()
                 case Restart():
-                    self._restarts.inc()
+                    (self._preemptions if command.preempted else self._restarts).inc()
                 case ForgetRequest():
                     self._ended.labels(command.outcome).inc()
                 case _:

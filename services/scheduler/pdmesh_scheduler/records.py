@@ -41,7 +41,7 @@ from pdmesh.wire.messages import RecordEntry, RequestRecord
 from pdmesh_scheduler.observing import Handled
 
 #: Outcomes after which the next epoch follows.
-_GOES_ON = (Outcome.RESTARTED, Outcome.SUPERSEDED)
+_GOES_ON = (Outcome.RESTARTED, Outcome.PREEMPTED, Outcome.SUPERSEDED)
 
 #: What an edge puts before the id of a request to make that of a response.
 _OF_A_RESPONSE = re.compile(r"^(chatcmpl|cmpl)-")
@@ -273,7 +273,7 @@ def _line(record: _Record, what: Happening) -> _Line | None:
         case Reject():
             return _Line(f"rejected: {what.reason}", what.message)
         case Restart():
-            return _Line("restarted", what.reason)
+            return _Line("preempted" if what.preempted else "restarted", what.reason)
         case ForgetRequest():
             return None if what.outcome in _GOES_ON else _Line("ended", what.outcome)
         case DecodeReserved() | PauseTransfer() | Forgotten():

@@ -1,0 +1,190 @@
+"""Requests that decode are granted KV as they grow; where there is none left, some are preempted for older ones.
+
+An instance says which of its requests have room for few tokens more, long before they have none. They are granted more
+at once, the oldest first; what cannot be granted waits for the next release. A request that cannot go on at all takes
+precedence over younger ones: of these, those are preempted that cost the least work to bring back for each block that
+they free. So the oldest on an instance always goes on, and no two ever preempt each other in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from pdmesh.core.books import Books
+from pdmesh.core.commands import GrowKv
+from pdmesh.core.placing import could_place
+from pdmesh.core.state import HeldBlocks, HoldKind, InstanceBooks, RequestState
+from pdmesh.model import InstanceId, RequestId, RequestKey, ResidentContext
+from pdmesh.policy.base import Bundle
+from pdmesh.policy.credit import granted_blocks, is_low
+from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+
+#: Older is less.
+_Age = tuple[float, RequestId]
+
+
+class _Victim(NamedTuple):
+    cost_s: float  # for each block
+    youth: float  # of equal ones the youngest
+    request_id: RequestId
+    state: RequestState
+    num_blocks: int
+
+
+class Credit:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._short: dict[InstanceId, None] = {}  # where somebody has asked
+
+    def joined(self, instance: InstanceBooks) -> None:
+        """It told how much its residents have: grants on their way to it are lost."""
+        for key, hold in instance.holds.items():
+            self._note(instance, key, hold)
+
+    def is_low(self, instance: InstanceBooks, residents: Iterable[ResidentContext]) -> None:
+        """Some of its residents have room for few tokens more."""
+        has_news = False
+        for resident in residents:
+            key = (resident.request_id, resident.epoch)
+            hold = instance.holds.get(key)
+            if hold is None or resident.num_tokens < hold.num_tokens:
+                self._books.ignore("CreditLow")
+                continue
+            state = self._books.find(key)
+            before = hold.num_tokens or (resident.num_tokens if state is None else state.request.num_prompt_tokens)
+            has_news |= self._books.growth.drew(max(0, resident.num_tokens - before))
+            hold.num_tokens = resident.num_tokens
+            self._note(instance, key, hold)
+        if has_news:
+            self._tell_growth()
+
+    def _note(self, instance: InstanceBooks, key: RequestKey, hold: HeldBlocks) -> None:
+        if self._wants(instance, hold):
+            instance.low[key] = None
+            self._short[instance.instance_id] = None
+
+    def ended(self, state: RequestState, instance_id: InstanceId, num_output_tokens: int) -> None:
+        """A request drew its last token."""
+        instance = self._books.instances.get(instance_id)
+        hold = None if instance is None else instance.holds.get(state.key)
+        request = state.request
+        num_tokens = 0
+        if request.epoch == 0:  # else what it drew before counts, too, and was counted
+            drawn_before = 0 if hold is None else max(0, hold.num_tokens - request.num_prompt_tokens)
+            num_tokens = max(0, min(num_output_tokens, request.max_tokens) - drawn_before)
+        if self._books.growth.ended(num_tokens):
+            self._tell_growth()
+
+    def _tell_growth(self) -> None:
+        if self._books.growth.by_credit:
+            for instance in self._books.instances.values():
+                instance.hear_of_growth()
+
+    @staticmethod
+    def _wants(instance: InstanceBooks, hold: HeldBlocks) -> bool:
+        return (
+            hold.num_tokens > 0
+            and hold.num_blocks < hold.max_blocks
+            and not hold.freeing
+            and is_low(hold.num_tokens, hold.num_blocks, instance.block_size)
+        )
+
+    # --- granting ---
+
+    def serve(self, bundle: Bundle, latency: LatencyModel) -> None:
+        """Give those that asked what there is, and make room for those that cannot go on without."""
+        for instance_id in list(self._short):
+            instance = self._books.instances.get(instance_id)
+            if instance is None or not instance.low:
+                del self._short[instance_id]
+                continue
+            stuck = self._grant_all(instance)
+            if stuck:
+                self._make_room(instance, stuck, bundle, latency)
+
+    def _grant_all(self, instance: InstanceBooks) -> list[RequestKey]:
+        """Those that cannot go on, and got nothing; the oldest first."""
+        line = sorted(instance.low, key=self._age)
+        instance.low.clear()
+        size = instance.block_size
+        wanted = {
+            key: granted_blocks(hold.num_tokens, hold.max_blocks, size)
+            for key in line
+            if self._wants(instance, hold := instance.holds[key])
+        }
+        is_short = (
+            sum(wanted.values()) - sum(instance.holds[key].num_blocks for key in wanted) > instance.num_free_blocks
+        )
+        stuck: list[RequestKey] = []
+        for key, num_blocks in wanted.items():
+            hold = instance.holds[key]
+            if instance.num_free_blocks > 0:
+                self._grant(instance, key, hold.num_blocks + 1 if is_short else num_blocks)
+                continue
+            instance.low[key] = None
+            if hold.num_tokens > hold.num_blocks * size:
+                stuck.append(key)
+        return stuck
+
+    def _grant(self, instance: InstanceBooks, key: RequestKey, num_blocks: int) -> None:
+        instance.grow(key, num_blocks)
+        self._books.commands.append(
+            GrowKv(instance_id=instance.instance_id, request_id=key[0], epoch=key[1], num_blocks=num_blocks)
+        )
+
+    def _age(self, key: RequestKey) -> _Age:
+        """A resident that nobody has claimed yet is the youngest."""
+        state = self._books.find(key)
+        return (float("inf"), key[0]) if state is None else _age_of(state)
+
+    # --- preempting ---
+
+    def _make_room(
+        self, instance: InstanceBooks, stuck: Iterable[RequestKey], bundle: Bundle, latency: LatencyModel
+    ) -> None:
+        """A block for each of ``stuck``, the oldest first, from what is being freed or from somebody younger."""
+        coming = sum(hold.num_blocks for hold in instance.holds.values() if hold.freeing)
+        for key in stuck:
+            if not coming:
+                victim = self._victim(instance, self._age(key), bundle, latency)
+                if victim is None:
+                    return
+                self._books.restart(victim.state, f"instance {instance.instance_id} is short of memory", preempted=True)
+                coming = victim.num_blocks
+            coming -= 1
+
+    def _victim(self, instance: InstanceBooks, age: _Age, bundle: Bundle, latency: LatencyModel) -> _Victim | None:
+        """Of those that decode here and are younger, the one that is the cheapest to preempt for each block."""
+        found: list[_Victim] = []
+        for key, hold in instance.holds.items():
+            state = self._books.find(key)
+            if state is None or hold.freeing or hold.kind is not HoldKind.RESIDENT or state.in_group:
+                continue
+            if _age_of(state) > age and self._can_resume(instance, state, hold, bundle):
+                cost_s = self._cost_s(instance, state, hold, latency) / hold.num_blocks
+                found.append(_Victim(cost_s, -state.request.arrival_s, key[0], state, hold.num_blocks))
+        return min(found, default=None, key=lambda victim: victim[:3])
+
+    def _cost_s(self, instance: InstanceBooks, state: RequestState, hold: HeldBlocks, latency: LatencyModel) -> float:
+        """Predicted work left of it: its context computed again, and what it will still draw."""
+        num_tokens = hold.num_tokens or hold.num_blocks * instance.block_size
+        num_left = max(1.0, min(self._books.growth.mean_tokens, state.request.max_total_tokens - num_tokens + 1))
+        again_s = latency.step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))
+        return again_s + num_left * latency.step_s(StepShape((), 1, num_tokens))
+
+    def _can_resume(self, instance: InstanceBooks, state: RequestState, hold: HeldBlocks, bundle: Bundle) -> bool:
+        """Whether there is an instance that computes all that it holds as a prompt."""
+        num_tokens = min(state.request.max_total_tokens, hold.num_blocks * instance.block_size)
+        num_more = max(0, num_tokens - state.request.num_prompt_tokens)
+        resumed = replace(
+            state.request,
+            num_prompt_tokens=state.request.num_prompt_tokens + num_more,
+            max_tokens=state.request.max_tokens - num_more,
+        )
+        return could_place(resumed, self._books.kinds, self._books.groups, bundle)
+
+
+def _age_of(state: RequestState) -> _Age:
+    return state.request.arrival_s, state.request.request_id
