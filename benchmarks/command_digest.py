@@ -85,6 +85,7 @@ ADDED: Sequence[str] = (
     "StepDone.began_s",
     "StepDone.ended_s",
     "RequestFinished.own_steps",
+    "InstanceJoined.stopping",
 )
 
 #: Events that did not exist. They are left out where the core answers nothing, as it must where nothing is learnt.
@@ -490,7 +491,9 @@ class RandomWorkload:
     def reconnect(self) -> None:
         if instance := self.pick(iter(self.mesh.instances.values())):
             self.feed(InstanceUnreachable(instance.instance_id))
-            self.feed(instance.rejoin(self.gateway_of))
+            views = (view for view in self.core.core.instances if view.instance_id == instance.instance_id)
+            # At the baseline a drain outlasted the stream.
+            self.feed(replace(instance.rejoin(self.gateway_of), stopping=any(view.draining for view in views)))
 
     # --- an operator, and time ---
 

@@ -95,3 +95,13 @@ def test_an_instance_that_does_not_reach_a_gateway_for_long_ends_no_stream() -> 
     result = run(plan)
     assert result.broken is None
     assert result.num_tokens == ASK.max_tokens + 4
+
+
+def test_an_instance_that_dies_while_it_stops_serves_again_under_its_id() -> None:
+    """It had said that it takes nothing new. That is not an operator's word."""
+    plan = a_plan(
+        Fault(at_s=0.5, kind=FaultKind.TERMINATE, target="i1", duration_s=0.1),
+        Fault(at_s=0.52, kind=FaultKind.KILL, target="i1", duration_s=0.2),
+        asks=(replace(ASK, max_tokens=40),),
+    )
+    assert run(replace(plan, keeps_ids=True)).broken is None

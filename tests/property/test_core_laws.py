@@ -172,7 +172,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.reserved: set[RequestKey] = set()  # the receiver knows of them
         self.wake_at_s: float | None = None
         self.leader_of: dict[RequestKey, InstanceId] = {}
-        self.draining: set[InstanceId] = set()
+        self.draining: set[InstanceId] = set()  # as they say themselves
         self.silent: set[InstanceId] = set()
         self.roles: dict[InstanceId, Role] = {}
         self.held: set[InstanceId] = set()  # their residents wait for the end of a prefill phase
@@ -287,8 +287,9 @@ class MeshMachine(RuleBasedStateMachine):
     def note_what_it_may_do(self, event: Event) -> None:
         """Roles and drains, as the core has heard of them."""
         match event:
-            case InstanceJoined(profile=profile):
+            case InstanceJoined(profile=profile, stopping=stopping):
                 self.roles[profile.instance_id] = profile.role
+                (self.draining.add if stopping else self.draining.discard)(profile.instance_id)
                 self.silent.discard(profile.instance_id)
             case InstanceLost(instance_id=instance_id):
                 self.draining.discard(instance_id)
@@ -696,7 +697,7 @@ class MeshMachine(RuleBasedStateMachine):
             assert all(self.core.request(request_id) is not None for request_id in decoding)
 
     @rule(data=st.data(), enabled=st.sampled_from((True, True, False)))
-    def operator_drains(self, data: st.DataObject, enabled: bool) -> None:
+    def instance_drains(self, data: st.DataObject, enabled: bool) -> None:
         if instance := self.pick(data, list(self.mesh.instances.values())):
             self.feed(DrainRequested(instance.instance_id, enabled))
 

@@ -271,6 +271,25 @@ async def test_a_scheduler_that_cuts_the_stream_gets_the_residents_again() -> No
         await worker.scheduler.reported(KvReleased, "r")
 
 
+async def test_a_worker_that_stops_says_so_again_to_a_scheduler_that_cut_its_stream() -> None:
+    """Found by simulation: it was given what it had to refuse, until clients were told to try again."""
+    gate = StepGate()
+    async with served_worker(FakeEngine(num_blocks=512, gate=gate)) as worker:
+        worker.start("r", [7] * 6)
+        for _ in range(2):
+            await to_thread.run_sync(gate.arrived)
+            gate.let_through()
+        await worker.gateway.until(lambda: 0 in worker.gateway.tokens_of("r"))
+        worker.context.stopping.set()
+        await worker.scheduler.reported(DrainRequested)
+        worker.scheduler.cut_streams()
+        again = await worker.scheduler.reported(RegisterWorker, count=2)
+        assert again.stopping
+        assert not worker.scheduler.reports_of(RegisterWorker)[0].stopping
+        gate.open()
+        await worker.ended.wait()
+
+
 async def test_run_worker_builds_it_all_from_the_configuration() -> None:
     scheduler, gateway = ScriptedScheduler(), ScriptedGateway()
     async with (

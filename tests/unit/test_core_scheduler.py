@@ -562,6 +562,15 @@ def test_a_draining_instance_finishes_what_it_has_and_takes_nothing_new() -> Non
     assert of(RunStep, bench.feed(DrainRequested(P, enabled=False)))
 
 
+def test_what_an_instance_says_of_its_stop_ends_with_its_next_registration() -> None:
+    """Found by simulation: one with a lasting id was killed while it stopped, and was never given work again."""
+    bench = CoreBench(prefill(), decode())
+    bench.feed(DrainRequested(P))
+    assert not of(RunStep, bench.arrive("a"))
+    assert not of(RunStep, bench.feed(InstanceJoined(prefill(), (), stopping=True)))
+    assert of(RunStep, bench.feed(InstanceJoined(prefill(), ())))
+
+
 def test_plan_numbers_go_on_after_an_instance_has_joined_again() -> None:
     bench = CoreBench(prefill(), decode())
     (first,) = of(RunStep, bench.arrive("a"))

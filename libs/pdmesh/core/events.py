@@ -63,10 +63,11 @@ class GatewayLost:
 
 @dataclass(frozen=True, slots=True)
 class InstanceJoined:
-    """An instance (re)registered, with the KV it holds."""
+    """An instance (re)registered, with the KV it holds. One that is ``stopping`` takes no new work."""
 
     profile: InstanceProfile
     residents: tuple[Resident, ...]
+    stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,9 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator asks an instance to take no new work, or it says that it is about to stop.
+    """An instance says that it is about to stop, and takes no new work; ``enabled=False`` takes it back.
 
-    ``enabled=False`` takes it back.
+    It is over when it joins again and is not ``stopping``. What operators ask for are operations.
     """
 
     instance_id: InstanceId

@@ -102,7 +102,9 @@ class Reunion:
 
     # --- instances ---
 
-    def instance_joined(self, profile: InstanceProfile, residents: tuple[Resident, ...], now_s: float) -> None:
+    def instance_joined(
+        self, profile: InstanceProfile, residents: tuple[Resident, ...], now_s: float, *, stopping: bool = False
+    ) -> None:
         books, instance_id = self._books, profile.instance_id
         old = books.instances.pop(instance_id, None)
         books.holding.pop(instance_id, None)  # what an instance was told of phases ends with its stream
@@ -113,7 +115,7 @@ class Reunion:
             growth=books.growth,
             number=books.num_joined,
             next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
-            draining=old is not None and old.draining,
+            draining=stopping,
         )
         books.regroup()
         self._unclaimed.drop_owner(instance_id)

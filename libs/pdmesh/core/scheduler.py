@@ -196,7 +196,7 @@ class SchedulerCore:
             case GatewayLost():
                 self._reunion.gateway_lost(event.gateway_id)
             case InstanceJoined():
-                self._reunion.instance_joined(event.profile, event.residents, now_s)
+                self._reunion.instance_joined(event.profile, event.residents, now_s, stopping=event.stopping)
                 self._credit.joined(self._books.instances[event.profile.instance_id])
                 if self._learner.joined(event.profile):
                     self._rebuild_bundle(self._bundle.name)

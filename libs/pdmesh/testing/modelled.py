@@ -360,7 +360,7 @@ class ModelledInstance:
             )
             for key, hold in self.holds.items()
         )
-        return InstanceJoined(replace(self.profile, role=self.role), residents)
+        return InstanceJoined(replace(self.profile, role=self.role), residents, stopping=not self.admits)
 
 
 class ModelledMesh:

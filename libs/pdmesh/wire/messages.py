@@ -112,6 +112,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
 
     profile: InstanceProfile
     residents: tuple[Resident, ...]
+    stopping: bool = False  # it takes no new work
     version: int = PROTOCOL_VERSION
 
 

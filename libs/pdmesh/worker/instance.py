@@ -470,6 +470,11 @@ class Instance:
     def residents(self) -> tuple[Resident, ...]:
         return tuple(hold.as_resident() for hold in self._sequences)
 
+    @property
+    def admits(self) -> bool:
+        """Whether it takes new requests."""
+        return self._admits
+
     def stop_admitting(self) -> None:
         """Refuse new requests from now on."""
         self._admits = False

@@ -97,7 +97,7 @@ async def serve_instance(
             num_heads=facts.num_heads,
             measured_steps=facts.measured_steps,
         )
-        return RegisterWorker(profile=profile, residents=instance.residents())
+        return RegisterWorker(profile=profile, residents=instance.residents(), stopping=not instance.admits)
 
     async with (
         KvMover(

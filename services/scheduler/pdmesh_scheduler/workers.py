@@ -84,7 +84,7 @@ class WorkerStreams:
             try:
                 beat_s = min(self.config.heartbeat_s, self.config.suspect_s / BEATS_BEFORE_SUSPICION)
                 link.post(WelcomeWorker(lease_s=self.config.lease_s, heartbeat_s=beat_s))
-                self.driver.post(InstanceJoined(registered.profile, registered.residents))
+                self.driver.post(InstanceJoined(registered.profile, registered.residents, registered.stopping))
                 await converse(link, read, self.stopping)
             finally:
                 if self.peers.remove(connection):

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 
 from pdmesh.core.commands import Command, ForgetRequest, PlaceDecode, Reject, Restart, RunStep
-from pdmesh.core.events import Event, InstanceJoined, LoadReported, RequestArrived
+from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, LoadReported, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, RequestId
 from pdmesh.testing.dst.process import Process
@@ -47,10 +47,10 @@ class Laws:
         if isinstance(event, InstanceJoined):  # it has forgotten all plans, and they are counted anew
             plan_ids = self._plan_ids[id(core)]
             plan_ids -= {plan for plan in plan_ids if plan[0] == event.profile.instance_id}
-        if isinstance(event, RequestArrived):
-            key = (event.request.request_id, event.request.epoch)
-            if core.is_active(key):  # perhaps sent again by a gateway that did not hear how it ended
-                self._ended[id(core)].discard(key)
+        if isinstance(event, RequestArrived | GatewayJoined | InstanceJoined):
+            # A gateway that did not hear how a request ended has sent it again, or found it where it still decodes.
+            ended = self._ended[id(core)]
+            ended -= {key for key in ended if core.is_active(key)}
         if commands or not isinstance(event, LoadReported):
             try:
                 core.check_integrity()

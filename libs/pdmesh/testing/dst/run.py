@@ -113,7 +113,7 @@ async def _until_ended(simulation: Simulation, laws: Laws, timeline: Timeline, q
         if simulation.now_s < quiet_from_s:
             continue
         for name in simulation.plan.instances:
-            simulation.restore_role(name)
+            simulation.restore(name)
         waiting = [client.name for client in simulation.clients if not client.has_ended]
         if not waiting:
             return

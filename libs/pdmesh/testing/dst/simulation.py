@@ -7,9 +7,9 @@ import random
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from pdmesh.core.events import BundleChangeRequested, DrainRequested, RoleChangeRequested
+from pdmesh.core.events import BundleChangeRequested, OperationRequested, RoleChangeRequested
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.model import InstanceId, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, Role
 from pdmesh.service import ServiceContext
 from pdmesh.testing.dst.clients import SimulatedClient
 from pdmesh.testing.dst.data_plane import DataPlane
@@ -21,6 +21,10 @@ from pdmesh.testing.dst.process import Process, ProcessLoop
 from pdmesh.testing.dst.services import Gateway, config_of, serve_gateway, serve_instance, serve_scheduler
 from pdmesh.testing.dst.timeline import Timeline
 from pdmesh.worker.instance import Instance
+from pdmesh_scheduler.driver import Driver
+
+#: How long an operator lets a drain take, before what is left starts again elsewhere.
+DRAIN_S = 2.0
 
 Serve = Callable[[ServiceContext], Awaitable[None]]
 
@@ -83,7 +87,7 @@ class Simulation:
         if process.is_dead:
             return
         self._timeline.note(process.name, "ends" if failure is None else f"ends with {failure!r}")
-        is_expected = failure is None if context.stopping.is_set() else _device_broke(process, failure)
+        is_expected = (failure is None and context.stopping.is_set()) or _device_broke(process, failure)
         self._bury(process)
         if not is_expected:
             self._laws.on_failure(process, failure or RuntimeError("the service ended by itself"))
@@ -166,7 +170,7 @@ class Simulation:
             case FaultKind.BREAK if process is not None and "engine" in process.parts:
                 process.parts["engine"].breaks = True
             case FaultKind.DRAIN:
-                self._operate(DrainRequested(self._instance_id(fault.target)))
+                self._ask_for(OperationKind.DRAIN, self._instance_id(fault.target))
             case FaultKind.ROLE:
                 self._operate(RoleChangeRequested(self._instance_id(fault.target), Role(fault.other)))
             case FaultKind.BUNDLE:
@@ -184,10 +188,8 @@ class Simulation:
             case FaultKind.BREAK:
                 if process is not None and "engine" in process.parts:
                     process.parts["engine"].breaks = False
-            case FaultKind.DRAIN:
-                self._operate(DrainRequested(self._instance_id(fault.target), enabled=False))
-            case FaultKind.ROLE:
-                self.restore_role(fault.target)
+            case FaultKind.DRAIN | FaultKind.ROLE:
+                self.restore(fault.target)
             case FaultKind.STOP if process is not None and process.is_stopped:
                 self._timeline.note(process.name, "goes on")
                 process.go_on(self._loop)
@@ -214,15 +216,31 @@ class Simulation:
             pair = {fault.target, fault.other}
             self._network.cut(lambda c, s: {c.name, s.name} == pair, "keepalive: no answer", 1.0)
 
-    def restore_role(self, name: str) -> None:
-        """Give an instance the role that it was started with, if it has another."""
+    def restore(self, name: str) -> None:
+        """Give an instance the role that it was started with, and new work, if operators took these from it."""
         process = self.processes.get(name)
         instance: Instance | None = None if process is None else process.parts.get("instance")
+        if instance is None:
+            return
         role = self.plan.roles[self.plan.instances.index(name)]
-        if instance is not None and instance.role is not role:
+        if instance.role is not role:
             self._operate(RoleChangeRequested(instance.instance_id, role))
+        scheduler = self.processes.get(SCHEDULER)
+        driver: Driver | None = None if scheduler is None else scheduler.parts.get("driver")
+        views = () if driver is None else driver._core.instances
+        if any(view.draining for view in views if view.instance_id == instance.instance_id):
+            self._ask_for(OperationKind.UNDRAIN, instance.instance_id)
 
-    def _operate(self, event: DrainRequested | RoleChangeRequested | BundleChangeRequested) -> None:
+    def _ask_for(self, kind: OperationKind, instance_id: InstanceId) -> None:
+        """As an operator who insists."""
+        operation_id = OperationId(f"operation {self._rng.getrandbits(32):08x}")
+        self._operate(
+            OperationRequested(
+                operation_id=operation_id, kind=kind, instance_id=instance_id, timeout_s=DRAIN_S, force=True
+            )
+        )
+
+    def _operate(self, event: OperationRequested | RoleChangeRequested | BundleChangeRequested) -> None:
         scheduler = self.processes.get(SCHEDULER)
         if scheduler is not None and "driver" in scheduler.parts:
             scheduler.context().run(scheduler.parts["driver"].post, event)
