@@ -107,6 +107,7 @@ class BlockPool:
         assert all(end < start for end, start in zip(ends, starts[1:], strict=False)), f"free runs touch: {numbers}"
         free = {block_id for start, end in self._runs for block_id in range(start, end)}
         assert not free & (self._held | self._quarantined.keys()), f"blocks both free and used: {numbers}"
+        assert not free & self._pins.keys(), f"blocks are free while a copy touches them: {numbers}"
 
     def _unpin(self, block_id: int) -> None:
         self._pins[block_id] -= 1

@@ -39,7 +39,7 @@ WEIGHTS = {
     FaultKind.CUT: 3,
     FaultKind.AWAY: 2,
     FaultKind.SLOW: 2,
-    FaultKind.FRAMES: 1,
+    FaultKind.FRAMES: 2,
     FaultKind.PIECES: 2,
     FaultKind.BREAK: 1,
     FaultKind.DRAIN: 1,

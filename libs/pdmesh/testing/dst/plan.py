@@ -27,7 +27,7 @@ class FaultKind(StrEnum):
     CUT = "cut"  # all streams of a process break; one of the two ends may notice later
     AWAY = "away"  # a process and ``other`` do not hear each other
     SLOW = "slow"  # an instance's steps take ten times as long
-    FRAMES = "frames"  # some frames of all streams take up to a second longer
+    FRAMES = "frames"  # a third of all streams' frames take up to a second longer
     PIECES = "pieces"  # pieces are lost, damaged, repeated and late
     BREAK = "break"  # an instance's device fails, which ends it; it is started again at the end
     DRAIN = "drain"  # an operator gives an instance no new work

@@ -162,7 +162,7 @@ class Simulation:
             case FaultKind.SLOW if process is not None:
                 process.slowness = 10.0
             case FaultKind.FRAMES:
-                self._network.weather.slow_share, self._network.weather.slow_s = 0.2, 1.0
+                self._network.weather.slow_share, self._network.weather.slow_s = 0.3, 1.0
             case FaultKind.PIECES:
                 weather = self._plane.weather
                 weather.lost_share, weather.damaged_share, weather.repeated_share = 0.1, 0.05, 0.3
