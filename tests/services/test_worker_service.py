@@ -173,6 +173,7 @@ async def test_what_a_scheduler_held_goes_on_when_its_stream_breaks(monkeypatch:
     async with served_worker() as worker:
         worker.start("r", [7] * 6, holds_decodes=True)
         await worker.scheduler.reported(StepDone)
+        await worker.gateway.until(lambda: 0 in worker.gateway.tokens_of("r"))
         await anyio.wait_all_tasks_blocked()
         assert list(worker.gateway.tokens_of("r")) == [0]
         worker.scheduler.cut_streams()
