@@ -1,17 +1,19 @@
 """What the latency model predicts of steps that it was not fitted to, and what reporting own decode steps costs.
 
-Usage: python benchmarks/step_model.py [--seconds 60] [--threads 1] [--seed 0]
+Usage: python benchmarks/step_model.py [--seconds 60] [--threads 1] [--seed 0] [--live] [--terms a_s=...]
 
 A Llama of 82M parameters (random weights, bf16) times itself as at a worker's start, then serves steps as a mesh would
 plan them: chunks alone, chunks beside decodes, and decodes that the instance makes by itself. Two refinements follow
 from the same start: one hears of planned steps alone, the other of own decode steps too, 32 at a time. Both, the start
-and a fit of everything that was served are asked for steps held out. Prints JSON; exits 1 if a refinement that hears of
-own decode steps predicts decodes worse than one that does not.
+and a fit of everything that was served are asked for steps held out. ``--live`` serves from a mesh of one stand-in
+engine instead, whose steps take the time that ``--terms`` say, and tells what was learnt of it. Prints JSON; exits 1 if
+a refinement that hears of own decode steps predicts decodes worse than one that does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -24,15 +26,20 @@ from pathlib import Path
 
 from report import heading
 
-from pdmesh.core.events import StepDone
+from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
 from pdmesh.core.own_steps import OwnSteps
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.model import OWN_STEPS_PER_REPORT, ChunkDone, Epoch, InstanceId, RequestId, Role
+from pdmesh.eventlog import EventLogReader, core_of, replay
+from pdmesh.model import OWN_STEPS_PER_REPORT, ChunkDone, Epoch, InstanceId, OwnDecodeSteps, RequestId, Role
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import self_measured
 from pdmesh.policy.refine import Refinement
+from pdmesh.profiles import parse_latency
+from pdmesh.sim.recorded import Decision, recorded_run
+from pdmesh.sim.samples import measured_steps
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.messages import EventMessage
 from pdmesh.worker.measuring import measure_at_start, step_s
@@ -44,6 +51,9 @@ HELD_OUT = {
     "mixed": [((48, 0), (24, 128)), ((160, 0), (32, 100)), ((100, 500), (4, 300)), ((256, 1000), (12, 200))],
 }
 OWN_STEPS_PER_ROUND = 8
+
+#: Of a device whose steps of chunks and decodes cost more than their parts.
+TERMS = "a_s=0.006,b_s=1.5e-4,decode_a_s=0.004,decode_s=2e-4,mixed_a_s=0.006,interference_s=1e-4"
 
 
 def shape_of(chunk: tuple[int, int], decodes: tuple[int, int]) -> StepShape:
@@ -162,12 +172,88 @@ def cost_of_reports() -> dict[str, float]:
     }
 
 
+# --- live -----------------------------------------------------------------------------------------------------------
+
+
+async def _client(mesh: RunningMesh, rng: random.Random, until_s: float) -> int:
+    """One request after the other; how many."""
+    number = 0
+    async with mesh.client() as client:
+        while time.monotonic() < until_s:
+            body = {
+                "model": mesh.model,
+                "prompt": [rng.randrange(33, 90) for _ in range(rng.choice((32, 96, 256, 480)))],
+                "max_tokens": rng.choice((16, 48, 96)),
+                "ignore_eos": True,
+            }
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+            number += 1
+    return number
+
+
+async def _load(mesh: RunningMesh, num_clients: int, seconds: float, seed: int) -> int:
+    until_s = time.monotonic() + seconds
+    clients = (_client(mesh, random.Random(seed + index), until_s) for index in range(num_clients))
+    return sum(await asyncio.gather(*clients))
+
+
+def live(given: LinearLatencyModel, text: str, seconds: float, seed: int) -> dict[str, object]:
+    """What a mesh learns of a stand-in that takes the time that ``given`` says: read off the record of the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "events.log"
+        settings = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": text, "SCHEDULER_EVENT_LOG": str(log)}
+        with running_mesh(Path(folder), model=None, prefill=0, decode=0, mixed=1, settings=settings) as mesh:
+            number = asyncio.run(_load(mesh, 24, seconds, seed))
+        steps: list[StepDone] = []
+        own: list[OwnDecodeSteps] = []
+        with EventLogReader(log) as reader:
+            core = core_of(reader.header)
+            for entry in reader:
+                core.handle(entry.event, entry.now_s)
+                if isinstance(entry.event, StepDone | RequestFinished | DecodeStepsDone) and entry.event.own_steps:
+                    own.append(entry.event.own_steps)
+                if isinstance(entry.event, StepDone):
+                    steps.append(entry.event)
+            learnt = core.latency
+        samples = measured_samples(log)
+    fitted = fit(samples)
+    equal = StepShape((ChunkShape(32, 0),), 24, 24 * 200)
+    return {
+        "requests": number,
+        "planned steps": len(steps),
+        "own steps": sum(part.num_steps for part in own),
+        "terms": {
+            name: {"given": one, "fitted to the record": round(two, 7)}
+            for name, one, two in zip(
+                LinearLatencyModel.__slots__, given.coefficients, fitted.coefficients, strict=True
+            )
+        },
+        "a step of 32 tokens and 24 decodes, ms": {
+            "given": round(1e3 * given.step_s(equal), 2),
+            "learnt": round(1e3 * learnt.step_s(equal), 2),
+            "fitted": round(1e3 * fitted.step_s(equal), 2),
+        },
+    }
+
+
+def measured_samples(log: Path) -> list[tuple[StepShape, float]]:
+    with EventLogReader(log) as reader:
+        run = recorded_run(Decision(entry.now_s, entry.event, commands) for entry, commands in replay(reader))
+    return measured_steps(run)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="of serving")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--live", action="store_true")
+    parser.add_argument("--terms", default=TERMS, help="of the stand-in")
     options = parser.parse_args()
+    if options.live:
+        print(heading("A stand-in's step model, learnt live"))
+        print(json.dumps(live(parse_latency(options.terms), options.terms, options.seconds, options.seed), indent=1))
+        return
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder) / "model", shape=LLAMA_82M, dtype="bfloat16")
         engine = TorchEngine(checkpoint, num_blocks=1365, dtype="bfloat16", num_threads=options.threads)

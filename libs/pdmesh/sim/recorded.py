@@ -1,7 +1,8 @@
 """What a scheduler's event log tells of the run that it recorded: the workload, the mesh, and what came of it.
 
-The figures are the scheduler's: a time is that of the event by which it heard of something. It hears of planned steps,
-not of the decode steps that an instance takes by itself; of a request's tokens it hears of the first and the last.
+The figures are the scheduler's: a time is that of the event by which it heard of something. It hears of planned steps
+one by one, and of the decode steps that an instance makes by itself in sums; of a request's tokens it hears of the
+first and the last.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pdmesh.core.commands import AdmitPrefill, Command, Outcome, RunStep
-from pdmesh.core.events import Event, InstanceJoined, InstanceLost, RequestArrived, StepDone
+from pdmesh.core.events import (
+    DecodeStepsDone,
+    Event,
+    InstanceJoined,
+    InstanceLost,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+)
 from pdmesh.core.lives import Life, Lives
-from pdmesh.model import ChunkPlan, InstanceId, InstanceProfile, RequestId, StepPlan
+from pdmesh.model import ChunkPlan, InstanceId, InstanceProfile, OwnDecodeSteps, RequestId, StepPlan
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult, StepSpan
 from pdmesh.sim.workload import Arrival
 
@@ -37,6 +46,7 @@ class RecordedStep:
     duration_s: float  # device time
     chunks: tuple[ChunkPlan, ...]
     num_decodes: int
+    num_decode_context_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,7 @@ class RecordedRun:
     profiles: Sequence[InstanceProfile]  # of every instance that ever joined, as it joined last
     result: SimResult
     steps: Sequence[RecordedStep]
+    own_steps: Sequence[OwnDecodeSteps]  # of all instances
     left_out: Mapping[str, int]  # requests that are no part of the above, by outcome
     num_lost: int  # times that an instance was lost; a simulation keeps it
 
@@ -114,6 +125,7 @@ class _Recorder:
         self._requests: dict[RequestId, _Tracked] = {}
         self._instances: dict[InstanceId, _Tracks] = {}
         self._steps: list[RecordedStep] = []
+        self._own_steps: list[OwnDecodeSteps] = []
         self._num_events = 0
         self._num_commands = 0
         self._num_lost = 0
@@ -125,6 +137,8 @@ class _Recorder:
         now_s = 0.0 if self._origin_s is None else decision.now_s - self._origin_s
         self._num_events += 1
         self._num_commands += len(decision.commands)
+        if isinstance(event, StepDone | DecodeStepsDone | RequestFinished) and event.own_steps is not None:
+            self._own_steps.append(event.own_steps)
         match event:
             case InstanceJoined():
                 tracks = self._instances.setdefault(event.profile.instance_id, _Tracks(event.profile))
@@ -156,7 +170,15 @@ class _Recorder:
         planned_s, plan = planned
         done = {(chunk.request_id, chunk.epoch) for chunk in event.chunks if chunk.num_tokens}
         chunks = tuple(chunk for chunk in plan.chunks if (chunk.request_id, chunk.epoch) in done)
-        step = RecordedStep(event.instance_id, planned_s, now_s, event.duration_s, chunks, event.num_decodes)
+        step = RecordedStep(
+            event.instance_id,
+            planned_s,
+            now_s,
+            event.duration_s,
+            chunks,
+            event.num_decodes,
+            event.num_decode_context_tokens,
+        )
         start_s, nested_s = now_s - max(0.0, event.duration_s), 0.0
         nested: list[StepSpan] = []
         if not plan.urgent:
@@ -217,6 +239,7 @@ class _Recorder:
             profiles=[tracks.profile for tracks in self._instances.values()],
             result=SimResult(runs, instances, self._num_events, self._num_commands),
             steps=self._steps,
+            own_steps=self._own_steps,
             left_out=left_out,
             num_lost=self._num_lost,
         )
