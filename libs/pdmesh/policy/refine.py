@@ -62,6 +62,7 @@ class Refinement:
         self._precision = [[0.0] * len(self._prior) for _ in self._prior]
         self._target = [0.0] * len(self._prior)
         self._num_unseen = 0
+        self._growth = 1.0  # of each step's say, instead of making all earlier ones less each time; 1 after each look
 
     def observe(self, shape: StepShape, seconds: float) -> bool:
         """Learn from a step; True if `model` is another one now. What cannot be a step's time is left out."""
@@ -70,22 +71,24 @@ class Refinement:
         if not (isfinite(seconds) and seconds > 0 and predicted_s > 0):
             return False
         ratio = seconds / predicted_s
-        weight = _OUTLIER / max(_OUTLIER, abs(ratio - 1))
+        self._growth /= FORGETTING
+        weight = self._growth * _OUTLIER / max(_OUTLIER, abs(ratio - 1))
         used = [(index, term / predicted_s) for index, term in enumerate(terms) if term]
-        for row in self._precision:
-            row[:] = [FORGETTING * value for value in row]
-        self._target = [FORGETTING * value for value in self._target]
         for i, share in used:
-            self._target[i] += weight * share * ratio
+            say = weight * share
+            self._target[i] += say * ratio
             row = self._precision[i]
             for j, other in used:
-                row[j] += weight * share * other
+                row[j] += say * other
         self._num_unseen += 1
         return self._num_unseen >= _STEPS_PER_LOOK and self.look()
 
     def look(self) -> bool:
         """Make what was observed the model, if that moves its predictions; True if it does."""
         self._num_unseen = 0
+        kept, self._growth = 1 / self._growth, 1.0
+        self._target = [kept * value for value in self._target]
+        self._precision = [[kept * value for value in row] for row in self._precision]
         expected, trust = self._expected, (_NOISE / _OWN) ** 2
         num_common = sum(expected)
         shared = _COMMON**2 / (_OWN**2 + num_common * _COMMON**2)  # of the inverse of _OWN² I + _COMMON² eeᵀ
