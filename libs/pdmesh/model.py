@@ -62,6 +62,7 @@ class OperationKind(StrEnum):
     DRAIN = "drain"  # nothing new goes there, and what is there leaves
     UNDRAIN = "undrain"  # it is used again
     ROLE = "role"  # it gets another role, once all that this does not do has left
+    RESTART = "restart"  # once everything has left its process ends; whoever looks after it starts it again
 
 
 class FinishReason(StrEnum):

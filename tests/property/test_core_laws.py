@@ -676,6 +676,18 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(InstanceLost(instance.instance_id))
 
     @rule(data=st.data())
+    def stopped_process_starts_again(self, data: st.DataObject) -> None:
+        """An operation asked for that; what is still there is lost with it."""
+        told = [instance for instance in self.mesh.instances.values() if instance.is_told_to_stop]
+        if instance := self.pick(data, told):
+            instance_id = instance.instance_id
+            self.feed(InstanceLost(instance_id))
+            before = self.profiles[instance_id]
+            self.profiles[instance_id] = replace(before, pid=before.pid + 1)
+            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id])
+            self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+
+    @rule(data=st.data())
     def instance_returns(self, data: st.DataObject) -> None:
         absent = sorted(set(self.profiles) - set(self.mesh.instances))
         if absent:

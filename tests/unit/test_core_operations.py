@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import Command, FreeKv, PlaceDecode, Restart, RunStep, SetRole, WakeAt
+from pdmesh.core.commands import Command, FreeKv, PlaceDecode, Restart, RunStep, SetRole, StopInstance, WakeAt
 from pdmesh.core.events import InstanceJoined, InstanceLost, OperationCancelled, OperationRequested, Tick
-from pdmesh.core.operations import MAX_ENDED, OperationState, OperationView
+from pdmesh.core.operations import COME_BACK_S, MAX_ENDED, OperationState, OperationView
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, Role
 from pdmesh.testing.core import CoreBench, of
 from pdmesh.testing.modelled import modelled_profile
@@ -219,3 +219,52 @@ def test_only_so_many_that_are_over_are_remembered() -> None:
     for number in range(MAX_ENDED + 50):
         bench.feed(wish("drain", "nobody", name=f"x{number}"))
     assert len(bench.core.operations) <= MAX_ENDED + 1
+
+
+def again(name: str, pid: int) -> InstanceJoined:
+    return InstanceJoined(replace(profile(name), pid=pid), ())
+
+
+def test_a_restart_stops_the_process_once_all_has_left_and_is_done_when_the_next_one_joins() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    target = decoding(bench, "a")
+    assert not of(StopInstance, bench.feed(wish("restart", target, name="x")))
+    bench.finish(target, "a")
+    commands = bench.released(target, "a")
+    assert [command.instance_id for command in of(StopInstance, commands)] == [target]
+    bench.feed(InstanceLost(InstanceId(target)))
+    assert state(bench, "x").state is OperationState.RUNNING
+    bench.feed(again(target, pid=7))
+    assert state(bench, "x").state is OperationState.DONE
+    assert not any(view.draining for view in bench.core.instances)
+
+
+def test_a_process_that_only_reconnects_is_told_again_to_stop() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    assert of(StopInstance, bench.feed(wish("restart", "d0", name="x")))
+    assert of(StopInstance, bench.feed(again("d0", pid=0)))
+    (place,) = of(PlaceDecode, bench.arrive("a"))
+    assert place.instance_id == "d1"
+
+
+def test_a_restart_under_way_is_not_begun_again_by_the_next_scheduler() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    bench.feed(wish("restart", "d0", name="x"))
+    (carried,) = bench.core.wishes
+    after = CoreBench()
+    after.feed(replace(carried, again=True))
+    commands = [command for event in (again("p0", 0), again("d1", 0), again("d0", 9)) for command in after.feed(event)]
+    assert not of(StopInstance, commands)
+    assert state(after, "x").state is OperationState.DONE
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_process_that_does_not_come_back_ends_the_restart(is_gone: bool) -> None:
+    bench = bench_of("p0", "d0", "d1")
+    bench.feed(wish("restart", "d0", name="x"))
+    if is_gone:
+        bench.feed(InstanceLost(InstanceId("d0")))
+    bench.now_s += COME_BACK_S
+    bench.feed(Tick())
+    assert state(bench, "x").state is OperationState.FAILED
+    assert not any(view.draining for view in bench.core.instances), "one that lives on is used on"

@@ -25,7 +25,9 @@ from pdmesh.wire.messages import (
     MAX_WAIT_S,
     AdminRequest,
     CancelOperation,
+    GetStatus,
     ListOperations,
+    MeshState,
     OperationList,
     OperationStatus,
     StartOperation,
@@ -67,6 +69,24 @@ def start(
         force=force,
     )
     return anyio.run(_run, config, state, wish, wait, output)
+
+
+def restart_all(config: MeshConfig, state: StateFolder, *, timeout_s: float, force: bool, output: Output) -> int:
+    """Restart every instance, one after the other; stop at the first that fails. Returns its exit code, or 0.
+
+    Raises PdmeshError as `start` does.
+    """
+    _, address, security = target(config, state)
+    answer = anyio.run(ask_scheduler, address, security, GetStatus())
+    if not isinstance(answer, MeshState):
+        raise ProtocolError("the scheduler answered another question")
+    for row in answer.instances:
+        code = start(
+            config, state, OperationKind.RESTART, row.instance_id, timeout_s=timeout_s, force=force, output=output
+        )
+        if code:
+            return code
+    return 0
 
 
 def list_operations(config: MeshConfig, state: StateFolder, output: Output) -> None:

@@ -11,6 +11,7 @@ import typer
 from pdmesh.cli.options import ConfigFile, Name, Output, OutputFormat, Scheduler, Settings, build_config
 from pdmesh.cli.state import DEFAULT_NAME, state_folder
 from pdmesh.core.events import MAX_OPERATION_S
+from pdmesh.errors import ConfigError
 from pdmesh.model import OperationKind, Role
 
 app = typer.Typer()
@@ -72,6 +73,33 @@ def role(
 ) -> None:
     """Give an instance another role, once what this does not do has ended or gone on elsewhere."""
     _operate(OperationKind.ROLE, instance, (config, settings, scheduler, name, output), timeout, force, wait, role=to)
+
+
+@app.command()
+def restart(
+    instance: Annotated[str | None, typer.Argument(metavar="INSTANCE", help="As `pdmesh status` lists them.")] = None,
+    rolling: Annotated[bool, typer.Option("--rolling", help="All instances, one after the other.")] = False,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    force: Force = False,
+    wait: Wait = True,
+    name: Name = DEFAULT_NAME,
+    scheduler: Scheduler = None,
+    output: OutputFormat = Output.TABLE,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """End an instance's process once nothing is left on it, and wait until the next one has joined.
+
+    Whoever looks after the process starts it again: `pdmesh up`, or Docker.
+    """
+    if (instance is None) is not rolling:
+        raise ConfigError("name one instance, or say --rolling")
+    if instance is not None:
+        _operate(OperationKind.RESTART, instance, (config, settings, scheduler, name, output), timeout, force, wait)
+    from pdmesh.cli.operations import restart_all
+
+    tree = build_config(config, settings, scheduler_address=scheduler)
+    raise typer.Exit(restart_all(tree, state_folder(os.environ, name), timeout_s=timeout, force=force, output=output))
 
 
 @ops_app.callback()

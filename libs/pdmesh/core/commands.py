@@ -156,6 +156,12 @@ class SetRole(Struct, frozen=True, kw_only=True):
     role: Role
 
 
+class StopInstance(Struct, frozen=True, kw_only=True):
+    """End an instance's process as SIGTERM does; whoever looks after it starts it again."""
+
+    instance_id: InstanceId
+
+
 class WakeAt(Struct, frozen=True, kw_only=True):
     """Send a Tick at this time, or earlier."""
 
@@ -166,7 +172,7 @@ class WakeAt(Struct, frozen=True, kw_only=True):
 GatewayCommand = Reject | Restart | ForgetRequest
 
 #: For an instance; those that need nothing more than they say travel as they are (`pdmesh.wire.messages`).
-PlainInstanceCommand = RunStep | PauseTransfer | GrowKv | FreeKv | SetRole
+PlainInstanceCommand = RunStep | PauseTransfer | GrowKv | FreeKv | SetRole | StopInstance
 InstanceCommand = AdmitPrefill | PlaceDecode | GrantTransfer | PlainInstanceCommand
 
 Command = InstanceCommand | GatewayCommand | WakeAt

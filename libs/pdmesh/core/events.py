@@ -131,6 +131,7 @@ class OperationRequested:
     role: Role | None = None  # of an operation that changes it
     force: bool = False
     again: bool = False
+    stopped_pid: int | None = None  # of the process that a restart had stopped already
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from pdmesh.core.commands import (
     Restart,
     RunStep,
     SetRole,
+    StopInstance,
     WakeAt,
 )
 from pdmesh.core.events import (
@@ -165,7 +166,7 @@ class Lives:
                 pass
         for command in commands:
             match command:
-                case RunStep() | SetRole() | WakeAt() | GrowKv():
+                case RunStep() | SetRole() | StopInstance() | WakeAt() | GrowKv():
                     pass  # of no one request, or told of with the next step
                 case _:
                     self._commanded(command, now_s, found)

@@ -7,13 +7,13 @@ What is still there at its time limit starts again elsewhere, under the next epo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from math import inf
 from typing import NamedTuple
 
 from pdmesh.core.books import Books
-from pdmesh.core.commands import SetRole
+from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.events import OperationRequested
 from pdmesh.core.placing import have_pair
 from pdmesh.core.state import HoldKind, InstanceBooks, Phase
@@ -21,6 +21,9 @@ from pdmesh.model import InstanceId, OperationId, OperationKind, RequestKey, Rol
 
 #: Operations that are over and still told of.
 MAX_ENDED = 256
+
+#: A process that was stopped is started again by then: a large model is loaded meanwhile.
+COME_BACK_S = 600.0
 
 #: What an instance may go on holding in its new role.
 _STAYS = {Role.PREFILL: HoldKind.PREFILL, Role.DECODE: HoldKind.RESIDENT}
@@ -58,10 +61,16 @@ class _Operation:
     num_left: int = 0
     ended_s: float | None = None
     has_moved_all: bool = False  # what was left at its time limit
+    stopped_pid: int | None = None  # of the process that was told to end
+    back_by_s: float = inf  # then the next one has joined
 
     @property
     def deadline_s(self) -> float:
-        return inf if self.has_moved_all else self.began_s + self.wish.timeout_s
+        return self.back_by_s if self.has_moved_all else self.began_s + self.wish.timeout_s
+
+    @property
+    def wish_again(self) -> OperationRequested:
+        return replace(self.wish, stopped_pid=self.stopped_pid)
 
     @property
     def view(self) -> OperationView:
@@ -100,7 +109,7 @@ class Operations:
     @property
     def wishes(self) -> list[OperationRequested]:
         """What operators want of the instances, in the order to ask for it again."""
-        running = [operation.wish for operation in self._running.values()]
+        running = [operation.wish_again for operation in self._running.values()]
         return list(dict.fromkeys([*self._roles.values(), *self._drains.values(), *running]))
 
     @property
@@ -126,8 +135,12 @@ class Operations:
             self._end(before, OperationState.CANCELLED, f"{wish.kind} came after it", now_s)
         if wish.kind is OperationKind.UNDRAIN:
             self._drains.pop(wish.instance_id, None)
-        elif wish.again:
-            (self._drains if wish.kind is OperationKind.DRAIN else self._roles)[wish.instance_id] = wish
+        elif wish.again and wish.kind is OperationKind.DRAIN:
+            self._drains[wish.instance_id] = wish
+        elif wish.again and wish.kind is OperationKind.ROLE:
+            self._roles[wish.instance_id] = wish
+        if wish.stopped_pid is not None:
+            self._stops(operation, wish.stopped_pid, now_s)
         self._running[wish.instance_id] = operation
         self._begin(operation, now_s)
 
@@ -148,8 +161,14 @@ class Operations:
             self._set_role(instance, wish.role)
         if instance_id in self._drains:
             instance.set_closed(True)
-        if operation := self._running.get(instance_id):
+        if (operation := self._running.get(instance_id)) is None:
+            return
+        if operation.stopped_pid is None:
             self._begin(operation, now_s)
+        elif operation.stopped_pid != instance.profile.pid:
+            self._end(operation, OperationState.DONE, "", now_s)
+        else:
+            self._stop(operation, instance, now_s)
 
     def lost(self, instance_id: InstanceId, now_s: float) -> None:
         """It is gone, and holds nothing: a drain is done."""
@@ -164,6 +183,11 @@ class Operations:
             if instance is None:
                 if operation.deadline_s <= now_s:
                     self._end(operation, OperationState.FAILED, "the instance did not come back", now_s)
+                continue
+            if operation.stopped_pid is not None:
+                if operation.deadline_s <= now_s:
+                    instance.set_closed(instance.instance_id in self._drains)
+                    self._end(operation, OperationState.FAILED, "its process does not end", now_s)
                 continue
             if operation.deadline_s <= now_s:
                 operation.has_moved_all = True
@@ -250,6 +274,9 @@ class Operations:
             case OperationKind.DRAIN:
                 self._drained(operation, "", now_s)
                 return
+            case OperationKind.RESTART:
+                self._stop(operation, instance, now_s)
+                return
             case OperationKind.UNDRAIN:
                 instance.set_closed(False)
                 self._books.queue.unpark()
@@ -259,6 +286,16 @@ class Operations:
                 self._set_role(instance, wish.role)
                 instance.set_closed(wish.instance_id in self._drains)
         self._end(operation, OperationState.DONE, "", now_s)
+
+    def _stop(self, operation: _Operation, instance: InstanceBooks, now_s: float) -> None:
+        instance.set_closed(True)
+        self._books.commands.append(StopInstance(instance_id=instance.instance_id))
+        self._stops(operation, instance.profile.pid, now_s)
+
+    def _stops(self, operation: _Operation, pid: int, now_s: float) -> None:
+        operation.stopped_pid, operation.has_moved_all, operation.back_by_s = pid, True, now_s + COME_BACK_S
+        operation.detail = "its process is started again"
+        self.num_changes += 1
 
     def _drained(self, operation: _Operation, detail: str, now_s: float) -> None:
         self._drains[operation.wish.instance_id] = operation.wish

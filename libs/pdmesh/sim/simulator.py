@@ -22,6 +22,7 @@ from pdmesh.core.commands import (
     Restart,
     RunStep,
     SetRole,
+    StopInstance,
     WakeAt,
 )
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, Tick
@@ -179,6 +180,8 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
+            case StopInstance():
+                raise AssertionError("a simulated mesh has no operators")
             case (
                 AdmitPrefill()
                 | PlaceDecode()

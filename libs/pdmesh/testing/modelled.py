@@ -22,6 +22,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     RunStep,
     SetRole,
+    StopInstance,
 )
 from pdmesh.core.events import (
     CreditLow,
@@ -115,6 +116,7 @@ class ModelledInstance:
         self.holds: dict[RequestKey, ModelledHold] = {}
         self.role = profile.role
         self.admits = True  # False: it is stopping
+        self.is_told_to_stop = False
         self.copies_run = False  # whatever is freed now is still touched, and quarantined until `end_copies`
         self.quarantined: dict[RequestKey, int] = {}  # blocks
         self.own = OwnSteps()
@@ -192,6 +194,8 @@ class ModelledInstance:
                     self.events.append(KvReleased(self.instance_id, *key))
             case SetRole(role=role):
                 self.role = role
+            case StopInstance():
+                self.is_told_to_stop = True
             case command:
                 raise AssertionError(f"{command} is not for an instance")
 
@@ -383,6 +387,7 @@ class ModelledMesh:
                 | GrowKv()
                 | FreeKv()
                 | SetRole()
+                | StopInstance()
             ):
                 instance = self.instances.get(command.instance_id)
                 if instance is not None:

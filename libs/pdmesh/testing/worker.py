@@ -73,6 +73,7 @@ class RunningInstance:
     reports: list[InstanceEvent] = field(default_factory=list[InstanceEvent])
     tokens: list[TokensUp] = field(default_factory=list[TokensUp])
     failure: Exception | None = None
+    told_to_stop: anyio.Event = field(default_factory=anyio.Event)
     _plan_ids: itertools.count[int] = field(default_factory=itertools.count)
     _said: anyio.Event = field(default_factory=anyio.Event)
 
@@ -229,6 +230,7 @@ async def running_instance(
             tokens=running,
             metrics=WorkerMetrics(),
             tracing=tracing or NoTracing(),
+            stop=running.told_to_stop.set,
         )
 
         async def step() -> None:

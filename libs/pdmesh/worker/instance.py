@@ -13,7 +13,7 @@ from typing import Protocol, assert_never
 
 import structlog
 
-from pdmesh.core.commands import FreeKv, GrowKv, PauseTransfer, PlainInstanceCommand, RunStep, SetRole
+from pdmesh.core.commands import FreeKv, GrowKv, PauseTransfer, PlainInstanceCommand, RunStep, SetRole, StopInstance
 from pdmesh.core.events import (
     CreditLow,
     DecodeReserved,
@@ -87,6 +87,7 @@ class Instance:
         tokens: TokenSink,
         metrics: WorkerMetrics,
         tracing: Tracing,
+        stop: Callable[[], None],
     ) -> None:
         self.role = role
         self.instance_id = instance_id
@@ -98,6 +99,7 @@ class Instance:
         self._report = report
         self._tokens = tokens
         self._metrics = metrics
+        self._stop = stop
         self._sequences = Sequences(pool, mover, on_released=self._released)
         self._own = OwnSteps()
         self.plans = Plans(instance_id, self._sequences, self._own, report=report, drop=self._drop)
@@ -124,6 +126,8 @@ class Instance:
                 self._free(request_id, epoch)
             case SetRole(role=role):
                 self.role = role
+            case StopInstance():
+                self._stop()  # as SIGTERM does
             case PeerGone(data_address=data_address):
                 self._mover.forget(data_address)
             case _:

@@ -123,6 +123,7 @@ async def serve_instance(
             tokens=tokens,
             metrics=metrics,
             tracing=context.tracing,
+            stop=context.stopping.set,
         )
         scheduler = WorkerSession(
             channel,

@@ -30,6 +30,7 @@ from pdmesh.core.commands import (
     Restart,
     RunStep,
     SetRole,
+    StopInstance,
     WakeAt,
 )
 from pdmesh.core.events import (
@@ -251,7 +252,7 @@ class Driver:
             case SetRole():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
                 self._tell_readiness()
-            case RunStep() | PauseTransfer() | GrowKv() | FreeKv():
+            case RunStep() | PauseTransfer() | GrowKv() | FreeKv() | StopInstance():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
             case PlaceDecode():
                 self._expect_kv(command)
