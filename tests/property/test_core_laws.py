@@ -107,8 +107,10 @@ MESHES = {
 
 BLOCK_SIZE = 4  # tokens
 
-#: In these a short prompt waits for an instance without long ones, or outside groups; long ones may go past it.
-LETS_SHORT_WAIT = ("pecsched-no-preemption", "reservation")
+#: In the first a short prompt waits for an instance without long ones, in the other for one outside groups, where there
+#: are any; long ones may go past it.
+LETS_SHORT_WAIT = "pecsched-no-preemption"
+LETS_SHORT_WAIT_BESIDE_GROUPS = "reservation"
 
 
 class MeshMachine(RuleBasedStateMachine):
@@ -138,6 +140,7 @@ class MeshMachine(RuleBasedStateMachine):
                 )
             ]
         }
+        self.has_group = "group" in shape
         self.mesh = ModelledMesh(self.profiles.values(), self.max_total_of)
         self.num_requests = 0
         self.num_operations = 0
@@ -426,7 +429,11 @@ class MeshMachine(RuleBasedStateMachine):
         first = sorted(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
         line = [head for _, head in first]
         for head in line[: line.index(key_of(placed))]:
-            may_wait = self.chosen.is_long(self.waiting[head]) or self.chosen.name in LETS_SHORT_WAIT
+            may_wait = (
+                self.chosen.is_long(self.waiting[head])
+                or self.chosen.name == LETS_SHORT_WAIT
+                or (self.chosen.name == LETS_SHORT_WAIT_BESIDE_GROUPS and self.has_group)
+            )
             assert may_wait, f"{head} is overtaken"
 
     def is_current(self, request_id: RequestId, epoch: Epoch) -> bool:

@@ -409,6 +409,23 @@ async def test_an_operator_switches_the_policy_while_serving() -> None:
         assert (status.bundle, status.num_running) == ("fcfs", 1)
 
 
+async def test_a_policy_that_would_leave_short_prompts_no_instance_is_refused() -> None:
+    """And what runs goes on."""
+    grouped = [replace(mixed(name), group_id="g") for name in ("m0", "m1")]
+    async with running() as mesh, mesh.worker(grouped[0]) as m0, mesh.worker(grouped[1]), mesh.gateway() as g:
+        g.post(submit())
+        plan = await m0.expect(RunStep)
+        refusal = await mesh.ask(SetPolicy(bundle="reservation"))
+        assert isinstance(refusal, AdminError)
+        assert refusal.message.startswith("reservation keeps groups of instances for long prompts")
+        m0.post(step_report(plan))
+        status = await mesh.ask(GetStatus())
+        assert isinstance(status, MeshState)
+        assert (status.bundle, status.num_running) == ("pdmesh", 1)
+        async with mesh.worker(mixed("m2")):
+            assert isinstance(await mesh.ask(SetPolicy(bundle="reservation")), Policies)
+
+
 async def test_an_unknown_profile_stops_the_start() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, profile="abacus"))
     with pytest.raises(ConfigError, match=r"'abacus'.*h200-llama3-8b"):

@@ -243,6 +243,17 @@ class Bundle:
     batching: Batching
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
     local_prompt_tokens: int = 0  # prompts up to so long may be computed on an instance that only decodes
+    keeps_groups_for_long: bool = False  # short prompts are computed outside groups of instances only
+
+    def why_not(self, instances: Sequence[InstanceView]) -> str | None:
+        """Why these instances cannot serve by it, in words; None if they can, or if none of them computes prompts."""
+        prefilling = [instance for instance in instances if instance.role.can_prefill]
+        if self.keeps_groups_for_long and prefilling and all(instance.grouped for instance in prefilling):
+            return (
+                f"{self.name} keeps groups of instances for long prompts, and all that compute prompts are in one: "
+                "short prompts would wait for ever"
+            )
+        return None
 
     def is_long(self, request: Request) -> bool:
         return request.num_prompt_tokens >= self.long_prompt_tokens

@@ -111,6 +111,7 @@ def _studied(
     *,
     prefill_placement: PrefillPlacement | None = None,
     group_placement: GroupPlacement | None = None,
+    keeps_groups_for_long: bool = False,
 ) -> Callable[[PolicyConfig], Bundle]:
     """An order or a placement alone: everything else as in ``fcfs``."""
 
@@ -125,6 +126,7 @@ def _studied(
             decode_placement=Freeness(),
             long_prompt_tokens=config.long_prompt_tokens,
             batching=_mixed(config),
+            keeps_groups_for_long=keeps_groups_for_long,
         )
 
     return build
@@ -201,6 +203,7 @@ BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
             "reservation",
             lambda prediction: FcfsOfEachKind(prediction.long_prompt_tokens),
             prefill_placement=Reservation(),
+            keeps_groups_for_long=True,
         ),
         "medha": _medha,
         "pecsched": _pecsched("pecsched"),

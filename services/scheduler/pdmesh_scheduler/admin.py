@@ -159,9 +159,11 @@ class Admin:
         match change:
             case SetPolicy(bundle=name):
                 try:
-                    make_bundle(name, PolicyConfig())
+                    bundle = make_bundle(name, PolicyConfig())
                 except ConfigError as error:
                     return AdminError(message=str(error))
+                if (why_not := bundle.why_not(self.driver.instances)) is not None:
+                    return AdminError(message=why_not)
                 await self.driver.act(BundleChangeRequested(name))
                 return self._policies()
             case SetBatching():

@@ -52,6 +52,7 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
 from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey, Role
+from pdmesh.policy.base import InstanceView
 from pdmesh.policy.batching import Mode
 from pdmesh.wire.messages import (
     Admit,
@@ -303,6 +304,11 @@ class Driver:
         """These, and no others, are being started again: gateways may wait for them."""
         self._coming = set(instance_ids)
         self._tell_readiness()
+
+    @property
+    def instances(self) -> Sequence[InstanceView]:
+        """As the core's books have them."""
+        return self._core.instances
 
     def state(self) -> MeshState:
         reason = self._core.unready_reason
