@@ -1,0 +1,97 @@
+"""What all messages between our services are, and the envelope of the core's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar, get_args
+
+import msgspec
+
+from pdmesh.core.commands import GatewayCommand, PlainInstanceCommand
+from pdmesh.core.events import GatewayEvent, InstanceEvent
+from pdmesh.errors import ProtocolError
+from pdmesh.ranges import out_of_range
+
+#: Bumped when a peer of the last version could misread us. Checked at registration.
+PROTOCOL_VERSION = 6
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class EventMessage(Message, frozen=True, kw_only=True):
+    """An event for the scheduling core as whoever raises it says it: its name and its fields.
+
+    The event log has events in the same form. A new event needs no message of its own.
+    """
+
+    name: str
+    fields: msgspec.Raw
+
+    @classmethod
+    def of(cls, event: InstanceEvent | GatewayEvent) -> EventMessage:
+        return cls(name=type(event).__name__, fields=msgspec.Raw(msgspec.msgpack.encode(event)))
+
+    @property
+    def event(self) -> InstanceEvent:
+        """What an instance says. Raises ProtocolError if it is nothing that an instance may."""
+        return _decoded(_INSTANCE_EVENTS, self.name, self.fields)
+
+    @property
+    def gateway_event(self) -> GatewayEvent:
+        """What a gateway says. Raises ProtocolError if it is nothing that a gateway may."""
+        return _decoded(_GATEWAY_EVENTS, self.name, self.fields)
+
+
+class CommandMessage(Message, frozen=True, kw_only=True):
+    """A command of the scheduling core that needs nothing more than it says, in the form of `EventMessage`."""
+
+    name: str
+    fields: msgspec.Raw
+
+    @classmethod
+    def of(cls, command: PlainInstanceCommand | GatewayCommand) -> CommandMessage:
+        return cls(name=type(command).__name__, fields=msgspec.Raw(msgspec.msgpack.encode(command)))
+
+    @property
+    def command(self) -> PlainInstanceCommand:
+        """Raises ProtocolError if it is none for an instance."""
+        return _decoded(_INSTANCE_COMMANDS, self.name, self.fields)
+
+    @property
+    def gateway_command(self) -> GatewayCommand:
+        """Raises ProtocolError if it is none for a gateway."""
+        return _decoded(_GATEWAY_COMMANDS, self.name, self.fields)
+
+
+_INSTANCE_EVENTS: Mapping[str, msgspec.msgpack.Decoder[InstanceEvent]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(InstanceEvent)
+}
+
+_GATEWAY_EVENTS: Mapping[str, msgspec.msgpack.Decoder[GatewayEvent]] = {
+    GatewayEvent.__name__: msgspec.msgpack.Decoder(GatewayEvent)
+}
+
+_INSTANCE_COMMANDS: Mapping[str, msgspec.msgpack.Decoder[PlainInstanceCommand]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(PlainInstanceCommand)
+}
+
+_GATEWAY_COMMANDS: Mapping[str, msgspec.msgpack.Decoder[GatewayCommand]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(GatewayCommand)
+}
+
+SaidT = TypeVar("SaidT")
+
+
+def _decoded(decoders: Mapping[str, msgspec.msgpack.Decoder[SaidT]], name: str, fields: msgspec.Raw) -> SaidT:
+    decoder = decoders.get(name)
+    if decoder is None:
+        raise ProtocolError(f"nothing that can be said here is called {name!r}")
+    try:
+        said = decoder.decode(fields)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
+        raise ProtocolError(f"malformed {name}: {error}") from error
+    if (problem := out_of_range(said)) is not None:
+        raise ProtocolError(f"malformed {name}: {problem}")
+    return said

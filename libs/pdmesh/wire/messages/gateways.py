@@ -1,0 +1,73 @@
+"""What gateways and the scheduler say to each other: ``/pdmesh.v1.Scheduler/Gateway``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import msgspec
+
+from pdmesh.model import (
+    Epoch,
+    GatewayId,
+    RequestId,
+)
+from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
+from pdmesh.wire.messages.generation import Generation
+from pdmesh.wire.messages.state import Activity, MeshState
+
+
+class RegisterGateway(Message, frozen=True, kw_only=True):
+    gateway_id: GatewayId
+    waiting: tuple[tuple[RequestId, Epoch], ...]
+    version: int = PROTOCOL_VERSION
+
+
+class GatewayHeartbeat(Message, frozen=True, kw_only=True):
+    pass
+
+
+class OtherChoice(msgspec.Struct, frozen=True, array_like=True):
+    """What tells a choice from the first one of the same prompt."""
+
+    request_id: RequestId
+    seed: int
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """One request, or the choices of one prompt, which is sent once: each of them is a request of its own."""
+
+    generation: Generation
+    priority: int = 0
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    others: tuple[OtherChoice, ...] = ()
+    tenant: str = ""  # the name of the key that it came with
+    share: int = 1  # of that key
+    num_tokens_before: int = 0  # of the prompts of the same client request that were sent before
+    age_s: float = 0.0  # since it was first submitted, of one that is resumed
+    num_preemptions: int = 0
+
+    def generations(self) -> Iterator[Generation]:
+        """Yield one for every choice; they share the tokens' bytes."""
+        first = self.generation
+        yield first
+        for other in self.others:
+            params = dataclasses.replace(first.params, seed=other.seed)
+            yield msgspec.structs.replace(first, request_id=other.request_id, params=params)
+
+
+class NextActivity(Message, frozen=True, kw_only=True):
+    """Somebody watches the mesh: send an `Activity` when there is one. Each is asked for by itself."""
+
+
+GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | NextActivity
+
+
+class WelcomeGateway(Message, frozen=True, kw_only=True):
+    scheduler_id: str  # of this process: one that was started again has another
+    lease_s: float
+    heartbeat_s: float
+
+
+GatewayDown = WelcomeGateway | CommandMessage | MeshState | Activity

@@ -1,0 +1,170 @@
+"""What operators and those who look ask of the scheduler: ``/pdmesh.v1.Scheduler/Admin``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from pdmesh.core.events import OperationRequested
+from pdmesh.model import (
+    InstanceId,
+    OperationId,
+    OperationKind,
+    Role,
+)
+from pdmesh.wire.messages.envelope import Message
+from pdmesh.wire.messages.state import MeshState
+
+
+class GetStatus(Message, frozen=True, kw_only=True):
+    pass
+
+
+class GetRequest(Message, frozen=True, kw_only=True):
+    """Answered by a `RequestRecord`, or a `RequestList` of several."""
+
+    request_id: str  # its id, a response's, a client's label, or how one of these begins
+
+
+class ListRequests(Message, frozen=True, kw_only=True):
+    """Answered by a `RequestList`: those that arrived last, the newest first, without their entries."""
+
+    limit: int = 20
+
+
+class GetPolicies(Message, frozen=True, kw_only=True):
+    pass
+
+
+class SetPolicy(Message, frozen=True, kw_only=True):
+    """Switch the policy bundle while serving."""
+
+    bundle: str
+
+
+class ExpectInstances(Message, frozen=True, kw_only=True):
+    """These are being started again by whoever looks after them, and no others: answered by a `MeshState`."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
+class SetBatching(Message, frozen=True, kw_only=True):
+    """Switch the batching mode while serving, whatever the bundle."""
+
+    batching: str
+    threshold: float | None = None  # share of idle seats at which `eb` ends a decode phase
+
+
+class StartOperation(Message, frozen=True, kw_only=True):
+    """Answered by an `OperationStatus` once the core has decided: it runs, or was refused."""
+
+    wish: OperationRequested
+
+
+class CancelOperation(Message, frozen=True, kw_only=True):
+    """Answered by an `OperationStatus`."""
+
+    operation_id: OperationId
+
+
+class ListOperations(Message, frozen=True, kw_only=True):
+    """Answered by an `OperationList`, the newest first."""
+
+
+#: Longer, a question is asked again.
+MAX_WAIT_S = 4.0
+
+
+class WaitOperation(Message, frozen=True, kw_only=True):
+    """Answered by an `OperationStatus`: once it is over, or has not ``num_left`` left, or after ``wait_s``."""
+
+    operation_id: OperationId
+    num_left: int
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
+
+
+AdminRequest = (
+    GetStatus
+    | GetRequest
+    | ListRequests
+    | GetPolicies
+    | SetPolicy
+    | SetBatching
+    | ExpectInstances
+    | StartOperation
+    | CancelOperation
+    | ListOperations
+    | WaitOperation
+)
+
+#: What changes a mesh: for operators, not for everybody who may look.
+Change = SetPolicy | SetBatching | StartOperation | CancelOperation
+
+
+class OperationStatus(Message, frozen=True, kw_only=True):
+    operation_id: OperationId
+    kind: OperationKind
+    instance_id: InstanceId
+    role: Role | None
+    state: str  # as in `pdmesh.core.operations.OperationState`
+    detail: str
+    num_left: int  # requests that have to leave the instance
+    began_at: float  # Unix time, seconds
+    ended_at: float | None
+    timeout_s: float
+
+
+class OperationList(Message, frozen=True, kw_only=True):
+    operations: tuple[OperationStatus, ...]
+
+
+class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a request's life: when (seconds since its arrival), what, where, and figures."""
+
+    at_s: float
+    what: str
+    instance_id: InstanceId | None = None
+    detail: str = ""
+    figures: dict[str, float] = {}  # with their units in their names, for programs
+
+
+class RequestRecord(Message, frozen=True, kw_only=True):
+    request_id: str
+    label: str = ""  # what its client calls it
+    arrived_at: float  # Unix time, seconds
+    num_prompt_tokens: int  # the client's own, also of a resumed request
+    bundle: str  # that placed it; while it waits, the one in use when it came
+    entries: tuple[RecordEntry, ...]
+    state: str = ""  # "queued", "placed", or how it ended
+    num_output_tokens: int | None = None  # None until it finished
+    # Seconds since its arrival, as the scheduler heard of them.
+    first_token_s: float | None = None  # the prompt was computed, and the first token drawn from it
+    last_token_s: float | None = None
+    # Its targets, and whether it kept them all; None without any, and until it finished.
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    slo_met: bool | None = None
+
+
+class RequestList(Message, frozen=True, kw_only=True):
+    """All that fit a question: the choices of one HTTP request (``n``, several prompts; ``id-0``, ``id-1`` and so on),
+    requests with the same label, or with ids that begin alike."""
+
+    requests: tuple[RequestRecord, ...]
+
+
+class Policies(Message, frozen=True, kw_only=True):
+    """The answer to `GetPolicies`, `SetPolicy` and `SetBatching`."""
+
+    bundle: str  # in use
+    bundles: tuple[str, ...]  # to choose from
+    batching: str = ""  # the mode in use
+    batchings: tuple[str, ...] = ()  # to choose from
+
+
+class AdminError(Message, frozen=True, kw_only=True):
+    message: str
+
+
+AdminResponse = MeshState | RequestRecord | RequestList | Policies | OperationStatus | OperationList | AdminError

@@ -1,0 +1,132 @@
+"""What the scheduler tells of the mesh, to gateways and to those who ask."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdmesh.model import (
+    InstanceId,
+    RequestId,
+    Role,
+)
+from pdmesh.wire.messages.envelope import Message
+
+
+class BatchingStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an instance that prefills and decodes does at once."""
+
+    mode: str  # "mb" or "eb"
+    phase: str = ""  # of "eb": "prefill" or "decode"
+    idle_share: float = 0.0  # of the seats, at which a decode phase ends
+    num_seats: int = 0
+    gain: float | None = None  # predicted throughput of "eb" over "mb", less 1
+    reason: str = ""  # why the faster mode is not chosen
+
+
+class InstanceStatus(Message, frozen=True, kw_only=True):
+    """One row of `pdmesh status`."""
+
+    instance_id: InstanceId
+    role: Role
+    model: str
+    device: str
+    pid: int
+    draining: bool
+    num_blocks: int
+    num_free_blocks: int
+    num_held_blocks: int
+    num_quarantined_blocks: int
+    num_prefilling: int
+    num_decoding: int
+    num_queued_tokens: int
+    num_taken_blocks: int = 0  # held, or promised to requests on their way
+    reachable: bool = True  # its stream is open; else it is given up once its lease ends
+    suspected: bool = False  # its stream is open, and silent
+    batching: BatchingStatus | None = None  # of one that prefills and decodes
+
+    @property
+    def state(self) -> str:
+        """Say in one word what can be asked of the instance: up, draining, unreachable or silent."""
+        if self.draining:
+            return "draining"
+        return "unreachable" if not self.reachable else "silent" if self.suspected else "up"
+
+
+class TenantStatus(Message, frozen=True, kw_only=True):
+    """What a key, or the keys not told apart, have and had of the mesh."""
+
+    tenant: str
+    share: int  # of the key; 0 for several
+    num_waiting: int  # in line
+    num_running: int
+    used_of_late: float  # share of the tokens charged in the last minute, 0 to 1
+
+
+class MeshState(Message, frozen=True, kw_only=True):
+    """Pushed to gateways at each change of readiness and at each heartbeat; also what `pdmesh status` prints."""
+
+    ready: bool  # a prefill and a decode instance can take a request
+    reason: str  # why not, if not
+    instances: tuple[InstanceStatus, ...]
+    num_waiting: int
+    num_running: int
+    bundle: str
+    batching: str = ""
+    max_model_len: int = 0  # smallest of the instances; 0 while there is none
+    num_gateways: int = 0
+    num_coming: int = 0  # instances that served, have died and are being started again
+    tenants: tuple[TenantStatus, ...] = ()  # for operators alone
+
+
+class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request that waits or runs."""
+
+    id: RequestId
+    label: str = ""  # what its client calls it
+    phase: str  # "waiting", "prefilling" or "decoding"
+    where: tuple[InstanceId, ...]  # where its prompt is computed, then where it decodes
+    num_prompt_tokens: int
+    num_planned_tokens: int  # of the prompt, computed or in a plan
+    age_s: float
+
+
+class StepBar(msgspec.Struct, frozen=True, array_like=True):
+    """A planned step that ended. Times are on the scheduler's clock."""
+
+    instance_id: InstanceId
+    begin_s: float
+    end_s: float
+    num_tokens: int  # of prompts
+    num_decodes: int
+    urgent: bool
+
+
+class KvMove(msgspec.Struct, frozen=True, array_like=True):
+    """A KV transfer that was acknowledged."""
+
+    source_id: InstanceId
+    destination_id: InstanceId
+    begin_s: float
+    end_s: float
+    num_bytes: int
+    request_id: RequestId
+
+
+class ActivityMark(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened at one moment: "preempted", "restarted", "transfer failed", "lost" or "joined"."""
+
+    instance_id: InstanceId
+    at_s: float
+    what: str
+    request_id: str
+
+
+class Activity(Message, frozen=True, kw_only=True):
+    """What the mesh does, and did since the last one; only so much of each as one can look at."""
+
+    now_s: float  # the scheduler's clock
+    state: MeshState
+    requests: tuple[RequestActivity, ...]
+    steps: tuple[StepBar, ...]
+    moves: tuple[KvMove, ...]
+    marks: tuple[ActivityMark, ...]

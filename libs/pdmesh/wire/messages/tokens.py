@@ -1,0 +1,64 @@
+"""What workers stream to gateways: ``/pdmesh.v1.Gateway/Tokens``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdmesh.model import (
+    Epoch,
+    FinishReason,
+    InstanceId,
+    RequestId,
+)
+from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, Message
+
+
+class RegisterTokens(Message, frozen=True, kw_only=True):
+    """First message of a worker's token stream."""
+
+    instance_id: InstanceId
+    version: int = PROTOCOL_VERSION
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position. ``logprob`` is that of the token at hand; ``top`` the most likely ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOut(Message, frozen=True, kw_only=True):
+    """One output token. It is delivered only if ``epoch`` is current, ``index`` is the next one, and it came from the
+    instance whose turn it is: that which opened the epoch, or which the last token named as the next.
+
+    ``token_id`` is None only if the generation ended without one (``finish_reason`` error or cancelled).
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    index: int
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # which stop token id ended it; None for eos
+    next_instance_id: InstanceId | None = None  # who sends the token after this one, if it is another instance
+    error: str | None = None
+
+
+class PromptLogprobs(Message, frozen=True, kw_only=True):
+    """Log-probabilities of prompt tokens ``start`` … ``start + len - 1``; the first prompt token has none."""
+
+    request_id: RequestId
+    epoch: Epoch
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+TokensUp = RegisterTokens | TokenOut | PromptLogprobs
+
+
+class TokensAccepted(Message, frozen=True, kw_only=True):
+    """The gateway's answer to `RegisterTokens`."""
+
+
+TokensDown = TokensAccepted

@@ -1,0 +1,66 @@
+"""What workers and the scheduler say to each other: ``/pdmesh.v1.Scheduler/Worker``."""
+
+from __future__ import annotations
+
+from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode
+from pdmesh.model import (
+    InstanceProfile,
+    Resident,
+)
+from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
+from pdmesh.wire.messages.generation import Generation
+
+
+class RegisterWorker(Message, frozen=True, kw_only=True):
+    """First message of a worker's stream, also after a reconnect."""
+
+    profile: InstanceProfile
+    residents: tuple[Resident, ...]
+    stopping: bool = False  # it takes no new work
+    version: int = PROTOCOL_VERSION
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """The worker is stopping in good order: no lease to wait for."""
+
+
+WorkerUp = RegisterWorker | EventMessage | Goodbye
+
+
+class WelcomeWorker(Message, frozen=True, kw_only=True):
+    """The registration is accepted. Without a heartbeat for ``lease_s`` the instance is given up."""
+
+    lease_s: float
+    heartbeat_s: float
+
+
+class Admit(Message, frozen=True, kw_only=True):
+    """An `AdmitPrefill` with the prompt; precedes the first plan that names the request."""
+
+    command: AdmitPrefill
+    generation: Generation
+
+
+class ExpectKv(Message, frozen=True, kw_only=True):
+    """A `PlaceDecode` with the request. ``generation.token_ids`` is empty unless sampling needs the prompt."""
+
+    command: PlaceDecode
+    generation: Generation
+    num_context_tokens: int  # tokens whose KV will land
+    source_addresses: tuple[bytes, ...]  # data addresses of the transfer's sources, for the acknowledgement
+
+
+class Grant(Message, frozen=True, kw_only=True):
+    """A `GrantTransfer` with the data addresses of the transfer's destinations."""
+
+    command: GrantTransfer
+    destination_addresses: tuple[bytes, ...]
+
+
+class PeerGone(Message, frozen=True, kw_only=True):
+    """An instance was lost, or has begun anew: nobody will answer at this data address any more."""
+
+    data_address: bytes
+
+
+WorkerDown = WelcomeWorker | CommandMessage | Admit | ExpectKv | Grant | PeerGone
