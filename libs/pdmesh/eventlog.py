@@ -72,6 +72,8 @@ class Header:
 
 
 class Entry(NamedTuple):
+    """One event of a log, with the scheduler's clock in seconds."""
+
     now_s: float
     event: Event
     digest: int | None = None  # of its commands; None for the last event before a crash

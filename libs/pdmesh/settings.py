@@ -28,10 +28,13 @@ class OneOf:
 
 
 def one_of(*values: str) -> OneOf:
+    """Mark a text as one of ``values``."""
     return OneOf(values)
 
 
 class Mark(Enum):
+    """What else a setting's type may say of it."""
+
     SECRET = "secret"  # never shown or recorded
     NO_SETTING = "no setting"  # a field that is filled in otherwise
 

@@ -42,11 +42,15 @@ class QuerySpan:
 
 
 class AttentionOutput(NamedTuple):
+    """What attention gives for the rows of a step."""
+
     output: Tensor  # (num_tokens, num_heads, head_dim)
     lse: Tensor | None  # (num_tokens, num_heads), fp32: log-sum-exp of the scaled scores
 
 
 class AttentionPlan(Protocol):
+    """A step's attention, prepared once for all layers."""
+
     def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
         """Causal attention of ``query`` (num_tokens, num_heads, head_dim) over one layer's cache.
 
@@ -56,6 +60,8 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
+    """Prepares the attention of steps."""
+
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan: ...
 
 

@@ -51,6 +51,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
+    """What computes a checkpoint on one device: the layers, how a step passes them, and the paged cache."""
+
     name: str  # for the log
     transformer: Transformer
     forward: Forward

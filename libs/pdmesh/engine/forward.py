@@ -124,6 +124,7 @@ def step_spans(batch: Sequence[SequenceSlice]) -> list[QuerySpan]:
 
 
 def step_inputs(batch: Sequence[SequenceSlice], block_size: int, upload: Upload) -> StepInputs:
+    """Lay out a step's tokens, positions and blocks on the device, in the order of ``batch``."""
     token_ids = array.array("i")
     positions: list[npt.NDArray[np.int64]] = []
     blocks: list[npt.NDArray[np.int64]] = []

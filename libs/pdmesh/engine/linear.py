@@ -21,6 +21,8 @@ _LINE_ELEMENTS = 32  # of a cache line
 
 
 class Linear(Protocol):
+    """A matrix product with a weight of the checkpoint."""
+
     @property
     def row_by_row(self) -> bool:
         """Whether a row's result depends on that row alone, to the last bit, and not on how many there are."""

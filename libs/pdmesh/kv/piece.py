@@ -27,6 +27,8 @@ NO_PART = KvPart(IndexRange(0, 0), IndexRange(0, 0), IndexRange(0, 0))
 
 
 class PieceKind(IntEnum):
+    """What a message between two instances is."""
+
     KV = 1  # blocks of one layer
     COMMIT = 2  # source to destination, after its last KV: what it sent, and the first token if it drew it
     LANDED = 3  # destination to each source: everything is in place

@@ -30,6 +30,8 @@ FLUSH_LIMIT_S = 3.0
 
 
 class Kind(Enum):
+    """A span's kind, in OpenTelemetry's words."""
+
     SERVER = auto()  # the answer to a client's request
     INTERNAL = auto()
 
@@ -93,6 +95,8 @@ class Tracing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoSpan:
+    """Stands where nothing is traced; it hands on the trace context that came in."""
+
     traceparent: str | None
 
     def event(self, name: str) -> None:

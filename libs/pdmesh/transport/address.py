@@ -30,6 +30,8 @@ _VERSION = 3
 
 
 class WorkerAddress(NamedTuple):
+    """Where an instance takes pieces, and the memory that peers on its host may read them in."""
+
     host_id: bytes
     max_payload_bytes: int  # what its receive buffers hold
     pid: int
@@ -61,6 +63,7 @@ def host_id() -> bytes:
 
 
 def pack_address(address: WorkerAddress) -> bytes:
+    """Pack a data address into the bytes that the scheduler hands on, a checksum at their end."""
     frame = _FRAME.pack(_MAGIC, _VERSION, *address[:-1], len(address.worker)) + address.worker
     return frame + _CHECK.pack(xxhash.xxh3_64_intdigest(frame))
 

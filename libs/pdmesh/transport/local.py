@@ -48,6 +48,8 @@ MESSAGES_A_TURN = 64
 
 
 class Verdict(IntEnum):
+    """What a receiver answers to the offer of a buffer."""
+
     TAKEN = 1  # the buffer may be used again
     UNREADABLE = 2  # this host does not let me read it
 

@@ -11,6 +11,8 @@ MAX_PEERS = 1024
 
 
 class Peer(NamedTuple):
+    """An instance that the scheduler has named: the id of its messages, its data address, and what that says."""
+
     id: bytes
     address: bytes
     facts: WorkerAddress

@@ -45,6 +45,7 @@ def ucx_devices(config: TransferConfig) -> str:
 
 
 def ucx_tls(config: TransferConfig) -> str:
+    """Say which transports UCX may use: as configured, else as the environment has it, else all."""
     return config.ucx_tls or os.environ.get("UCX_TLS") or "all"
 
 

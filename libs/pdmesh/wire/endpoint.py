@@ -20,6 +20,7 @@ from pdmesh.wire.link import GRPC_OPTIONS
 
 
 def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``; a name other than ``localhost`` is not looked up."""
     if host == "localhost":
         return True
     try:

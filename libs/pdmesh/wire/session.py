@@ -37,6 +37,8 @@ LAST_PAUSE_S = 1.0
 
 
 class Versioned(Protocol):
+    """A registration: it says which protocol its sender speaks."""
+
     @property
     def version(self) -> int: ...
 

@@ -59,6 +59,7 @@ def token_out(hold: Hold, result: SliceResult) -> TokenOut:
 
 
 def error_out(hold: Hold, error: Exception) -> TokenOut:
+    """Make the end of a request's tokens that the engine failed at."""
     return TokenOut(
         request_id=hold.request_id,
         epoch=hold.epoch,
@@ -70,6 +71,7 @@ def error_out(hold: Hold, error: Exception) -> TokenOut:
 
 
 def prompt_logprobs(chunk: BatchChunk, result: SliceResult) -> PromptLogprobs:
+    """Make the message with the log-probabilities of a chunk's tokens, of which the prompt's first has none."""
     return PromptLogprobs(
         request_id=chunk.hold.request_id,
         epoch=chunk.hold.epoch,
@@ -81,6 +83,7 @@ def prompt_logprobs(chunk: BatchChunk, result: SliceResult) -> PromptLogprobs:
 def finished(
     instance_id: InstanceId, hold: Hold, reason: FinishReason, own_steps: OwnDecodeSteps | None
 ) -> RequestFinished:
+    """Make the report of a request that ended here, with what was decoded without a plan since the last one."""
     return RequestFinished(
         instance_id=instance_id,
         request_id=hold.request_id,

@@ -23,6 +23,8 @@ from pdmesh.worker.spans import HoldTrace
 
 
 class Stage(Enum):
+    """How far a request has come on this instance."""
+
     PREFILLING = auto()
     SENDING = auto()  # computed; its KV is on the way
     RECEIVING = auto()

@@ -56,6 +56,8 @@ MAX_ID_LENGTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Admin:
+    """Answers ``/pdmesh.v1.Scheduler/Admin``."""
+
     driver: Driver
     records: RequestRecords
     operations: OperationsDesk

@@ -100,6 +100,8 @@ def _opened(message: Any) -> Any:
 
 @dataclass
 class SchedulerBench:
+    """A scheduler that runs, and ways to be its peer."""
+
     context: RunningScheduler
     channel: MeshChannel
 

@@ -22,6 +22,8 @@ FLAGS += ["-mprfchw", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16"]
 
 
 class KernelsHook(BuildHookInterface[Any]):
+    """Compiles the kernels into the wheel."""
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         library = Path(self.root, LIBRARY)
         fresh = library.with_suffix(".new")  # an engine that is starting finds the old one or the new one, whole

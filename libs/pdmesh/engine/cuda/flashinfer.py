@@ -233,6 +233,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
+    """`AttentionPlan` of FlashInfer: each part is a range of rows with the kernel for it."""
+
     parts: tuple[_Part, ...]
 
     def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:

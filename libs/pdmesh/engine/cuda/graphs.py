@@ -43,6 +43,8 @@ def graph_batch_size(num_decodes: int) -> int:
 
 
 class Recorder(Protocol):
+    """Records work on a device so that it can be done again at the cost of one call."""
+
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
         """Do ``work`` once or more, and return what does it again, with the same memory."""
         ...

@@ -25,6 +25,8 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
+    """The queues of a device's work that an engine uses."""
+
     @property
     def device(self) -> torch.device: ...
 

@@ -18,13 +18,15 @@ from pdmesh.wire.messages.state import Activity, MeshState
 
 
 class RegisterGateway(Message, frozen=True, kw_only=True):
+    """First message of a gateway's stream, also after a reconnect; ``waiting`` is what it still waits for."""
+
     gateway_id: GatewayId
     waiting: tuple[tuple[RequestId, Epoch], ...]
     version: int = PROTOCOL_VERSION
 
 
 class GatewayHeartbeat(Message, frozen=True, kw_only=True):
-    pass
+    """The gateway lives. Answered by a `MeshState`."""
 
 
 class OtherChoice(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +67,8 @@ GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | NextAct
 
 
 class WelcomeGateway(Message, frozen=True, kw_only=True):
+    """The registration is accepted. Without a heartbeat for ``lease_s`` the gateway is given up."""
+
     scheduler_id: str  # of this process: one that was started again has another
     lease_s: float
     heartbeat_s: float

@@ -18,7 +18,7 @@ from pdmesh.wire.messages.state import MeshState
 
 
 class GetStatus(Message, frozen=True, kw_only=True):
-    pass
+    """Answered by a `MeshState`."""
 
 
 class GetRequest(Message, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class ListRequests(Message, frozen=True, kw_only=True):
 
 
 class GetPolicies(Message, frozen=True, kw_only=True):
-    pass
+    """Answered by `Policies`."""
 
 
 class SetPolicy(Message, frozen=True, kw_only=True):
@@ -103,6 +103,8 @@ Change = SetPolicy | SetBatching | StartOperation | CancelOperation
 
 
 class OperationStatus(Message, frozen=True, kw_only=True):
+    """One operation of an operator, and how far it is."""
+
     operation_id: OperationId
     kind: OperationKind
     instance_id: InstanceId
@@ -116,6 +118,8 @@ class OperationStatus(Message, frozen=True, kw_only=True):
 
 
 class OperationList(Message, frozen=True, kw_only=True):
+    """The answer to `ListOperations`."""
+
     operations: tuple[OperationStatus, ...]
 
 
@@ -130,6 +134,8 @@ class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class RequestRecord(Message, frozen=True, kw_only=True):
+    """A request's life as the scheduler heard of it."""
+
     request_id: str
     label: str = ""  # what its client calls it
     arrived_at: float  # Unix time, seconds
@@ -164,6 +170,8 @@ class Policies(Message, frozen=True, kw_only=True):
 
 
 class AdminError(Message, frozen=True, kw_only=True):
+    """Why a question has no answer, or a change was refused: one sentence."""
+
     message: str
 
 
