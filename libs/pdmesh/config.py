@@ -26,7 +26,7 @@ from pdmesh.settings import SECRET, Setting, one_of, settings_of, values_of, wit
 
 LOOPBACK = "127.0.0.1"
 
-#: `WorkerConfig.kv_cache_bytes` of an instance on the host, unless set.
+#: `WorkerConfig.kv_cache_bytes` of the stand-in engine, and where the host does not say what it has free; unless set.
 HOST_KV_CACHE_BYTES = 256 * 1024 * 1024
 
 
@@ -119,7 +119,7 @@ class SchedulerConfig:
         str,
         one_of("credit", "full"),
         "room for output: as requests grow, preempting some where there is none left, or all of it from the start",
-    ] = "full"
+    ] = "credit"
     kv_risk: Annotated[
         float, Range(1e-6, 0.5), "by credit: the accepted risk of needing more memory than there is, at admission"
     ] = 0.01
@@ -158,9 +158,15 @@ class WorkerConfig:
     ] = None
     block_size: Annotated[int, Range(1, 4096), "tokens"] = 16
     kv_cache_bytes: Annotated[
-        int | None, COUNT, "of one instance; if not set, 256 MiB of the host, or kv_cache_share of a device"
+        int | None, COUNT, "of one instance; if not set, kv_cache_share of a device, or kv_cache_host_share of the host"
     ] = None
     kv_cache_share: Annotated[float, Range(0.01, 0.99), "of the memory that a device has free after the weights"] = 0.85
+    kv_cache_host_share: Annotated[
+        float,
+        Range(0.001, 0.9),
+        "of the memory that the host, or the container, has free after the weights, for an instance without a device; "
+        "`pdmesh up` gives more than two instances as much as two. Pages are taken as they are first used",
+    ] = 0.25
     prefill_attention: Annotated[
         str, one_of("auto", "fa2", "fa3"), "FlashInfer's way for chunks on a device; auto: by the chunk's length"
     ] = "auto"

@@ -60,6 +60,14 @@ def test_a_request_whose_last_token_dies_with_its_instance_is_resumed() -> None:
     assert result.num_tokens == ASK.max_tokens + 4  # of the probe that comes last
 
 
+def test_a_request_that_was_given_up_and_not_told_goes_on_where_it_decodes() -> None:
+    """Its prefill comes back first, without its KV; then the decode, where the KV had landed meanwhile."""
+    ask = replace(ASK, max_tokens=88)
+    result = run(a_plan(Fault(at_s=0.02, kind=FaultKind.CUT, target=SCHEDULER, duration_s=2.3), asks=(ask,)))
+    assert result.broken is None
+    assert result.num_tokens == ask.max_tokens + 4
+
+
 @pytest.mark.parametrize("target", [SCHEDULER, "i0", "i1"])
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP, FaultKind.TERMINATE, FaultKind.CUT])
 def test_a_stream_survives(kind: FaultKind, target: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,30 +16,63 @@ from pdmesh.profiles import parse_latency
 from pdmesh.testing import engine as fake
 from pdmesh.worker.engines import EngineFacts, build_engine, engine_facts, num_blocks_of
 from pdmesh.worker.measuring import step_s
+from pdmesh.worker.memory import free_host_bytes
 
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 BLOCK_BYTES = 32 * 65536
 
 
 def test_a_device_gives_a_share_of_what_the_weights_leave() -> None:
-    assert num_blocks_of(WorkerConfig(), LAYOUT, free_bytes=1000 * BLOCK_BYTES) == 850
-    assert num_blocks_of(WorkerConfig(kv_cache_share=0.5), LAYOUT, free_bytes=1000 * BLOCK_BYTES) == 500
-    assert num_blocks_of(WorkerConfig(), LAYOUT, free_bytes=None) == HOST_KV_CACHE_BYTES // BLOCK_BYTES
+    assert num_blocks_of(WorkerConfig(), LAYOUT, max_model_len=4096, free_bytes=1000 * BLOCK_BYTES) == 850
+    assert (
+        num_blocks_of(WorkerConfig(kv_cache_share=0.5), LAYOUT, max_model_len=4096, free_bytes=1000 * BLOCK_BYTES)
+        == 500
+    )
+    assert (
+        num_blocks_of(WorkerConfig(), LAYOUT, free_bytes=None, max_model_len=4096) == HOST_KV_CACHE_BYTES // BLOCK_BYTES
+    )
+
+
+def test_the_host_gives_a_share_of_what_is_free_and_never_more_than_is_of_use() -> None:
+    worker = WorkerConfig(kv_cache_host_share=0.25, max_num_seqs=8)
+    of = partial(num_blocks_of, worker, LAYOUT, free_bytes=None)
+    assert of(max_model_len=1 << 20, host_bytes=1000 * BLOCK_BYTES) == 250
+    assert of(max_model_len=10 * LAYOUT.block_size, host_bytes=1000 * BLOCK_BYTES) == 80
+
+
+def test_the_tightest_control_group_says_what_is_free(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert free_host_bytes(tmp_path) is None
+    write("proc/meminfo", "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    assert free_host_bytes(tmp_path) == 1000 * 1024
+    write("proc/self/cgroup", "4:memory:/a/b\n0::/c/d\n")
+    write("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "900000\n")
+    write("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "100000\n")
+    assert free_host_bytes(tmp_path) == 800_000
+    write("sys/fs/cgroup/c/d/memory.max", "max\n")
+    write("sys/fs/cgroup/c/d/memory.current", "7\n")
+    write("sys/fs/cgroup/c/memory.max", "500000\n")
+    write("sys/fs/cgroup/c/memory.current", "300000\n")
+    write("sys/fs/cgroup/c/memory.stat", "anon 5\ninactive_file 50000\n")
+    assert free_host_bytes(tmp_path) == 250_000
 
 
 @pytest.mark.parametrize("free_bytes", [None, 1 << 40])
 def test_what_is_set_is_taken_anywhere(free_bytes: int | None) -> None:
     config = WorkerConfig(kv_cache_bytes=7 * BLOCK_BYTES + 1)
-    assert num_blocks_of(config, LAYOUT, free_bytes=free_bytes) == 7
+    assert num_blocks_of(config, LAYOUT, free_bytes=free_bytes, max_model_len=4096) == 7
 
 
 def test_no_room_for_a_block_is_said() -> None:
     with pytest.raises(ConfigError, match=r"worker\.kv_cache_bytes is 1000"):
-        num_blocks_of(WorkerConfig(kv_cache_bytes=1000), LAYOUT, free_bytes=None)
+        num_blocks_of(WorkerConfig(kv_cache_bytes=1000), LAYOUT, free_bytes=None, max_model_len=4096)
     with pytest.raises(
         ConfigError, match=r"of the 1000 bytes that the weights leave free \(worker.kv_cache_share\) is 850"
     ):
-        num_blocks_of(WorkerConfig(), LAYOUT, free_bytes=1000)
+        num_blocks_of(WorkerConfig(), LAYOUT, free_bytes=1000, max_model_len=4096)
 
 
 TERMS = "a_s=0.006, b_s=1.5e-4, decode_a_s=0.004, decode_s=2e-4, mixed_a_s=0.006, interference_s=1e-4"

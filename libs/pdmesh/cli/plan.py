@@ -78,6 +78,7 @@ def other_specs(
             instance_id=name if config.worker.instance_id is None else f"{config.worker.instance_id}-{name}",
             role=role,
             num_threads=num_threads,
+            kv_cache_host_share=2 * config.worker.kv_cache_host_share / max(2, pools.total),
             metrics_port=config.worker.metrics_port and config.worker.metrics_port + position,
         )
         package = "pdmesh_prefill" if role == "prefill" else "pdmesh_decode"

@@ -10,8 +10,9 @@ from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout, MeasuredStep
+from pdmesh.model import KvLayout, MeasuredStep, num_blocks_for
 from pdmesh.profiles import parse_latency
+from pdmesh.worker.memory import free_host_bytes
 
 #: Of the stand-in engine, unless configured.
 _FAKE_MODEL_LEN = 32_768
@@ -35,7 +36,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
             num_layers=2, num_kv_heads=_FAKE_HEADS, head_dim=64, block_size=worker.block_size, dtype="float32"
         )
         max_model_len = worker.max_model_len or _FAKE_MODEL_LEN
-        num_blocks = num_blocks_of(worker, layout, free_bytes=None)
+        num_blocks = num_blocks_of(worker, layout, free_bytes=None, max_model_len=max_model_len)
         step_s = None if worker.fake_latency is None else timed_by(parse_latency(worker.fake_latency))
         return FakeEngine(layout, num_blocks=num_blocks, max_model_len=max_model_len, checks_kv=False, step_s=step_s)
     if worker.engine != "torch":
@@ -46,10 +47,14 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
     from pdmesh.engine.runner import TorchEngine  # torch takes seconds to import
 
     directory = resolve_model(config.model)
-    layout = load_model_config(directory).kv_layout(dtype=worker.dtype, block_size=worker.block_size)
+    model = load_model_config(directory)
+    layout = model.kv_layout(dtype=worker.dtype, block_size=worker.block_size)
+    max_model_len = worker.max_model_len or model.max_model_len
     return TorchEngine(
         directory,
-        num_blocks=lambda free_bytes: num_blocks_of(worker, layout, free_bytes=free_bytes),
+        num_blocks=lambda free_bytes: num_blocks_of(
+            worker, layout, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
+        ),
         block_size=worker.block_size,
         dtype=worker.dtype,
         device=worker.device,
@@ -105,19 +110,30 @@ def hardware_name(device: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def num_blocks_of(worker: WorkerConfig, layout: KvLayout, *, free_bytes: int | None) -> int:
-    """Blocks of the KV cache; ``free_bytes`` of a device's memory after the weights, None on the host.
+def num_blocks_of(
+    worker: WorkerConfig,
+    layout: KvLayout,
+    *,
+    free_bytes: int | None,
+    max_model_len: int,
+    host_bytes: int | None = None,
+) -> int:
+    """Blocks of the KV cache; ``free_bytes`` of a device's memory after the weights, else ``host_bytes`` of the host's.
 
-    Raises ConfigError if there is no room for one.
+    On the host never more than as many requests as it decodes at once can fill. Raises ConfigError if there is no room
+    for one.
     """
     kv_cache_bytes, source = worker.kv_cache_bytes, "worker.kv_cache_bytes"
-    if kv_cache_bytes is None and free_bytes is None:
-        kv_cache_bytes = HOST_KV_CACHE_BYTES
-    elif kv_cache_bytes is None:
-        assert free_bytes is not None
+    bytes_per_block = layout.num_layers * layout.block_bytes
+    if kv_cache_bytes is None and free_bytes is not None:
         kv_cache_bytes = int(free_bytes * worker.kv_cache_share)
         source = f"the share of the {free_bytes} bytes that the weights leave free (worker.kv_cache_share)"
-    bytes_per_block = layout.num_layers * layout.block_bytes
+    elif kv_cache_bytes is None and host_bytes is not None:
+        most_bytes = worker.max_num_seqs * num_blocks_for(max_model_len, layout.block_size) * bytes_per_block
+        kv_cache_bytes = min(most_bytes, int(host_bytes * worker.kv_cache_host_share))
+        source = f"the share of the {host_bytes} bytes that the host has free (worker.kv_cache_host_share)"
+    elif kv_cache_bytes is None:
+        kv_cache_bytes = HOST_KV_CACHE_BYTES
     num_blocks = kv_cache_bytes // bytes_per_block
     if num_blocks == 0:
         raise ConfigError(

@@ -86,7 +86,8 @@ async def serve_instance(
             model=served_model_name(config),
             kv_layout=engine.kv.layout,
             num_blocks=engine.kv.num_blocks,
-            max_model_len=engine.max_model_len,
+            # What its cache can hold, if that is less: nobody is promised more.
+            max_model_len=min(engine.max_model_len, engine.kv.num_blocks * engine.kv.layout.block_size),
             max_num_seqs=config.worker.max_num_seqs,
             num_transfer_backends=config.transfer.num_backends,
             data_address=transport.address,
