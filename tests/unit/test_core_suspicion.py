@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.commands import Command, PlaceDecode, Restart, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import InstanceJoined, InstanceSuspected
+from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected
 from pdmesh.core.suspicion import CHEAP_US, MAX_EPOCH
 from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.policy.base import PolicyConfig
@@ -73,6 +73,17 @@ def test_a_silent_decode_instance_keeps_its_streams_and_gives_up_what_is_on_its_
     place, step = _placed(bench, "b")
     bench.done("p", step.plan)
     assert restarted(bench.feed(InstanceSuspected(place.instance_id))) == ["b"], "computed again in no time"
+
+
+def test_a_prefill_instance_that_left_after_it_sent_everything_is_not_looked_for() -> None:
+    """Found by the simulation with faults, seed 1000913: the scheduler ended with a KeyError."""
+    bench = CoreBench(prefill("p0"), prefill("p1"), decode("d0"), decode("d1"))
+    place, step = _placed(bench, "a")
+    bench.done(step.instance_id, step.plan)
+    bench.sent(step.instance_id, "a")
+    bench.released(step.instance_id, "a")
+    bench.feed(InstanceLost(step.instance_id))
+    assert restarted(bench.feed(InstanceSuspected(place.instance_id))) == ["a"], "computed again in no time"
 
 
 @pytest.mark.parametrize("begun", [False, True])

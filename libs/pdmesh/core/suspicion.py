@@ -35,14 +35,21 @@ def start_elsewhere(books: Books, bundle: Bundle) -> None:
                 and state.phase is Phase.PREFILLING
                 and state.needs(instance.instance_id)
                 and state.request.epoch <= MAX_EPOCH
-                and _loses_nothing(state, books.instances[state.prefill_ids[0]])
+                and _loses_nothing(state, books.instances.get(state.prefill_ids[0]))
                 and could_place(state.request, others, groups, bundle)
             ):
                 books.restart(state, f"instance {instance.instance_id} is silent")
 
 
-def _loses_nothing(state: RequestState, leader: InstanceBooks) -> bool:
-    """Whether nothing of its prompt is known to be computed, or all of it is computed again in no time."""
+def _loses_nothing(state: RequestState, leader: InstanceBooks | None) -> bool:
+    """Whether nothing of its prompt is known to be computed, or all of it is computed again in no time.
+
+    The leader may be gone once it has sent everything.
+    """
+    if state.work_us <= CHEAP_US:
+        return True
+    if leader is None:
+        return False
     in_flight = [chunk for plan in leader.plans.values() for chunk in plan.chunks]
     num_in_flight = sum(chunk.num_tokens for chunk in in_flight if (chunk.request_id, chunk.epoch) == state.key)
-    return state.work_us <= CHEAP_US or num_in_flight == state.num_planned_tokens
+    return num_in_flight == state.num_planned_tokens
