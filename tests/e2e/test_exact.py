@@ -26,6 +26,7 @@ class Case:
     bundle: str
     chunk_tokens: int  # where steps are static
     over_ucx: bool = False  # as between hosts: no memory of another process is read
+    batching: str = ""  # another than the bundle's
 
 
 CASES = [
@@ -34,6 +35,8 @@ CASES = [
     Case("qwen3", 0, 0, 2, "fcfs", 64),
     # Long from 1,000 tokens on: the prompts of 4,000 are interrupted between layers, and preempted, by the others.
     Case("llama", 1, 1, 0, "pdmesh", 0),
+    # Residents stand still in every prefill phase, and decode on after it.
+    Case("qwen2", 0, 0, 1, "pdmesh", 0, batching="eb"),
 ]
 
 
@@ -43,7 +46,11 @@ class Served:
     references: list[Reference]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.architecture}-{case.bundle}-{case.chunk_tokens}")
+@pytest.fixture(
+    scope="module",
+    params=CASES,
+    ids=lambda case: f"{case.architecture}-{case.bundle}{case.batching}-{case.chunk_tokens}",
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     case: Case = request.param
     folder = tmp_path_factory.mktemp(case.architecture)
@@ -55,6 +62,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     references = [reference(checkpoint, prompt, 24) for prompt in prompts]
     settings = {
         "SCHEDULER_BUNDLE": case.bundle,
+        "SCHEDULER_BATCHING": case.batching,
         "POLICY_CHUNK_TOKENS": str(case.chunk_tokens or 512),
         "POLICY_LONG_PROMPT_TOKENS": "1000",
     }

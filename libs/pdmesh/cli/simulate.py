@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.report import GroupReport, Percentiles, SimReport, report
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import Simulator
+from pdmesh.sim.workload import Arrival, ClosedLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,11 @@ class SimulateOptions(StudyOptions):
     group_size: int
     groups: int | None
     bundles: Sequence[str]
+    batchings: Sequence[str]  # none: each bundle's own
+    threshold: float | None
+    clients: int | None
+    think_s: float
+    max_tokens: int | None
     plot: Path | None
     perfetto: Path | None
 
@@ -47,17 +54,29 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     write_plot = None if options.plot is None else _plotter()
     study = make_study(options, options.bundles)
     mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
-    policy = study.policy
+    if options.threshold is not None and "eb" not in options.batchings:
+        raise ConfigError("--threshold is of --batching eb: give both")
+    policy = replace(study.policy, eb_threshold=options.threshold)
     if options.group_size > 1:
         policy, mesh = _grouped(options, policy, mesh, study.long_tokens)
+    arrivals, closed_loop = _asked(options, study.arrivals)
+    cores = {
+        f"{bundle} {batching}".strip(): study_core(bundle, replace(policy, batching=batching), options.seed)
+        for bundle, batching in product(options.bundles, options.batchings or ("",))
+    }
     results: dict[str, SimResult] = {}
     with rare_collections(), progress_bar(output) as progress:
-        for bundle in options.bundles:
-            task = progress.add_task(bundle, total=len(study.arrivals))
-            core = study_core(bundle, policy, options.seed)
-            instances = mesh.instances(policy.latency)
-            simulator = Simulator(core, instances, study.arrivals, study.config, group_model=policy.group_latency)
-            results[bundle] = simulator.run(advance(progress, task))
+        for name, core in cores.items():
+            task = progress.add_task(name, total=len(arrivals))
+            simulator = Simulator(
+                core,
+                mesh.instances(policy.latency),
+                arrivals,
+                study.config,
+                group_model=policy.group_latency,
+                closed_loop=closed_loop,
+            )
+            results[name] = simulator.run(advance(progress, task))
 
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
     reports = {name: report(result, long_tokens=study.long_tokens, slo=slo) for name, result in results.items()}
@@ -79,6 +98,21 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         console = Console()
         console.print(described(study.profile), highlight=False)
         console.print(figures_table(reports))
+
+
+def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Sequence[Arrival], ClosedLoop | None]:
+    """The requests with what they ask for, and the clients that send them, if they wait for each other."""
+    most = options.max_tokens
+    if most is not None:
+        arrivals = [
+            replace(arrival, num_output_tokens=min(arrival.num_output_tokens, most), max_tokens=most)
+            for arrival in arrivals
+        ]
+    if options.clients is None:
+        if options.think_s:
+            raise ConfigError("--think is of clients who wait for their answers: say how many, with --clients")
+        return arrivals, None
+    return arrivals, ClosedLoop(num_clients=((0, options.clients),), think_s=options.think_s)
 
 
 def _grouped(

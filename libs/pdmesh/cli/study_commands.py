@@ -65,6 +65,21 @@ def simulate(
     bundle: Annotated[
         list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
     ] = None,
+    batching: Annotated[
+        list[str] | None,
+        typer.Option(metavar="mb|eb|ebplus", help="Batching mode; repeat to compare. [default: the bundle's]"),
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Of eb: the share of idle seats that ends a decode phase. [default: the best]")
+    ] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many at once, each with a request; arrival times do not matter then."),
+    ] = None,
+    think: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Of a client, between two requests.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="That every request asks for. [default: those that it will generate]")
+    ] = None,
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
     transfer_backends: TransferBackends = 4,
@@ -97,6 +112,11 @@ def simulate(
         groups=groups,
         profile=profile,
         bundles=tuple(dict.fromkeys(bundle or ("fcfs", "pdmesh"))),
+        batchings=tuple(dict.fromkeys(batching or ())),
+        threshold=threshold,
+        clients=clients,
+        think_s=think,
+        max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
         kv_tokens=kv_tokens,
         transfer_backends=transfer_backends,

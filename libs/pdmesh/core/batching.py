@@ -168,7 +168,7 @@ class Modes:
         num_idle = max(0, num_seats - num_busy)
         if batching.holds_decodes or has_begun:
             return num_idle > 0 or num_busy == 0
-        num_blocks = max(1, instance.num_decode_blocks(head.request))
+        num_blocks = max(1, instance.num_first_blocks(head.request))
         phase = DecodePhase(
             now_s=now_s,
             began_s=batching.decodes_from_s,

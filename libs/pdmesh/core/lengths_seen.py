@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from pdmesh.policy.batching_theory import LengthMoments, StepCosts, Threshold, renewal_threshold
+from pdmesh.policy.batching_theory import LengthMoments, StepCosts, Threshold, renewal_threshold, threshold_after
 from pdmesh.policy.latency import LinearLatencyModel
 
 #: Requests that are remembered.
@@ -13,8 +13,8 @@ WINDOW = 500
 #: With fewer nothing is decided.
 MIN_REQUESTS = 32
 
-#: New ones after which the threshold is computed again: its survival function has changed by a fifth at most.
-_PER_THRESHOLD = 100
+#: New ones after which the best phase is looked for again: a fifth of the survival function may have changed.
+_PER_SEARCH = 100
 
 
 class LengthsSeen:
@@ -24,9 +24,9 @@ class LengthsSeen:
         self._lengths: deque[tuple[int, int]] = deque()
         self._prompts = self._prompt_squares = self._outputs = self._output_squares = 0
         self._num_seen = 0
-        self._threshold: Threshold | None = None
-        self._threshold_at = 0
-        self._threshold_ratio = 0.0
+        self._phase_steps: float | None = None  # the best, and what it was computed for
+        self._phase_at = 0
+        self._phase_ratio = 0.0
 
     def add(self, num_prompt_tokens: int, num_decoded_tokens: int) -> None:
         """``num_decoded_tokens`` are the output but for its first token."""
@@ -76,12 +76,13 @@ class LengthsSeen:
     def threshold(self, costs: StepCosts) -> Threshold:
         """The best for these outputs, whatever their law. Only the ratio of two costs matters to it."""
         ratio = costs.switch_s / costs.decode_step_s
-        known = self._threshold
+        outputs = [max(1, output) for _, output in self._lengths]
         if (
-            known is None
-            or self._num_seen - self._threshold_at >= _PER_THRESHOLD
-            or abs(ratio - self._threshold_ratio) > 0.1 * self._threshold_ratio
+            self._phase_steps is None
+            or self._num_seen - self._phase_at >= _PER_SEARCH
+            or abs(ratio - self._phase_ratio) > 0.1 * self._phase_ratio
         ):
-            known = self._threshold = renewal_threshold(costs, [max(1, output) for _, output in self._lengths])
-            self._threshold_at, self._threshold_ratio = self._num_seen, ratio
-        return known
+            self._phase_steps = renewal_threshold(costs, outputs).num_steps
+            self._phase_at, self._phase_ratio = self._num_seen, ratio
+        # The share that such a phase frees is that of the lengths as they are now, as all else in a prediction is.
+        return threshold_after(self._phase_steps, outputs)

@@ -53,14 +53,6 @@ class Load(NamedTuple):
     threshold: Threshold  # the best one for these costs and outputs
     costs: StepCosts
     tpot_s: float | None  # the smallest target that a resident has of its own
-    measured: Evidence | None = None
-
-
-class Evidence(NamedTuple):
-    """By how much exclusive batching was measured to be faster: of paired log ratios, their mean and its variance."""
-
-    mean: float
-    variance: float
 
 
 class ModeChoice(NamedTuple):
@@ -190,9 +182,6 @@ class SwitchingBatching:
     min_slots: float = 16.0  # below, mixed
     name: str = "ebplus"
 
-    #: Of the predicted gain: in 12 Monte Carlo cases its worst error was 0.83 %.
-    PREDICTION_VARIANCE = 0.008**2
-
     @property
     def adapts(self) -> bool:
         return True
@@ -212,9 +201,6 @@ class SwitchingBatching:
             threshold = _at(threshold, most)
         prediction = ModePrediction.of(load, threshold, num_seats)
         gain = prediction.gain
-        if load.measured is not None:
-            weight = self.PREDICTION_VARIANCE / (self.PREDICTION_VARIANCE + load.measured.variance)
-            gain += weight * (load.measured.mean - gain)
         reason = ""
         tpot_s = self.slo_tpot_s if load.tpot_s is None else load.tpot_s
         if load.num_slots < self.min_slots:

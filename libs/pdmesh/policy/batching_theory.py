@@ -127,6 +127,22 @@ def renewal_threshold(costs: StepCosts, output_tokens: Sequence[int]) -> Thresho
     return Threshold(1 / cost.mean_phases(phase), float(phase))
 
 
+def threshold_after(num_steps: float, output_tokens: Sequence[int]) -> Threshold:
+    """Of decode phases of so many steps, at least one: the share of slots that they free, 1 / G(T)."""
+    lengths = sorted(output_tokens)
+    phase = max(1, round(num_steps))
+    return Threshold(len(lengths) / _phases(lengths, phase), float(phase))
+
+
+def _phases(lengths: Sequence[int], num_steps: int) -> int:
+    """Of how many phases of so many steps requests of these lengths, sorted, are a part, together."""
+    total, bound, count = 0, 0, len(lengths)
+    while bound == 0 or bound < lengths[-1]:
+        total += count - bisect_right(lengths, bound) if bound else count
+        bound += num_steps
+    return total
+
+
 @dataclass(frozen=True, slots=True)
 class _PhaseCost:
     """What decode phases of so many steps cost for each request that they end."""
@@ -136,11 +152,7 @@ class _PhaseCost:
 
     def mean_phases(self, num_steps: int) -> float:
         """G(T): of how many phases a request is a part."""
-        total, bound, count = 0, 0, len(self.lengths)
-        while bound == 0 or bound < self.lengths[-1]:
-            total += count - bisect_right(self.lengths, bound) if bound else count
-            bound += num_steps
-        return total / count
+        return _phases(self.lengths, num_steps) / len(self.lengths)
 
     def of(self, num_steps: int) -> float:
         return (self.costs.switch_s + self.costs.decode_step_s * num_steps) * self.mean_phases(num_steps)

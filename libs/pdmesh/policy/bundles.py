@@ -180,7 +180,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         group_placement=LeastQueuedGroup(),
         decode_placement=Apart(long_tokens),
         long_prompt_tokens=long_tokens,
-        batching=_mixed(config),
+        batching=_switching(config),
         interruption=ShortInterruptsLong(config.latency, long_tokens),
         local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from typing import Protocol, assert_never
@@ -42,7 +42,7 @@ from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.instance import SimInstance
 from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
-from pdmesh.sim.workload import Arrival
+from pdmesh.sim.workload import Arrival, ClosedLoop
 
 GATEWAY = GatewayId("simulated")
 
@@ -76,8 +76,12 @@ class Simulator:
         config: SimConfig | None = None,
         *,
         group_model: LatencyModel | None = None,
+        closed_loop: ClosedLoop | None = None,
     ) -> None:
-        """``group_model`` is the time of a chunk that a group of instances computes, where they form groups."""
+        """``group_model`` is the time of a chunk that a group of instances computes, where they form groups.
+
+        Under a ``closed_loop`` its clients send the requests of ``arrivals``, each when it has time for the next.
+        """
         self._config = config = config or SimConfig()
         self._core = core
         self._agenda = Agenda()
@@ -100,6 +104,8 @@ class Simulator:
             for profile, model in instances
         }
         self._arrivals = iter(enumerate(arrivals))
+        self._closed_loop = closed_loop
+        self._num_sent = 0
         self._inbox: deque[Event] = deque()
         self._turns: dict[InstanceId, None] = {}
         self._wake: Appointment | None = None
@@ -114,7 +120,10 @@ class Simulator:
         self._on_ended = on_ended
         self._inbox.append(GatewayJoined(GATEWAY, ()))
         self._inbox.extend(InstanceJoined(instance.profile, ()) for instance in self._instances.values())
-        self._await_arrival()
+        if self._closed_loop is None:
+            self._await_arrival()
+        else:
+            self._let_clients_send(0.0)
         self._settle()
         while self._num_open:
             advanced = self._agenda.advance()
@@ -140,6 +149,19 @@ class Simulator:
             self._agenda.at(arrival.arrival_s, partial(self._arrive, index, arrival))
             return
 
+    def _let_clients_send(self, think_s: float) -> None:
+        """As many as have time send a request each, after ``think_s``: those are open from now on."""
+        assert self._closed_loop is not None
+        while self._num_open < self._closed_loop.clients_at(self._num_sent):
+            found = next(self._arrivals, None)
+            if found is None:
+                return
+            index, arrival = found
+            arrival = replace(arrival, arrival_s=self._agenda.now_s + think_s)
+            self._num_sent += 1
+            self._num_open += 1
+            self._agenda.at(arrival.arrival_s, partial(self._arrive, index, arrival))
+
     def _arrive(self, index: int, arrival: Arrival) -> None:
         request = Request(
             request_id=RequestId(f"r{index:07d}"),
@@ -154,7 +176,8 @@ class Simulator:
         )
         self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
         self._inbox.append(RequestArrived(request))
-        self._await_arrival()
+        if self._closed_loop is None:
+            self._await_arrival()
 
     # --- events in, commands out ---
 
@@ -201,6 +224,8 @@ class Simulator:
                 self._runs[command.request_id, command.epoch].outcome = command.outcome
                 self._num_open -= 1
                 self._num_ended += 1
+                if self._closed_loop is not None:
+                    self._let_clients_send(self._closed_loop.think_s)
                 if self._on_ended is not None:
                     self._on_ended(self._num_ended)
             case WakeAt():

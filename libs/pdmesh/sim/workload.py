@@ -22,6 +22,22 @@ class Arrival:
     slo_tpot_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedLoop:
+    """Clients that each send a request, wait for its end, think for ``think_s``, and send the next.
+
+    ``num_clients`` says from which request on there are how many; when they become fewer, those who end leave. They
+    take the requests of a workload in their order; its times of arrival do not matter.
+    """
+
+    num_clients: Sequence[tuple[int, int]]
+    think_s: float = 0.0
+
+    def clients_at(self, index: int) -> int:
+        """How many there are when the request of this index is sent."""
+        return [number for first, number in self.num_clients if first <= index][-1]
+
+
 def with_rate_scaled(arrivals: Iterable[Arrival], rate_scale: float) -> list[Arrival]:
     """The same requests, ``rate_scale`` times as many a second."""
     return [replace(arrival, arrival_s=arrival.arrival_s / rate_scale) for arrival in arrivals]

@@ -19,7 +19,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.lives import Attempt, Chunk
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId
+from pdmesh.model import InstanceId, Role
+from pdmesh.policy.batching import Mode
 from pdmesh.telemetry.exposition import Aliases
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.tenants import TenantUsage
@@ -155,9 +156,23 @@ class _CoreCollector(Collector):
         queued = GaugeMetricFamily(
             "pdmesh:num_queued_tokens", "Prompt tokens placed on an instance, not yet computed", labels=["instance"]
         )
+        exclusive = GaugeMetricFamily(
+            "pdmesh:batching_exclusive",
+            "1 while an instance that does both computes prompts in phases of their own (eb), 0 while it mixes",
+            labels=["instance"],
+        )
+        gain = GaugeMetricFamily(
+            "pdmesh:batching_gain",
+            "Predicted throughput of exclusive over mixed batching, less 1; 0 while it is not known",
+            labels=["instance"],
+        )
         for view in self._core.instances:
             usage.add_metric([view.instance_id], 1 - view.num_free_blocks / view.num_blocks)
             queued.add_metric([view.instance_id], view.num_queued_tokens)
+            if view.role is Role.MIXED:
+                batching = self._core.batching_of(view.instance_id)
+                exclusive.add_metric([view.instance_id], batching.mode is Mode.EXCLUSIVE)
+                gain.add_metric([view.instance_id], batching.gain or 0.0)
         ignored = CounterMetricFamily(
             "pdmesh:reports_ignored", "Reports that did not fit the scheduler's books", labels=["kind"]
         )
@@ -172,4 +187,4 @@ class _CoreCollector(Collector):
         for tenant in self._tenants.statuses:
             used.add_metric([tenant.tenant], tenant.used_of_late)
             waiting.add_metric([tenant.tenant], tenant.num_waiting)
-        yield from (usage, queued, ignored, used, waiting)
+        yield from (usage, queued, exclusive, gain, ignored, used, waiting)

@@ -1,0 +1,113 @@
+"""Closed loops of clients, and batching modes on a simulated instance."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.sim.mesh import study_core
+from pdmesh.sim.result import SimResult
+from pdmesh.sim.simulator import SimConfig, Simulator
+from pdmesh.sim.workload import Arrival, ClosedLoop
+from pdmesh.testing.sim import tiny_mesh
+
+#: Mixed steps cost half as much again as decode steps: phases of prefill alone win.
+MODEL = LinearLatencyModel(
+    a_s=0.006,
+    b_s=0.00015,
+    c_s=0.0,
+    d_s=0.0,
+    decode_a_s=0.004,
+    decode_s=0.0002,
+    mixed_a_s=0.006,
+    interference_s=0.0001,
+)
+NO_TARGET_S = 1e4
+
+
+def run(
+    batching: str,
+    *,
+    clients: tuple[tuple[int, int], ...] = ((32, 32),),
+    number: int = 600,
+    think_s: float = 0.0,
+    control_delay_s: float = 0.0,
+) -> SimResult:
+    rng = random.Random(1)
+    arrivals = [
+        Arrival(
+            arrival_s=0.0,
+            num_prompt_tokens=rng.randint(1, 128),
+            num_output_tokens=1 + int(rng.expovariate(1 / 60)),
+            max_tokens=1000,
+        )
+        for _ in range(number)
+    ]
+    policy = PolicyConfig(
+        latency=MODEL,
+        batching=batching,
+        slo_tpot_s=NO_TARGET_S,
+        slo_ttft_s=NO_TARGET_S,
+        max_stall_s=NO_TARGET_S,
+        prefill_step_s=NO_TARGET_S,
+    )
+    mesh = tiny_mesh({"mixed": 1}, num_kv_tokens=1 << 20, max_num_seqs=64)
+    loop = ClosedLoop(num_clients=((0, clients[0][1]), *clients[1:]), think_s=think_s)
+    config = SimConfig(control_delay_s=control_delay_s)
+    core = study_core("pdmesh", policy, 0)
+    return Simulator(core, mesh.instances(MODEL), arrivals, config, closed_loop=loop).run()
+
+
+def most_at_once(result: SimResult, from_s: float, until_s: float) -> int:
+    spans = [(run.request.arrival_s, run.token_times_s[-1]) for run in result.requests]
+    times = [at_s for span in spans for at_s in span if from_s <= at_s <= until_s]
+    return max(sum(begin_s <= at_s < end_s for begin_s, end_s in spans) for at_s in times)
+
+
+def test_a_closed_loop_keeps_so_many_requests_open_and_serves_all() -> None:
+    result = run("mb", number=200)
+    assert len(result.requests) == 200
+    assert all(len(run.token_times_s) == run.num_output_tokens for run in result.requests)
+    assert most_at_once(result, 0.0, 1e9) == 32
+
+
+def test_clients_come_and_go_with_the_requests() -> None:
+    result = run("mb", clients=((0, 8), (100, 24), (250, 4)), number=400)
+    arrivals = [run.request.arrival_s for run in result.requests]
+    assert most_at_once(result, 0.0, arrivals[90]) == 8
+    assert most_at_once(result, arrivals[180], arrivals[240]) == 24
+    assert most_at_once(result, arrivals[350], 1e9) == 4
+
+
+def test_a_client_thinks_between_two_requests() -> None:
+    result = run("mb", clients=((0, 1),), number=20, think_s=2.0)
+    ends = [run.token_times_s[-1] for run in result.requests]
+    begins = [run.request.arrival_s for run in result.requests][1:]
+    assert [begin - end for begin, end in zip(begins, ends, strict=False)] == pytest.approx([2.0] * 19)
+
+
+@pytest.mark.parametrize("control_delay_s", [0.0, 0.003])
+def test_exclusive_steps_are_prefill_or_decode_and_residents_stand_still_in_a_prefill_phase(
+    control_delay_s: float,
+) -> None:
+    result = run("eb", control_delay_s=control_delay_s)
+    steps = result.instances[0].steps
+    assert sum(bool(step.chunks) for step in steps) > 10
+    assert not any(step.chunks and step.num_decodes for step in steps)
+    phases = [bool(step.chunks) for step in steps]
+    assert sum(before != after for before, after in pairwise(phases)) < len(steps)
+
+
+def test_ebplus_finds_that_phases_are_faster_and_learns_lengths_that_nobody_told_it() -> None:
+    ends = {mode: run(mode, number=2000).requests for mode in ("mb", "ebplus")}
+    mixed_s, both_s = (max(run.token_times_s[-1] for run in runs) for runs in ends.values())
+    assert both_s < 0.97 * mixed_s
+
+
+def test_the_same_requests_give_the_same_run() -> None:
+    first, second = run("ebplus", number=800), run("ebplus", number=800)
+    assert [list(run.token_times_s) for run in first.requests] == [list(run.token_times_s) for run in second.requests]

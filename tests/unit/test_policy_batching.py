@@ -1,0 +1,152 @@
+"""Which mode is chosen, from what was measured, and when a decode phase ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.policy.batching import (
+    DecodePhase,
+    ExclusiveBatching,
+    Load,
+    Mode,
+    ModeChoice,
+    SwitchingBatching,
+    phase_end_s,
+)
+from pdmesh.policy.batching_theory import LengthMoments, StepCosts, Threshold, geometric_threshold
+
+LENGTHS = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=127, var_prompt_tokens=16_000)
+NAMED = StepCosts(
+    switch_s=0.006,
+    decode_step_s=0.004,
+    mixed_step_s=0.006,
+    prompt_token_s=0.00015,
+    decode_token_s=0.0002,
+    interference_s=0.0001,
+)
+ALIKE = StepCosts(
+    switch_s=0.006, decode_step_s=0.004, mixed_step_s=0.004, prompt_token_s=0.00015, decode_token_s=0.0002
+)
+FREE = SwitchingBatching(slo_tpot_s=10.0, slo_ttft_s=100.0, max_stall_s=10.0)
+
+
+def a_load(costs: StepCosts, num_slots: float, *, tpot_s: float | None = None, num_kv_tokens: int = 1 << 22) -> Load:
+    return Load(
+        num_slots=num_slots,
+        max_num_seqs=256,
+        num_kv_tokens=num_kv_tokens,
+        lengths=LENGTHS,
+        threshold=geometric_threshold(costs, LENGTHS.mean_output_tokens),
+        costs=costs,
+        tpot_s=tpot_s,
+    )
+
+
+def a_phase(num_busy: int, num_fillable: int, **fields: Any) -> DecodePhase:
+    phase = DecodePhase(
+        now_s=10.0,
+        began_s=9.0,
+        limit_s=5.0,
+        num_seats=64,
+        num_busy=num_busy,
+        num_fillable=num_fillable,
+        urgent_s=inf,
+        turn_s=-inf,
+    )
+    return phase._replace(**fields)
+
+
+@pytest.mark.parametrize("number", [16, 32, 64, 128, 256])
+def test_where_mixed_steps_cost_nothing_more_it_is_mixed_at_every_size(number: int) -> None:
+    choice = FREE.choose(a_load(ALIKE, number), Mode.MIXED)
+    assert choice.mode is Mode.MIXED
+    assert choice.gain is not None
+    assert choice.gain < 0
+
+
+def test_the_case_of_which_the_theory_says_eight_percent_is_found() -> None:
+    choice = FREE.choose(a_load(NAMED, 64), Mode.MIXED)
+    assert choice.mode is Mode.EXCLUSIVE
+    assert choice.gain == pytest.approx(0.08, abs=0.02)
+
+
+def test_few_requests_stay_mixed_whatever_is_gained() -> None:
+    choice = FREE.choose(a_load(NAMED, 15.9), Mode.MIXED)
+    assert (choice.mode, choice.reason) == (Mode.MIXED, "few requests")
+
+
+def test_a_stall_is_no_longer_than_the_smallest_target_of_a_resident() -> None:
+    free = FREE.choose(a_load(NAMED, 64), Mode.MIXED)
+    held = FREE.choose(a_load(NAMED, 64, tpot_s=0.1), Mode.MIXED)
+    stall_s = NAMED.switch_s + 64 * held.idle_share * NAMED.prompt_token_s * LENGTHS.mean_prompt_tokens
+    assert held.idle_share < free.idle_share
+    assert stall_s == pytest.approx(0.1)
+    assert FREE.choose(a_load(NAMED, 64, tpot_s=0.02), Mode.EXCLUSIVE).reason == "stall"
+
+
+def test_a_mode_that_breaks_the_tpot_target_is_not_chosen_where_the_other_keeps_it() -> None:
+    dear = StepCosts(
+        switch_s=0.2, decode_step_s=0.004, mixed_step_s=0.006, prompt_token_s=0.00015, decode_token_s=0.0002
+    )
+    tight = SwitchingBatching(slo_tpot_s=0.012, slo_ttft_s=100.0, max_stall_s=10.0)
+    choice = tight.choose(a_load(dear, 32)._replace(threshold=Threshold(0.1, 13.0)), Mode.MIXED)
+    assert (choice.mode, choice.reason) == (Mode.MIXED, "TPOT")
+
+
+def test_a_wait_longer_than_the_first_token_may_take_is_not_chosen() -> None:
+    quick = SwitchingBatching(slo_tpot_s=10.0, slo_ttft_s=0.2, max_stall_s=10.0)
+    assert quick.choose(a_load(NAMED, 64), Mode.MIXED).reason == "TTFT"
+
+
+def test_within_the_dead_band_what_is_done_goes_on() -> None:
+    low_s, high_s, load = 0.004, 0.02, a_load(ALIKE, 64)
+    for _ in range(40):  # mixed steps so dear that nothing is gained or lost
+        middle_s = (low_s + high_s) / 2
+        load = a_load(replace(ALIKE, mixed_step_s=middle_s), 64)
+        low_s, high_s = (middle_s, high_s) if (FREE.choose(load, Mode.MIXED).gain or 0) < 0 else (low_s, middle_s)
+    gain = FREE.choose(load, Mode.MIXED).gain
+    assert gain is not None
+    assert abs(gain) < FREE.dead_band
+    assert FREE.choose(load, Mode.MIXED).mode is Mode.MIXED
+    assert FREE.choose(load, Mode.EXCLUSIVE).mode is Mode.EXCLUSIVE
+
+
+def test_seats_are_those_that_kv_is_safe_for() -> None:
+    assert FREE.choose(a_load(NAMED, 64), Mode.MIXED).num_seats == 256
+    assert 0 < FREE.choose(a_load(NAMED, 64, num_kv_tokens=8000), Mode.MIXED).num_seats < 64
+
+
+@given(num_busy=st.integers(0, 64), num_fillable=st.integers(0, 64), share=st.floats(0.01, 0.99))
+def test_a_phase_with_nobody_busy_ends_and_one_that_nobody_can_fill_does_not(
+    num_busy: int, num_fillable: int, share: float
+) -> None:
+    end_s = phase_end_s(ModeChoice(Mode.EXCLUSIVE, share), a_phase(num_busy, num_fillable))
+    if num_busy == 0:
+        assert end_s == -inf
+    elif num_fillable == 0:
+        assert end_s == inf
+    else:
+        # k of N idle seats, for the N that are busy or could be.
+        assert (end_s <= 10.0) == (num_fillable >= share * (num_busy + num_fillable) - 1e-9) or abs(
+            num_fillable - share * (num_busy + num_fillable)
+        ) < 1e-6
+
+
+def test_who_waits_is_served_when_its_target_wants_it_and_after_two_cycles_at_the_latest() -> None:
+    choice = ModeChoice(Mode.EXCLUSIVE, 0.5)
+    assert phase_end_s(choice, a_phase(60, 1)) == 14.0
+    assert phase_end_s(choice, a_phase(60, 1, urgent_s=11.0)) == 11.0
+    assert phase_end_s(choice, a_phase(2, 60, turn_s=10.5)) == 10.5
+    assert phase_end_s(choice, a_phase(2, 60, turn_s=10.5, urgent_s=10.0)) == 10.0
+
+
+def test_a_set_threshold_is_kept() -> None:
+    batching = ExclusiveBatching(idle_share=0.3)
+    assert batching.first.idle_share == 0.3
+    assert batching.choose(a_load(NAMED, 64), Mode.EXCLUSIVE).idle_share == 0.3
