@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import anyio
 import httpx
 from report import heading
 
+from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 CONTEXT_TOKENS = 32_768
@@ -98,20 +99,30 @@ async def serve(mesh: RunningMesh, num_chats: int, seed: int) -> list[Chat]:
     return chats
 
 
+def a_model(folder: Path) -> Path:
+    """Of which the stand-in takes the tokenizer, and the gateway the context length."""
+    folder.mkdir()
+    shape = replace(TINY, max_position_embeddings=CONTEXT_TOKENS)
+    write_checkpoint(folder, architecture="llama", shape=shape, seed=1)
+    return folder
+
+
 def measure(reservation: str, num_chats: int, contexts: int, seed: int) -> tuple[dict[str, Any], list[str]]:
     settings = {
         "SCHEDULER_KV_RESERVATION": reservation,
         "SCHEDULER_REFUSES_EARLY": "false",
         "SCHEDULER_MAX_QUEUE_S": "900",
         "WORKER_ENGINE": "fake",
-        "WORKER_FAKE_LATENCY": "a_s=0.005,b_s=2e-5,mixed_a_s=0.005,decode_s=0.004",
+        "WORKER_FAKE_LATENCY": "a_s=0.005,b_s=2e-5,decode_a_s=0.004",
         "WORKER_MAX_MODEL_LEN": str(CONTEXT_TOKENS),
         "WORKER_MAX_NUM_SEQS": "64",
         "WORKER_KV_CACHE_BYTES": str(contexts * CONTEXT_TOKENS // 16 * BLOCK_BYTES),
     }
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_mesh(Path(folder), model=None, prefill=0, decode=0, mixed=1, settings=settings) as mesh,
+        running_mesh(
+            Path(folder), model=a_model(Path(folder) / "model"), prefill=0, decode=0, mixed=1, settings=settings
+        ) as mesh,
     ):
         began_s = time.monotonic()
         chats = anyio.run(serve, mesh, num_chats, seed)
