@@ -160,3 +160,11 @@ def test_an_instance_whose_last_report_was_lost_rejoins_with_its_resident_and_no
     bench.feed(RequestFinished(InstanceId("m"), RequestId("a"), Epoch(0), FinishReason.STOP, 4))
     bench.released("m", "a")
     assert bench.free_blocks("m") == 64
+
+
+def test_a_gateway_whose_request_another_one_took_meanwhile_is_told_to_start_it_again() -> None:
+    """Found by simulation: nobody told it, and its client waited for ever."""
+    bench = CoreBench()
+    bench.feed(RequestArrived(replace(a_request("a", epoch=1), gateway_id=OTHER)))
+    (restart,) = of(Restart, bench.feed(waits_for(("a", 0))))
+    assert (restart.gateway_id, restart.request_id, restart.epoch) == (GATEWAY, "a", 0)

@@ -56,6 +56,19 @@ def test_what_has_not_begun_starts_again_where_somebody_can_take_it() -> None:
     assert not restarted(bench.feed(InstanceSuspected(silent, suspected=False)))
 
 
+def test_kv_under_way_to_a_silent_instance_from_one_that_has_gone() -> None:
+    """Found by simulation: the scheduler ended with a KeyError."""
+    bench = CoreBench(prefill("p0"), prefill("p1"), decode("d0"), decode("d1"))
+    commands = bench.arrive("a")
+    (step,), (place,) = of(RunStep, commands), of(PlaceDecode, commands)
+    bench.offered(step.instance_id, "a")
+    bench.done(step.instance_id, step.plan)
+    bench.sent(step.instance_id, "a")
+    bench.released(step.instance_id, "a")
+    assert not restarted(bench.feed(InstanceLost(step.instance_id)))
+    assert restarted(bench.feed(InstanceSuspected(place.instance_id))) == ["a"]
+
+
 def test_what_nobody_else_can_take_waits_until_somebody_joins() -> None:
     bench = CoreBench(prefill("p0"), decode())
     bench.arrive("a")

@@ -81,7 +81,7 @@ class Reunion:
             known = books.requests.get(key[0])
             owner = self.gateway_of(key[0]) if known is None else known.request.gateway_id
             if owner is not None and owner != gateway_id:
-                books.ignore("GatewayJoined")
+                books.ask_to_resume(gateway_id, key, "another gateway's request has this id")  # and be refused, or not
                 continue
             if known is not None:
                 if known.request.epoch >= key[1]:

@@ -220,7 +220,7 @@ class Simulation:
         """Give an instance the role that it was started with, and new work, if operators took these from it."""
         process = self.processes.get(name)
         instance: Instance | None = None if process is None else process.parts.get("instance")
-        if instance is None:
+        if process is None or instance is None or self._contexts[process].stopping.is_set():
             return
         role = self.plan.roles[self.plan.instances.index(name)]
         if instance.role is not role:
