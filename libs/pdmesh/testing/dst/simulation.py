@@ -57,6 +57,7 @@ class Simulation:
         self._serve: dict[str, Serve] = {SCHEDULER: partial(serve_scheduler, config)}
         for name in plan.gateways:
             self._serve[name] = partial(serve_gateway, config)
+        self._is_over = False
         for name, role in zip(plan.instances, plan.roles, strict=True):
             self._serve[name] = partial(serve_instance, config, role=role, plan=plan, plane=plane, rng=rng)
 
@@ -67,8 +68,8 @@ class Simulation:
     # --- processes ---
 
     def start(self, name: str) -> None:
-        """Start a process, unless it runs."""
-        if name in self.processes:
+        """Start a process, unless it runs, or all is over."""
+        if name in self.processes or self._is_over:
             return
         process = Process(name, clock_offset_s=self.plan.clocks.get(name, 0.0))
         self.processes[name] = process
@@ -257,6 +258,7 @@ class Simulation:
 
     async def shut_down(self) -> None:
         """Let every process end, however it is."""
+        self._is_over = True
         for process in list(self.processes.values()):
             self.kill(process.name)
         tasks = [task for tasks in self._tasks.values() for task in tasks if not task.done()]
