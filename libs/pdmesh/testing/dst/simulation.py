@@ -119,6 +119,12 @@ class Simulation:
             self._timeline.note(name, "is told to stop")
             process.context().run(self._contexts[process].stopping.set)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every process runs, and none was told to stop."""
+        stopping = (self._contexts[process].stopping.is_set() for process in self.processes.values())
+        return len(self.processes) == len(self._serve) and not any(stopping)
+
     # --- requests ---
 
     def ask(self, ask: Ask) -> SimulatedClient | None:
