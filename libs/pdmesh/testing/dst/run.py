@@ -128,9 +128,10 @@ async def _probe(simulation: Simulation, laws: Laws, timeline: Timeline) -> None
         Ask(at_s=0.0, gateway=name, label=f"probe{index}", prompt=(index, 2, 3, 4, 5, 6), max_tokens=4)
         for index, name in enumerate(plan.gateways)
     ]
-    patience_s = simulation.now_s + PROGRESS_S
-    while not simulation.is_whole and simulation.now_s < patience_s:  # one that was told to stop, and does
-        await asyncio.sleep(LOOK_S)
+    for _ in range(int(PROGRESS_S / LOOK_S)):
+        if simulation.is_whole:
+            break
+        await asyncio.sleep(LOOK_S)  # one that was told to stop, and does
     await asyncio.sleep(_START_S)  # for services that have just been started again
     probes = [simulation.ask(ask) for ask in asks]
     await _until_ended(simulation, laws, timeline, simulation.now_s)
