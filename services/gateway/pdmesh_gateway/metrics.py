@@ -129,7 +129,9 @@ class GatewayMetrics:
         stray.set_function(lambda: transcripts.num_stray)
         mesh = _MeshCollector(model, mesh_state)
         self.registry.register(mesh)
-        self.registry.register(Aliases(ttft, itl, tpot, e2e, decode, prompt_tokens, output_tokens, self._success, mesh))
+        self.registry.register(
+            Aliases(ttft, itl, tpot, e2e, decode, prompt_tokens, output_tokens, preemptions, self._success, mesh)
+        )
 
     def tokens_out(self, num_tokens: int, now_s: float, started_s: float, last_s: float | None) -> None:
         """Tokens of one generation were delivered together; ``last_s`` is when the ones before were."""
