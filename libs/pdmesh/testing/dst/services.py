@@ -57,7 +57,7 @@ def config_of(plan: Plan) -> MeshConfig:
             max_payload_bytes=plan.blocks_per_piece * FAKE_LAYOUT.block_bytes,
             num_send_buffers=plan.num_buffers,
             num_receive_buffers=plan.num_buffers,
-            deadline_s=8.0,
+            deadline_s=8.0 + 40 * plan.copy_s,  # some twenty copies to a hand-over, several at once
             no_progress_s=2.0,
         ),
     )
