@@ -120,7 +120,6 @@ class Request:
     tenant: str = ""  # the name of the key that it came with
     share: Annotated[int, COUNT] = 1  # of that key, among others
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
-    num_preemptions: Annotated[int, ANY_COUNT] = 0  # its decode was given up for others: it does not wait in vain
 
     @property
     def max_total_tokens(self) -> int:

@@ -15,6 +15,7 @@ from pdmesh.model import RequestId, ResidentContext, Role
 from pdmesh.testing.core import FixedGrowth
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
 from pdmesh.testing.dst.run import run
+from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.transcripts import Transcript
 
 ROLES = [(Role.MIXED,), (Role.PREFILL, Role.DECODE), (Role.MIXED, Role.MIXED)]
@@ -25,14 +26,15 @@ NUM_ASKS = 12
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> Counter[RequestId]:
     """How often each request was preempted, of a scheduler that expects every output to end with its next token."""
     counts: Counter[RequestId] = Counter()
-    restart = Transcript.restart
+    resume = Generator.resume
 
-    def counted(self: Transcript, *, counts: bool = True, preempted: bool = False) -> bool:
-        told[self.request_id] += preempted
-        return restart(self, counts=counts, preempted=preempted)
+    def counted(
+        self: Generator, transcript: Transcript, reason: str, *, cancel: bool = False, preempted: bool = False
+    ) -> None:
+        counts[transcript.request_id] += preempted
+        resume(self, transcript, reason, cancel=cancel, preempted=preempted)
 
-    told = counts
-    monkeypatch.setattr(Transcript, "restart", counted)
+    monkeypatch.setattr(Generator, "resume", counted)
     monkeypatch.setattr("pdmesh.core.scheduler.Growth", lambda by_credit, risk: FixedGrowth(1.0, risk=0.5))
     return counts
 
@@ -74,7 +76,7 @@ def test_and_through_twenty_preemptions_of_each_request(
         is_low(self, instance, residents)
         for resident in residents:
             state = self._books.find((resident.request_id, resident.epoch))
-            if state is not None and state.request.num_preemptions < 20:
+            if state is not None and state.request.epoch < 20:
                 self._books.restart(state, "for the test", preempted=True)
 
     monkeypatch.setattr(Credit, "is_low", preempted)

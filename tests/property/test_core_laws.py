@@ -354,9 +354,10 @@ class MeshMachine(RuleBasedStateMachine):
         assert others or adopted, f"{key} was preempted, and is the oldest on {decode_id}"
 
     def check_may_reject(self, command: Reject) -> None:
-        """Who was preempted does not wait in vain."""
-        if self.awaited[command.request_id].num_preemptions:
-            assert command.reason is not RejectReason.QUEUE_TIMEOUT, f"{command}, though it was preempted"
+        """Who was let in once does not wait in vain, nor for a place in the queue."""
+        if self.awaited[command.request_id].epoch > 0:
+            assert command.reason is not RejectReason.QUEUE_TIMEOUT, f"{command}, though it was resumed"
+            assert command.reason is not RejectReason.OVERLOADED, f"{command}, though it was resumed"
 
     def check_urgent(self, instance_id: InstanceId, plan: StepPlan) -> None:
         assert self.chosen.interruption is not None
@@ -507,7 +508,6 @@ class MeshMachine(RuleBasedStateMachine):
                 new,
                 num_prompt_tokens=old.num_prompt_tokens + num_drawn,
                 max_tokens=old.max_tokens - num_drawn,
-                num_preemptions=old.num_preemptions + 1,
             )
         self.submit(new)
 

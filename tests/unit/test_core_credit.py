@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -120,7 +119,7 @@ def test_a_preempted_request_keeps_its_arrival_and_does_not_time_out() -> None:
     (restart,) = of(Restart, bench.commands)
     bench.released("m", restart.request_id)
     resumed = a_request(restart.request_id, prompt=40, output=5, epoch=1, arrival_s=2.0)
-    bench.feed(RequestArrived(replace(resumed, num_preemptions=1)), at_s=3.0)
+    bench.feed(RequestArrived(resumed), at_s=3.0)
     assert bench.core.num_waiting == 1
     bench.arrive("d", prompt=40, output=5)
     bench.feed(Tick(), at_s=500.0)

@@ -435,6 +435,25 @@ def test_a_request_waits_for_room_only_so_long() -> None:
     assert (reject.request_id, reject.reason) == ("b", RejectReason.QUEUE_TIMEOUT)
 
 
+def test_a_resumed_request_waits_for_room_as_long_as_its_gateway_does() -> None:
+    """Half of its answer may be out, and nobody could take it up again. One that came after it times out beside it."""
+    bench = CoreBench(prefill(), decode(max_num_seqs=1), config=limited(max_queue_s=10.0))
+    bench.arrive("a")
+    bench.feed(RequestArrived(a_request("resumed", epoch=1)), at_s=1.0)
+    bench.arrive("new")
+    assert [reject.request_id for reject in of(Reject, bench.feed(Tick(), at_s=11.0))] == ["new"]
+    assert not of(Reject, bench.feed(Tick(), at_s=500.0))
+    assert bench.core.num_waiting == 1
+    bench.core.check_integrity()
+
+
+def test_but_not_for_instances_that_do_not_come() -> None:
+    bench = CoreBench(prefill(), config=limited(max_queue_s=10.0))
+    bench.feed(RequestArrived(a_request("resumed", epoch=1)), at_s=0.0)
+    (reject,) = of(Reject, bench.feed(Tick(), at_s=10.0))
+    assert (reject.request_id, reject.reason) == ("resumed", RejectReason.NO_INSTANCE)
+
+
 def test_a_preempted_request_gives_its_backend_to_one_that_waits() -> None:
     """The long prompt is overtaken by two short ones; its backend goes to the first and comes back to it."""
     bench = CoreBench(prefill(), decode(num_transfer_backends=1), chunk_tokens=4)

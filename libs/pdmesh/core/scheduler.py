@@ -509,7 +509,7 @@ class SchedulerCore:
         retry_after_s = self._config.retry_after_s
         while (state := self._books.queue.first_due(self._now_s)) is not None:
             unready = self.unready_reason
-            if unready is None and state.request.num_preemptions:
+            if unready is None and state.request.epoch > 0:  # it was let in before, and half of its answer may be out
                 self._books.queue.postpone(state, self._now_s + self._config.max_queue_s)
             elif unready is None:
                 message = f"no room for {self._config.max_queue_s:g} s"

@@ -342,7 +342,7 @@ class Generator:
             self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)
         # Where the scheduler is another one than it was, or gone, it is to blame.
         is_suspect = self._link.is_connected and transcript.submitted_on == self._link.num_connections
-        if not transcript.restart(counts=is_suspect and not preempted, preempted=preempted):
+        if not transcript.restart(counts=is_suspect and not preempted):
             transcript.fail(
                 RequestRejected(
                     f"The request was restarted too often; the last time: {reason}",
@@ -454,7 +454,6 @@ class Generator:
             share=transcript.share,
             num_tokens_before=transcript.num_tokens_before,
             age_s=transcript.age_s,
-            num_preemptions=transcript.num_preemptions,
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)

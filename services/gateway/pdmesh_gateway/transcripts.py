@@ -108,7 +108,6 @@ class Transcript:
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     num_dropped: int = 0
     num_restarts: int = 0
-    num_preemptions: int = 0  # of these, how often it was given up for others
     num_fruitless: int = 0  # restarts since the last token
     is_posted: bool = False
     began_s: float = field(init=False)
@@ -185,13 +184,12 @@ class Transcript:
             self.resume_at_s = resume_at_s
             self.mailbox.put(self)
 
-    def restart(self, *, counts: bool = True, preempted: bool = False) -> bool:
+    def restart(self, *, counts: bool = True) -> bool:
         """Move to the next epoch, so that `generation` resumes the request. False if that was done too often.
 
         It does not count if the request cannot have been the cause.
         """
         self.num_restarts += 1
-        self.num_preemptions += preempted
         self.num_fruitless += counts
         if self.num_fruitless > MAX_RESTARTS:
             return False

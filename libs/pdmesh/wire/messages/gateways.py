@@ -48,7 +48,6 @@ class Submit(Message, frozen=True, kw_only=True):
     share: int = 1  # of that key
     num_tokens_before: int = 0  # of the prompts of the same client request that were sent before
     age_s: float = 0.0  # since it was first submitted, of one that is resumed
-    num_preemptions: int = 0
 
     def generations(self) -> Iterator[Generation]:
         """Yield one for every choice; they share the tokens' bytes."""
