@@ -86,6 +86,7 @@ ADDED: Sequence[str] = (
     "StepDone.ended_s",
     "RequestFinished.own_steps",
     "InstanceJoined.stopping",
+    "InstanceJoined.profile.relays",
 )
 
 #: Events that did not exist. They are left out where the core answers nothing, as it must where nothing is learnt.

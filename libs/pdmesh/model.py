@@ -204,6 +204,16 @@ class KvShard(Struct, frozen=True, kw_only=True):
         return self.part.blocks.size
 
 
+class PrefillGroup(Struct, frozen=True, kw_only=True):
+    """The instances that compute one prompt's chunks in turn and pass each other its KV; the first of them leads.
+
+    Each has room for the whole prompt. In one epoch of a request members are only ever appended.
+    """
+
+    member_ids: tuple[InstanceId, ...]
+    capability: int  # 64 random bits; a piece between members without them is dropped
+
+
 #: Names a KV transfer, for as long as one scheduler lives.
 TransferId = NewType("TransferId", int)
 
@@ -263,6 +273,7 @@ class InstanceProfile:
     num_heads: Annotated[int, ANY_COUNT] = 0
     measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
     group_id: str = ""  # instances of one group compute a long prompt together; empty: it computes alone
+    relays: bool = False  # it can be a member of a `PrefillGroup`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

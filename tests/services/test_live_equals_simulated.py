@@ -75,6 +75,7 @@ from pdmesh.wire.messages import (
     Grant,
     RegisterGateway,
     RegisterWorker,
+    Regroup,
     Submit,
     WelcomeWorker,
     WorkerDown,
@@ -250,6 +251,9 @@ def as_command(message: WorkerDown) -> Command:
             return message.command
         case ExpectKv():
             assert message.source_addresses == tuple(i.encode() for i in message.command.transfer.source_ids)
+            return message.command
+        case Regroup():
+            assert message.member_addresses == tuple(i.encode() for i in message.command.group.member_ids)
             return message.command
         case Grant():
             assert message.destination_addresses == tuple(i.encode() for i in message.command.transfer.destination_ids)

@@ -156,7 +156,7 @@ class Admission:
     def note(self, commands: Sequence[Command]) -> None:
         """Take note of what was placed, and of what ended."""
         for command in commands:
-            if isinstance(command, AdmitPrefill) and command.shards[0].instance_id == command.instance_id:
+            if isinstance(command, AdmitPrefill) and command.leads:
                 state = self._books.find((command.request_id, command.epoch))
                 if state is not None:
                     self._forecast.pace.placed(state.work_us / 1e6)

@@ -11,6 +11,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     KvShard,
+    PrefillGroup,
     RejectReason,
     RequestId,
     Role,
@@ -20,11 +21,13 @@ from pdmesh.model import (
 )
 
 
-class AdmitPrefill(Struct, frozen=True, kw_only=True):
+class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Hold blocks on ``instance_id`` for a request whose chunks follow in later plans.
 
     ``shards`` say who holds what of its KV while its prompt is computed, the leader first; each is asked for its own.
     ``transfer`` moves it on; None means that it stays and decodes there, and the shards then have room for the output.
+    A member of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes
+    chunks, and passes their KV on to the other members.
     """
 
     instance_id: InstanceId
@@ -32,6 +35,13 @@ class AdmitPrefill(Struct, frozen=True, kw_only=True):
     epoch: Epoch
     shards: tuple[KvShard, ...]
     transfer: TransferPlan | None
+    group: PrefillGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether the instance samples the first token, and the KV goes on from it."""
+        leader_id = self.shards[0].instance_id if self.group is None else self.group.member_ids[0]
+        return self.instance_id == leader_id
 
     @property
     def num_blocks(self) -> int:
@@ -42,6 +52,15 @@ class AdmitPrefill(Struct, frozen=True, kw_only=True):
     def decode_instance_id(self) -> InstanceId | None:
         """Where the KV goes; None if it stays."""
         return None if self.transfer is None else self.transfer.destinations[0].instance_id
+
+
+class SetGroup(Struct, frozen=True, kw_only=True):
+    """Tell a member of a request's group who its members are now: some were added. Absolute, and idempotent."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    group: PrefillGroup
 
 
 class RunStep(Struct, frozen=True, kw_only=True):
@@ -173,6 +192,6 @@ GatewayCommand = Reject | Restart | ForgetRequest
 
 #: For an instance; those that need nothing more than they say travel as they are (`pdmesh.wire.messages`).
 PlainInstanceCommand = RunStep | PauseTransfer | GrowKv | FreeKv | SetRole | StopInstance
-InstanceCommand = AdmitPrefill | PlaceDecode | GrantTransfer | PlainInstanceCommand
+InstanceCommand = AdmitPrefill | SetGroup | PlaceDecode | GrantTransfer | PlainInstanceCommand
 
 Command = InstanceCommand | GatewayCommand | WakeAt

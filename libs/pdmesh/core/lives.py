@@ -24,6 +24,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
     RunStep,
+    SetGroup,
     SetRole,
     StopInstance,
     WakeAt,
@@ -105,6 +106,7 @@ Happening = (
     | RequestFinished
     | KvReleased
     | AdmitPrefill
+    | SetGroup
     | PlaceDecode
     | GrantTransfer
     | PauseTransfer
@@ -241,7 +243,15 @@ class Lives:
 
     def _commanded(
         self,
-        command: AdmitPrefill | PlaceDecode | GrantTransfer | PauseTransfer | FreeKv | Reject | Restart | ForgetRequest,
+        command: AdmitPrefill
+        | SetGroup
+        | PlaceDecode
+        | GrantTransfer
+        | PauseTransfer
+        | FreeKv
+        | Reject
+        | Restart
+        | ForgetRequest,
         now_s: float,
         found: list[Milestone],
     ) -> None:
@@ -255,7 +265,7 @@ class Lives:
             case _:
                 found.append(Milestone(life, attempt, command))
         match command:
-            case AdmitPrefill() if command.instance_id == command.shards[0].instance_id:
+            case AdmitPrefill() if command.leads:
                 attempt.placed_s = now_s
                 life.placed_s = now_s if life.placed_s is None else life.placed_s
                 life.prefill_id = command.instance_id

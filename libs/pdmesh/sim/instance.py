@@ -156,7 +156,7 @@ class SimInstance:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
                 self._hold(key, command.num_blocks)
-                if command.shards[0].instance_id != self.instance_id:
+                if not command.leads:
                     return  # the leader has the books of it
                 run = self._runs[key]
                 run.prefill_id, run.placed_s = self.instance_id, self._agenda.now_s

@@ -21,6 +21,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
     RunStep,
+    SetGroup,
     SetRole,
     StopInstance,
     WakeAt,
@@ -207,6 +208,7 @@ class Simulator:
                 raise AssertionError("a simulated mesh has no operators")
             case (
                 AdmitPrefill()
+                | SetGroup()
                 | PlaceDecode()
                 | RunStep()
                 | GrantTransfer()

@@ -21,6 +21,7 @@ from pdmesh.core.commands import (
     PauseTransfer,
     PlaceDecode,
     RunStep,
+    SetGroup,
     SetRole,
     StopInstance,
 )
@@ -137,7 +138,7 @@ class ModelledInstance:
                         admit.num_blocks,
                         max_total_tokens=self.max_total_of.get(key, 0) if len(admit.shards) == 1 else 0,
                         seated=stays,
-                        leads=admit.shards[0].instance_id == self.instance_id,
+                        leads=admit.leads,
                         transfer=admit.transfer,
                         sends=not stays,
                     ),
@@ -380,6 +381,7 @@ class ModelledMesh:
         match command:
             case (
                 AdmitPrefill()
+                | SetGroup()
                 | PlaceDecode()
                 | RunStep()
                 | GrantTransfer()

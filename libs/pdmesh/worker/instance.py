@@ -47,7 +47,7 @@ from pdmesh.model import (
     num_blocks_for,
 )
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, TokensUp, unpack_token_ids
+from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, Regroup, TokensUp, unpack_token_ids
 from pdmesh.worker.batch import Batch, BatchChunk, StepTime
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.plans import Plans
@@ -58,7 +58,7 @@ from pdmesh.worker.spans import DONE, ERROR, FAILED, FREED, HoldTrace
 log = structlog.get_logger()
 
 #: What the scheduler tells an instance: core commands, some of them with what only the services know.
-Instruction = PlainInstanceCommand | Admit | ExpectKv | Grant | PeerGone
+Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | Grant | PeerGone
 
 
 class TokenSink(Protocol):
@@ -116,6 +116,8 @@ class Instance:
                 self._admit(message)
             case ExpectKv():
                 self._expect(message)
+            case Regroup():
+                pass  # this worker does not say that it relays, and is never asked
             case Grant():
                 self._grant(message)
             case PauseTransfer(request_id=request_id, epoch=epoch):

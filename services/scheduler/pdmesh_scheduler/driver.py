@@ -29,6 +29,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
     RunStep,
+    SetGroup,
     SetRole,
     StopInstance,
     WakeAt,
@@ -65,6 +66,7 @@ from pdmesh.wire.messages import (
     InstanceStatus,
     MeshState,
     PeerGone,
+    Regroup,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
@@ -255,6 +257,9 @@ class Driver:
                 self._tell_readiness()
             case RunStep() | PauseTransfer() | GrowKv() | FreeKv() | StopInstance():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
+            case SetGroup():
+                addresses = self._addresses(command.group.member_ids)
+                self._workers.post(command.instance_id, Regroup(command=command, member_addresses=addresses))
             case PlaceDecode():
                 self._expect_kv(command)
             case GrantTransfer():

@@ -124,7 +124,7 @@ class SchedulerMetrics:
                     pass
         for life, attempt, what in handled.milestones:
             match what:
-                case AdmitPrefill() if what.instance_id == what.shards[0].instance_id:
+                case AdmitPrefill() if what.leads:
                     request = attempt.request
                     self._queue_time.labels(self._models[what.instance_id]).observe(handled.now_s - request.arrival_s)
                     self._prompt_tokens.inc(request.num_prompt_tokens)

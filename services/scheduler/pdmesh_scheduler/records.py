@@ -20,6 +20,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Reject,
     Restart,
+    SetGroup,
 )
 from pdmesh.core.events import (
     DecodeReserved,
@@ -262,10 +263,16 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             return _Line("released", "", what.instance_id)
         case PlaceDecode():
             return _Line("placed for decode", f"{what.num_blocks} blocks", what.instance_id)
+        case AdmitPrefill(leads=False, group=group) if group is not None:
+            return _Line(
+                "helps to prefill", f"{what.num_blocks} blocks, led by {group.member_ids[0]}", what.instance_id
+            )
         case AdmitPrefill(decode_instance_id=None):
             return _Line("placed", f"{what.num_blocks} blocks, prefill and decode", what.instance_id)
         case AdmitPrefill():
             return _Line("placed for prefill", f"{what.num_blocks} blocks", what.instance_id)
+        case SetGroup():
+            return None  # the new members' own lines tell of it
         case GrantTransfer():
             return _Line("granted", f"to {', '.join(what.transfer.destination_ids)}", what.instance_id)
         case FreeKv():

@@ -42,7 +42,7 @@ class SchedulerSpans:
             match what:
                 case RequestArrived():
                     self._arrived(what.request, handled)
-                case AdmitPrefill() if what.instance_id == what.shards[0].instance_id:
+                case AdmitPrefill() if what.leads:
                     self._placed(attempt, what, handled.now_s)
                 case ForgetRequest():
                     self._ended(attempt, what.outcome, handled.now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode
+from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, SetGroup
 from pdmesh.model import (
     InstanceProfile,
     Resident,
@@ -39,6 +39,14 @@ class Admit(Message, frozen=True, kw_only=True):
 
     command: AdmitPrefill
     generation: Generation
+    member_addresses: tuple[bytes, ...] = ()  # data addresses of the group's members, in their order
+
+
+class Regroup(Message, frozen=True, kw_only=True):
+    """A `SetGroup` with the data addresses of all members, in their order."""
+
+    command: SetGroup
+    member_addresses: tuple[bytes, ...]
 
 
 class ExpectKv(Message, frozen=True, kw_only=True):
@@ -63,4 +71,4 @@ class PeerGone(Message, frozen=True, kw_only=True):
     data_address: bytes
 
 
-WorkerDown = WelcomeWorker | CommandMessage | Admit | ExpectKv | Grant | PeerGone
+WorkerDown = WelcomeWorker | CommandMessage | Admit | Regroup | ExpectKv | Grant | PeerGone
