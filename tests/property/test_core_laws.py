@@ -57,8 +57,9 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.openings import Openings
 from pdmesh.core.operations import OperationState
+from pdmesh.core.requests import Phase
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import InstanceBooks, Phase
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import (
     Epoch,
     GatewayId,

@@ -16,7 +16,8 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested, RequestArrived
 from pdmesh.core.growth import Growth
 from pdmesh.core.queue import WaitingQueue
-from pdmesh.core.state import InstanceBooks, RequestState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, RejectReason, Role
 from pdmesh.policy.base import PolicyConfig, Rank
 from pdmesh.policy.order import Fcfs

@@ -9,7 +9,8 @@ from pdmesh.core.growth import Growth
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.ranking import Decoders, Ranking
-from pdmesh.core.state import HoldKind, InstanceBooks, RequestState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.base import InstanceView
 from pdmesh.policy.order import ShortFirst

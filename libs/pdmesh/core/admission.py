@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.state import RequestState
+from pdmesh.core.requests import RequestState
 from pdmesh.model import Request, RequestKey
 from pdmesh.policy.base import PrefillOrder
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape

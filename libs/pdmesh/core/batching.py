@@ -14,7 +14,8 @@ from pdmesh.policy.latency import LinearLatencyModel
 
 if TYPE_CHECKING:
     from pdmesh.core.books import Books
-    from pdmesh.core.state import InstanceBooks, RequestState
+    from pdmesh.core.requests import RequestState
+    from pdmesh.core.state import InstanceBooks
 
 #: A cycle of a mixed instance is so many ended requests at least; of an exclusive one it is a phase of each kind.
 _MIN_CYCLE = 8

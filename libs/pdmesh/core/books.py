@@ -21,7 +21,8 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.growth import Growth
 from pdmesh.core.queue import WaitingQueue
-from pdmesh.core.state import HoldKind, InstanceBooks, Phase, RequestState
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.core.transfers import Transfer
 from pdmesh.model import (
     GatewayId,

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from pdmesh.core.books import Books
 from pdmesh.core.commands import GrowKv
 from pdmesh.core.placing import could_place
-from pdmesh.core.state import HeldBlocks, HoldKind, InstanceBooks, RequestState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import HeldBlocks, HoldKind, InstanceBooks
 from pdmesh.model import InstanceId, RequestId, RequestKey, ResidentContext
 from pdmesh.policy.base import Bundle
 from pdmesh.policy.credit import granted_blocks, is_low

@@ -186,6 +186,15 @@ class DecodeStepsDone:
 
 
 @dataclass(frozen=True, slots=True)
+class HelperJoined:
+    """A helper took its `AdmitPrefill`: it can compute chunks of the request, and pieces of its KV may arrive."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeReserved:
     """A destination took a `PlaceDecode`: it knows the request, and pieces of its KV may arrive.
 
@@ -323,6 +332,7 @@ InstanceEvent = (
     DrainRequested
     | StepDone
     | DecodeStepsDone
+    | HelperJoined
     | DecodeReserved
     | TransferOffered
     | TransferPaused

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 
-from pdmesh.core.state import RequestState
+from pdmesh.core.requests import RequestState
 from pdmesh.model import Epoch, RequestId
 from pdmesh.policy.base import PrefillOrder, Rank
 

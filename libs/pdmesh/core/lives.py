@@ -32,6 +32,7 @@ from pdmesh.core.commands import (
 from pdmesh.core.events import (
     DecodeReserved,
     Event,
+    HelperJoined,
     KvReleased,
     RequestArrived,
     RequestCancelled,
@@ -96,6 +97,7 @@ Happening = (
     RequestArrived
     | RequestCancelled
     | Chunk
+    | HelperJoined
     | DecodeReserved
     | TransferOffered
     | TransferPaused
@@ -153,6 +155,7 @@ class Lives:
                 self._step_done(event, now_s, found)
             case (
                 RequestCancelled()
+                | HelperJoined()
                 | DecodeReserved()
                 | TransferOffered()
                 | TransferPaused()
@@ -211,6 +214,7 @@ class Lives:
     def _told(
         self,
         event: RequestCancelled
+        | HelperJoined
         | DecodeReserved
         | TransferOffered
         | TransferPaused

@@ -19,7 +19,8 @@ from pdmesh.core.books import Books
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import first_of
 from pdmesh.core.ranking import Decoders, Ranked, Ranking
-from pdmesh.core.state import InstanceBooks, RequestState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId
 from pdmesh.policy.base import Bundle
 from pdmesh.policy.batching import Mode

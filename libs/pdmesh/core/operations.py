@@ -16,7 +16,8 @@ from pdmesh.core.books import Books
 from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.events import OperationRequested
 from pdmesh.core.placing import have_pair
-from pdmesh.core.state import HoldKind, InstanceBooks, Phase
+from pdmesh.core.requests import Phase
+from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.model import InstanceId, OperationId, OperationKind, RequestKey, Role
 
 #: Operations that are over and still told of.

@@ -25,7 +25,8 @@ from pdmesh.core.placing import (
     room_or_turn,
 )
 from pdmesh.core.queue import in_order
-from pdmesh.core.state import InstanceBooks, RequestState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pdmesh.core.fairness import TokenCounters
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.line import Line, arrival
-from pdmesh.core.state import RequestState
+from pdmesh.core.requests import RequestState
 from pdmesh.model import RequestKey
 from pdmesh.policy.base import PrefillOrder
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Outcome
 from pdmesh.core.orphans import Orphans
-from pdmesh.core.state import HoldKind, InstanceBooks, Phase, RequestState
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.model import (
     Epoch,
     GatewayId,

@@ -33,6 +33,7 @@ from pdmesh.core.events import (
     Event,
     GatewayJoined,
     GatewayLost,
+    HelperJoined,
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
@@ -60,8 +61,9 @@ from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
+from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
-from pdmesh.core.state import HoldKind, InstanceBooks, Phase, RequestView
+from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.core.suspicion import start_elsewhere
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.errors import ConfigError
@@ -229,6 +231,8 @@ class SchedulerCore:
                 self._step_done(event)
             case DecodeStepsDone():
                 pass  # learnt from above
+            case HelperJoined():
+                self._books.ignore("HelperJoined")
             case DecodeReserved():
                 self._decode_reserved(event)
             case TransferOffered():

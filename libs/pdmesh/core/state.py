@@ -1,19 +1,18 @@
-"""The core's books: what it knows of each request, and what each instance holds.
+"""The core's books of one instance: what it holds, and what is in flight there.
 
-An instance's books follow the core's own commands: a hold is taken at AdmitPrefill or PlaceDecode and given back only
-at KvReleased, so they never promise blocks that a worker has not yet freed.
+They follow the core's own commands: a hold is taken at AdmitPrefill or PlaceDecode and given back only at
+KvReleased, so they never promise blocks that a worker has not yet freed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum, auto
-from typing import NamedTuple
+from dataclasses import dataclass
+from enum import IntEnum, auto
 
 from pdmesh.core.batching import BatchingState
 from pdmesh.core.growth import Growth, GrowthSums
-from pdmesh.core.transfers import Transfer
+from pdmesh.core.requests import RequestState
 from pdmesh.model import (
     IndexRange,
     InstanceId,
@@ -21,95 +20,15 @@ from pdmesh.model import (
     KvPart,
     KvShard,
     Request,
-    RequestId,
     RequestKey,
     Role,
     StepPlan,
     num_blocks_for,
 )
-from pdmesh.policy.base import InstanceView, PrefillOrder, Rank
+from pdmesh.policy.base import InstanceView
 from pdmesh.policy.credit import Room, first_tokens
 from pdmesh.policy.profile import make_of
 from pdmesh.policy.switching import SwitchTimes
-
-
-class Phase(StrEnum):
-    WAITING = auto()  # in the queue
-    PREFILLING = auto()  # placed; its KV is being computed or on its way
-    DECODING = auto()  # its whole KV is where it decodes
-
-
-class RequestView(NamedTuple):
-    """A request as others may see it."""
-
-    request_id: RequestId
-    phase: Phase
-    instance_ids: tuple[InstanceId, ...]  # where its prompt is computed, then where it decodes
-    num_prompt_tokens: int
-    num_planned_tokens: int
-    arrival_s: float
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """An accepted request, until it ends."""
-
-    request: Request
-    rank: Rank
-    phase: Phase = Phase.WAITING
-    prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed, the leader's first
-    decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
-    transfer: Transfer | None = None  # that takes its KV from the ones to the others
-    in_group: bool = False  # the instances of its shards compute its chunks together
-    work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
-    placed_s: float | None = None
-    num_planned_tokens: int = 0
-    num_chunks_in_flight: int = 0  # a group's chunk counts at every member
-    key: RequestKey = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.key = self.request.request_id, self.request.epoch
-
-    @property
-    def is_planned(self) -> bool:
-        return self.num_planned_tokens >= self.request.num_prompt_tokens
-
-    @property
-    def is_preempted(self) -> bool:
-        """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
-        return self.phase is Phase.PREFILLING and not self.is_planned and not self.num_chunks_in_flight
-
-    @property
-    def view(self) -> RequestView:
-        return RequestView(
-            request_id=self.request.request_id,
-            phase=self.phase,
-            instance_ids=tuple(dict.fromkeys(self.prefill_ids + self.decode_ids)),
-            num_prompt_tokens=self.request.num_prompt_tokens,
-            num_planned_tokens=self.num_planned_tokens,
-            arrival_s=self.request.arrival_s,
-        )
-
-    @property
-    def prefill_ids(self) -> tuple[InstanceId, ...]:
-        return tuple([shard.instance_id for shard in self.prefill_shards])
-
-    @property
-    def decode_ids(self) -> tuple[InstanceId, ...]:
-        return tuple([shard.instance_id for shard in self.decode_shards])
-
-    @property
-    def decode_id(self) -> InstanceId | None:
-        """The instance that samples its tokens, once it is placed."""
-        return self.decode_shards[0].instance_id if self.decode_shards else None
-
-    def rank_by(self, order: PrefillOrder) -> None:
-        """Its rank in ``order``, with what is planned of it counted as done."""
-        self.rank = order.rank(self.request, self.num_planned_tokens, self.placed_s)
-
-    def needs(self, instance_id: InstanceId) -> bool:
-        """Whether it cannot go on without this instance."""
-        return instance_id in self.decode_ids or (self.phase is Phase.PREFILLING and instance_id in self.prefill_ids)
 
 
 class HoldKind(IntEnum):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pdmesh.core.books import Books
 from pdmesh.core.placing import could_place
-from pdmesh.core.state import InstanceBooks, Phase, RequestState
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.state import InstanceBooks
 from pdmesh.policy.base import Bundle
 
 #: Of predicted work on a prompt: not more than the silence that makes an instance suspected.

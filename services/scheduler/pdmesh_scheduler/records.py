@@ -24,6 +24,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.events import (
     DecodeReserved,
+    HelperJoined,
     KvReleased,
     RequestArrived,
     RequestCancelled,
@@ -235,6 +236,8 @@ def _line(record: _Record, what: Happening) -> _Line | None:
                 detail += ", first token" if record.num_delivered == 0 else ", next token"
             figures = {"num_tokens": float(what.num_tokens), "step_s": what.step_s}
             return _Line("chunk", detail, what.instance_id, figures)
+        case HelperJoined():
+            return _Line("helps", "", what.instance_id)
         case TransferOffered():
             return _Line("offered", "", what.instance_id)
         case TransferPaused():
@@ -264,9 +267,7 @@ def _line(record: _Record, what: Happening) -> _Line | None:
         case PlaceDecode():
             return _Line("placed for decode", f"{what.num_blocks} blocks", what.instance_id)
         case AdmitPrefill(leads=False, group=group) if group is not None:
-            return _Line(
-                "helps to prefill", f"{what.num_blocks} blocks, led by {group.member_ids[0]}", what.instance_id
-            )
+            return _Line("asked to help", f"{what.num_blocks} blocks, led by {group.member_ids[0]}", what.instance_id)
         case AdmitPrefill(decode_instance_id=None):
             return _Line("placed", f"{what.num_blocks} blocks, prefill and decode", what.instance_id)
         case AdmitPrefill():

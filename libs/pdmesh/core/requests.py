@@ -1,0 +1,95 @@
+"""What the core knows of each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import NamedTuple
+
+from pdmesh.core.transfers import Transfer
+from pdmesh.model import InstanceId, KvShard, PrefillGroup, Request, RequestId, RequestKey
+from pdmesh.policy.base import PrefillOrder, Rank
+
+
+class Phase(StrEnum):
+    WAITING = auto()  # in the queue
+    PREFILLING = auto()  # placed; its KV is being computed or on its way
+    DECODING = auto()  # its whole KV is where it decodes
+
+
+class RequestView(NamedTuple):
+    """A request as others may see it."""
+
+    request_id: RequestId
+    phase: Phase
+    instance_ids: tuple[InstanceId, ...]  # where its prompt is computed, then where it decodes
+    num_prompt_tokens: int
+    num_planned_tokens: int
+    arrival_s: float
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """An accepted request, until it ends."""
+
+    request: Request
+    rank: Rank
+    phase: Phase = Phase.WAITING
+    prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed, the leader's first
+    decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
+    transfer: Transfer | None = None  # that takes its KV from the ones to the others
+    in_group: bool = False  # the instances of its shards compute its chunks together
+    work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
+    placed_s: float | None = None
+    num_planned_tokens: int = 0
+    num_chunks_in_flight: int = 0  # a group's chunk counts at every member
+    group: PrefillGroup | None = None  # that computes its chunks in turn: its leader, and the helpers that have joined
+    asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
+    key: RequestKey = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = self.request.request_id, self.request.epoch
+
+    @property
+    def is_planned(self) -> bool:
+        return self.num_planned_tokens >= self.request.num_prompt_tokens
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
+        return self.phase is Phase.PREFILLING and not self.is_planned and not self.num_chunks_in_flight
+
+    @property
+    def view(self) -> RequestView:
+        return RequestView(
+            request_id=self.request.request_id,
+            phase=self.phase,
+            instance_ids=tuple(dict.fromkeys(self.prefill_ids + self.decode_ids)),
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_planned_tokens=self.num_planned_tokens,
+            arrival_s=self.request.arrival_s,
+        )
+
+    @property
+    def prefill_ids(self) -> tuple[InstanceId, ...]:
+        """Of those that compute its prompt, the leader first."""
+        if self.group is not None:
+            return self.group.member_ids
+        return tuple([shard.instance_id for shard in self.prefill_shards])
+
+    @property
+    def decode_ids(self) -> tuple[InstanceId, ...]:
+        return tuple([shard.instance_id for shard in self.decode_shards])
+
+    @property
+    def decode_id(self) -> InstanceId | None:
+        """The instance that samples its tokens, once it is placed."""
+        return self.decode_shards[0].instance_id if self.decode_shards else None
+
+    def rank_by(self, order: PrefillOrder) -> None:
+        """Its rank in ``order``, with what is planned of it counted as done."""
+        self.rank = order.rank(self.request, self.num_planned_tokens, self.placed_s)
+
+    def needs(self, instance_id: InstanceId) -> bool:
+        """Whether it cannot go on without this instance."""
+        return instance_id in self.decode_ids or (self.phase is Phase.PREFILLING and instance_id in self.prefill_ids)
