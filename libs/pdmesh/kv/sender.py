@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import anyio
-import anyio.lowlevel
-import anyio.to_thread
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
+from pdmesh.kv.outgoing import Blocks, PieceWriter
+from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
-from pdmesh.transport.base import KvTransport, SendBuffer
+from pdmesh.transport.base import KvTransport
 from pdmesh.transport.seal import MeshKey
 
 #: Pieces of one transfer under way at once: one is copied and checked while others travel.
@@ -24,15 +23,6 @@ PIECES_IN_FLIGHT = 4
 
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
-
-
-class _Blocks(NamedTuple):
-    """Complete blocks of one layer that fit one piece."""
-
-    chunk: int
-    layer: int
-    first_block: int
-    num_blocks: int
 
 
 class KvDestination(NamedTuple):
@@ -75,15 +65,10 @@ class KvSender:
         self.source = source
         self.destinations: tuple[KvDestination, ...] = ()  # once granted
         self.capability = 0
-        self.num_bytes = 0
-        self.num_pieces = 0
-        self._block_ids = list(block_ids[:num_blocks])
         self._num_context_tokens = num_context_tokens
         self._store = store
-        self._transport = transport
+        self._writer = PieceWriter(block_ids[:num_blocks], store=store, transport=transport, key=key, copies=copies)
         self._config = config
-        self._key = key
-        self._copies = copies
         self._call_soon = call_soon
         self._clock = clock
         self._on_paused = on_paused
@@ -93,7 +78,7 @@ class KvSender:
         self._num_awaited = self._part.num_pages  # not yet computed
         self._computed_s = 0.0
         # A piece has one block at least, so that this bound is never reached.
-        self._ready_in, self._ready_out = anyio.create_memory_object_stream[_Blocks](self._num_awaited)
+        self._ready_in, self._ready_out = anyio.create_memory_object_stream[Blocks](self._num_awaited)
         self._first_token: FirstToken | None = None
         self._failure: str | None = None
         self._granted = anyio.Event()
@@ -104,6 +89,14 @@ class KvSender:
         self._landed = anyio.Event()
         self._work = anyio.CancelScope()
 
+    @property
+    def num_bytes(self) -> int:
+        return self._writer.num_bytes
+
+    @property
+    def num_pieces(self) -> int:
+        return self._writer.num_pieces
+
     # --- called by the worker runtime ---------------------------------------------------------------------------------
 
     def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
@@ -112,7 +105,7 @@ class KvSender:
         Each (layer, block) of this source's is named once; the context's last block when its last token was computed.
         """
         if num_blocks > 0:
-            blocks = _Blocks(chunk, layer, first_block, num_blocks)
+            blocks = Blocks(chunk, layer, first_block, num_blocks)
             self._store.when_written(lambda: self._call_soon(lambda: self._add_ready(blocks)))
 
     def commit(self, first_token: FirstToken | None) -> None:
@@ -191,33 +184,19 @@ class KvSender:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _add_ready(self, blocks: _Blocks) -> None:
-        end = blocks.first_block + blocks.num_blocks
+    def _add_ready(self, blocks: Blocks) -> None:
         assert blocks.layer < self._store.layout.num_layers, f"layer {blocks.layer}"
         own = self._part.blocks
-        assert own.start <= blocks.first_block <= end <= own.stop, f"blocks {blocks.first_block} … {end - 1} of {own}"
+        assert own.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {own}"
         self._num_awaited -= blocks.num_blocks
         assert self._num_awaited >= 0, "a block was named twice"
         try:
-            for piece in self._pieces(blocks, self._blocks_per_piece):
+            for piece in blocks.cut(self._blocks_per_piece):
                 self._ready_in.send_nowait(piece)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             return  # the transfer has ended; the engine does not know yet
         if self._num_awaited == 0:
             self._ready_in.close()
-
-    @staticmethod
-    def _pieces(blocks: _Blocks, size: int) -> Iterator[_Blocks]:
-        end = blocks.first_block + blocks.num_blocks
-        for first in range(blocks.first_block, end, size):
-            yield blocks._replace(first_block=first, num_blocks=min(size, end - first))
-
-    def _blocks_taken(self, address: bytes) -> int:
-        """Blocks of a piece that a destination takes: its buffers may be smaller than ours."""
-        limit = self._transport.payload_limit(address)
-        if limit < self._store.layout.block_bytes:
-            raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
-        return limit // self._store.layout.block_bytes
 
     async def _wait_for_grant(self) -> None:
         while not self._granted.is_set():  # a pause takes it back, perhaps before this task has its turn
@@ -235,50 +214,21 @@ class KvSender:
         except KvTransferError as error:
             self.fail(str(error))
 
-    async def _send_to(self, index: int, destination: KvDestination, blocks: _Blocks) -> None:
+    async def _send_to(self, index: int, destination: KvDestination, blocks: Blocks) -> None:
         """What of ``blocks`` goes to a destination."""
-        end = blocks.first_block + blocks.num_blocks
-        wanted = destination.part.blocks.common(IndexRange(blocks.first_block, end))
+        wanted = destination.part.blocks.common(IndexRange(blocks.first_block, blocks.end))
         if wanted.size == 0 or not destination.part.layers.holds(IndexRange(blocks.layer, blocks.layer + 1)):
             return
         wanted_blocks = blocks._replace(first_block=wanted.start, num_blocks=wanted.size)
-        for piece in self._pieces(wanted_blocks, self._blocks_taken(destination.address)):
-            async with self._transport.lend() as buffer:
-                await self._send_blocks(index, destination.address, piece, buffer)
-
-    async def _send_blocks(self, index: int, address: bytes, blocks: _Blocks, buffer: SendBuffer) -> None:
-        payload_bytes = blocks.num_blocks * self._store.layout.block_bytes
-        if payload_bytes <= self._store.inline_copy_bytes:
-            self._fill(index, blocks, buffer, payload_bytes)
-        else:
-            await anyio.to_thread.run_sync(self._fill, index, blocks, buffer, payload_bytes, limiter=self._copies)
-            # The request may have been freed, and its blocks used again, while the thread copied them.
-            await anyio.lowlevel.checkpoint_if_cancelled()
-        await self._transport.send(address, buffer, payload_bytes)
-        self.num_pieces += 1
-        self.num_bytes += payload_bytes
-
-    def _fill(self, index: int, blocks: _Blocks, buffer: SendBuffer, payload_bytes: int) -> None:
-        payload = buffer.payload[:payload_bytes]
-        first = blocks.first_block
-        self._store.gather(blocks.layer, self._block_ids[first : first + blocks.num_blocks], payload)
-        header = PieceHeader(
+        about = PieceHeader(
             kind=PieceKind.KV,
             request_key=self.key,
             epoch=self.epoch,
             capability=self.capability,
             source=self.source,
             destination=index,
-            chunk=blocks.chunk,
-            part=KvPart(
-                IndexRange(first, first + blocks.num_blocks),
-                IndexRange(blocks.layer, blocks.layer + 1),
-                self._part.heads,
-            ),
-            payload_bytes=payload_bytes,
-            checksum=self._key.checksum(payload),
         )
-        pack_header(header, buffer.header, self._key)
+        await self._writer.send(destination.address, wanted_blocks, about)
 
     async def _send_commit(self, index: int, destination: KvDestination) -> None:
         token = self._first_token
@@ -295,6 +245,4 @@ class KvSender:
             token_id=0 if token is None else token.token_id,
             token_index=0 if token is None else token.token_index,
         )
-        async with self._transport.lend() as buffer:
-            pack_header(header, buffer.header, self._key)
-            await self._transport.send(destination.address, buffer, 0)
+        await self._writer.tell(destination.address, header)

@@ -1,0 +1,104 @@
+"""Blocks of one request on their way out, as pieces: gather, checksum, header, send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.piece import PieceHeader, pack_header
+from pdmesh.kv.store import KvStore
+from pdmesh.model import IndexRange, KvPart
+from pdmesh.transport.base import KvTransport, SendBuffer
+from pdmesh.transport.seal import MeshKey
+
+
+class Blocks(NamedTuple):
+    """Neighbouring complete blocks of a request's block table, of one layer."""
+
+    chunk: int
+    layer: int
+    first_block: int
+    num_blocks: int
+
+    @property
+    def end(self) -> int:
+        return self.first_block + self.num_blocks
+
+    def cut(self, size: int) -> Iterator[Blocks]:
+        """Into pieces of at most so many blocks."""
+        for first in range(self.first_block, self.end, size):
+            yield self._replace(first_block=first, num_blocks=min(size, self.end - first))
+
+
+class PieceWriter:
+    """Sends blocks of one request's table; several tasks may at once."""
+
+    def __init__(
+        self,
+        block_ids: Sequence[int],
+        *,
+        store: KvStore,
+        transport: KvTransport,
+        key: MeshKey,
+        copies: anyio.CapacityLimiter,
+    ) -> None:
+        self.num_bytes = 0
+        self.num_pieces = 0
+        self._block_ids = block_ids
+        self._store = store
+        self._transport = transport
+        self._key = key
+        self._copies = copies
+
+    async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
+        """Send them with headers that say ``about`` and what each piece holds. Raises KvTransferError."""
+        for piece in blocks.cut(self._blocks_taken(address)):
+            async with self._transport.lend() as buffer:
+                await self._send_piece(address, piece, about, buffer)
+
+    async def tell(self, address: bytes, header: PieceHeader) -> None:
+        """Send a header alone. Raises KvTransferError."""
+        async with self._transport.lend() as buffer:
+            pack_header(header, buffer.header, self._key)
+            await self._transport.send(address, buffer, 0)
+
+    def _blocks_taken(self, address: bytes) -> int:
+        """Blocks of a piece that a destination takes: its buffers may be smaller than ours."""
+        limit = self._transport.payload_limit(address)
+        if limit < self._store.layout.block_bytes:
+            raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
+        return limit // self._store.layout.block_bytes
+
+    async def _send_piece(self, address: bytes, blocks: Blocks, about: PieceHeader, buffer: SendBuffer) -> None:
+        payload_bytes = blocks.num_blocks * self._store.layout.block_bytes
+        if payload_bytes <= self._store.inline_copy_bytes:
+            self._fill(blocks, about, buffer, payload_bytes)
+        else:
+            await anyio.to_thread.run_sync(self._fill, blocks, about, buffer, payload_bytes, limiter=self._copies)
+            # The request may have been freed, and its blocks used again, while the thread copied them.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._transport.send(address, buffer, payload_bytes)
+        self.num_pieces += 1
+        self.num_bytes += payload_bytes
+
+    def _fill(self, blocks: Blocks, about: PieceHeader, buffer: SendBuffer, payload_bytes: int) -> None:
+        payload = buffer.payload[:payload_bytes]
+        self._store.gather(blocks.layer, self._block_ids[blocks.first_block : blocks.end], payload)
+        header = replace(
+            about,
+            chunk=blocks.chunk,
+            part=KvPart(
+                IndexRange(blocks.first_block, blocks.end),
+                IndexRange(blocks.layer, blocks.layer + 1),
+                IndexRange(0, self._store.layout.num_kv_heads),
+            ),
+            payload_bytes=payload_bytes,
+            checksum=self._key.checksum(payload),
+        )
+        pack_header(header, buffer.header, self._key)
