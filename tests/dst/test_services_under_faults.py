@@ -77,6 +77,15 @@ def test_a_stream_survives(kind: FaultKind, target: str) -> None:
         assert result.num_tokens == ASK.max_tokens + 4
 
 
+def test_new_requests_wait_for_instances_that_are_silent() -> None:
+    """All that compute prompts stand still for longer than their lease, a broken stream's grace and keepalive."""
+    stops = (Fault(at_s=0.1, kind=FaultKind.STOP, target=name, duration_s=30.0) for name in ("i0", "i1"))
+    asks = tuple(replace(ASK, at_s=at_s) for at_s in (0.2, 1.0, 6.0, 8.0, 20.0, 29.0))
+    result = run(a_plan(*stops, asks=asks, roles=(Role.PREFILL, Role.PREFILL, Role.DECODE)))
+    assert result.broken is None
+    assert result.num_tokens == len(asks) * ASK.max_tokens + 4
+
+
 def test_a_last_token_is_missed_also_by_a_gateway_that_stood_still_when_it_was_drawn() -> None:
     plan = a_plan(
         Fault(at_s=0.0, kind=FaultKind.STOP, target="g0", duration_s=4.5),

@@ -360,9 +360,10 @@ def serve(
         )
         worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
         silences: Leases[InstanceId] = Leases(settings.suspect_s)
+        absences: Leases[InstanceId] = Leases(settings.max_queue_s)
         gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
         stopping = anyio.Event()
-        worker_streams = WorkerStreams(driver, workers, worker_leases, silences, settings, stopping)
+        worker_streams = WorkerStreams(driver, workers, worker_leases, silences, absences, settings, stopping)
         gateway_streams = GatewayStreams(driver, gateways, gateway_leases, settings, stopping, lambda: agenda.now_s)
         gateway = Gateway(arrivals, mesh)
         async with anyio.create_task_group() as tasks:

@@ -467,39 +467,32 @@ async def test_what_a_silent_instance_was_given_is_served_by_one_that_speaks() -
         mesh.worker(profiles["m0"]) as m0,
         mesh.worker(profiles["m1"]) as m1,
         mesh.gateway() as g,
-        anyio.create_task_group() as tasks,
     ):
         speaking = {"m0": m0, "m1": m1}
 
-        async def speak() -> None:
+        async def until(is_so: Callable[[InstanceStatus], bool]) -> str:
+            """The first instance of which it is so; the others speak meanwhile."""
             while True:
                 for name, peer in speaking.items():
-                    num_blocks = profiles[name].num_blocks
-                    peer.post(LoadReported(InstanceId(name), num_blocks, 0, 0, 0))
-                await anyio.sleep(0.02)
-
-        async def until(is_so: Callable[[InstanceStatus], bool]) -> str:
-            """The first instance of which it is so."""
-            while True:
+                    peer.post(LoadReported(InstanceId(name), profiles[name].num_blocks, 0, 0, 0))
                 status = await mesh.ask(GetStatus())
                 assert isinstance(status, MeshState)
                 for instance in status.instances:
                     if is_so(instance):
                         return instance.instance_id
 
-        tasks.start_soon(speak)
         g.post(submit())
         name = await until(lambda instance: instance.num_prefilling > 0)
         silent = speaking.pop(name)
+        await until(lambda instance: instance.instance_id == name and instance.state == "silent")
         assert "silent" in (await g.expect(Restart)).reason
         again = submit()
         g.post(msgspec.structs.replace(again, generation=msgspec.structs.replace(again.generation, epoch=Epoch(1))))
+        await until(lambda instance: instance.instance_id != name and instance.num_prefilling > 0)
         (other,) = speaking.values()
         await other.expect(RunStep)
-        await until(lambda instance: instance.instance_id == name and instance.state == "silent")
         speaking[name] = silent
         await until(lambda instance: instance.instance_id == name and instance.state == "up")
-        tasks.cancel_scope.cancel()
 
 
 async def test_an_expired_lease_of_a_gateway_ends_its_requests() -> None:
@@ -764,6 +757,38 @@ async def test_gateways_hear_which_instances_are_coming_until_they_have_come() -
             assert (await g.expect(MeshState)).num_coming == 1
             await mesh.ask(ExpectInstances(instance_ids=()))
             assert (await g.expect(MeshState)).num_coming == 0
+
+
+async def test_gateways_may_wait_for_an_instance_given_up_for_silence_but_not_for_ever() -> None:
+    """It hangs, or is stopped: its stream is whole. One whose stream broke is dead."""
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, lease_s=0.3, max_queue_s=0.3))
+    async with running(config) as mesh, mesh.gateway() as g:
+        async with mesh.worker(mixed("silent")):
+            await becomes(g, ready=True, num_coming=0)
+            await becomes(g, ready=False, num_coming=1)
+            await becomes(g, ready=False, num_coming=0)
+        async with mesh.worker(mixed("dead")):
+            await becomes(g, ready=True, num_coming=0)
+        await becomes(g, ready=False, num_coming=0)
+
+
+async def test_an_instance_that_comes_back_is_not_waited_for_any_longer() -> None:
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, lease_s=0.3))
+    async with running(config) as mesh, mesh.gateway() as g:
+        async with mesh.worker(mixed()):
+            await becomes(g, ready=False, num_coming=1)
+        async with mesh.worker(mixed()):
+            await becomes(g, ready=True, num_coming=0)
+
+
+async def becomes(g: SchedulerPeer, *, ready: bool, num_coming: int) -> None:
+    """Until the gateway, which says all the time that it lives, hears so."""
+    with anyio.fail_after(20):
+        while True:
+            g.post(GatewayHeartbeat())
+            state = await g.expect(MeshState)
+            if (state.ready, state.num_coming) == (ready, num_coming):
+                return
 
 
 async def test_what_an_instance_has_not_begun_starts_again_at_once_when_its_stream_breaks() -> None:

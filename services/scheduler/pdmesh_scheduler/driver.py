@@ -113,7 +113,8 @@ class Driver:
         self._loads: dict[InstanceId, LoadReported] = {}
         self._wake_at_s: float | None = None
         self._wake_changed = anyio.Event()
-        self._coming: set[InstanceId] = set()
+        self._coming: set[InstanceId] = set()  # being started again
+        self._silent: set[InstanceId] = set()  # given up, and perhaps alive
         self._readiness: tuple[str | None, int, int] = ("", 0, 0)
 
     # --- events in ---
@@ -220,6 +221,7 @@ class Driver:
                 self._gateways.post(event.gateway_id, self.state())
             case InstanceJoined():
                 self._coming.discard(event.profile.instance_id)
+                self._silent.discard(event.profile.instance_id)
                 self._tell_readiness()
             case InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
                 self._tell_readiness()
@@ -310,6 +312,16 @@ class Driver:
         self._coming = set(instance_ids)
         self._tell_readiness()
 
+    def wait_for(self, instance_id: InstanceId) -> None:
+        """It is about to be lost for its silence, but may come back: gateways may wait for it."""
+        self._silent.add(instance_id)
+        self._tell_readiness()
+
+    def wait_no_longer_for(self, instance_id: InstanceId) -> None:
+        """It did not come back."""
+        self._silent.discard(instance_id)
+        self._tell_readiness()
+
     @property
     def instances(self) -> Sequence[InstanceView]:
         """As the core's books have them."""
@@ -327,7 +339,7 @@ class Driver:
             batching=self._core.batching,
             max_model_len=self._max_model_len(),
             num_gateways=len(self._gateways),
-            num_coming=len(self._coming),
+            num_coming=self._num_coming,
         )
 
     def _statuses(self) -> tuple[InstanceStatus, ...]:
@@ -372,9 +384,13 @@ class Driver:
     def _max_model_len(self) -> int:
         return min((profile.max_model_len for profile in self._profiles.values()), default=0)
 
+    @property
+    def _num_coming(self) -> int:
+        return len(self._coming | self._silent)
+
     def _tell_readiness(self) -> None:
         """Push the state to all gateways if what they act upon has changed."""
-        readiness = (self._core.unready_reason, self._max_model_len(), len(self._coming))
+        readiness = (self._core.unready_reason, self._max_model_len(), self._num_coming)
         if readiness != self._readiness:
             self._readiness = readiness
             state = self.state()

@@ -39,7 +39,7 @@ from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.tenants import TenantUsage
-from pdmesh_scheduler.workers import WorkerStreams
+from pdmesh_scheduler.workers import RETURN_GRACE_S, WorkerStreams
 
 SERVICE = "pdmesh.v1.Scheduler"
 
@@ -65,6 +65,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     gateways: Peers[GatewayId, GatewayDown] = Peers()
     worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
     silences: Leases[InstanceId] = Leases(settings.suspect_s)
+    absences: Leases[InstanceId] = Leases(min(RETURN_GRACE_S, settings.max_queue_s))
     gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
 
     def wall_time(at_s: float) -> float:
@@ -119,7 +120,9 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             driver.post(BundleChangeRequested(wishes.bundle))
         for wish in wishes.operations:
             driver.post(wish)
-        worker_streams = WorkerStreams(driver, workers, worker_leases, silences, settings, context.stopping, profile)
+        worker_streams = WorkerStreams(
+            driver, workers, worker_leases, silences, absences, settings, context.stopping, profile
+        )
         gateway_streams = GatewayStreams(driver, gateways, gateway_leases, settings, context.stopping, clock)
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp),

@@ -58,11 +58,12 @@ class Peers(Generic[IdT, DownT]):
         del self._connections[connection.peer_id]
         return True
 
-    def end(self, peer_id: IdT) -> None:
-        """Forget a peer's stream and end it, if there is one."""
+    def end(self, peer_id: IdT) -> bool:
+        """Forget a peer's stream and end it, if there is one. Whether there was."""
         connection = self._connections.pop(peer_id, None)
         if connection is not None:
             connection.scope.cancel()
+        return connection is not None
 
     def post(self, peer_id: IdT, message: DownT) -> None:
         """Send, or drop the message if the peer is away: registering again tells both sides all they must know."""

@@ -37,6 +37,10 @@ log = structlog.get_logger()
 #: How often an instance speaks, at least, in the time after which it is suspected: it may be late with some.
 BEATS_BEFORE_SUSPICION = 3
 
+#: How long new requests may wait for an instance that was given up while its stream was whole. A process that dies
+#: breaks its stream: this one hangs, is stopped or is cut off, and may go on. But not all of them do.
+RETURN_GRACE_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStreams:
@@ -48,6 +52,7 @@ class WorkerStreams:
     peers: Peers[InstanceId, WorkerDown]
     leases: Leases[InstanceId]
     silences: Leases[InstanceId]  # after which an instance is suspected
+    absences: Leases[InstanceId]  # of those given up for silence: how long they are waited for
     config: SchedulerConfig
     stopping: anyio.Event
     profile: Profile | None = None  # what steps are predicted by, if the operator named it
@@ -59,6 +64,7 @@ class WorkerStreams:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.leases.run, self._expired)
             tasks.start_soon(self.silences.run, self._silent)
+            tasks.start_soon(self.absences.run, self._stays_away)
 
     async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
         """One stream, from its registration to its end."""
@@ -79,6 +85,7 @@ class WorkerStreams:
 
             self.peers.add(connection)
             self._loads.pop(instance_id, None)
+            self.absences.drop(instance_id)
             self._heard(instance_id)
             log.info("instance joined", instance_id=instance_id, role=registered.profile.role, peer=peer)
             try:
@@ -125,8 +132,14 @@ class WorkerStreams:
     def _expired(self, instance_id: InstanceId) -> None:
         log.error("instance lost: its lease ran out", instance_id=instance_id)
         self._forget_silence(instance_id)
-        self.peers.end(instance_id)
+        if self.peers.end(instance_id):
+            self.absences.renew(instance_id)
+            self.driver.wait_for(instance_id)
         self.driver.post(InstanceLost(instance_id))
+
+    def _stays_away(self, instance_id: InstanceId) -> None:
+        log.error("instance is not waited for any longer", instance_id=instance_id)
+        self.driver.wait_no_longer_for(instance_id)
 
     async def _report(self, connection: Connection[InstanceId, WorkerDown], messages: list[WorkerUp]) -> bool:
         """Pass reports on; whether the last one was a goodbye."""

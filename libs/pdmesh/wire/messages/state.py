@@ -74,7 +74,7 @@ class MeshState(Message, frozen=True, kw_only=True):
     batching: str = ""
     max_model_len: int = 0  # smallest of the instances; 0 while there is none
     num_gateways: int = 0
-    num_coming: int = 0  # instances that served, have died and are being started again
+    num_coming: int = 0  # instances that served and are away, and are being started again or may only be silent
     tenants: tuple[TenantStatus, ...] = ()  # for operators alone
 
 
