@@ -56,9 +56,8 @@ from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import SetBatching
 
-#: Of the stand-in, unless given: costs with which exclusive batching wins by about 8 % with 64 clients and lengths of
-#: 128/128, twice as slow, so that neither clients nor messages limit it.
-BOUND_BY_BANDWIDTH = "a_s=0.012,b_s=0.0003,decode_a_s=0.008,decode_s=0.0004,mixed_a_s=0.012,interference_s=0.0002"
+#: Of the stand-in, unless given: costs with which exclusive batching wins by about 8 % with 64 clients and 128/128.
+BOUND_BY_BANDWIDTH = "a_s=0.006,b_s=0.00015,decode_a_s=0.004,decode_s=0.0002,mixed_a_s=0.006,interference_s=0.0001"
 
 ROUND = ("mb", "eb", "eb", "mb")
 SETTLE_S = 1.0
@@ -149,8 +148,14 @@ class Window:
     spans: list[Span] = field(default_factory=list[Span])
     view: BatchingView | None = None  # of the instance at its end
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is anything to judge it by: under eb, a cycle."""
+        first, last = self._ends()
+        return last > first
+
     def tally(self, model: LinearLatencyModel) -> Tally:
-        """Under eb from the beginning of a prefill phase to that of the last one."""
+        """Under eb from the beginning of a prefill phase to that of the last one. Only of a whole window."""
         first, last = self._ends()
         inside = self.spans[first:last]
         return Tally(
@@ -167,9 +172,7 @@ class Window:
             for index, span in enumerate(self.spans)
             if index and span.work.chunks and not self.spans[index - 1].work.chunks
         ]
-        if len(phases) < 2:
-            raise SystemExit(f"a window of {self.mode} has {len(phases)} prefill phases: make it longer")
-        return phases[0], phases[-1]
+        return (phases[0], phases[-1]) if phases else (0, 0)
 
 
 def token_s(model: LinearLatencyModel, shape: StepShape) -> float:
@@ -233,6 +236,7 @@ class Verdict:
     measured: float
     half_width: float  # of the 95 % interval
     predicted: float
+    num_rounds: int  # with a whole cycle in every window
 
     @property
     def is_clear(self) -> bool:
@@ -245,18 +249,26 @@ class Verdict:
 
 
 def verdict(windows: Sequence[Window], model: LinearLatencyModel) -> Verdict:
-    tallies = [window.tally(model) for window in windows]
+    """Raises SystemExit if there is nothing to judge by."""
+    size = len(ROUND)
+    rounds = [windows[at : at + size] for at in range(0, len(windows) - size + 1, size)]
+    tallies = [[window.tally(model) for window in turns] for turns in rounds if all(w.is_whole for w in turns)]
+    if len(tallies) < 2:
+        raise SystemExit(f"{len(tallies)} of {len(rounds)} rounds have a whole cycle in all windows: make these longer")
     # Seconds that a decode takes with its share of all else, had every window had the same prompts and outputs.
-    mean_work_s = sum(tally.work_s for tally in tallies) / sum(tally.num_decodes for tally in tallies)
-    logs = [-math.log(mean_work_s + (tally.wall_s - tally.work_s) / tally.num_decodes) for tally in tallies]
-    ratios = [(logs[at + 1] + logs[at + 2] - logs[at] - logs[at + 3]) / 2 for at in range(0, len(logs) - 3, len(ROUND))]
+    every = [tally for turns in tallies for tally in turns]
+    mean_work_s = sum(tally.work_s for tally in every) / sum(tally.num_decodes for tally in every)
+    ratios: list[float] = []
+    for turns in tallies:
+        a, b, c, d = (-math.log(mean_work_s + (tally.wall_s - tally.work_s) / tally.num_decodes) for tally in turns)
+        ratios.append((b + c - a - d) / 2)
     gains = [view.gain for window in windows if window.mode == "eb" and (view := window.view) and view.gain is not None]
     if not gains:
         raise SystemExit("nothing was predicted: the windows are too short, or there are too few clients")
     freedom = len(ratios) - 1
     quantile = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 2.0
     half_width = quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
-    return Verdict(statistics.mean(ratios), half_width, math.log1p(statistics.median(gains)))
+    return Verdict(statistics.mean(ratios), half_width, math.log1p(statistics.median(gains)), len(ratios))
 
 
 def measure(mix: Mix, options: argparse.Namespace) -> Verdict:
@@ -303,7 +315,7 @@ def main() -> None:
         print(
             f"{mix.prompt:>5}/{mix.output:<5} measured {found.measured:+.2%} +- {found.half_width:.2%}"
             f" ({'excludes' if found.is_clear else 'includes'} 0), predicted {found.predicted:+.2%}:"
-            f" {'ok' if found.agrees else 'MISSED'}  {time.perf_counter() - began_s:.0f} s",
+            f" {'ok' if found.agrees else 'MISSED'}  {found.num_rounds} rounds, {time.perf_counter() - began_s:.0f} s",
             flush=True,
         )
     limits.end()

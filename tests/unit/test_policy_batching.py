@@ -19,7 +19,7 @@ from pdmesh.policy.batching import (
     SwitchingBatching,
     phase_end_s,
 )
-from pdmesh.policy.batching_theory import LengthMoments, StepCosts, Threshold, geometric_threshold
+from pdmesh.policy.batching_theory import LengthMoments, StepCosts, StepLimit, geometric_threshold
 
 LENGTHS = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=127, var_prompt_tokens=16_000)
 NAMED = StepCosts(
@@ -33,7 +33,7 @@ NAMED = StepCosts(
 ALIKE = StepCosts(
     switch_s=0.006, decode_step_s=0.004, mixed_step_s=0.004, prompt_token_s=0.00015, decode_token_s=0.0002
 )
-FREE = SwitchingBatching(slo_tpot_s=10.0, slo_ttft_s=100.0, max_stall_s=10.0)
+FREE = SwitchingBatching(slo_ttft_s=100.0, max_stall_s=10.0)
 
 
 def a_load(costs: StepCosts, num_slots: float, *, tpot_s: float | None = None, num_kv_tokens: int = 1 << 22) -> Load:
@@ -91,17 +91,63 @@ def test_a_stall_is_no_longer_than_the_smallest_target_of_a_resident() -> None:
 
 
 def test_a_mode_that_breaks_the_tpot_target_is_not_chosen_where_the_other_keeps_it() -> None:
-    dear = StepCosts(
-        switch_s=0.2, decode_step_s=0.004, mixed_step_s=0.006, prompt_token_s=0.00015, decode_token_s=0.0002
-    )
-    tight = SwitchingBatching(slo_tpot_s=0.012, slo_ttft_s=100.0, max_stall_s=10.0)
-    choice = tight.choose(a_load(dear, 32)._replace(threshold=Threshold(0.1, 13.0)), Mode.MIXED)
+    choice = FREE.choose(a_load(NAMED, 64, tpot_s=0.027), Mode.MIXED)
     assert (choice.mode, choice.reason) == (Mode.MIXED, "TPOT")
 
 
-def test_a_wait_longer_than_the_first_token_may_take_is_not_chosen() -> None:
-    quick = SwitchingBatching(slo_tpot_s=10.0, slo_ttft_s=0.2, max_stall_s=10.0)
-    assert quick.choose(a_load(NAMED, 64), Mode.MIXED).reason == "TTFT"
+def test_a_cycle_is_no_longer_than_a_first_token_may_take() -> None:
+    free = FREE.choose(a_load(NAMED, 64), Mode.MIXED)
+    quick = SwitchingBatching(slo_ttft_s=0.2, max_stall_s=10.0).choose(a_load(NAMED, 64), Mode.MIXED)
+    assert free.cycle_s > 0.2
+    assert 0.19 < quick.cycle_s <= 0.2
+    assert quick.idle_share < free.idle_share
+    assert quick.mode is Mode.EXCLUSIVE
+    quicker = SwitchingBatching(slo_ttft_s=0.05, max_stall_s=10.0).choose(a_load(NAMED, 64), Mode.MIXED)
+    assert (quicker.mode, quicker.reason) == (Mode.MIXED, "TTFT")
+
+
+#: Prompts of 1,530 tokens on an A100 (8B): beside 48 decodes a step of 50 ms has room for some 200 of them.
+A100 = StepCosts(switch_s=0.03, decode_step_s=0.0102, mixed_step_s=0.03, prompt_token_s=5.9e-5, decode_token_s=2.2e-4)
+
+
+def test_where_the_step_limit_starves_mixed_batching_a_stall_of_a_fifth_of_a_second_costs_little() -> None:
+    lengths = LengthMoments(mean_prompt_tokens=1530, mean_output_tokens=195, var_prompt_tokens=3e6)
+    load = a_load(A100, 48)._replace(
+        lengths=lengths, threshold=geometric_threshold(A100, 195), mixed_limit=StepLimit(0.05, 8192)
+    )
+    free = FREE.choose(load, Mode.MIXED)
+    held = SwitchingBatching(slo_ttft_s=1.0, max_stall_s=0.2).choose(load, Mode.MIXED)
+    assert held.mode is Mode.EXCLUSIVE
+    assert held.gain is not None
+    assert free.gain is not None
+    assert held.gain > 0.5
+    assert (1 + held.gain) / (1 + free.gain) > 0.93
+    assert 8192 < held.max_prompt_tokens < 20_000
+    own = FREE.choose(load._replace(tpot_s=0.05), Mode.MIXED)
+    assert (own.mode, own.reason) == (Mode.MIXED, "stall")
+    assert own.max_prompt_tokens < 1000
+
+
+@given(
+    num_slots=st.floats(1, 512),
+    stall_s=st.floats(0.001, 10),
+    cycle_s=st.floats(0.001, 10),
+    tpot_s=st.floats(0.01, 1),
+)
+def test_whatever_the_limits_a_phase_and_a_cycle_keep_them_or_it_is_mixed(
+    num_slots: float, stall_s: float, cycle_s: float, tpot_s: float
+) -> None:
+    batching = SwitchingBatching(slo_ttft_s=cycle_s, max_stall_s=stall_s)
+    for target_s in (None, tpot_s):
+        load = a_load(NAMED, num_slots, tpot_s=target_s)
+        choice = batching.choose(load, Mode.MIXED)
+        phase_s = (
+            NAMED.switch_s + min(num_slots, 256) * choice.idle_share * NAMED.prompt_token_s * LENGTHS.mean_prompt_tokens
+        )
+        if choice.mode is Mode.EXCLUSIVE:
+            assert choice.idle_share * num_slots >= 1 - 1e-9
+            assert phase_s <= (stall_s if target_s is None else target_s) + 1e-9
+            assert choice.cycle_s <= cycle_s * 1.01  # a phase has a step at least
 
 
 def test_within_the_dead_band_what_is_done_goes_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 from pdmesh.policy.batching_theory import (
     LengthMoments,
     StepCosts,
+    StepLimit,
     Threshold,
     crossover_s,
     exclusive_throughput,
     geometric_threshold,
     max_safe_slots,
+    mixed_state,
     mixed_throughput,
     phase_exponent,
     renewal_threshold,
@@ -192,6 +195,94 @@ def test_mixed_throughput_is_what_a_simulation_of_its_steps_gives(
     lengths = LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
     simulated = simulated_mixed(num_slots, of, prompt, mean_output, 20_000)
     assert mixed_throughput(num_slots, of, lengths) == pytest.approx(simulated, rel=0.03)
+
+
+def simulated_limited(num_slots: int, of: StepCosts, prompt: int, mean_output: int, limit: StepLimit) -> float:
+    """Requests a second where steps are filled with the prompts in line up to a limit; lengths are geometric."""
+    rng = random.Random(4)
+
+    def drawn(mean: float) -> int:
+        return 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean))
+
+    line = [drawn(prompt) for _ in range(num_slots)]  # tokens to compute of each that does not decode yet
+    outputs: list[int] = []  # tokens to draw of each that decodes
+    ended, time_s = 0, 0.0
+    for step in range(40_000):
+        if step == 10_000:
+            ended, time_s = 0, 0.0
+        decodes, tokens = len(outputs), 0
+        while line:
+            most = min(line[0], int(min(limit.num_tokens, 1e6)) - tokens)
+            while most > 0 and step_s(of, decodes, tokens + most) > limit.seconds and (tokens or most > 32):
+                most -= 8
+            if most <= 0:
+                break
+            tokens += most
+            line[0] -= most
+            if line[0] > 0:
+                break
+            line.pop(0)
+            outputs.append(drawn(mean_output) + 1)
+        seconds = step_s(of, decodes, tokens) if tokens else of.decode_step_s + of.decode_token_s * decodes
+        time_s += seconds
+        outputs = [left - 1 for left in outputs]
+        num_ended = sum(left <= 0 for left in outputs)
+        outputs = [left for left in outputs if left > 0]
+        line += [drawn(prompt) for _ in range(num_ended)]
+        ended += num_ended
+    return ended / time_s
+
+
+def step_s(of: StepCosts, decodes: int, tokens: int) -> float:
+    both_s = of.prompt_token_s * tokens + of.decode_token_s * decodes
+    return of.mixed_step_s + both_s + of.interference_s * tokens * decodes / max(1, tokens + decodes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_slots", "prompt", "mean_output"),
+    [
+        (StepLimit(0.05, 8192), 48, 1530, 195),  # steps are full, and decodes give way
+        (StepLimit(0.05, 8192), 24, 200, 200),  # steps are hardly ever full
+        (StepLimit(math.inf, 256), 48, 1530, 195),  # full by their number of tokens
+        (StepLimit(math.inf, 512), 32, 1000, 300),  # a third of the steps has a chunk
+        (StepLimit(0.041, 8192), 48, 600, 200),  # decodes alone nearly take the time
+    ],
+)
+def test_mixed_throughput_under_a_limit_is_what_a_simulation_of_its_steps_gives(
+    limit: StepLimit, num_slots: int, prompt: int, mean_output: int
+) -> None:
+    of = StepCosts(
+        switch_s=0.03,
+        decode_step_s=0.0102,
+        mixed_step_s=0.03,
+        prompt_token_s=5.9e-5,
+        decode_token_s=2.2e-4,
+        interference_s=1e-5,
+    )
+    lengths = LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
+    simulated = simulated_limited(num_slots, of, prompt, mean_output, limit)
+    assert mixed_throughput(num_slots, of, lengths, limit) == pytest.approx(simulated, rel=0.03)
+
+
+@given(
+    num_slots=st.floats(1, 512),
+    seconds=st.floats(0.0, 1.0),
+    num_tokens=st.floats(32, 1e5),
+    prompt=st.floats(1, 1e4),
+    output=st.floats(1, 1e4),
+    interference_s=st.floats(0, 1e-3),
+)
+def test_a_limit_never_makes_mixed_batching_faster_but_for_interference(
+    num_slots: float, seconds: float, num_tokens: float, prompt: float, output: float, interference_s: float
+) -> None:
+    of = costs(1.0, decode_step_s=0.004, mixed_step_s=0.006, prompt_token_s=1.5e-4, decode_token_s=2e-4)
+    lengths = LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=output)
+    limit = StepLimit(seconds, num_tokens)
+    free, held = mixed_state(num_slots, of, lengths), mixed_state(num_slots, of, lengths, limit)
+    assert 0 < held.throughput <= free.throughput * (1 + 1e-9)
+    assert 0 < held.num_decodes <= free.num_decodes * (1 + 1e-9)
+    both = mixed_state(num_slots, replace(of, interference_s=interference_s), lengths, limit)
+    assert both.throughput <= held.throughput * (1 + 1e-9)
 
 
 def test_exclusive_batching_wins_where_interference_costs_more_than_the_crossover() -> None:

@@ -112,6 +112,7 @@ class Modes:
             threshold=self._lengths.threshold(costs),
             costs=costs,
             tpot_s=min(own_s, default=None),
+            mixed_limit=bundle.packing.step_limit(instance.view),
         )
         choice = bundle.batching.choose(load, batching.choice.mode)
         if choice.mode is not batching.choice.mode and batching.num_dwelt < _DWELL:
@@ -144,13 +145,11 @@ class Modes:
                 batching.chosen_by = policy
 
     def mode_of(self, instance: InstanceBooks) -> Mode:
-        """What it does now. A long prompt would stall residents far too long: where there is a choice, it is mixed."""
-        mode = instance.batching.choice.mode
-        if mode is Mode.MIXED or not can_switch(instance):
+        """What it does now: mixed while it computes a prompt that would stall its residents for too long."""
+        choice = instance.batching.choice
+        if choice.mode is Mode.MIXED or not can_switch(instance):
             return Mode.MIXED
-        policy = instance.batching.chosen_by
-        is_free = policy is not None and policy.first.mode is Mode.MIXED
-        return Mode.MIXED if is_free and instance.has_long else mode
+        return Mode.MIXED if instance.longest_prefill_tokens > choice.max_prompt_tokens else choice.mode
 
     def may_begin(
         self, instance: InstanceBooks, head: RequestState, bundle: Bundle, now_s: float, *, has_begun: bool
@@ -162,7 +161,7 @@ class Modes:
         if self.mode_of(instance) is Mode.MIXED:
             return True
         batching, choice = instance.batching, instance.batching.choice
-        if bundle.is_long(head.request) and bundle.batching.first.mode is Mode.MIXED:
+        if bundle.is_long(head.request) and head.request.num_prompt_tokens > choice.max_prompt_tokens:
             return True  # it is mixed from then on
         num_seats = min(choice.num_seats or instance.profile.max_num_seqs, instance.profile.max_num_seqs)
         num_busy = instance.num_seats_taken

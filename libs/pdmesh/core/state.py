@@ -314,6 +314,11 @@ class InstanceBooks:
         return self._num_long_decoding > 0 or bool(self._long_prefill_tokens)
 
     @property
+    def longest_prefill_tokens(self) -> int:
+        """Of the long prompts that are computed here, or whose KV waits to move away; 0 without one."""
+        return max(self._long_prefill_tokens, default=0)
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What decides what it could take if it were empty."""
         profile = self.profile

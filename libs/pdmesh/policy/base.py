@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 from pdmesh.model import ChunkPlan, InstanceId, Request, Role
 from pdmesh.policy.batching import Batching
+from pdmesh.policy.batching_theory import StepLimit
 from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
 from pdmesh.ranges import COUNT, SHARE, Range
@@ -111,6 +112,10 @@ class Packing(Protocol):
 
         ``shared``: other prompts could use the step too.
         """
+        ...
+
+    def step_limit(self, instance: InstanceView) -> StepLimit:
+        """Of a step of ``instance`` that has chunks beside its decodes."""
         ...
 
     def takes_local(self, instance: InstanceView) -> bool:
@@ -225,7 +230,8 @@ class PolicyConfig:
         "the share of idle seats at which `eb` ends a decode phase; if not set, the best in theory",
     ] = None
     max_stall_s: Annotated[
-        float, "the longest prefill phase of `ebplus` while nobody decodes who has a TPOT target of its own"
+        float,
+        "the longest prefill phase of `ebplus`, in the mean, while nobody decodes who has a TPOT target of its own",
     ] = 0.2
 
 

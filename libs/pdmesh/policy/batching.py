@@ -14,12 +14,15 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from pdmesh.policy.batching_theory import (
+    NO_LIMIT,
     LengthMoments,
+    MixedState,
     StepCosts,
+    StepLimit,
     Threshold,
     exclusive_throughput,
     max_safe_slots,
-    mixed_throughput,
+    mixed_state,
 )
 
 
@@ -53,6 +56,7 @@ class Load(NamedTuple):
     threshold: Threshold  # the best one for these costs and outputs
     costs: StepCosts
     tpot_s: float | None  # the smallest target that a resident has of its own
+    mixed_limit: StepLimit = NO_LIMIT
 
 
 class ModeChoice(NamedTuple):
@@ -64,6 +68,7 @@ class ModeChoice(NamedTuple):
     gain: float | None = None  # throughput of exclusive over mixed batching, less 1; None: not known
     reason: str = ""  # why a faster mode is not chosen
     cycle_s: float = 0.0  # predicted, of a prefill phase and a decode phase
+    max_prompt_tokens: float = inf  # a longer prompt is computed beside decodes
 
 
 class Batching(Protocol):
@@ -169,12 +174,12 @@ class ExclusiveBatching:
 class SwitchingBatching:
     """EB+: exclusive where that is predicted to be faster and keeps the targets, mixed otherwise.
 
-    ``slo_tpot_s``, ``slo_ttft_s`` and ``max_stall_s`` stand for residents without targets of their own. A prefill phase
-    stalls every resident, so it is no longer than the smallest TPOT target, or than ``max_stall_s``: the threshold is
-    lowered until it is.
+    A prefill phase stalls every resident, so in the mean it is no longer than the smallest TPOT target among them, or
+    than ``max_stall_s`` if none has one; and a cycle is no longer than ``slo_ttft_s``, which stands for those who
+    wait. The threshold is lowered until both hold: that costs throughput, but no more than is still gained. A prompt
+    that alone would take longer than a cycle may is computed beside decodes.
     """
 
-    slo_tpot_s: float
     slo_ttft_s: float
     max_stall_s: float
     risk: float = 0.01
@@ -191,35 +196,43 @@ class SwitchingBatching:
         return ModeChoice(Mode.MIXED)
 
     def choose(self, load: Load, now: Mode) -> ModeChoice:
-        threshold = load.threshold
-        num_seats = safe_seats(load, threshold, self.risk)
-        stall_s = self.max_stall_s if load.tpot_s is None else load.tpot_s
-        num_slots = min(load.num_slots, num_seats)
-        token_s = num_slots * load.costs.prompt_token_s * load.lengths.mean_prompt_tokens
-        most = (stall_s - load.costs.switch_s) / token_s if token_s > 0 else inf
-        if threshold.idle_share > most > 0:
-            threshold = _at(threshold, most)
-        prediction = ModePrediction.of(load, threshold, num_seats)
-        gain = prediction.gain
+        num_seats = safe_seats(load, load.threshold, self.risk)
+        least_share = 1 / max(1.0, min(load.num_slots, num_seats))
+        best = ModePrediction.of(load, load.threshold, num_seats)
+        share = min(best.threshold.idle_share, self._share_of_stall(load, least_share))
         reason = ""
-        tpot_s = self.slo_tpot_s if load.tpot_s is None else load.tpot_s
         if load.num_slots < self.min_slots:
             reason = "few requests"
-        elif most * num_slots < 1:
+        elif share < least_share:
             reason = "stall"
-        elif prediction.tpot_s > max(tpot_s, prediction.mixed_tpot_s):
+        prediction = best if share >= best.threshold.idle_share else best.at(load, max(share, least_share))
+        if not reason and prediction.cycle_s > self.slo_ttft_s:
+            share = prediction.share_of_cycle(load, self.slo_ttft_s)
+            reason = "TTFT" if share < least_share else ""
+            prediction = best.at(load, max(share, least_share))
+        if not reason and load.tpot_s is not None and prediction.tpot_s > max(load.tpot_s, prediction.mixed_tpot_s):
             reason = "TPOT"
-        elif prediction.cycle_s > self.slo_ttft_s:
-            reason = "TTFT"
-        is_exclusive = not reason and gain > (-self.dead_band if now is Mode.EXCLUSIVE else self.dead_band)
+        least = -self.dead_band if now is Mode.EXCLUSIVE else self.dead_band
         return ModeChoice(
-            Mode.EXCLUSIVE if is_exclusive else Mode.MIXED,
-            threshold.idle_share,
+            Mode.MIXED if reason or prediction.gain <= least else Mode.EXCLUSIVE,
+            prediction.threshold.idle_share,
             num_seats,
-            gain,
+            prediction.gain,
             reason,
             prediction.cycle_s,
+            self._tokens_within(load, self.slo_ttft_s),
         )
+
+    def _share_of_stall(self, load: Load, least_share: float) -> float:
+        """Of idle seats, with which a prefill phase is as long as it may be."""
+        return self._tokens_within(load, self.max_stall_s) / load.lengths.mean_prompt_tokens * least_share
+
+    @staticmethod
+    def _tokens_within(load: Load, limit_s: float) -> float:
+        """Prompt tokens of a phase that stalls nobody for longer than that, or than its own target."""
+        stall_s = limit_s if load.tpot_s is None else load.tpot_s
+        token_s = load.costs.prompt_token_s
+        return (stall_s - load.costs.switch_s) / token_s if token_s > 0 else inf
 
     def prefills_from_s(self, choice: ModeChoice, phase: DecodePhase) -> float:
         return phase_end_s(choice, phase)
@@ -229,23 +242,48 @@ class SwitchingBatching:
 
 
 class ModePrediction(NamedTuple):
-    """Of exclusive against mixed batching."""
+    """Of exclusive batching at a threshold against mixed batching, with so many seats as there are requests for."""
 
-    gain: float
-    cycle_s: float
-    tpot_s: float
-    mixed_tpot_s: float
+    threshold: Threshold
+    num_slots: float
+    mixed: MixedState
+    throughput: float
 
     @classmethod
     def of(cls, load: Load, threshold: Threshold, num_seats: int) -> ModePrediction:
-        """With so many seats, or as many requests as there are."""
         num_slots = max(1.0, min(load.num_slots, num_seats))
-        threshold = threshold._replace(idle_share=max(threshold.idle_share, 1 / num_slots))
-        exclusive = exclusive_throughput(num_slots, threshold, load.costs, load.lengths)
-        mixed = mixed_throughput(max(1.0, min(load.num_slots, load.max_num_seqs)), load.costs, load.lengths)
-        cycle_s = num_slots * threshold.idle_share / exclusive
-        mixed_step_s = num_slots / (1 + load.lengths.mean_output_tokens) / mixed
-        return cls(exclusive / mixed - 1, cycle_s, cycle_s / max(threshold.num_steps, 1.0), mixed_step_s)
+        num_mixed = max(1.0, min(load.num_slots, load.max_num_seqs))
+        mixed = mixed_state(num_mixed, load.costs, load.lengths, load.mixed_limit)
+        nothing_yet = cls(threshold, num_slots, mixed, 0.0)
+        return nothing_yet.at(load, max(threshold.idle_share, 1 / num_slots))
+
+    def at(self, load: Load, idle_share: float) -> ModePrediction:
+        """The same at another share of idle seats."""
+        threshold = _at(self.threshold, idle_share)
+        throughput = exclusive_throughput(self.num_slots, threshold, load.costs, load.lengths)
+        return self._replace(threshold=threshold, throughput=throughput)
+
+    @property
+    def gain(self) -> float:
+        """Throughput of exclusive over mixed batching, less 1."""
+        return self.throughput / self.mixed.throughput - 1
+
+    @property
+    def cycle_s(self) -> float:
+        return self.num_slots * self.threshold.idle_share / self.throughput
+
+    @property
+    def tpot_s(self) -> float:
+        return self.cycle_s / max(self.threshold.num_steps, 1.0)
+
+    @property
+    def mixed_tpot_s(self) -> float:
+        return self.mixed.step_s
+
+    def share_of_cycle(self, load: Load, limit_s: float) -> float:
+        """The share with which a cycle is no longer than that: but for its switch, it is convex in the share."""
+        switch_s = load.costs.switch_s
+        return self.threshold.idle_share * max(0.0, limit_s - switch_s) / (self.cycle_s - switch_s)
 
 
 def safe_seats(load: Load, threshold: Threshold, risk: float) -> int:
@@ -256,5 +294,7 @@ def safe_seats(load: Load, threshold: Threshold, risk: float) -> int:
 
 def _at(threshold: Threshold, idle_share: float) -> Threshold:
     """Another share of idle seats, and the steps until it: -ln(1 - share) of them in proportion, as seats empty."""
+    if idle_share == threshold.idle_share:
+        return threshold
     best = -math.log1p(-min(threshold.idle_share, 0.999))
     return Threshold(idle_share, max(1.0, threshold.num_steps * -math.log1p(-min(idle_share, 0.999)) / best))

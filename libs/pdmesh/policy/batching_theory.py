@@ -52,6 +52,30 @@ class LengthMoments:
         return self.mean_prompt_tokens + self.mean_output_tokens
 
 
+class StepLimit(NamedTuple):
+    """How long a mixed step may take and how many prompt tokens it may have. In any case it has `LEAST_TOKENS`."""
+
+    seconds: float = math.inf
+    num_tokens: float = math.inf
+
+
+NO_LIMIT = StepLimit()
+
+#: That a mixed step has of a prompt whatever its limit, so that a prompt goes on beside any number of decodes.
+LEAST_TOKENS = 32.0
+
+#: Chunks of a prompt in the mean, below which each is as good as one.
+_HARDLY_CUT = 1.001
+
+
+class MixedState(NamedTuple):
+    """Mixed batching in the long run."""
+
+    throughput: float  # requests a second
+    step_s: float  # in the mean
+    num_decodes: float  # in a step, in the mean
+
+
 class Threshold(NamedTuple):
     """When a decode phase ends: with ``idle_share`` of the slots idle, after about ``num_steps`` steps."""
 
@@ -168,28 +192,82 @@ def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCost
     return 1 / (work_s + cycle_s / (num_slots * threshold.idle_share))
 
 
-def mixed_throughput(num_slots: float, costs: StepCosts, lengths: LengthMoments) -> float:
-    """Requests a second under mixed batching.
+def mixed_throughput(num_slots: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit = NO_LIMIT) -> float:
+    """Requests a second under mixed batching: of `mixed_state`."""
+    return mixed_state(num_slots, costs, lengths, limit).throughput
 
-    A request has a slot for one step of its prompt and one for each output token, so N / (1 + mean output) of them
-    begin in every step. They begin one by one, at random: steps without a chunk, and the spread of what the others
-    carry, are taken from a Poisson law of that mean. Taking the mean for all steps overstates interference by up to a
-    third where less than two begin in a step.
+
+def mixed_state(num_slots: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit = NO_LIMIT) -> MixedState:
+    """Mixed batching with steps of a limited size.
+
+    Without a limit, a request has a slot for one step of its prompt and one for each output token, so N / (1 + mean
+    output) of them begin in every step. They begin one by one, at random: steps without a chunk, and the spread of what
+    the others carry, are taken from a Poisson law of that mean. Taking the mean for all steps overstates interference
+    by up to a third where less than two begin in a step.
+
+    A limit cuts prompts (taken as geometric in length) into chunks: so much more often a step has one. Where prompts
+    would fill more than all steps, they hold slots until decodes leave room for as many prompt tokens in a step as come
+    with the requests that end in it.
     """
     starts = num_slots / (1 + lengths.mean_output_tokens)
     num_decodes = starts * lengths.mean_output_tokens
+    chunk_tokens = _chunk_tokens(num_decodes, costs, limit)
+    num_chunks = -1 / math.expm1(-chunk_tokens / lengths.mean_prompt_tokens)  # of a prompt
+    work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
+    if num_chunks < _HARDLY_CUT:
+        with_chunks = -math.expm1(-starts)
+        mixing = _mean_mixing(starts, num_decodes, lengths)
+    else:
+        filled = starts * lengths.mean_prompt_tokens / chunk_tokens
+        if filled > 1:
+            num_decodes = _decodes_that_leave_room(num_decodes, costs, lengths, limit)
+            starts = num_decodes / lengths.mean_output_tokens
+        with_chunks = min(1.0, max(filled, -math.expm1(-starts * num_chunks)))
+        num_prompt_tokens = starts * lengths.mean_prompt_tokens / with_chunks
+        mixing = with_chunks * num_prompt_tokens * num_decodes / (num_prompt_tokens + num_decodes)
+    constants_s = (1 - with_chunks) * costs.decode_step_s + with_chunks * costs.mixed_step_s
+    step_s = constants_s + costs.interference_s * mixing + work_s * starts
+    return MixedState(starts / step_s, step_s, num_decodes)
+
+
+def _mean_mixing(starts: float, num_decodes: float, lengths: LengthMoments) -> float:
+    """The mean of L D / (L + D), where whole prompts begin at random, so many in the mean."""
     chance = math.exp(-starts)
-    without = chance
-    interference = 0.0  # mean of L D / (L + D)
+    mixing = 0.0
     begun = 0
     while begun < starts or chance > 1e-12:
         begun += 1
         chance *= starts / begun
         num_prompt_tokens = begun * lengths.mean_prompt_tokens
-        interference += chance * num_prompt_tokens * num_decodes / (num_prompt_tokens + num_decodes)
-    step_s = without * costs.decode_step_s + (1 - without) * costs.mixed_step_s + costs.interference_s * interference
-    work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
-    return 1 / (work_s + step_s / starts)
+        mixing += chance * num_prompt_tokens * num_decodes / (num_prompt_tokens + num_decodes)
+    return mixing
+
+
+def _chunk_tokens(num_decodes: float, costs: StepCosts, limit: StepLimit) -> float:
+    """Prompt tokens that a mixed step of so many decodes has room for."""
+    left_s = limit.seconds - costs.mixed_step_s - costs.decode_token_s * num_decodes
+    if left_s <= 0 or left_s == math.inf:
+        return LEAST_TOKENS if left_s <= 0 else limit.num_tokens
+    # The root of token L + interference L D / (L + D) = left.
+    token_s = costs.prompt_token_s
+    rest = (token_s + costs.interference_s) * num_decodes - left_s
+    root = math.sqrt(rest * rest + 4 * token_s * left_s * num_decodes)
+    half = rest + root
+    num_tokens = 2 * left_s * num_decodes / half if half > 0 else math.inf
+    return min(limit.num_tokens, max(LEAST_TOKENS, num_tokens))
+
+
+def _decodes_that_leave_room(most: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit) -> float:
+    """How many decode beside as many prompt tokens as come in the place of those that end; at most ``most``."""
+    tokens_per_decode = lengths.mean_prompt_tokens / lengths.mean_output_tokens
+    low = 0.0
+    for _ in range(40):
+        middle = (low + most) / 2
+        if _chunk_tokens(middle, costs, limit) >= middle * tokens_per_decode:
+            low = middle
+        else:
+            most = middle
+    return low
 
 
 def crossover_s(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: LengthMoments) -> float:

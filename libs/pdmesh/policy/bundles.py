@@ -96,7 +96,7 @@ def _exclusive(config: PolicyConfig) -> Batching:
 
 
 def _switching(config: PolicyConfig) -> Batching:
-    return SwitchingBatching(slo_tpot_s=config.slo_tpot_s, slo_ttft_s=config.slo_ttft_s, max_stall_s=config.max_stall_s)
+    return SwitchingBatching(slo_ttft_s=config.slo_ttft_s, max_stall_s=config.max_stall_s)
 
 
 #: What `scheduler.batching` may name.

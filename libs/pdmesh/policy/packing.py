@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.model import Request, Role
 from pdmesh.policy.base import InstanceView, PartialStep
+from pdmesh.policy.batching_theory import StepLimit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
 
@@ -31,6 +32,9 @@ class StaticChunks:
         self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
     ) -> int:
         return min(request.num_prompt_tokens - start, self.chunk_tokens - step.num_tokens)
+
+    def step_limit(self, instance: InstanceView) -> StepLimit:
+        return StepLimit(num_tokens=self.chunk_tokens)
 
     def takes_local(self, instance: InstanceView) -> bool:
         return False
@@ -109,6 +113,9 @@ class AdaptiveChunks:
         num_left = request.num_prompt_tokens - start
         num_tokens = self._sizer(instance).largest(_beside(instance, step), start, num_left, budget_s)
         return num_tokens if num_tokens or step.chunks else min(num_left, CHUNK_UNIT_TOKENS)
+
+    def step_limit(self, instance: InstanceView) -> StepLimit:
+        return StepLimit(self._tpot_s(instance), self.sizer.max_tokens)
 
     def takes_local(self, instance: InstanceView) -> bool:
         budget_s = self.local_step_share * self._tpot_s(instance)
