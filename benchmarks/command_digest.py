@@ -86,6 +86,7 @@ ADDED: Sequence[str] = (
     "StepDone.ended_s",
     "RequestFinished.own_steps",
     "InstanceJoined.stopping",
+    "GatewayJoined.unbegun",
     "InstanceJoined.profile.relays",
 )
 

@@ -10,7 +10,7 @@ import pytest
 from pdmesh.model import Role
 from pdmesh.testing.dst.drawing import draw
 from pdmesh.testing.dst.plan import SCHEDULER, Ask, Fault, FaultKind, Plan
-from pdmesh.testing.dst.run import run
+from pdmesh.testing.dst.run import Result, run
 
 #: ``make dst SEEDS=…`` runs more. What a failing seed does: ``python benchmarks/dst.py --show SEED``.
 NUM_SEEDS = 240
@@ -75,6 +75,24 @@ def test_a_stream_survives(kind: FaultKind, target: str) -> None:
         result = run(a_plan(Fault(at_s=at_s, kind=kind, target=target, duration_s=6.0)))
         assert result.broken is None
         assert result.num_tokens == ASK.max_tokens + 4
+
+
+def test_what_is_lost_on_its_way_to_a_scheduler_that_stands_still_is_served_a_second_after_it_goes_on() -> None:
+    """Keepalive ends the stream before the scheduler has read it; nobody waits for instances that might have it."""
+    plan = a_plan(
+        Fault(at_s=0.1, kind=FaultKind.STOP, target=SCHEDULER, duration_s=17.0), asks=(replace(ASK, at_s=0.2),)
+    )
+    result = run(plan, with_timeline=True)
+    assert result.broken is None
+    (goes_on_s,) = (at_s for at_s, what in times(result) if what == "scheduler goes on")
+    first_s = next(at_s for at_s, what in times(result) if what.startswith("c0 choice 0"))
+    assert first_s < goes_on_s + 1.0
+
+
+def times(result: Result) -> list[tuple[float, str]]:
+    """Of all that happened, virtual seconds, and who did what."""
+    lines = (line.split(maxsplit=2) for line in result.timeline)
+    return [(float(at_s), f"{who} {what}") for at_s, who, what in lines]
 
 
 def test_new_requests_wait_for_instances_that_are_silent() -> None:

@@ -526,9 +526,10 @@ class MeshMachine(RuleBasedStateMachine):
         if self.core.is_active(key_of(request)):
             self.feed(RequestArrived(request))
 
-    def gateway_joins(self, gateway: GatewayId) -> None:
+    def gateway_joins(self, gateway: GatewayId, *, tells_unbegun: bool = False) -> None:
         waiting = tuple(key_of(request) for request in self.awaited.values() if request.gateway_id == gateway)
-        self.feed(GatewayJoined(gateway, waiting))
+        unbegun = tuple(request_id for request_id, _ in waiting) if tells_unbegun else ()
+        self.feed(GatewayJoined(gateway, waiting, unbegun))
 
     def gateway_is_lost(self, gateway: GatewayId) -> None:
         self.awaited = {key: request for key, request in self.awaited.items() if request.gateway_id != gateway}
@@ -670,7 +671,7 @@ class MeshMachine(RuleBasedStateMachine):
             case "gateway lost":
                 self.gateway_is_lost(gateway)
             case "gateway reconnects":
-                self.gateway_joins(gateway)
+                self.gateway_joins(gateway, tells_unbegun=data.draw(st.booleans()))
             case "instance lost":
                 self.instance_is_lost(data)
             case "instance reconnects":

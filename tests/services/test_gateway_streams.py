@@ -224,6 +224,30 @@ async def test_a_new_scheduler_hears_of_what_nobody_works_on(model: Path) -> Non
         assert texts == [WHOLE]
 
 
+async def test_the_same_scheduler_hears_what_it_was_sent_and_nothing_came_of(model: Path) -> None:
+    """Of two requests one has its first token. The other may be lost with the stream: the scheduler knows."""
+    texts: list[str] = []
+    async with scripted_mesh(silence) as mesh:
+        mesh.scheduler_id = "the same"
+        async with served(model, mesh) as running, anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            begun = (await mesh.next_submit(0)).generation
+            mesh.send_tokens(*first_tokens(begun, 1))
+            await delivered(running, 1)
+            tasks.start_soon(complete_into, texts, running)
+            lost = (await mesh.next_submit(1)).generation
+            mesh.drop_gateway()
+            await mesh.until(lambda: len(mesh.registrations) == 2)
+            again = mesh.registrations[1]
+            assert set(again.waiting) == {(begun.request_id, Epoch(0)), (lost.request_id, Epoch(0))}
+            assert (again.scheduler_id, again.unbegun) == ("the same", (lost.request_id,))
+            mesh.lose(lost)
+            resumed = (await mesh.next_submit(2)).generation
+            assert (resumed.request_id, resumed.epoch) == (lost.request_id, Epoch(1))
+            mesh.send_tokens(*first_tokens(begun, 6)[1:], *first_tokens(resumed, 6))
+    assert texts == [WHOLE, WHOLE]
+
+
 async def test_a_resume_waits_for_a_scheduler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scheduler and decode instance die together: the stream goes on when there is a scheduler again."""
     monkeypatch.setattr(transcripts, "BREAK_GRACE_S", 0.01)

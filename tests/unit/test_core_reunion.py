@@ -62,6 +62,17 @@ def test_what_is_on_no_instance_is_restarted_after_the_grace() -> None:
     assert (restart.request_id, restart.epoch, restart.gateway_id) == ("a", 2, GATEWAY)
 
 
+def test_what_was_sent_and_is_not_known_is_restarted_at_once() -> None:
+    """It was lost on the way: no instance can have it. What is known goes on, whatever its gateway has heard."""
+    bench = CoreBench()
+    bench.arrive("a")
+    waiting = tuple((RequestId(request_id), Epoch(0)) for request_id in "abc")
+    commands = bench.feed(GatewayJoined(GATEWAY, waiting, (RequestId("a"), RequestId("b"))))
+    assert [(restart.request_id, restart.epoch) for restart in of(Restart, commands)] == [("b", 0)]
+    assert bench.core.num_waiting == 1
+    assert [restart.request_id for restart in of(Restart, bench.feed(Tick(), at_s=3.0))] == ["c"]
+
+
 def test_a_resident_nobody_waits_for_is_freed_after_the_grace() -> None:
     bench = CoreBench()
     bench.feed(InstanceJoined(DECODE, (resident("a"),)))

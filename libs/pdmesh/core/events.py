@@ -48,10 +48,15 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class GatewayJoined:
-    """A gateway (re)connected. ``waiting`` are the requests it still waits for, as (id, epoch)."""
+    """A gateway (re)connected. ``waiting`` are the requests it still waits for, as (id, epoch).
+
+    ``unbegun`` are those of them that it sent to this very scheduler and has not heard of since: one that is not known
+    never came, or its end was not heard.
+    """
 
     gateway_id: GatewayId
     waiting: tuple[tuple[RequestId, Epoch], ...]
+    unbegun: tuple[RequestId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ other among the orphans. What has no counterpart when its grace is over is given
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Outcome
@@ -72,7 +72,14 @@ class Reunion:
 
     # --- gateways ---
 
-    def gateway_joined(self, gateway_id: GatewayId, waiting: dict[RequestId, Epoch], now_s: float) -> None:
+    def gateway_joined(
+        self,
+        gateway_id: GatewayId,
+        waiting: dict[RequestId, Epoch],
+        now_s: float,
+        *,
+        unbegun: Collection[RequestId] = (),
+    ) -> None:
         books = self._books
         for request_id in list(books.of_gateway.setdefault(gateway_id, {})):
             if request_id not in waiting:
@@ -91,6 +98,8 @@ class Reunion:
             instance_id = self._claim_resident(key, gateway_id)
             if instance_id is not None:
                 books.adopt(self._open_unknown(key, gateway_id, instance_id, now_s), instance_id)
+            elif key[0] in unbegun:
+                books.ask_to_resume(gateway_id, key, "it was lost on the way to the scheduler")
             else:
                 self._unfound.add(key, gateway_id, gateway_id, now_s + self._grace_s)
 

@@ -194,7 +194,9 @@ class SchedulerCore:
             case RequestCancelled():
                 self._cancelled(event)
             case GatewayJoined():
-                self._reunion.gateway_joined(event.gateway_id, dict(event.waiting), now_s)
+                self._reunion.gateway_joined(
+                    event.gateway_id, dict(event.waiting), now_s, unbegun=frozenset(event.unbegun)
+                )
             case GatewayLost():
                 self._reunion.gateway_lost(event.gateway_id)
             case InstanceJoined():

@@ -138,6 +138,7 @@ class ScriptedMesh:
 
     script: Script = echo_prompt
     state: MeshState = READY
+    scheduler_id: str = ""  # empty: another one for each registration, as if it had been started again
     lease_s: float = 30.0
     heartbeat_s: float = 10.0
     address: str = ""  # the scheduler's host:port
@@ -240,7 +241,7 @@ class ScriptedMesh:
             case RegisterGateway():
                 self.registrations.append(message)
                 welcome = WelcomeGateway(
-                    scheduler_id=f"scheduler-{len(self.registrations)}",  # as if it had been started again
+                    scheduler_id=self.scheduler_id or f"scheduler-{len(self.registrations)}",
                     lease_s=self.lease_s,
                     heartbeat_s=self.heartbeat_s,
                 )

@@ -401,6 +401,9 @@ class Generator:
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
         return self._transcripts.waiting()
 
+    def unbegun(self, scheduler_id: str) -> tuple[RequestId, ...]:
+        return self._transcripts.unbegun(scheduler_id)
+
     def on_rejected(self, command: Reject) -> None:
         self._tell(command, lambda transcript: transcript.fail(_rejection(command)))
 
@@ -429,8 +432,8 @@ class Generator:
     def on_connected(self) -> None:
         """Tell a scheduler that is new of all that nobody seems to work on.
 
-        One that has heard of a request in this epoch knows what became of it, or starts it again under the next: by
-        now it may be freeing what it had of it.
+        One that was sent a request in this epoch knows what became of it, or starts it again under the next: by now it
+        may be freeing what it had of it, or never had it (`unbegun`).
         """
         for transcript in self._transcripts.unopened():
             if transcript.submitted_to != self._link.scheduler_id:

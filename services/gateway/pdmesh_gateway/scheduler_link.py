@@ -57,6 +57,8 @@ class Waiting(Protocol):
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]: ...
 
+    def unbegun(self, scheduler_id: str) -> tuple[RequestId, ...]: ...
+
     def on_connected(self) -> None: ...
 
     def on_rejected(self, command: Reject) -> None: ...
@@ -142,7 +144,12 @@ class GatewaySession:
     # For `_Talk`.
 
     def registration(self, waiting: Waiting) -> RegisterGateway:
-        return RegisterGateway(gateway_id=self._gateway_id, waiting=waiting.waiting())
+        return RegisterGateway(
+            gateway_id=self._gateway_id,
+            waiting=waiting.waiting(),
+            scheduler_id=self.scheduler_id or "",
+            unbegun=() if self.scheduler_id is None else waiting.unbegun(self.scheduler_id),
+        )
 
     def connected(self, welcome: WelcomeGateway) -> None:
         self.num_connections += 1

@@ -314,6 +314,10 @@ class Transcripts:
             (t.request_id, t.epoch) for t in self._by_id.values() if not t.finished and t.submitted_on is not None
         )
 
+    def unbegun(self, scheduler_id: str) -> tuple[RequestId, ...]:
+        """What this scheduler was sent and no instance has begun to answer: it may be lost with the stream."""
+        return tuple(t.request_id for t in self.unopened() if t.submitted_to == scheduler_id)
+
     def unopened(self) -> list[Transcript]:
         """Those that no instance has begun to answer, as far as we know: what to submit to a scheduler that is new."""
         return [t for t in self._by_id.values() if not t.finished and t.source is None]

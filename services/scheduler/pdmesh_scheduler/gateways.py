@@ -73,7 +73,8 @@ class GatewayStreams:
                     scheduler_id=self.scheduler_id, lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s
                 )
                 link.post(welcome)
-                self.driver.post(GatewayJoined(gateway_id, registered.waiting))
+                unbegun = registered.unbegun if registered.scheduler_id == self.scheduler_id else ()
+                self.driver.post(GatewayJoined(gateway_id, registered.waiting, unbegun))
                 await converse(link, read, self.stopping)
             finally:
                 if self.peers.remove(connection):

@@ -22,6 +22,8 @@ class RegisterGateway(Message, frozen=True, kw_only=True):
 
     gateway_id: GatewayId
     waiting: tuple[tuple[RequestId, Epoch], ...]
+    scheduler_id: str = ""  # whom it was registered with last, if it was
+    unbegun: tuple[RequestId, ...] = ()  # of those waited for: sent to that scheduler, and not heard of since
     version: int = PROTOCOL_VERSION
 
 
