@@ -63,6 +63,50 @@ class OperationKind(StrEnum):
     UNDRAIN = "undrain"  # it is used again
     ROLE = "role"  # it gets another role, once all that this does not do has left
     RESTART = "restart"  # once everything has left its process ends; whoever looks after it starts it again
+    RESIZE = "resize"  # of the pools: instances get other roles, are started and leave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCounts:
+    """How many instances of each role."""
+
+    prefill: Annotated[int, ANY_COUNT]
+    decode: Annotated[int, ANY_COUNT]
+    mixed: Annotated[int, ANY_COUNT] = 0
+
+    def of(self, role: Role) -> int:
+        match role:
+            case Role.PREFILL:
+                return self.prefill
+            case Role.DECODE:
+                return self.decode
+            case Role.MIXED:
+                return self.mixed
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
+    @property
+    def why_not(self) -> str | None:
+        """Why no request could be served by such pools."""
+        if not (self.prefill or self.mixed):
+            return "no instance could prefill: --prefill or --mixed must be at least 1"
+        if not (self.decode or self.mixed):
+            return "no instance could decode: --decode or --mixed must be at least 1"
+        return None
+
+    def __str__(self) -> str:
+        """As "2 prefill + 1 mixed"."""
+        return " + ".join(f"{self.of(role)} {role}" for role in Role if self.of(role))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolMember:
+    """An instance that is wanted, and the role that it starts with, or gets."""
+
+    instance_id: InstanceId
+    role: Role
 
 
 class FinishReason(StrEnum):

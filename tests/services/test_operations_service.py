@@ -6,13 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.commands import SetRole
 from pdmesh.core.events import OperationRequested
 from pdmesh.errors import PdmeshError
-from pdmesh.model import InstanceId, OperationId, OperationKind, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
@@ -20,6 +21,8 @@ from pdmesh.wire.messages import (
     AdminRequest,
     AdminResponse,
     CancelOperation,
+    FailedStart,
+    FollowPools,
     GetPolicies,
     GetStatus,
     ListOperations,
@@ -27,8 +30,11 @@ from pdmesh.wire.messages import (
     OperationList,
     OperationStatus,
     Policies,
+    PoolsWanted,
+    ServiceProcess,
     SetPolicy,
     StartOperation,
+    StartResize,
     WaitOperation,
 )
 from pdmesh_scheduler.admin import is_local
@@ -169,3 +175,80 @@ async def test_a_disk_that_takes_nothing_ends_no_operation(tmp_path: Path) -> No
         done = await ask(mesh, asking(OperationKind.DRAIN, "p0"))
         assert isinstance(done, OperationStatus)
         assert done.state == "done"
+
+
+FOLLOWING = FollowPools(
+    actuator_id="a",
+    services=(
+        ServiceProcess(name="scheduler", pid=1),
+        ServiceProcess(name="gateway", pid=2),
+        *(ServiceProcess(name=name, pid=3) for name in ("p0", "p1", "d0")),
+    ),
+    available_bytes=1 << 40,
+    revision=-1,
+    wait_s=0.0,
+)
+
+
+def resizing(prefill: int, decode: int, name: str = "r") -> StartResize:
+    pools = PoolCounts(prefill=prefill, decode=decode)
+    return StartResize(operation_id=OperationId(name), pools=pools, timeout_s=5.0, start_timeout_s=5.0)
+
+
+async def test_an_actuator_is_told_what_to_start_and_the_next_scheduler_tells_it_too(tmp_path: Path) -> None:
+    path = tmp_path / "operations.json"
+    async with running_scheduler(kept_in(path)) as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
+        nobody = await ask(mesh, resizing(1, 2, "before"))
+        assert isinstance(nobody, OperationStatus)
+        assert (nobody.state, nobody.needs_actuator) == ("refused", True)
+        services = tuple(each for each in FOLLOWING.services if each.name != "p1")
+        following = msgspec.structs.replace(FOLLOWING, services=services)
+        nothing = await ask(mesh, following)
+        assert isinstance(nothing, PoolsWanted)
+        assert (nothing.start, nothing.stop) == ((), ())
+        other = await ask(mesh, msgspec.structs.replace(following, actuator_id="b"))
+        assert isinstance(other, AdminError), "there is one at a time"
+        begun = await ask(mesh, resizing(1, 2))
+        assert isinstance(begun, OperationStatus)
+        assert (begun.state, begun.detail) == ("running", "decode-0 to start")
+        wanted = await ask(mesh, msgspec.structs.replace(following, revision=nothing.revision, wait_s=4.0))
+        assert isinstance(wanted, PoolsWanted)
+        assert [member.instance_id for member in wanted.start] == ["decode-0"]
+    async with running_scheduler(kept_in(path)) as mesh:
+        wanted = await ask(mesh, FOLLOWING)
+        assert isinstance(wanted, PoolsWanted)
+        assert [member.instance_id for member in wanted.start] == ["decode-0"]
+        status = await ask(mesh, GetStatus())
+        assert isinstance(status, MeshState)
+        assert status.pools == PoolCounts(prefill=1, decode=2)
+        failed = FailedStart(instance_id=InstanceId("decode-0"), reason="no memory")
+        await ask(mesh, msgspec.structs.replace(FOLLOWING, failed=(failed,)))
+        over = await ask(mesh, WaitOperation(operation_id=OperationId("r"), num_left=0, wait_s=0.0))
+        assert isinstance(over, OperationStatus)
+        assert (over.state, over.detail) == ("failed", "decode-0 could not be started: no memory")
+
+
+async def test_a_service_is_replaced_by_the_actuator_also_past_the_end_of_a_scheduler(tmp_path: Path) -> None:
+    path = tmp_path / "operations.json"
+    async with running_scheduler(kept_in(path)) as mesh:
+        refused = await ask(mesh, asking(OperationKind.RESTART, "gateway"))
+        assert isinstance(refused, OperationStatus)
+        assert refused.state == "refused", "nobody is there to do it"
+        await ask(mesh, FOLLOWING)
+        begun = await ask(mesh, asking(OperationKind.RESTART, "scheduler", "s"))
+        assert isinstance(begun, OperationStatus)
+        assert begun.state == "running"
+        again = await ask(mesh, asking(OperationKind.RESTART, "scheduler", "t"))
+        assert isinstance(again, OperationStatus)
+        assert (again.state, again.detail) == ("refused", "operation s (restart) runs on scheduler: wait for it")
+        wanted = await ask(mesh, FOLLOWING)
+        assert isinstance(wanted, PoolsWanted)
+        assert wanted.replace == (ServiceProcess(name="scheduler", pid=1),)
+    async with running_scheduler(kept_in(path)) as mesh:
+        services = (ServiceProcess(name="scheduler", pid=9), *FOLLOWING.services[1:])
+        wanted = await ask(mesh, msgspec.structs.replace(FOLLOWING, services=services))
+        assert isinstance(wanted, PoolsWanted)
+        assert wanted.replace == ()
+        over = await ask(mesh, WaitOperation(operation_id=OperationId("s"), num_left=0, wait_s=0.0))
+        assert isinstance(over, OperationStatus)
+        assert over.state == "done"

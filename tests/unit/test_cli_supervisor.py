@@ -15,12 +15,15 @@ import anyio
 import anyio.abc
 import pytest
 
+from pdmesh.cli import actuator as actuator_module
 from pdmesh.cli import supervisor as supervisor_module
 from pdmesh.cli.http import is_live
 from pdmesh.cli.processes import ChildSpec, ProcessId, process_id, wait_for_end
 from pdmesh.cli.supervisor import Backoff, MeshPlan, StartFailed, Supervisor
 from pdmesh.config import SecurityConfig
+from pdmesh.model import InstanceId, PoolMember, Role
 from pdmesh.testing.processes import is_running, write_stand_in
+from pdmesh.wire.messages import FollowPools, PoolsWanted
 
 DEADLINE_S = 30.0
 
@@ -45,6 +48,9 @@ class Mesh:
         self.said: list[str] = []
         self.expected: list[list[str]] = []  # which instances the scheduler heard are coming
         self.scheduler_hears = True
+        self.asked: list[FollowPools] = []
+        self.wanted: PoolsWanted | None = None  # None: no answer
+        self.shares: dict[str, int] = {}  # of how many a worker takes its part
         self.ready = anyio.Event()
         self.changed = anyio.Event()
         self._script = write_stand_in(folder)
@@ -60,6 +66,10 @@ class Mesh:
             start_timeout_s=DEADLINE_S,
             hang_s=hang_s,
             drain_s=lambda: drain_s,
+            name_prefix="",
+            worker=lambda member, num_workers: self._spec(member.instance_id),
+            resized=self._resized,
+            follow=self._follow,
         )
         self.supervisor = Supervisor(plan, on_change=self._on_change, say=self.said.append)
 
@@ -91,6 +101,29 @@ class Mesh:
             self.expected.append(list(instance_ids))
         self._on_change(self.supervisor)
         return self.scheduler_hears
+
+    def _resized(self, spec: ChildSpec, num_workers: int) -> ChildSpec:
+        self.shares[spec.name] = num_workers
+        return spec
+
+    async def _follow(self, question: FollowPools) -> PoolsWanted | None:
+        self.asked.append(question)
+        self._on_change(self.supervisor)
+        while self.wanted is not None and self.wanted.revision == question.revision:
+            await self.changed.wait()
+        return self.wanted
+
+    def want(self, *start: str, stop: tuple[str, ...] = ()) -> None:
+        members = tuple(PoolMember(instance_id=InstanceId(name), role=Role(name[:-2])) for name in start)
+        revision = 0 if self.wanted is None else self.wanted.revision + 1
+        leaving = tuple(InstanceId(name) for name in stop)
+        self.wanted = PoolsWanted(revision=revision, start=members, stop=leaving, replace=())
+        self._on_change(self.supervisor)
+
+    @property
+    def serving(self) -> set[str]:
+        """As the scheduler has last heard."""
+        return {service.name for service in self.asked[-1].services} if self.asked else set()
 
     def _on_change(self, supervisor: Supervisor) -> None:
         if supervisor.ready:
@@ -233,6 +266,66 @@ async def test_the_scheduler_hears_which_instances_are_coming(tmp_path: Path, mo
     assert "prefill-0 serves again" in mesh.said
 
 
+async def test_workers_are_started_and_stopped_as_the_scheduler_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actuator_module, "AWAY_PAUSE_S", 0.01)
+    mesh = Mesh(tmp_path)
+    first = {"scheduler", "gateway", "prefill-0", "decode-0"}
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            mesh.want("decode-1", "decode-2")
+            await mesh.until(lambda: mesh.serving == first | {"decode-1", "decode-2"})
+            assert mesh.shares == dict.fromkeys(("prefill-0", "decode-0", "decode-1", "decode-2"), 4)
+            os.kill(mesh.pid("decode-2"), signal.SIGKILL)
+            await mesh.until(lambda: "decode-2 serves again" in mesh.said)
+            mesh.want("decode-1", "decode-2", stop=("decode-0", "never-there"))
+            await mesh.until(lambda: "decode-0 stopped" in mesh.events() and "decode-0" not in mesh.serving)
+            mesh.want("decode-1", "decode-2")
+            stop_ourselves()
+    assert mesh.events().count("decode-1 starting") == 1, "what is there is not started again"
+    assert "decode-2 stopped" in mesh.events()
+
+
+async def test_a_worker_that_cannot_be_started_is_told_once_and_ends_nothing(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path, {"decode-1": "crash"})
+    mesh.want()
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            mesh.want("decode-1")
+            await mesh.until(lambda: any(question.failed for question in mesh.asked))
+            mesh.want("decode-1")
+            await mesh.until(lambda: mesh.asked[-1].revision == mesh.wanted.revision)  # type: ignore[union-attr]
+            stop_ourselves()
+    (failed,) = next(question.failed for question in mesh.asked if question.failed)
+    assert failed.instance_id == "decode-1"
+    assert "decode-1 exited with code 1 before it served" in failed.reason
+    assert sum("decode-1 is started" in line for line in mesh.said) == 1
+
+
+async def test_a_worker_that_is_wanted_no_longer_while_it_starts_is_ended(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path, {"decode-1": "silent"})
+    mesh.want()
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            mesh.want("decode-1")
+            while "decode-1 starting" not in mesh.events():  # noqa: ASYNC110  # written by another process
+                await anyio.sleep(0.01)
+            child = next(service.child for service in mesh.supervisor.services if service.name == "decode-1")
+            assert child is not None
+            mesh.want(stop=("decode-1",))
+            assert await child.wait() == -signal.SIGKILL, "nothing is on it yet"
+            stop_ourselves()
+    assert not mesh.asked[-1].failed
+    assert "decode-1 stopped" not in mesh.events()
+
+
 async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
     class Probed(Mesh):
         async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:
@@ -308,6 +401,7 @@ import sys
 import anyio
 from pathlib import Path
 from pdmesh.cli.processes import ChildSpec, start_child
+from pdmesh.model import InstanceId, PoolMember, Role
 from pdmesh.testing.processes import write_stand_in
 
 async def main(folder):

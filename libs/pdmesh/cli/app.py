@@ -13,8 +13,9 @@ import typer
 from pdmesh import __version__
 from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.operator_commands import app as operator_app
-from pdmesh.cli.operator_commands import ops_app
+from pdmesh.cli.operator_commands import ops_app, pool_app
 from pdmesh.cli.options import (
+    Asked,
     ClientKey,
     ConfigFile,
     Decode,
@@ -27,9 +28,10 @@ from pdmesh.cli.options import (
     Output,
     OutputFormat,
     Prefill,
-    Scheduler,
     Settings,
     Url,
+    asks_quietly,
+    asks_scheduler,
     build_config,
 )
 from pdmesh.cli.state import DEFAULT_NAME, state_folder
@@ -50,6 +52,7 @@ config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True
 
 app.add_typer(study_app)
 app.add_typer(operator_app)
+app.add_typer(pool_app, name="pool")
 app.add_typer(ops_app, name="ops")
 app.add_typer(requests_app, name="requests")
 app.add_typer(policy_app, name="policy")
@@ -147,17 +150,12 @@ def down(
 
 
 @app.command()
-def status(
-    name: Name = DEFAULT_NAME,
-    scheduler: Scheduler = None,
-    output: OutputFormat = Output.TABLE,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
+@asks_scheduler
+def status(asked: Asked) -> None:
     """Show the instances of a mesh and what they are doing."""
     from pdmesh.cli.admin import show_status
 
-    show_status(build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name), output)
+    show_status(asked.config, asked.state, asked.output)
 
 
 @app.command()
@@ -179,63 +177,51 @@ def top(
 
 
 @requests_app.command("show")
+@asks_scheduler
 def requests_show(
+    asked: Asked,
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
-    name: Name = DEFAULT_NAME,
-    scheduler: Scheduler = None,
-    output: OutputFormat = Output.TABLE,
-    config: ConfigFile = None,
-    settings: Settings = None,
 ) -> None:
     """Print one request's life: queued, each chunk with its instance and time, the transfer, the tokens."""
     from pdmesh.cli.admin import show_request
 
-    tree = build_config(config, settings, scheduler_address=scheduler)
-    show_request(tree, state_folder(os.environ, name), request_id, output)
+    show_request(asked.config, asked.state, request_id, asked.output)
 
 
 @requests_app.command("list")
+@asks_scheduler
 def requests_list(
+    asked: Asked,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="So many, the newest first.")] = 20,
-    name: Name = DEFAULT_NAME,
-    scheduler: Scheduler = None,
-    output: OutputFormat = Output.TABLE,
-    config: ConfigFile = None,
-    settings: Settings = None,
 ) -> None:
     """List the requests that arrived last."""
     from pdmesh.cli.admin import list_requests
 
-    tree = build_config(config, settings, scheduler_address=scheduler)
-    list_requests(tree, state_folder(os.environ, name), limit, output)
+    list_requests(asked.config, asked.state, limit, asked.output)
 
 
 @policy_app.command("list")
-def policy_list(
-    name: Name = DEFAULT_NAME,
-    scheduler: Scheduler = None,
-    output: OutputFormat = Output.TABLE,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
+@asks_scheduler
+def policy_list(asked: Asked) -> None:
     """List the policy bundles; a star marks the one in use."""
     from pdmesh.cli.policy import list_policies
 
-    list_policies(build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name), output)
+    list_policies(asked.config, asked.state, asked.output)
 
 
 @policy_app.command("get")
-def policy_get(
-    name: Name = DEFAULT_NAME, scheduler: Scheduler = None, config: ConfigFile = None, settings: Settings = None
-) -> None:
+@asks_quietly
+def policy_get(asked: Asked) -> None:
     """Print the policy bundle in use."""
     from pdmesh.cli.policy import get_policy
 
-    get_policy(build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name))
+    get_policy(asked.config, asked.state)
 
 
 @policy_app.command("set")
+@asks_quietly
 def policy_set(
+    asked: Asked,
     policy: Annotated[
         str, typer.Argument(metavar="POLICY", help="A bundle or a batching mode, as in `pdmesh policy list`.")
     ],
@@ -243,17 +229,11 @@ def policy_set(
         float | None,
         typer.Option(help="Of `eb`: the share of idle seats that ends a decode phase. [default: the best in theory]"),
     ] = None,
-    name: Name = DEFAULT_NAME,
-    scheduler: Scheduler = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
 ) -> None:
     """Switch the policy bundle, or the batching mode, while serving. No request is dropped."""
     from pdmesh.cli.policy import set_policy
 
-    set_policy(
-        build_config(config, settings, scheduler_address=scheduler), state_folder(os.environ, name), policy, threshold
-    )
+    set_policy(asked.config, asked.state, policy, threshold)
 
 
 @app.command()

@@ -1,9 +1,11 @@
-"""`pdmesh drain|undrain|role|ops`: an operator's operations on the instances of a running mesh."""
+"""`pdmesh drain|undrain|role|restart|pool resize|ops`: an operator's operations on a running mesh."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
+from collections.abc import Mapping
 
 import anyio
 import msgspec
@@ -12,14 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pdmesh.cli.admin import target
-from pdmesh.cli.options import Output
+from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_line
-from pdmesh.cli.state import StateFolder
-from pdmesh.config import MeshConfig
 from pdmesh.core.events import OperationRequested
 from pdmesh.core.operations import OperationState
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import InstanceId, OperationId, OperationKind, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
@@ -31,8 +31,12 @@ from pdmesh.wire.messages import (
     OperationList,
     OperationStatus,
     StartOperation,
+    StartResize,
     WaitOperation,
 )
+
+#: Nothing was changed: nobody starts and stops processes for the scheduler. What to run was said.
+EXIT_NO_ACTUATOR = 3
 
 #: Nothing was changed: what was asked for cannot be.
 EXIT_REFUSED = 4
@@ -45,8 +49,7 @@ AWAY_PAUSE_S = 0.5
 
 
 def start(
-    config: MeshConfig,
-    state: StateFolder,
+    asked: Asked,
     kind: OperationKind,
     instance: str,
     *,
@@ -54,48 +57,52 @@ def start(
     timeout_s: float = 0.0,
     force: bool = False,
     wait: bool = True,
-    output: Output = Output.TABLE,
 ) -> int:
     """Ask for an operation and, unless told otherwise, wait until it is over. Returns the exit code.
 
     Raises PdmeshError if no mesh can be asked, or it takes no change from here.
     """
     wish = OperationRequested(
-        operation_id=OperationId(secrets.token_hex(4)),
+        operation_id=_new_id(),
         kind=kind,
         instance_id=InstanceId(instance),
         timeout_s=timeout_s,
         role=role,
         force=force,
     )
-    return anyio.run(_run, config, state, wish, wait, output)
+    return anyio.run(_run, asked, StartOperation(wish=wish), wait)
 
 
-def restart_all(config: MeshConfig, state: StateFolder, *, timeout_s: float, force: bool, output: Output) -> int:
+def resize(
+    asked: Asked, sizes: Mapping[Role, int | None], *, timeout_s: float, start_timeout_s: float, wait: bool
+) -> int:
+    """The same for the sizes of the pools; one that is not said stays."""
+    now = Counter(row.role for row in _state(asked).instances)
+    wanted = {role: now[role] if size is None else size for role, size in sizes.items()}
+    pools = PoolCounts(prefill=wanted[Role.PREFILL], decode=wanted[Role.DECODE], mixed=wanted[Role.MIXED])
+    question = StartResize(operation_id=_new_id(), pools=pools, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+    return anyio.run(_run, asked, question, wait)
+
+
+def restart_all(asked: Asked, *, timeout_s: float, force: bool) -> int:
     """Restart every instance, one after the other; stop at the first that fails. Returns its exit code, or 0.
 
     Raises PdmeshError as `start` does.
     """
-    _, address, security = target(config, state)
-    answer = anyio.run(ask_scheduler, address, security, GetStatus())
-    if not isinstance(answer, MeshState):
-        raise ProtocolError("the scheduler answered another question")
-    for row in answer.instances:
-        code = start(
-            config, state, OperationKind.RESTART, row.instance_id, timeout_s=timeout_s, force=force, output=output
-        )
+    for row in _state(asked).instances:
+        code = start(asked, OperationKind.RESTART, row.instance_id, timeout_s=timeout_s, force=force)
         if code:
             return code
     return 0
 
 
-def list_operations(config: MeshConfig, state: StateFolder, output: Output) -> None:
+def list_operations(asked: Asked) -> None:
     """Print the operations that the scheduler remembers. Raises PdmeshError if no mesh can be asked."""
-    _, address, security = target(config, state)
+    _, address, security = target(asked.config, asked.state)
     answer = anyio.run(ask_scheduler, address, security, ListOperations())
     if not isinstance(answer, OperationList):
         raise ProtocolError("the scheduler answered another question")
-    if output is Output.JSON:
+    if asked.output is Output.JSON:
         _print_json(answer)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -108,46 +115,68 @@ def list_operations(config: MeshConfig, state: StateFolder, output: Output) -> N
     Console().print(table)
 
 
-def show_operation(config: MeshConfig, state: StateFolder, operation_id: str, output: Output) -> None:
+def show_operation(asked: Asked, operation_id: str) -> None:
     """Print one. Raises PdmeshError if it is not remembered, or no mesh can be asked."""
     question = WaitOperation(operation_id=OperationId(operation_id), num_left=0, wait_s=0.0)
-    _print(anyio.run(_ask, config, state, question), output)
+    _print(anyio.run(_ask, asked, question), asked.output)
 
 
-def cancel_operation(config: MeshConfig, state: StateFolder, operation_id: str, output: Output) -> int:
+def cancel_operation(asked: Asked, operation_id: str) -> int:
     """Take one back; 1 if it was over already. Raises PdmeshError as `start` does."""
-    answer = anyio.run(_ask, config, state, CancelOperation(operation_id=OperationId(operation_id)))
-    _print(answer, output)
+    answer = anyio.run(_ask, asked, CancelOperation(operation_id=OperationId(operation_id)))
+    _print(answer, asked.output)
     return 0 if answer.state == OperationState.CANCELLED else 1
 
 
-async def _run(config: MeshConfig, state: StateFolder, wish: OperationRequested, wait: bool, output: Output) -> int:
-    status = await _ask(config, state, StartOperation(wish=wish))
+def _state(asked: Asked) -> MeshState:
+    _, address, security = target(asked.config, asked.state)
+    answer = anyio.run(ask_scheduler, address, security, GetStatus())
+    if not isinstance(answer, MeshState):
+        raise ProtocolError("the scheduler answered another question")
+    return answer
+
+
+def _new_id() -> OperationId:
+    return OperationId(secrets.token_hex(4))
+
+
+async def _run(asked: Asked, question: StartOperation | StartResize, wait: bool) -> int:
+    status = await _ask(asked, question)
     if wait:
-        with progress_line(output) as say:
+        with progress_line(asked.output) as say:
             while status.state == OperationState.RUNNING:
                 say(_line(status))
-                question = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=MAX_WAIT_S)
-                status = await _ask_until_back(config, state, question)
-    _print(status, output)
+                again = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=MAX_WAIT_S)
+                status = await _ask_until_back(asked, again)
+    _print(status, asked.output)
+    if status.state == OperationState.REFUSED and status.needs_actuator:
+        if status.pools is not None and asked.output is not Output.JSON:
+            typer.echo(f"pdmesh: what starts your processes has to, for instance\n  {_compose(status.pools)}", err=True)
+        return EXIT_NO_ACTUATOR
     if status.state == OperationState.REFUSED:
         return EXIT_REFUSED
     return 0 if status.state in (OperationState.DONE, OperationState.RUNNING) else 1
 
 
-async def _ask_until_back(config: MeshConfig, state: StateFolder, question: WaitOperation) -> OperationStatus:
+def _compose(pools: PoolCounts) -> str:
+    """What changes the pools of `deploy/compose`, which stops surplus containers by SIGTERM: they drain."""
+    scales = [f"--scale {role}={pools.of(role)}" for role in Role if pools.of(role) or role is not Role.MIXED]
+    return f"docker compose -f deploy/compose/compose.yaml up --detach --no-recreate {' '.join(scales)}"
+
+
+async def _ask_until_back(asked: Asked, question: WaitOperation) -> OperationStatus:
     """Like `_ask`; a scheduler that is away has time to come back."""
     with anyio.move_on_after(AWAY_LIMIT_S):
         while True:
             try:
-                return await _ask(config, state, question)
+                return await _ask(asked, question)
             except InstanceUnavailable:
                 await anyio.sleep(AWAY_PAUSE_S)
-    return await _ask(config, state, question)
+    return await _ask(asked, question)
 
 
-async def _ask(config: MeshConfig, state: StateFolder, question: AdminRequest) -> OperationStatus:
-    _, address, security = target(config, state)
+async def _ask(asked: Asked, question: AdminRequest) -> OperationStatus:
+    _, address, security = target(asked.config, asked.state)
     answer = await ask_scheduler(address, security, question)
     if not isinstance(answer, OperationStatus):
         raise ProtocolError("the scheduler answered another question")
@@ -168,13 +197,16 @@ def _print_json(answer: OperationStatus | OperationList) -> None:
 
 def _line(status: OperationStatus) -> str:
     """One line on how far it is."""
-    line = f"{_what(status)} {status.instance_id}: {status.state}"
+    line = f"{_what(status)}{' ' * bool(status.instance_id)}{status.instance_id}: {status.state}"
     if status.state == OperationState.RUNNING:
-        line += f", {status.num_left} requests left (operation {status.operation_id})"
+        what = "requests" if status.pools is None else "instances"
+        line += f", {status.num_left} {what} left (operation {status.operation_id})"
     elif status.ended_at is not None and status.state == OperationState.DONE:
         line += f" after {status.ended_at - status.began_at:.1f} s"
     return f"{line}: {status.detail}" if status.detail else line
 
 
 def _what(status: OperationStatus) -> str:
+    if status.pools is not None:
+        return f"pool {status.kind} to {status.pools}"
     return status.kind if status.role is None else f"{status.kind} {status.role}"

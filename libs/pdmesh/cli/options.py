@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
+from pdmesh.cli.state import DEFAULT_NAME, StateFolder, state_folder
 from pdmesh.config import CLIENT_KEY_VARIABLE, MeshConfig, load_config
 from pdmesh.errors import ConfigError, PdmeshError
 
@@ -68,3 +73,58 @@ def build_config(file: Path | None, settings: list[str] | None, **flags: object)
         given[name.strip()] = value.strip()
     named = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
     return load_config(file, os.environ, given | named)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The mesh that a command asks, and for whom it prints the answer."""
+
+    config: MeshConfig
+    state: StateFolder
+    output: Output
+
+
+P = ParamSpec("P")
+
+
+def asks_scheduler(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
+    """Give a command the options that say which mesh to ask, and how to print: it gets them as one `Asked`, first."""
+    return _with_options(command, _asked)
+
+
+def asks_quietly(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
+    """Like `asks_scheduler`, for a command that prints nothing to choose a form for."""
+    return _with_options(command, _asked_quietly)
+
+
+def _asked(
+    name: Name = DEFAULT_NAME,
+    scheduler: Scheduler = None,
+    output: OutputFormat = Output.TABLE,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> Asked:
+    tree = build_config(config, settings, scheduler_address=scheduler)
+    return Asked(tree, state_folder(os.environ, name), output)
+
+
+def _asked_quietly(
+    name: Name = DEFAULT_NAME, scheduler: Scheduler = None, config: ConfigFile = None, settings: Settings = None
+) -> Asked:
+    return _asked(name, scheduler, Output.TABLE, config, settings)
+
+
+def _with_options(command: Callable[..., None], shared: Callable[..., Asked]) -> Callable[..., None]:
+    """``command`` as typer sees it: its own parameters but for the first, then those of ``shared``."""
+    added = inspect.signature(shared, eval_str=True).parameters
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        asked = shared(**{name: given.pop(name) for name in added})
+        command(asked, **given)
+
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *added.values())]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run

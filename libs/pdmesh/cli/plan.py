@@ -5,44 +5,28 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdmesh.cli.processes import ChildSpec
 from pdmesh.cli.state import StateFolder
-from pdmesh.config import PREFIX, MeshConfig, environment_of
+from pdmesh.config import PREFIX, MeshConfig, WorkerConfig, environment_of
 from pdmesh.errors import ConfigError
+from pdmesh.model import PoolCounts, PoolMember, Role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pools:
-    """How many instances of each role."""
+def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCounts:
+    """Without a word on pools: one of each. With mixed ones alone: only those.
 
-    prefill: int
-    decode: int
-    mixed: int
-
-    def __post_init__(self) -> None:
-        if not (self.prefill or self.mixed):
-            raise ConfigError("no instance could prefill: --prefill or --mixed must be at least 1")
-        if not (self.decode or self.mixed):
-            raise ConfigError("no instance could decode: --decode or --mixed must be at least 1")
-
-    @property
-    def total(self) -> int:
-        return self.prefill + self.decode + self.mixed
-
-    def __str__(self) -> str:
-        counts = ((self.prefill, "prefill"), (self.decode, "decode"), (self.mixed, "mixed"))
-        return " + ".join(f"{count} {role}" for count, role in counts if count)
-
-
-def make_pools(prefill: int | None, decode: int | None, mixed: int) -> Pools:
-    """Without a word on pools: one of each. With mixed ones alone: only those."""
+    Raises ConfigError if they could serve nobody.
+    """
     default = 0 if mixed and prefill is None and decode is None else 1
-    return Pools(
+    pools = PoolCounts(
         prefill=default if prefill is None else prefill, decode=default if decode is None else decode, mixed=mixed
     )
+    if (why_not := pools.why_not) is not None:
+        raise ConfigError(why_not)
+    return pools
 
 
 def num_cores() -> int:
@@ -50,9 +34,9 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def threads_per_worker(config: MeshConfig, pools: Pools, cores: int) -> int:
+def threads_per_worker(config: MeshConfig, num_workers: int, cores: int) -> int:
     """The machine's cores shared evenly among the workers, unless the configuration says a number."""
-    return config.worker.num_threads or max(1, cores // pools.total)
+    return config.worker.num_threads or max(1, cores // num_workers)
 
 
 def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str, str]) -> ChildSpec:
@@ -62,28 +46,71 @@ def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str,
     return _spec("scheduler", "pdmesh_scheduler", replace(config, scheduler=settings), state, environ)
 
 
-def other_specs(
-    config: MeshConfig, pools: Pools, state: StateFolder, environ: Mapping[str, str], scheduler: Mapping[str, Any]
-) -> tuple[ChildSpec, Sequence[ChildSpec]]:
-    """The gateway and the workers of the mesh, given what its scheduler announced."""
-    security = replace(config.security, operator_token="")  # the scheduler's alone
-    config = replace(config, scheduler_address=str(scheduler["address"]), security=security)
-    num_threads = threads_per_worker(config, pools, num_cores())
-    roles = ["prefill"] * pools.prefill + ["decode"] * pools.decode + ["mixed"] * pools.mixed
-    workers = []
-    for position, role in enumerate(roles):
-        name = f"{role}-{roles[:position].count(role)}"
+@dataclass(slots=True)
+class WorkerSpecs:
+    """Makes the children that are workers, once ``scheduler`` is what theirs announced."""
+
+    config: MeshConfig
+    state: StateFolder
+    environ: Mapping[str, str]
+    scheduler: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    _positions: dict[str, int] = field(default_factory=dict[str, int])  # never given again: ports depend on them
+
+    def of_pools(self, pools: PoolCounts) -> Sequence[ChildSpec]:
+        roles = [role for role in Role for _ in range(pools.of(role))]
+        return [
+            self.worker(f"{role}-{roles[:position].count(role)}", role, pools.total)
+            for position, role in enumerate(roles)
+        ]
+
+    def worker(self, name: str, role: Role, num_workers: int) -> ChildSpec:
+        """One of ``num_workers``, which share the machine."""
+        self._positions.setdefault(name, len(self._positions))
         worker = replace(
-            config.worker,
-            instance_id=name if config.worker.instance_id is None else f"{config.worker.instance_id}-{name}",
-            role=role,
-            num_threads=num_threads,
-            kv_cache_host_share=2 * config.worker.kv_cache_host_share / max(2, pools.total),
-            metrics_port=config.worker.metrics_port and config.worker.metrics_port + position,
+            self._shared(num_workers),
+            instance_id=f"{self.name_prefix}{name}",
+            role=str(role),
+            metrics_port=self.config.worker.metrics_port and self.config.worker.metrics_port + self._positions[name],
         )
-        package = "pdmesh_prefill" if role == "prefill" else "pdmesh_decode"
-        workers.append(_spec(name, package, replace(config, worker=worker), state, environ))
-    return _spec("gateway", "pdmesh_gateway", config, state, environ), workers
+        package = "pdmesh_prefill" if role is Role.PREFILL else "pdmesh_decode"
+        return _spec(
+            name, package, replace(_dialing(self.config, self.scheduler), worker=worker), self.state, self.environ
+        )
+
+    def member(self, member: PoolMember, num_workers: int) -> ChildSpec:
+        """An instance that the scheduler wants."""
+        return self.worker(member.instance_id.removeprefix(self.name_prefix), member.role, num_workers)
+
+    def resized(self, spec: ChildSpec, num_workers: int) -> ChildSpec:
+        """A worker as it is started again once there are ``num_workers``; until then it keeps what it has."""
+        shared = environment_of(replace(self.config, worker=self._shared(num_workers)))
+        names = ("PDMESH_WORKER_NUM_THREADS", "PDMESH_WORKER_KV_CACHE_HOST_SHARE")
+        kept = {name: value for name, value in spec.environment.items() if name not in names}
+        return replace(spec, environment={**kept, **{name: shared[name] for name in names if name in shared}})
+
+    @property
+    def name_prefix(self) -> str:
+        return "" if self.config.worker.instance_id is None else f"{self.config.worker.instance_id}-"
+
+    def _shared(self, num_workers: int) -> WorkerConfig:
+        worker = self.config.worker
+        return replace(
+            worker,
+            num_threads=threads_per_worker(self.config, num_workers, num_cores()),
+            kv_cache_host_share=2 * worker.kv_cache_host_share / max(2, num_workers),
+        )
+
+
+def gateway_spec(
+    config: MeshConfig, state: StateFolder, environ: Mapping[str, str], scheduler: Mapping[str, Any]
+) -> ChildSpec:
+    """Given what the scheduler announced."""
+    return _spec("gateway", "pdmesh_gateway", _dialing(config, scheduler), state, environ)
+
+
+def _dialing(config: MeshConfig, scheduler: Mapping[str, Any]) -> MeshConfig:
+    security = replace(config.security, operator_token="")  # the scheduler's alone
+    return replace(config, scheduler_address=str(scheduler["address"]), security=security)
 
 
 def pinned_settings(service: str, facts: Mapping[str, Any]) -> dict[str, str]:

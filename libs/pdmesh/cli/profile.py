@@ -12,11 +12,12 @@ from pathlib import Path
 import typer
 
 from pdmesh import __version__
-from pdmesh.cli.plan import Pools, num_cores, threads_per_worker
+from pdmesh.cli.plan import num_cores, threads_per_worker
 from pdmesh.cli.progress import progress_bar
 from pdmesh.config import MeshConfig
 from pdmesh.engine.base import Engine
 from pdmesh.errors import PdmeshError
+from pdmesh.model import PoolCounts
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import Subject
@@ -60,7 +61,7 @@ _HELD_OUT = _shapes(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
     file: Path | None  # default: named after the model, here
-    pools: Pools  # of the mesh it is for: they share the cores
+    pools: PoolCounts  # of the mesh it is for: they share the cores
     limit_s: float
 
 
@@ -69,7 +70,7 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
     from pdmesh.worker.engines import build_engine, device_name, engine_facts, served_model_name
 
     configure_logging("profile", replace(config.telemetry, log_level="warning"))  # of the engine
-    num_threads = threads_per_worker(config, options.pools, num_cores())
+    num_threads = threads_per_worker(config, options.pools.total, num_cores())
     typer.echo(f"pdmesh: measuring {config.model} with {num_threads} threads, as in {options.pools}", err=True)
     engine = build_engine(config, num_threads)
     facts, layout = engine_facts(config), engine.kv.layout

@@ -18,9 +18,12 @@ from typing import Any
 import anyio
 import anyio.abc
 
+from pdmesh.cli.actuator import Actuator
 from pdmesh.cli.processes import Child, ChildSpec, describe_exit, start_child
 from pdmesh.errors import PdmeshError, leaves
+from pdmesh.model import PoolMember
 from pdmesh.service import ENDING_LIMIT_S
+from pdmesh.wire.messages import FollowPools, PoolsWanted
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 15.0
@@ -98,6 +101,15 @@ class Service:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def instance_id(self) -> str:
+        """What the scheduler knows it by: an instance's id, else its name."""
+        return str(self.facts.get("instance_id", self.name))
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Start the child, say so when it serves, and start it again whenever it ends. Raises StartFailed."""
         try:
@@ -158,8 +170,9 @@ class Service:
 
     async def stop(self, drain_s: float) -> None:
         """Let the child drain; after ``drain_s`` tell it to end what still runs; return when it is gone."""
-        self._stopping.set()
-        self._signal(signal.SIGTERM)
+        if not self._stopping.is_set():  # told once: a second signal would end what still runs
+            self._stopping.set()
+            self._signal(signal.SIGTERM)
         if await self._ends_within(drain_s):
             return
         self.on_event(self, f"did not drain within {drain_s:.3g} s: what still runs is ended")
@@ -207,6 +220,12 @@ class MeshPlan:
     scheduler: ChildSpec
     #: The gateway and the workers, given what the scheduler announced.
     others: Callable[[Mapping[str, Any]], tuple[ChildSpec, Sequence[ChildSpec]]]
+    #: Of the ids of workers, where they are told one.
+    name_prefix: str
+    #: An instance that is wanted, as a child of a mesh with so many workers, given what the scheduler announced.
+    worker: Callable[[PoolMember, int], ChildSpec]
+    #: A worker as it is to be when it is started again in a mesh with so many.
+    resized: Callable[[ChildSpec, int], ChildSpec]
     pin: Callable[[str, Mapping[str, Any]], Mapping[str, str]]
     #: Whether the service of that name answers at its health endpoint; the caller has a deadline.
     answers: Callable[[str, Mapping[str, Any]], Awaitable[bool]]
@@ -220,6 +239,8 @@ class MeshPlan:
     expect: Callable[[Sequence[str]], Awaitable[bool]]
     #: How long requests may go on, asked when the mesh is told to stop.
     drain_s: Callable[[], float]
+    #: Tell the scheduler what runs, and wait for what it wants; None if it does not answer.
+    follow: Callable[[FollowPools], Awaitable[PoolsWanted | None]]
 
 
 class Supervisor:
@@ -235,6 +256,26 @@ class Supervisor:
         self._told: list[str] = []  # which instances are coming, as the scheduler has last heard
         self._changed = anyio.Event()
 
+    @property
+    def plan(self) -> MeshPlan:
+        return self._plan
+
+    @property
+    def workers(self) -> list[Service]:
+        return [service for service in self.services if not self.is_beside(service)]
+
+    def is_beside(self, service: Service) -> bool:
+        """Whether it is no worker."""
+        return service.name in (self._plan.scheduler.name, "gateway")
+
+    @property
+    def changed(self) -> anyio.Event:
+        """Set at the next change of a service."""
+        return self._changed
+
+    def say(self, what: str) -> None:
+        self._say(what)
+
     def facts(self, name: str) -> Mapping[str, Any]:
         return next((service.facts for service in self.services if service.name == name), {})
 
@@ -247,7 +288,10 @@ class Supervisor:
                 tasks.start_soon(self._keep_telling)
                 try:
                     await self._start(tasks)
-                    await self._stop.wait()
+                    async with anyio.create_task_group() as acting:
+                        acting.start_soon(Actuator(self, tasks).run)
+                        await self._stop.wait()
+                        acting.cancel_scope.cancel()
                     await self._drain()
                 finally:
                     tasks.cancel_scope.cancel()
@@ -267,11 +311,11 @@ class Supervisor:
                 starting.cancel_scope.cancel()
 
             starting.start_soon(cancel_when_stopped)
-            scheduler = await self._add(tasks, self._plan.scheduler)
+            scheduler = await self.add(tasks, self._plan.scheduler)
             gateway, workers = self._plan.others(scheduler.facts)
             async with anyio.create_task_group() as together:
                 for spec in (gateway, *workers):
-                    together.start_soon(self._add, tasks, spec)
+                    together.start_soon(self.add, tasks, spec)
             try:
                 with anyio.fail_after(self._plan.start_timeout_s):
                     await self._plan.wait_ready(self.facts(gateway.name))
@@ -281,7 +325,8 @@ class Supervisor:
             self._on_change(self)
             starting.cancel_scope.cancel()
 
-    async def _add(self, tasks: anyio.abc.TaskGroup, spec: ChildSpec) -> Service:
+    async def add(self, tasks: anyio.abc.TaskGroup, spec: ChildSpec) -> Service:
+        """Keep a child running in ``tasks``; returns once it serves. Raises StartFailed."""
         service = Service(
             spec,
             lambda facts: self._plan.pin(spec.name, facts),
@@ -296,26 +341,35 @@ class Supervisor:
         except BaseException:
             self.services.remove(service)  # it has ended: `start` waits for that
             raise
-        self._on_change(self)
+        self.note_change()
         return service
+
+    async def remove(self, service: Service, drain_s: float) -> None:
+        """Let a child drain and end, and keep it running no longer."""
+        await service.stop(drain_s)
+        self.services.remove(service)
+        self.note_change()
+
+    def note_change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+        self._on_change(self)
 
     def _on_event(self, service: Service, what: str) -> None:
         self._say(f"{service.name} {what}")
         if service.name == self._plan.scheduler.name:
             self._told = []  # the next one knows of nobody
-        self._changed.set()
-        self._on_change(self)
+        self.note_change()
 
     async def _keep_telling(self) -> None:
         """Keep the scheduler informed of which instances are coming."""
-        beside = (self._plan.scheduler.name, "gateway")
         while True:
-            self._changed = anyio.Event()
-            coming = [service.name for service in self.services if service.is_coming and service.name not in beside]
+            changed = self._changed
+            coming = [service.instance_id for service in self.workers if service.is_coming]
             if coming != self._told and await self._plan.expect(coming):
                 self._told = coming
             with anyio.move_on_after(TELL_AGAIN_S if coming != self._told else None):
-                await self._changed.wait()
+                await changed.wait()
 
     async def _tend(self) -> None:
         while True:

@@ -20,17 +20,24 @@ import anyio.to_thread
 import typer
 
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
-from pdmesh.cli.plan import Pools, num_cores, other_specs, pinned_settings, scheduler_spec, threads_per_worker
+from pdmesh.cli.plan import (
+    WorkerSpecs,
+    gateway_spec,
+    num_cores,
+    pinned_settings,
+    scheduler_spec,
+    threads_per_worker,
+)
 from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.model import InstanceId
+from pdmesh.model import InstanceId, PoolCounts
 from pdmesh.rotation import cut_off
 from pdmesh.telemetry.logs import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler
-from pdmesh.wire.messages import ExpectInstances
+from pdmesh.wire.messages import ExpectInstances, FollowPools, PoolsWanted
 
 #: Where no limit is set and none is told.
 LONGEST_DRAIN_S = 7 * 24 * 3600.0
@@ -43,7 +50,7 @@ class MeshRun:
     """One run of a mesh in this process: its record on disk, and what it tells the user."""
 
     config: MeshConfig
-    pools: Pools
+    pools: PoolCounts
     state: StateFolder
     environ: Mapping[str, str]
     _started_at: float = field(default_factory=time.time)
@@ -56,7 +63,7 @@ class MeshRun:
     def run(self) -> None:
         """Start, serve until told to stop, drain. Raises ConfigError, StartFailed."""
         with self.state.lock():
-            threads = threads_per_worker(self.config, self.pools, num_cores())
+            threads = threads_per_worker(self.config, self.pools.total, num_cores())
             _say(
                 f"starting {self.pools} for {self.config.model or 'the built-in demo model'}; "
                 f"{num_cores()} cores, {threads} engine {'thread' if threads == 1 else 'threads'} a worker"
@@ -77,8 +84,11 @@ class MeshRun:
     def _plan(self) -> MeshPlan:
         config = self.config
 
+        workers = WorkerSpecs(config, self.state, self.environ)
+
         def others(scheduler: Mapping[str, Any]) -> tuple[ChildSpec, Sequence[ChildSpec]]:
-            return other_specs(config, self.pools, self.state, self.environ, scheduler)
+            workers.scheduler = scheduler
+            return gateway_spec(config, self.state, self.environ, scheduler), workers.of_pools(self.pools)
 
         async def wait_ready(gateway: Mapping[str, Any]) -> None:
             await wait_until_ready(base_url(gateway["http_address"], config.security), config.security)
@@ -94,6 +104,10 @@ class MeshRun:
             start_timeout_s=config.supervisor.start_timeout_s,
             hang_s=config.supervisor.hang_s,
             drain_s=self._drain_s,
+            name_prefix=workers.name_prefix,
+            worker=workers.member,
+            resized=workers.resized,
+            follow=self._follow,
         )
 
     async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:
@@ -110,6 +124,16 @@ class MeshRun:
         except PdmeshError:
             return False  # it may have died, too
         return True
+
+    async def _follow(self, question: FollowPools) -> PoolsWanted | None:
+        assert self._supervisor is not None
+        address = str(self._supervisor.facts("scheduler")["address"])
+        try:
+            answer = await ask_scheduler(address, self.config.security, question)
+        except PdmeshError:
+            return None  # it may be away; that another supervisor is there is in its own log
+        assert isinstance(answer, PoolsWanted)
+        return answer
 
     async def _tend(self) -> None:
         await anyio.to_thread.run_sync(self._cut_logs)
@@ -251,7 +275,7 @@ def _device(name: str) -> tuple[str, str]:
     return device, hardware
 
 
-def up_detached(config: MeshConfig, pools: Pools, state: StateFolder, environ: Mapping[str, str]) -> int:
+def up_detached(config: MeshConfig, pools: PoolCounts, state: StateFolder, environ: Mapping[str, str]) -> int:
     """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code."""
     with state.lock():  # say "is running" here and now; the supervisor takes the lock for itself afterwards
         log_file = state.fresh_log("supervisor", config.supervisor.log_keep)

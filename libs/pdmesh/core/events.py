@@ -16,6 +16,8 @@ from pdmesh.model import (
     OperationId,
     OperationKind,
     OwnDecodeSteps,
+    PoolCounts,
+    PoolMember,
     Request,
     RequestId,
     Resident,
@@ -144,6 +146,44 @@ class OperationCancelled:
     """An operator takes an operation back."""
 
     operation_id: OperationId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActuatorFacts:
+    """Who starts and stops processes, as it was when an operator asked for something."""
+
+    instance_ids: tuple[InstanceId, ...]  # that it looks after
+    available_bytes: Annotated[int, ANY_COUNT]  # of the host's memory
+    instance_bytes: Annotated[int, ANY_COUNT]  # that another instance would take; 0: not known
+    name_prefix: str = ""  # of the ids of instances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRequested:
+    """An operator wants pools of other sizes, or (``again``) a scheduler that is gone had taken that on.
+
+    Instances that are to leave are drained as `OperationRequested` does, with ``timeout_s``. One that is to be started
+    has ``start_timeout_s`` to register. ``actuator`` is None where nobody starts and stops processes.
+    """
+
+    operation_id: OperationId
+    pools: PoolCounts
+    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
+    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
+    actuator: ActuatorFacts | None = None
+    again: bool = False
+    # What was decided, of one that is asked for again.
+    flips: tuple[PoolMember, ...] = ()
+    starts: tuple[PoolMember, ...] = ()
+    leaves: tuple[InstanceId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStartFailed:
+    """The actuator could not start an instance that is wanted."""
+
+    instance_id: InstanceId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +403,8 @@ Event = (
     | RoleChangeRequested
     | OperationRequested
     | OperationCancelled
+    | ResizeRequested
+    | InstanceStartFailed
     | BundleChangeRequested
     | BatchingChangeRequested
     | Tick

@@ -18,7 +18,7 @@ from pdmesh.core.events import OperationRequested
 from pdmesh.core.placing import have_pair
 from pdmesh.core.requests import Phase
 from pdmesh.core.state import HoldKind, InstanceBooks
-from pdmesh.model import InstanceId, OperationId, OperationKind, RequestKey, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestKey, Role
 
 #: Operations that are over and still told of.
 MAX_ENDED = 256
@@ -51,6 +51,8 @@ class OperationView(NamedTuple):
     began_s: float
     ended_s: float | None
     timeout_s: float
+    pools: PoolCounts | None = None  # of a resize, which is on no instance
+    needs_actuator: bool = False  # refused since nobody starts and stops processes
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +119,14 @@ class Operations:
     def next_deadline_s(self) -> float:
         return min((operation.deadline_s for operation in self._running.values()), default=inf)
 
+    def find(self, operation_id: OperationId) -> OperationView | None:
+        operation = self._operations.get(operation_id)
+        return None if operation is None else operation.view
+
+    def running_on(self, instance_id: InstanceId) -> OperationView | None:
+        operation = self._running.get(instance_id)
+        return None if operation is None else operation.view
+
     # --- events ---
 
     def request(self, wish: OperationRequested, now_s: float) -> None:
@@ -154,6 +164,17 @@ class Operations:
         self._end(operation, OperationState.CANCELLED, "an operator took it back", now_s)
         if instance := self._books.instances.get(operation.wish.instance_id):
             instance.set_closed(instance.instance_id in self._drains)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """What was wanted of it: the next one under its name is another one."""
+        self.num_changes += bool(self._drains.pop(instance_id, None)) + bool(self._roles.pop(instance_id, None))
+
+    def use_again(self, instance: InstanceBooks) -> None:
+        """Nobody wants it drained any more."""
+        self._drains.pop(instance.instance_id, None)
+        instance.set_closed(False)
+        self._books.queue.unpark()
+        self.num_changes += 1
 
     def joined(self, instance_id: InstanceId, now_s: float) -> None:
         """An instance came (back): what was wanted of it still is."""
@@ -279,13 +300,14 @@ class Operations:
                 self._stop(operation, instance, now_s)
                 return
             case OperationKind.UNDRAIN:
-                instance.set_closed(False)
-                self._books.queue.unpark()
+                self.use_again(instance)
             case OperationKind.ROLE:
                 assert wish.role is not None
                 self._roles[wish.instance_id] = wish
                 self._set_role(instance, wish.role)
                 instance.set_closed(wish.instance_id in self._drains)
+            case OperationKind.RESIZE:
+                pass  # of pools, not of an instance (`pdmesh.core.pools`)
         self._end(operation, OperationState.DONE, "", now_s)
 
     def _stop(self, operation: _Operation, instance: InstanceBooks, now_s: float) -> None:

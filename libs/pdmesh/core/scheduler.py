@@ -36,6 +36,7 @@ from pdmesh.core.events import (
     HelperJoined,
     InstanceJoined,
     InstanceLost,
+    InstanceStartFailed,
     InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
@@ -46,6 +47,7 @@ from pdmesh.core.events import (
     RequestCancelled,
     RequestDropped,
     RequestFinished,
+    ResizeRequested,
     RoleChangeRequested,
     StepDone,
     Tick,
@@ -61,6 +63,7 @@ from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
+from pdmesh.core.pools import DesiredPools, Pools
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import HoldKind, InstanceBooks
@@ -84,6 +87,7 @@ class SchedulerCore:
         self._credit = Credit(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._operations = Operations(self._books)
+        self._pools = Pools(self._books, self._operations)
         self._modes = Modes(self._books)
         self._packer = Packer(self._books, config.plans_in_flight, bundle, self._modes)
         self._learner = LatencyLearner(config.policy.latency, config.learning)
@@ -144,17 +148,27 @@ class SchedulerCore:
     @property
     def operations(self) -> list[OperationView]:
         """Operators' operations that run, and the last that are over, in the order in which they came."""
-        return self._operations.views
+        return sorted([*self._operations.views, *self._pools.views], key=lambda view: view.began_s)
 
     @property
     def num_operation_changes(self) -> int:
-        """How often `operations` or `wishes` changed."""
-        return self._operations.num_changes
+        """How often `operations`, `wishes` or `desired_pools` changed."""
+        return self._operations.num_changes + self._pools.num_changes
 
     @property
     def wishes(self) -> list[OperationRequested]:
         """What operators want of the instances: for the scheduler that comes after this one, to ask for again."""
         return self._operations.wishes
+
+    @property
+    def resize_wish(self) -> ResizeRequested | None:
+        """What they want of the pools, for the same."""
+        return self._pools.wish
+
+    @property
+    def desired_pools(self) -> DesiredPools:
+        """What whoever starts and stops processes has to do."""
+        return self._pools.desired
 
     @property
     def ignored(self) -> Mapping[str, int]:
@@ -216,6 +230,7 @@ class SchedulerCore:
             case InstanceLost():
                 self._reunion.instance_lost(event.instance_id)
                 self._operations.lost(event.instance_id, now_s)
+                self._pools.lost(event.instance_id)
             case DrainRequested():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_draining(event.enabled)
@@ -224,7 +239,12 @@ class SchedulerCore:
             case OperationRequested():
                 self._operations.request(event, now_s)
             case OperationCancelled():
-                self._operations.cancel(event.operation_id, now_s)
+                owner = self._pools if self._pools.knows(event.operation_id) else self._operations
+                owner.cancel(event.operation_id, now_s)
+            case ResizeRequested():
+                self._pools.request(event, now_s)
+            case InstanceStartFailed():
+                self._pools.start_failed(event, now_s)
             case BundleChangeRequested():
                 self._bundle_change_requested(event.bundle)
             case BatchingChangeRequested():
@@ -264,6 +284,8 @@ class SchedulerCore:
             case _:
                 assert_never(event)
         self._operations.advance(now_s)
+        while self._pools.advance(now_s):
+            self._operations.advance(now_s)
         self._credit.serve(self._bundle, self._learner.model)
         self._packer.pack(self._bundle, now_s)
         self._admission.note(commands)
@@ -529,6 +551,7 @@ class SchedulerCore:
             self._books.queue.next_deadline_s,
             self._reunion.next_deadline_s,
             self._operations.next_deadline_s,
+            self._pools.next_deadline_s,
             self._modes.wake_s,
         )
         if self._wake_s <= self._now_s:

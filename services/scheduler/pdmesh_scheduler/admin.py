@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from pdmesh.config import SecurityConfig
-from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, OperationCancelled
+from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, OperationCancelled, ResizeRequested
 from pdmesh.errors import ConfigError
 from pdmesh.model import OperationKind, Role
 from pdmesh.policy.base import PolicyConfig
@@ -30,6 +30,7 @@ from pdmesh.wire.messages import (
     CancelOperation,
     Change,
     ExpectInstances,
+    FollowPools,
     GetPolicies,
     GetRequest,
     GetStatus,
@@ -41,8 +42,10 @@ from pdmesh.wire.messages import (
     SetBatching,
     SetPolicy,
     StartOperation,
+    StartResize,
     WaitOperation,
 )
+from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.operations import OperationsDesk
 from pdmesh_scheduler.records import RequestRecords
@@ -50,8 +53,10 @@ from pdmesh_scheduler.tenants import TenantUsage
 
 log = structlog.get_logger()
 
-#: Of an operation's id, in characters.
+#: Of an operation's id, in characters. What it asks of single instances has longer ones.
 MAX_ID_LENGTH = 64
+
+_WANTED_ID = f"an operation's id has 1 to {MAX_ID_LENGTH} characters, none of them a slash"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Admin:
     driver: Driver
     records: RequestRecords
     operations: OperationsDesk
+    actuators: ActuatorDesk
     security: SecurityConfig
     tenants: TenantUsage
 
@@ -93,11 +99,14 @@ class Admin:
         | GetPolicies
         | ExpectInstances
         | ListOperations
-        | WaitOperation,
+        | WaitOperation
+        | FollowPools,
     ) -> AdminResponse:
         match question:
             case GetStatus():
-                return msgspec.structs.replace(self.driver.state(), tenants=self.tenants.statuses)
+                return msgspec.structs.replace(
+                    self.driver.state(), tenants=self.tenants.statuses, services=tuple(self.actuators.services)
+                )
             case GetRequest():
                 match self.records.find(question.request_id):
                     case ():
@@ -119,6 +128,13 @@ class Admin:
             case WaitOperation(operation_id=operation_id, num_left=num_left, wait_s=wait_s):
                 status = await self.operations.wait(operation_id, num_left, wait_s)
                 return status or _unknown(operation_id)
+            case FollowPools():
+                heard = self.actuators.hear(question)
+                if isinstance(heard, AdminError):
+                    return heard
+                for event in heard:
+                    await self.driver.act(event)
+                return await self.actuators.follow(question, lambda: self.operations.changed)
             case _:
                 assert_never(question)
 
@@ -175,14 +191,33 @@ class Admin:
                     return AdminError(message="only a scheduler asks again")
                 if (wish.kind is OperationKind.ROLE) is (wish.role is None):
                     return AdminError(message="a role belongs to a change of roles, and to nothing else")
-                if not 0 < len(wish.operation_id) <= MAX_ID_LENGTH:
-                    return AdminError(message=f"an operation's id has 1 to {MAX_ID_LENGTH} characters")
-                await self.driver.act(wish)
+                if wish.kind is OperationKind.RESIZE:
+                    return AdminError(message="pools are resized, not an instance")
+                if not _is_id(wish.operation_id):
+                    return AdminError(message=_WANTED_ID)
+                if wish.kind is OperationKind.RESTART and self.actuators.takes(wish.instance_id):
+                    self.actuators.request(wish)
+                else:
+                    await self.driver.act(wish)
                 return self.operations.status(wish.operation_id) or _unknown(wish.operation_id)
+            case StartResize():
+                if not _is_id(change.operation_id):
+                    return AdminError(message=_WANTED_ID)
+                await self.driver.act(
+                    ResizeRequested(
+                        operation_id=change.operation_id,
+                        pools=change.pools,
+                        timeout_s=change.timeout_s,
+                        start_timeout_s=change.start_timeout_s,
+                        actuator=self.actuators.facts(self.driver.profiles),
+                    )
+                )
+                return self.operations.status(change.operation_id) or _unknown(change.operation_id)
             case CancelOperation(operation_id=operation_id):
                 if self.operations.status(operation_id) is None:
                     return _unknown(operation_id)
-                await self.driver.act(OperationCancelled(operation_id))
+                if not self.actuators.cancel(operation_id):
+                    await self.driver.act(OperationCancelled(operation_id))
                 return self.operations.status(operation_id) or _unknown(operation_id)
             case _:
                 assert_never(change)
@@ -206,6 +241,10 @@ def is_local(peer: str) -> bool:
     return scheme == "unix" or (
         scheme in ("ipv4", "ipv6") and is_loopback(unquote(address).rpartition(":")[0].strip("[]"))
     )
+
+
+def _is_id(operation_id: str) -> bool:
+    return 0 < len(operation_id) <= MAX_ID_LENGTH and "/" not in operation_id
 
 
 def _unknown(operation_id: str) -> AdminError:

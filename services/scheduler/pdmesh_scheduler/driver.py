@@ -45,6 +45,7 @@ from pdmesh.core.events import (
     OperationCancelled,
     OperationRequested,
     RequestArrived,
+    ResizeRequested,
     RoleChangeRequested,
     Tick,
 )
@@ -225,7 +226,7 @@ class Driver:
                 self._tell_readiness()
             case InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
                 self._tell_readiness()
-            case OperationRequested() | OperationCancelled():
+            case OperationRequested() | OperationCancelled() | ResizeRequested():
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)
@@ -327,7 +328,13 @@ class Driver:
         """As the core's books have them."""
         return self._core.instances
 
+    @property
+    def profiles(self) -> Sequence[InstanceProfile]:
+        """Of the instances that are there."""
+        return list(self._profiles.values())
+
     def state(self) -> MeshState:
+        wish = self._core.resize_wish
         reason = self._core.unready_reason
         return MeshState(
             ready=reason is None,
@@ -340,6 +347,7 @@ class Driver:
             max_model_len=self._max_model_len(),
             num_gateways=len(self._gateways),
             num_coming=self._num_coming,
+            pools=None if wish is None else wish.pools,
         )
 
     def _statuses(self) -> tuple[InstanceStatus, ...]:

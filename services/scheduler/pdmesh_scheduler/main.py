@@ -30,6 +30,7 @@ from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
 from pdmesh_scheduler.activity import ActivityFeed
+from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.admin import Admin
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
@@ -72,8 +73,13 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         return began_at + at_s - began_s
 
     records = RequestRecords(wall_time)
+    actuators = ActuatorDesk(core, clock)
     operations = OperationsDesk(
-        core, configured_bundle=settings.bundle, path=settings.operations_file, wall_time=wall_time
+        core,
+        actuators=actuators,
+        configured_bundle=settings.bundle,
+        path=settings.operations_file,
+        wall_time=wall_time,
     )
     wishes = await anyio.to_thread.run_sync(read_wishes, settings.operations_file)
     tenants = TenantUsage(core)
@@ -120,6 +126,10 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             driver.post(BundleChangeRequested(wishes.bundle))
         for wish in wishes.operations:
             driver.post(wish)
+        if wishes.pools is not None:
+            driver.post(wishes.pools)
+        for wish in wishes.replacements:
+            actuators.request(wish)
         worker_streams = WorkerStreams(
             driver, workers, worker_leases, silences, absences, settings, context.stopping, profile
         )
@@ -127,7 +137,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp),
             "Gateway": serve_link(gateway_streams.serve, GatewayUp),
-            "Admin": Admin(driver, records, operations, config.security, tenants).handler(),
+            "Admin": Admin(driver, records, operations, actuators, config.security, tenants).handler(),
         }
         async with anyio.create_task_group() as tasks:
             if event_log is not None:

@@ -13,12 +13,13 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from pdmesh.core.events import OperationRequested
+from pdmesh.core.events import OperationRequested, ResizeRequested
 from pdmesh.core.operations import OperationState, OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import OperationId
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.messages import OperationStatus
+from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.observing import Handled
 
 log = structlog.get_logger()
@@ -33,6 +34,8 @@ class Wishes:
 
     bundle: str | None = None  # None: the configured one
     operations: tuple[OperationRequested, ...] = ()
+    pools: ResizeRequested | None = None  # None: as they were started
+    replacements: tuple[OperationRequested, ...] = ()  # of services that are no instances
 
 
 def read_wishes(path: Path | None) -> Wishes:
@@ -50,16 +53,29 @@ def read_wishes(path: Path | None) -> Wishes:
     if (problem := out_of_range(wishes)) is not None:
         log.error("what operators asked for before cannot be read", path=str(path), reason=problem)
         return Wishes()
-    return replace(wishes, operations=tuple(replace(wish, again=True) for wish in wishes.operations))
+    return replace(
+        wishes,
+        operations=tuple(replace(wish, again=True) for wish in wishes.operations),
+        pools=None if wishes.pools is None else replace(wishes.pools, again=True),
+        replacements=tuple(replace(wish, again=True) for wish in wishes.replacements),
+    )
 
 
 class OperationsDesk:
     """Looks at the core after every event; implements `pdmesh_scheduler.observing.Observer`."""
 
     def __init__(
-        self, core: SchedulerCore, *, configured_bundle: str, path: Path | None, wall_time: Callable[[float], float]
+        self,
+        core: SchedulerCore,
+        *,
+        actuators: ActuatorDesk,
+        configured_bundle: str,
+        path: Path | None,
+        wall_time: Callable[[float], float],
     ) -> None:
         self._core = core
+        self._actuators = actuators
+        actuators.on_change = self._look
         self._configured_bundle = configured_bundle
         self._path = path
         self._wall_time = wall_time
@@ -75,14 +91,28 @@ class OperationsDesk:
         seen = self._core.num_operation_changes, handled.bundle
         if seen != self._seen:
             self._seen = seen
-            self._views = {view.operation_id: view for view in self._core.operations}
-            self._changed.set()
-            self._changed = anyio.Event()
+            self._look()
+
+    def _look(self) -> None:
+        views = sorted([*self._core.operations, *self._actuators.views], key=lambda view: view.began_s)
+        self._views = {view.operation_id: view for view in views}
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    @property
+    def changed(self) -> anyio.Event:
+        """Set at the next change of an operation, or of what is wanted."""
+        return self._changed
 
     @property
     def _wishes(self) -> Wishes:
         bundle = self._core.bundle
-        return Wishes(bundle=None if bundle == self._configured_bundle else bundle, operations=tuple(self._core.wishes))
+        return Wishes(
+            bundle=None if bundle == self._configured_bundle else bundle,
+            operations=tuple(self._core.wishes),
+            pools=self._core.resize_wish,
+            replacements=self._actuators.wishes,
+        )
 
     # --- those who ask ---
 
@@ -101,6 +131,7 @@ class OperationsDesk:
                 if view.state is not OperationState.RUNNING or view.num_left != num_left:
                     break
                 await self._changed.wait()
+        self._actuators.expire()
         return self.status(operation_id)
 
     def _status(self, view: OperationView) -> OperationStatus:
@@ -115,6 +146,8 @@ class OperationsDesk:
             began_at=self._wall_time(view.began_s),
             ended_at=None if view.ended_s is None else self._wall_time(view.ended_s),
             timeout_s=view.timeout_s,
+            pools=view.pools,
+            needs_actuator=view.needs_actuator,
         )
 
     # --- the next scheduler ---

@@ -17,6 +17,7 @@ method                         client sends           server sends
 carries it as metadata (`pdmesh.wire.endpoint`).
 """
 
+from pdmesh.wire.messages.actuators import MAX_WAIT_S, FailedStart, FollowPools, PoolsWanted, ServiceProcess
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
 from pdmesh.wire.messages.gateways import (
     GatewayDown,
@@ -30,7 +31,6 @@ from pdmesh.wire.messages.gateways import (
 )
 from pdmesh.wire.messages.generation import Generation, pack_token_ids, unpack_token_ids
 from pdmesh.wire.messages.operators import (
-    MAX_WAIT_S,
     AdminError,
     AdminRequest,
     AdminResponse,
@@ -51,6 +51,7 @@ from pdmesh.wire.messages.operators import (
     SetBatching,
     SetPolicy,
     StartOperation,
+    StartResize,
     WaitOperation,
 )
 from pdmesh.wire.messages.state import (
@@ -102,6 +103,8 @@ __all__ = [
     "EventMessage",
     "ExpectInstances",
     "ExpectKv",
+    "FailedStart",
+    "FollowPools",
     "GatewayDown",
     "GatewayHeartbeat",
     "GatewayUp",
@@ -123,6 +126,7 @@ __all__ = [
     "OtherChoice",
     "PeerGone",
     "Policies",
+    "PoolsWanted",
     "PromptLogprobs",
     "RecordEntry",
     "RegisterGateway",
@@ -132,9 +136,11 @@ __all__ = [
     "RequestActivity",
     "RequestList",
     "RequestRecord",
+    "ServiceProcess",
     "SetBatching",
     "SetPolicy",
     "StartOperation",
+    "StartResize",
     "StepBar",
     "Submit",
     "TenantStatus",

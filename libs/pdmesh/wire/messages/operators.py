@@ -6,13 +6,16 @@ from typing import Annotated
 
 import msgspec
 
-from pdmesh.core.events import OperationRequested
+from pdmesh.core.events import MAX_OPERATION_S, OperationRequested
 from pdmesh.model import (
     InstanceId,
     OperationId,
     OperationKind,
+    PoolCounts,
     Role,
 )
+from pdmesh.ranges import Range
+from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsWanted
 from pdmesh.wire.messages.envelope import Message
 from pdmesh.wire.messages.state import MeshState
 
@@ -62,6 +65,15 @@ class StartOperation(Message, frozen=True, kw_only=True):
     wish: OperationRequested
 
 
+class StartResize(Message, frozen=True, kw_only=True):
+    """Give the pools other sizes: answered as `StartOperation` is."""
+
+    operation_id: OperationId
+    pools: PoolCounts
+    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for requests to leave an instance
+    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for an instance to register
+
+
 class CancelOperation(Message, frozen=True, kw_only=True):
     """Answered by an `OperationStatus`."""
 
@@ -70,10 +82,6 @@ class CancelOperation(Message, frozen=True, kw_only=True):
 
 class ListOperations(Message, frozen=True, kw_only=True):
     """Answered by an `OperationList`, the newest first."""
-
-
-#: Longer, a question is asked again.
-MAX_WAIT_S = 4.0
 
 
 class WaitOperation(Message, frozen=True, kw_only=True):
@@ -93,13 +101,15 @@ AdminRequest = (
     | SetBatching
     | ExpectInstances
     | StartOperation
+    | StartResize
     | CancelOperation
     | ListOperations
     | WaitOperation
+    | FollowPools
 )
 
 #: What changes a mesh: for operators, not for everybody who may look.
-Change = SetPolicy | SetBatching | StartOperation | CancelOperation
+Change = SetPolicy | SetBatching | StartOperation | StartResize | CancelOperation
 
 
 class OperationStatus(Message, frozen=True, kw_only=True):
@@ -115,6 +125,8 @@ class OperationStatus(Message, frozen=True, kw_only=True):
     began_at: float  # Unix time, seconds
     ended_at: float | None
     timeout_s: float
+    pools: PoolCounts | None = None  # of a resize, which is on no instance
+    needs_actuator: bool = False  # refused since nobody starts and stops processes
 
 
 class OperationList(Message, frozen=True, kw_only=True):
@@ -175,4 +187,6 @@ class AdminError(Message, frozen=True, kw_only=True):
     message: str
 
 
-AdminResponse = MeshState | RequestRecord | RequestList | Policies | OperationStatus | OperationList | AdminError
+AdminResponse = (
+    MeshState | RequestRecord | RequestList | Policies | OperationStatus | OperationList | PoolsWanted | AdminError
+)

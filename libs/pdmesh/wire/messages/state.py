@@ -6,9 +6,11 @@ import msgspec
 
 from pdmesh.model import (
     InstanceId,
+    PoolCounts,
     RequestId,
     Role,
 )
+from pdmesh.wire.messages.actuators import ServiceProcess
 from pdmesh.wire.messages.envelope import Message
 
 
@@ -75,7 +77,9 @@ class MeshState(Message, frozen=True, kw_only=True):
     max_model_len: int = 0  # smallest of the instances; 0 while there is none
     num_gateways: int = 0
     num_coming: int = 0  # instances that served and are away, and are being started again or may only be silent
-    tenants: tuple[TenantStatus, ...] = ()  # for operators alone
+    pools: PoolCounts | None = None  # that an operator wants; None if none asked for other ones
+    tenants: tuple[TenantStatus, ...] = ()  # for operators alone, as is
+    services: tuple[ServiceProcess, ...] = ()  # all that `pdmesh up` keeps running
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

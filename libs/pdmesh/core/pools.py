@@ -1,0 +1,333 @@
+"""Pools of other sizes: which instances get another role, which are started, which leave, and in which order.
+
+A resize is an operation. What it wants of single instances are operations too (`pdmesh.core.operations`), under ids
+that begin with its own. It is refused before anything changes, or runs: roles change first, since that costs least;
+what is missing is started; only when all that is there does the rest leave. Who starts and stops processes, the
+*actuator*, reads `Pools.desired`. A resize that fails, or is cancelled, is taken back by another one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from pdmesh.core.books import Books
+from pdmesh.core.events import InstanceStartFailed, OperationRequested, ResizeRequested
+from pdmesh.core.operations import MAX_ENDED, Operations, OperationState, OperationView
+from pdmesh.core.state import InstanceBooks
+from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, PoolMember, Role
+
+#: For a process on which nothing is left to end, once its actuator has been told.
+GONE_S = 60.0
+
+
+class DesiredPools(NamedTuple):
+    """What an actuator has to do, unless it is done already."""
+
+    start: tuple[PoolMember, ...]
+    stop: tuple[InstanceId, ...]  # nothing is left on them, or they are not there
+
+
+class PoolPlan(NamedTuple):
+    """From the pools that are there to others."""
+
+    flips: tuple[PoolMember, ...]  # get the role that is said
+    starts: tuple[PoolMember, ...]
+    leaves: tuple[InstanceId, ...]
+
+
+def plan_pools(instances: Iterable[InstanceBooks], wanted: PoolCounts, name_prefix: str = "") -> PoolPlan:
+    """Change as few processes as possible. Those that do least go first; of equal ones, those that came last."""
+    there = list(instances)
+    surplus: list[InstanceBooks] = []
+    missing: list[Role] = []
+    for role in Role:
+        of_role = sorted((each for each in there if each.role is role), key=_least_used)
+        num_more = wanted.of(role) - len(of_role)
+        missing += [role] * num_more
+        surplus += of_role[: max(0, -num_more)]
+    flips = [PoolMember(instance_id=each.instance_id, role=role) for each, role in zip(surplus, missing, strict=False)]
+    names = {each.instance_id for each in there}
+    starts: list[PoolMember] = []
+    for role in missing[len(flips) :]:
+        number = 0
+        while (name := InstanceId(f"{name_prefix}{role}-{number}")) in names:
+            number += 1
+        names.add(name)
+        starts.append(PoolMember(instance_id=name, role=role))
+    leaves = [each.instance_id for each in surplus[len(flips) :]]
+    return PoolPlan(tuple(flips), tuple(starts), tuple(leaves))
+
+
+def _least_used(instance: InstanceBooks) -> tuple[bool, int, int]:
+    return instance.is_usable, len(instance.holds), -instance.number
+
+
+@dataclass(slots=True, eq=False)
+class _Resize:
+    wish: ResizeRequested
+    began_s: float
+    before: PoolCounts
+    state: OperationState = OperationState.RUNNING
+    detail: str = ""
+    num_left: int = 0
+    ended_s: float | None = None
+    needs_actuator: bool = False
+    gone_by_s: float = inf  # when the actuator should have stopped all that leave
+    roles: dict[InstanceId, Role] | None = None  # of those that leave, to start them again
+
+    def part(self, instance_id: InstanceId) -> OperationId:
+        """Names the operation on one instance."""
+        return OperationId(f"{self.wish.operation_id}/{instance_id}")
+
+    @property
+    def view(self) -> OperationView:
+        return OperationView(
+            operation_id=self.wish.operation_id,
+            kind=OperationKind.RESIZE,
+            instance_id=InstanceId(""),
+            role=None,
+            state=self.state,
+            detail=self.detail,
+            num_left=self.num_left,
+            began_s=self.began_s,
+            ended_s=self.ended_s,
+            timeout_s=self.wish.timeout_s,
+            pools=self.wish.pools,
+            needs_actuator=self.needs_actuator,
+        )
+
+
+class Pools:
+    """At most one resize runs. What is wanted outlives it, and schedulers."""
+
+    def __init__(self, books: Books, operations: Operations) -> None:
+        self._books = books
+        self._operations = operations
+        self._resizes: dict[OperationId, _Resize] = {}  # in the order in which they came
+        self._running: _Resize | None = None
+        self._wanted: ResizeRequested | None = None  # the last one that was taken on
+        self.num_changes = 0
+
+    @property
+    def views(self) -> list[OperationView]:
+        return [resize.view for resize in self._resizes.values()]
+
+    @property
+    def wish(self) -> ResizeRequested | None:
+        """What is wanted of the pools, for the next scheduler."""
+        return self._wanted
+
+    @property
+    def desired(self) -> DesiredPools:
+        """What the actuator has to do; nothing if no pool was ever resized."""
+        if self._wanted is None:
+            return DesiredPools((), ())
+        instances = self._books.instances
+        stop = [each for each in self._wanted.leaves if each not in instances or _is_free(instances[each])]
+        return DesiredPools(self._wanted.starts, tuple(stop))
+
+    @property
+    def next_deadline_s(self) -> float:
+        resize = self._running
+        if resize is None:
+            return inf
+        started = all(member.instance_id in self._books.instances for member in resize.wish.starts)
+        return resize.gone_by_s if started else resize.began_s + resize.wish.start_timeout_s
+
+    def knows(self, operation_id: OperationId) -> bool:
+        return operation_id in self._resizes
+
+    # --- events ---
+
+    def request(self, wish: ResizeRequested, now_s: float) -> None:
+        if wish.operation_id in self._resizes:
+            return  # asked again
+        self.num_changes += 1
+        resize = self._resizes[wish.operation_id] = _Resize(wish, now_s, self._sizes())
+        ended = [key for key, each in self._resizes.items() if each.state is not OperationState.RUNNING]
+        for key in ended[: max(0, len(ended) - MAX_ENDED)]:
+            del self._resizes[key]
+        if not wish.again:
+            prefix = wish.actuator.name_prefix if wish.actuator else ""
+            plan = plan_pools(self._books.instances.values(), wish.pools, prefix)
+            resize.wish = wish = replace(wish, flips=plan.flips, starts=plan.starts, leaves=plan.leaves)
+            if (refusal := self._refusal(resize)) is not None:
+                self._end(resize, OperationState.REFUSED, refusal, now_s)
+                return
+        resize.roles = {each: self._books.instances[each].role for each in wish.leaves if each in self._books.instances}
+        for member in wish.starts:
+            self._operations.forget(member.instance_id)
+        self._running, self._wanted = resize, replace(wish, again=True, actuator=None)
+
+    def cancel(self, operation_id: OperationId, now_s: float) -> None:
+        """Take a resize back; nothing happens if it is over."""
+        resize = self._resizes[operation_id]
+        if resize is not self._running:
+            self._books.ignore("OperationCancelled")
+            return
+        self._take_back(resize, OperationState.CANCELLED, "an operator took it back", now_s)
+
+    def start_failed(self, event: InstanceStartFailed, now_s: float) -> None:
+        resize = self._running
+        wanted = () if resize is None else [member.instance_id for member in resize.wish.starts]
+        if resize is None or event.instance_id not in wanted or event.instance_id in self._books.instances:
+            self._books.ignore("InstanceStartFailed")
+            return
+        reason = f"{event.instance_id} could not be started: {event.reason}"
+        self._take_back(resize, OperationState.FAILED, reason, now_s)
+
+    def lost(self, instance_id: InstanceId) -> None:
+        """It is gone; one that was to leave may come again under the same name, and is another one then."""
+        if self._wanted is not None and instance_id in self._wanted.leaves:
+            self._operations.forget(instance_id)
+
+    def advance(self, now_s: float) -> bool:
+        """Look how far the resize is, after any event; whether something was asked of an instance."""
+        resize = self._running
+        if resize is None:
+            return False
+        instances, wish = self._books.instances, resize.wish
+        starting = [member.instance_id for member in wish.starts if member.instance_id not in instances]
+        flipping = [
+            member
+            for member in wish.flips
+            if (each := instances.get(member.instance_id)) and each.role is not member.role
+        ]
+        leaving = [each for each in wish.leaves if each in instances]
+        self._say(resize, starting, [member.instance_id for member in flipping], leaving)
+        for instance_id in (*leaving, *(member.instance_id for member in flipping)):
+            part = self._operations.find(resize.part(instance_id))
+            if part is not None and part.state not in (OperationState.RUNNING, OperationState.DONE):
+                reason = f"{part.kind} {instance_id} was {part.state}: {part.detail}"
+                self._take_back(resize, OperationState.FAILED, reason, now_s)
+                return True
+        if flipping:
+            member = flipping[0]  # one after the other: the others serve
+            return self._ask(resize, OperationKind.ROLE, member.instance_id, now_s, role=member.role)
+        if starting:
+            if resize.began_s + wish.start_timeout_s <= now_s:
+                reason = f"{', '.join(starting)} did not register within {wish.start_timeout_s:g} s"
+                self._take_back(resize, OperationState.FAILED, reason, now_s)
+                return True
+            return False
+        asked = [self._ask(resize, OperationKind.DRAIN, instance_id, now_s) for instance_id in leaving]
+        if any(asked):
+            return True
+        if not leaving:
+            self._end(resize, OperationState.DONE, "", now_s)
+        elif all(_is_free(instances[instance_id]) for instance_id in leaving):
+            if resize.gone_by_s == inf:
+                resize.gone_by_s = now_s + GONE_S
+                self.num_changes += 1
+            elif resize.gone_by_s <= now_s:
+                reason = f"the process of {', '.join(leaving)} did not end within {GONE_S:g} s: nobody stopped it"
+                self._take_back(resize, OperationState.FAILED, reason, now_s)
+                return True
+        return False
+
+    # --- what is asked for ---
+
+    def _refusal(self, resize: _Resize) -> str | None:
+        wish = resize.wish
+        if (why_not := wish.pools.why_not) is not None:
+            return why_not
+        if (running := self._running) is not None:
+            return (
+                f"operation {running.wish.operation_id} (pool resize to {running.wish.pools}) runs: wait for it, or "
+                f"`pdmesh ops cancel {running.wish.operation_id}`"
+            )
+        for instance_id in (*(member.instance_id for member in wish.flips), *wish.leaves):
+            if (other := self._operations.running_on(instance_id)) is not None:
+                return f"operation {other.operation_id} ({other.kind}) runs on {instance_id}: wait for it"
+        if not wish.starts and not wish.leaves:
+            return None
+        if (actuator := wish.actuator) is None:
+            resize.needs_actuator = True
+            return "nobody here starts and stops processes for the scheduler"
+        away = [each for each in actuator.instance_ids if each not in self._books.instances]
+        if away:
+            return f"{', '.join(away)} is away and comes back: ask again when it is there"
+        strangers = [each for each in wish.leaves if each not in actuator.instance_ids]
+        if strangers:
+            return f"{', '.join(strangers)} would have to leave, and was not started by what looks after this mesh"
+        num_bytes = len(wish.starts) * actuator.instance_bytes
+        if num_bytes > actuator.available_bytes:
+            return (
+                f"{len(wish.starts)} more instances take about {num_bytes / 2**30:.1f} GiB of memory, and "
+                f"{actuator.available_bytes / 2**30:.1f} GiB are free"
+            )
+        return None
+
+    def _ask(
+        self, resize: _Resize, kind: OperationKind, instance_id: InstanceId, now_s: float, role: Role | None = None
+    ) -> bool:
+        """For an operation on an instance; False if it was asked for before."""
+        wish = OperationRequested(
+            operation_id=resize.part(instance_id),
+            kind=kind,
+            instance_id=instance_id,
+            timeout_s=resize.wish.timeout_s,
+            role=role,
+            force=True,  # pools that can serve are there when it is over
+        )
+        if self._operations.find(wish.operation_id) is not None:
+            return False
+        self._operations.request(wish, now_s)
+        return True
+
+    def _take_back(self, resize: _Resize, state: OperationState, reason: str, now_s: float) -> None:
+        """What was started leaves again, and what was to leave stays, or is started again. Roles that changed stay."""
+        instances, wish = self._books.instances, resize.wish
+        self._end(resize, state, reason, now_s)
+        back: list[PoolMember] = []
+        for instance_id in (*wish.leaves, *(member.instance_id for member in wish.flips)):
+            part = self._operations.find(resize.part(instance_id))
+            if part is not None and part.state is OperationState.RUNNING:
+                self._operations.cancel(part.operation_id, now_s)
+        for instance_id, role in (resize.roles or {}).items():
+            instance = instances.get(instance_id)
+            self._operations.forget(instance_id)
+            if instance is None or instance.draining:
+                back.append(PoolMember(instance_id=instance_id, role=role))
+            else:
+                self._operations.use_again(instance)
+        if not wish.starts and not back:
+            self._wanted = None
+            return
+        again = replace(
+            wish,
+            operation_id=OperationId(f"{wish.operation_id}/back"),
+            pools=resize.before,
+            again=True,
+            actuator=None,
+            flips=(),
+            starts=tuple(back),
+            leaves=tuple(member.instance_id for member in wish.starts),
+        )
+        self.request(again, now_s)
+
+    def _say(self, resize: _Resize, starting: Sequence[str], flipping: Sequence[str], leaving: Sequence[str]) -> None:
+        parts = ((flipping, "to get another role"), (starting, "to start"), (leaving, "to leave"))
+        detail = "; ".join(f"{', '.join(names)} {what}" for names, what in parts if names)
+        if detail != resize.detail:
+            resize.detail, resize.num_left = detail, len(starting) + len(flipping) + len(leaving)
+            self.num_changes += 1
+
+    def _end(self, resize: _Resize, state: OperationState, detail: str, now_s: float) -> None:
+        self.num_changes += 1
+        resize.state, resize.detail, resize.ended_s, resize.num_left = state, detail, now_s, 0
+        if self._running is resize:
+            self._running = None
+
+    def _sizes(self) -> PoolCounts:
+        counts = Counter(instance.role for instance in self._books.instances.values())
+        return PoolCounts(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], mixed=counts[Role.MIXED])
+
+
+def _is_free(instance: InstanceBooks) -> bool:
+    """Nothing is left on it, and nothing comes."""
+    return not instance.is_usable and not instance.holds

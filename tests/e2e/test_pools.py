@@ -1,0 +1,69 @@
+"""Pools of other sizes, under load: nobody's stream breaks, and each says what it would have said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Generator
+
+import pytest
+
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.load import requests_of, running_load
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(600)]
+
+REQUESTS = requests_of(5, [20, 45, 70, 130], max_tokens=120)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
+    folder = tmp_path_factory.mktemp("pools")
+    with running_mesh(folder, model=write_checkpoint(folder / "model", seed=3)) as mesh:
+        yield mesh
+
+
+def pools(mesh: RunningMesh) -> dict[str, int]:
+    return dict(Counter(row.role for row in mesh.status().instances))
+
+
+def failing(mesh: RunningMesh, *arguments: str) -> tuple[int, str]:
+    """Exit code and standard error."""
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        mesh.pdmesh(*arguments)
+    return failure.value.returncode, failure.value.stderr
+
+
+async def test_one_and_one_become_two_and_three_and_back_under_load(mesh: RunningMesh) -> None:
+    async with running_load(mesh.base_url, mesh.model, REQUESTS, at_once=6) as load:
+        await asyncio.sleep(1.0)
+        done = json.loads(
+            await asyncio.to_thread(mesh.pdmesh, "pool", "resize", "--prefill", "2", "--decode", "3", "-o", "json")
+        )
+        assert done["state"] == "done", done
+        assert await asyncio.to_thread(pools, mesh) == {"prefill": 2, "decode": 3}
+        num_before = len(load.streams)
+        while len(load.streams) < num_before + 12:  # noqa: ASYNC110  # streams that other processes end
+            await asyncio.sleep(0.1)
+        await asyncio.to_thread(mesh.pdmesh, "pool", "resize", "--prefill", "1", "--decode", "1", "--timeout", "1")
+        assert await asyncio.to_thread(pools, mesh) == {"prefill": 1, "decode": 1}
+        await asyncio.sleep(1.0)
+    assert not load.failed
+    assert not load.differ
+    assert len(load.streams) > 18
+    assert len(mesh.pids()) == 4
+    await asyncio.to_thread(mesh.wait_until_idle, 30.0)
+
+
+async def test_what_cannot_be_changes_nothing_and_says_why(mesh: RunningMesh) -> None:
+    before = mesh.pids()
+    code, said = failing(mesh, "pool", "resize", "--decode", "0")
+    assert (code, "no instance could decode" in said) == (4, True)
+    code, said = failing(mesh, "pool", "resize", "--decode", "1024")
+    assert (code, "GiB of memory" in said) == (4, True)
+    code, said = failing(mesh, "pool", "resize")
+    assert (code, "say how many" in said) == (2, True)
+    assert mesh.pids() == before
