@@ -12,9 +12,26 @@ import pytest
 
 from pdmesh.core.commands import Restart, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, StepDone
+from pdmesh.core.events import (
+    DecodeStepsDone,
+    InstanceJoined,
+    InstanceLost,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+)
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import ChunkDone, Epoch, GatewayId, InstanceId, Request, RequestId, Role
+from pdmesh.model import (
+    ChunkDone,
+    Epoch,
+    FinishReason,
+    GatewayId,
+    InstanceId,
+    OwnDecodeSteps,
+    Request,
+    RequestId,
+    Role,
+)
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.testing.modelled import modelled_profile
@@ -111,6 +128,36 @@ async def test_steps_marks_and_requests_are_told_once() -> None:
         again = await next_frame(feed, mailboxes)
         assert not again.steps
         assert not again.marks
+
+
+def own_steps(began_s: float, wall_s: float) -> OwnDecodeSteps:
+    """Eight steps of three residents."""
+    return OwnDecodeSteps(
+        num_steps=8, num_tokens=24, num_context_tokens=2400, duration_s=wall_s, wall_s=wall_s, began_s=began_s
+    )
+
+
+async def test_decode_steps_that_an_instance_makes_by_itself_are_seen() -> None:
+    """Else an instance that decodes all the time, and is planned nothing, looks idle."""
+    decode = InstanceId("d")
+    finished = RequestFinished(decode, RequestId("r"), ZERO, FinishReason.STOP, 9, own_steps(70.0, 0.25))
+    # On the instance's clock the planned step began half a second after the own ones ended.
+    planned = StepDone(decode, 1, 0.5, (), 2, own_steps=own_steps(80.0, 1.0), began_s=81.5, ended_s=82.0)
+    async with running() as (feed, _, mailboxes):
+        await next_frame(feed, mailboxes)
+        for event, now_s in (
+            (DecodeStepsDone(decode, own_steps(50.0, 0.75)), 10.0),
+            (finished, 20.0),
+            (planned, 30.0),
+        ):
+            feed.observe(Handled(event=event, now_s=now_s, commands=(), milestones=()))
+        frame = await next_frame(feed, mailboxes)
+    assert frame.steps == (
+        StepBar(decode, 9.25, 10.0, 0, 3, False),
+        StepBar(decode, 19.75, 20.0, 0, 3, False),
+        StepBar(decode, 28.0, 29.0, 0, 3, False),
+        StepBar(decode, 29.5, 30.0, 0, 2, False),
+    )
 
 
 async def test_a_lost_instance_and_the_restarts_that_it_causes_are_marked() -> None:

@@ -11,9 +11,18 @@ from collections.abc import Callable
 import anyio
 
 from pdmesh.core.commands import Restart, RunStep
-from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, StepDone, TransferFailed, TransferSent
+from pdmesh.core.events import (
+    DecodeStepsDone,
+    InstanceJoined,
+    InstanceLost,
+    InstanceSuspected,
+    RequestFinished,
+    StepDone,
+    TransferFailed,
+    TransferSent,
+)
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import GatewayId, InstanceId, RequestId
+from pdmesh.model import GatewayId, InstanceId, OwnDecodeSteps, RequestId
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, KvMove, MeshState, RequestActivity, StepBar
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peers import Peers
@@ -68,14 +77,9 @@ class ActivityFeed:
         event, now_s = handled.event, handled.now_s
         match event:
             case StepDone():
-                urgent = (event.instance_id, event.plan_id) in self._urgent
-                self._urgent.discard((event.instance_id, event.plan_id))
-                if len(self._steps) < MAX_STEPS:
-                    num_tokens = sum(chunk.num_tokens for chunk in event.chunks)
-                    begin_s = now_s - event.duration_s
-                    self._steps.append(
-                        StepBar(event.instance_id, begin_s, now_s, num_tokens, event.num_decodes, urgent)
-                    )
+                self._planned_step(event, now_s)
+            case DecodeStepsDone() | RequestFinished():
+                self._own_steps(event.instance_id, event.own_steps, now_s)
             case TransferSent():
                 self._moved(event, now_s)
             case TransferFailed():
@@ -100,6 +104,26 @@ class ActivityFeed:
                         self._mark(where, now_s, "preempted" if command.preempted else "restarted", command.request_id)
                 case _:
                     pass
+
+    def _planned_step(self, event: StepDone, now_s: float) -> None:
+        urgent = (event.instance_id, event.plan_id) in self._urgent
+        self._urgent.discard((event.instance_id, event.plan_id))
+        begin_s = now_s - event.duration_s
+        if (own_steps := event.own_steps) is not None:
+            pause_s = max(event.began_s - own_steps.ended_s, 0.0)  # both are on the instance's clock
+            self._own_steps(event.instance_id, own_steps, begin_s - pause_s)
+        num_tokens = sum(chunk.num_tokens for chunk in event.chunks)
+        self._step(StepBar(event.instance_id, begin_s, now_s, num_tokens, event.num_decodes, urgent))
+
+    def _own_steps(self, instance_id: InstanceId, own_steps: OwnDecodeSteps | None, end_s: float) -> None:
+        """Of those that an instance made one after the other, one bar."""
+        if own_steps is not None:
+            num_decodes = round(own_steps.num_tokens / max(own_steps.num_steps, 1))
+            self._step(StepBar(instance_id, end_s - own_steps.wall_s, end_s, 0, num_decodes, False))
+
+    def _step(self, bar: StepBar) -> None:
+        if len(self._steps) < MAX_STEPS:
+            self._steps.append(bar)
 
     def _moved(self, event: TransferSent, now_s: float) -> None:
         view = self._core.request(event.request_id)

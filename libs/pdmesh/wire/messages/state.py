@@ -95,13 +95,16 @@ class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class StepBar(msgspec.Struct, frozen=True, array_like=True):
-    """A planned step that ended. Times are on the scheduler's clock."""
+    """A planned step that ended, or decode steps that an instance made by itself one after the other.
+
+    Times are on the scheduler's clock.
+    """
 
     instance_id: InstanceId
     begin_s: float
     end_s: float
     num_tokens: int  # of prompts
-    num_decodes: int
+    num_decodes: int  # in one step
     urgent: bool
 
 
