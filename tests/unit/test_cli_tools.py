@@ -102,8 +102,25 @@ def test_the_status_table_fits_a_terminal_of_80_columns() -> None:
     console.print(instances_table(STATE))
     assert isinstance(console.file, io.StringIO)
     header, row = console.file.getvalue().splitlines()
-    assert row.split() == ["prefill-0", "prefill", "draining", "cpu", "1234567", "0", "0", "0", "8192/8192", "free"]
+    assert row.split() == ["prefill-0", "prefill", "drained", "cpu", "1234567", "0", "0", "0", "8192/8192", "free"]
     assert header.split()[0] == "instance"
+
+
+def test_instances_stand_by_role_and_number_however_they_joined() -> None:
+    (one,) = STATE.instances
+    joined = [
+        ("decode-10", Role.DECODE),
+        ("prefill-1", Role.PREFILL),
+        ("mixed-0", Role.MIXED),
+        ("decode-9", Role.DECODE),
+        ("prefill-0", Role.PREFILL),
+    ]
+    instances = tuple(msgspec.structs.replace(one, instance_id=InstanceId(name), role=role) for name, role in joined)
+    console = Console(width=80, file=io.StringIO())
+    console.print(instances_table(msgspec.structs.replace(STATE, instances=instances)))
+    assert isinstance(console.file, io.StringIO)
+    names = [line.split()[0] for line in console.file.getvalue().splitlines()[1:]]
+    assert names == ["prefill-0", "prefill-1", "mixed-0", "decode-9", "decode-10"]
 
 
 @contextmanager
@@ -198,7 +215,15 @@ def test_the_key_that_a_command_shows(tmp_path: Path) -> None:
     [(False, True, "up"), (False, False, "unreachable"), (True, True, "draining"), (True, False, "draining")],
 )
 def test_an_instance_that_cannot_be_reached_does_not_drain(draining: bool, reachable: bool, state: str) -> None:
-    assert msgspec.structs.replace(STATE.instances[0], draining=draining, reachable=reachable).state == state
+    row = msgspec.structs.replace(STATE.instances[0], draining=draining, reachable=reachable, num_decoding=1)
+    assert row.state == state
+
+
+@pytest.mark.parametrize("left", ["num_prefilling", "num_decoding", "num_queued_tokens", "num_taken_blocks"])
+def test_an_instance_is_drained_once_nothing_is_left_on_it(left: str) -> None:
+    (row,) = STATE.instances
+    assert row.state == "drained"
+    assert msgspec.structs.replace(row, **{left: 1}).state == "draining"
 
 
 def test_chat_tells_a_failure_in_the_middle() -> None:

@@ -47,7 +47,7 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
         highlight=False,
     )
     console.print(instances_table(answer))
-    for row in answer.instances:
+    for row in messages.in_order(answer.instances):
         if row.batching is not None:
             console.print(f"{row.instance_id}  {batching_line(row.batching)}", highlight=False)
     if answer.tenants:
@@ -109,7 +109,7 @@ def instances_table(answer: messages.MeshState) -> Table:
         table.add_column(column)
     for column in ("pid", "prefills", "decodes", "queued", "kv blocks"):
         table.add_column(column, justify="right")
-    for row in answer.instances:
+    for row in messages.in_order(answer.instances):
         table.add_row(
             row.instance_id,
             row.role,

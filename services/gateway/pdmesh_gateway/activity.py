@@ -15,7 +15,7 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pdmesh.errors import RequestRejected
-from pdmesh.wire.messages import Activity, InstanceStatus
+from pdmesh.wire.messages import Activity, InstanceStatus, in_order
 from pdmesh_gateway.metrics import RecentLatencies
 
 #: Pages that may watch at once. Each costs an encoded frame's bytes a few times a second.
@@ -46,7 +46,7 @@ class ActivityHub:
         """A frame of the scheduler's."""
         fields = {
             **msgspec.to_builtins(activity.state),
-            "instances": [_instance(status) for status in activity.state.instances],
+            "instances": [_instance(status) for status in in_order(activity.state.instances)],
             "unready_reason": None if activity.state.ready else activity.state.reason,
             "now_s": activity.now_s,
             "model": self._model,

@@ -64,6 +64,7 @@ from pdmesh.wire.messages.state import (
     RequestActivity,
     StepBar,
     TenantStatus,
+    in_order,
 )
 from pdmesh.wire.messages.tokens import (
     PromptLogprobs,
@@ -154,6 +155,7 @@ __all__ = [
     "WelcomeWorker",
     "WorkerDown",
     "WorkerUp",
+    "in_order",
     "pack_token_ids",
     "unpack_token_ids",
 ]

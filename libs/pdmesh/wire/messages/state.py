@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import msgspec
 
 from pdmesh.model import (
@@ -48,10 +51,26 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
 
     @property
     def state(self) -> str:
-        """Say in one word what can be asked of the instance: up, draining, unreachable or silent."""
+        """Say in one word what can be asked of the instance: up, draining, drained, unreachable or silent."""
         if self.draining:
-            return "draining"
+            is_left = self.num_prefilling or self.num_decoding or self.num_queued_tokens or self.num_taken_blocks
+            return "draining" if is_left else "drained"
         return "unreachable" if not self.reachable else "silent" if self.suspected else "up"
+
+
+_PLACES = {Role.PREFILL: 0, Role.MIXED: 1, Role.DECODE: 2}
+
+
+def in_order(instances: Iterable[InstanceStatus]) -> list[InstanceStatus]:
+    """For people, who look for a row where it was: by role and name, ``decode-10`` after ``decode-9``.
+
+    The scheduler tells of instances as they joined, so that one that is started again would change its place.
+    """
+
+    def place(status: InstanceStatus) -> tuple[int, str]:
+        return _PLACES[status.role], re.sub(r"\d+", lambda digits: digits[0].zfill(20), status.instance_id)
+
+    return sorted(instances, key=place)
 
 
 class TenantStatus(Message, frozen=True, kw_only=True):
