@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.server
 import io
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ import pytest
 from rich.console import Console
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
-from pdmesh.cli.admin import instances_table
+from pdmesh.cli.admin import instances_table, target
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import Severity, check_memory, check_port, check_ptrace, check_transports
 from pdmesh.cli.http import Target
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.processes import process_id
+from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.model import InstanceId, Role
@@ -208,6 +211,37 @@ def test_the_key_that_a_command_shows(tmp_path: Path) -> None:
     assert shown(None, api_keys_file=plain) == "first"
     with pytest.raises(PdmeshError, match="cannot read security"):
         shown(None, api_keys_file=tmp_path / "none")
+
+
+def test_commands_know_a_meshs_certificates_by_its_record(tmp_path: Path) -> None:
+    """Else they cannot be used but from where the mesh was started."""
+    me = process_id(os.getpid())
+    assert me is not None
+    own = {"tls_cert": "/tls/mesh.pem", "tls_key": "/tls/mesh.key", "tls_ca": None}
+    record = MeshRecord(
+        name="default",
+        supervisor=me,
+        started_at=0.0,
+        ready=True,
+        http_address="127.0.0.1:8000",
+        scheduler_address="127.0.0.1:9000",
+        mesh_token="token",
+        model="m",
+        config={"security": own},
+        services=(),
+    )
+    state = StateFolder("default", tmp_path)
+    state.write(record)
+    _, _, security = target(MeshConfig(), state)
+    assert (security.mesh_token, security.tls_cert, security.tls_key, security.tls_ca) == (
+        "token",
+        Path("/tls/mesh.pem"),
+        Path("/tls/mesh.key"),
+        None,
+    )
+    given = SecurityConfig(tls_cert=Path("/mine.pem"), tls_key=Path("/mine.key"), tls_ca=Path("/ca.pem"))
+    _, _, security = target(MeshConfig(security=given), state)
+    assert security == replace(given, mesh_token="token")
 
 
 @pytest.mark.parametrize(

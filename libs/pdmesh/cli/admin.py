@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -94,7 +93,7 @@ def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, s
         raise PdmeshError(f"no mesh named {state.name!r} is running: start one with `pdmesh up`, or give --scheduler")
     if not record.scheduler_address:
         raise PdmeshError(f"mesh {state.name!r} is starting; see {state.folder}")
-    return record, record.scheduler_address, replace(config.security, mesh_token=record.mesh_token)
+    return record, record.scheduler_address, record.security(config.security)
 
 
 def _public(record: MeshRecord) -> dict[str, Any]:

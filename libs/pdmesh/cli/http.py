@@ -87,6 +87,7 @@ class Target:
             if record is None or not record.http_address:
                 name = self.state.name
                 raise PdmeshError(f"no mesh named {name!r} is running: start one with `pdmesh up`, or give --url")
+            security = record.security(security)
             url = base_url(record.http_address, security)
         return httpx.Client(
             base_url=url,

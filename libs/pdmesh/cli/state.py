@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pdmesh.cli.processes import ProcessId
+from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
 from pdmesh.rotation import set_aside
 
@@ -41,6 +42,15 @@ class MeshRecord:
     model: str
     config: dict[str, Any]
     services: tuple[ServiceRecord, ...]
+
+    def security(self, given: SecurityConfig) -> SecurityConfig:
+        """What a command needs to be let in: as given to it, and where it was given no certificates, the mesh's own."""
+        own: dict[str, str | None] = self.config.get("security", {})
+        names = ("tls_cert", "tls_key", "tls_ca")
+        missing: dict[str, Any] = {
+            name: Path(path) for name in names if getattr(given, name) is None and (path := own.get(name))
+        }
+        return replace(given, mesh_token=self.mesh_token, **missing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -197,9 +198,11 @@ class MeshRun:
         has_key = self.config.security.api_key or self.config.security.api_keys_file
         page = f", or {url}/ui" if self.config.gateway.ui else ""
         key = ' -H "Authorization: Bearer $PDMESH_API_KEY"' if has_key else ""
+        tls = self.config.security
+        trusted = f" --cacert {shlex.quote(str(tls.tls_ca or tls.tls_cert))}" if tls.tls_cert else ""
         _say(
             f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}\n\n"
-            f"  try   curl -N {url}/v1/chat/completions{key} \\\n"
+            f"  try   curl -N{trusted} {url}/v1/chat/completions{key} \\\n"
             f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
             f"  look  {command} status{named}{page}\n"
             f"  logs  {self.state.folder}\n"
@@ -211,7 +214,7 @@ class MeshRun:
 
 
 def resolved(config: MeshConfig) -> MeshConfig:
-    """The configuration with the model as a directory, and the name it is served by."""
+    """The configuration with the model as a directory, the name it is served by, and certificates wherever we are."""
     from pdmesh.engine.files import resolve_model
 
     if config.model is None:
@@ -224,8 +227,15 @@ def resolved(config: MeshConfig) -> MeshConfig:
         # A directory goes by its name, a hub id as it is (its snapshot's directory is a hash).
         is_directory = Path(config.model).expanduser().is_dir()
         name = directory.resolve().name if is_directory else config.model
-    name = config.worker.served_model_name or name
-    return replace(config, model=str(directory.absolute()), worker=replace(config.worker, served_model_name=name))
+    served = config.worker.served_model_name or name
+    given = {name: getattr(config.security, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    files: dict[str, Any] = {name: path.absolute() for name, path in given.items() if path is not None}
+    return replace(
+        config,
+        model=str(directory.absolute()),
+        worker=replace(config.worker, served_model_name=served),
+        security=replace(config.security, **files),
+    )
 
 
 def _with_token(config: MeshConfig) -> MeshConfig:
