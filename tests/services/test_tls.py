@@ -173,6 +173,7 @@ def test_the_command_makes_what_the_settings_take(tmp_path: Path) -> None:
         "PDMESH_SECURITY_TLS_CA": str(folder / "ca.pem"),
     }
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.glob("*.key"))
+    assert (folder / ".gitignore").read_text() == "*\n"
     authority = (folder / "ca.pem").read_bytes()
     before = (folder / "mesh.pem").read_bytes()
     subprocess.run(command, check=True, capture_output=True, timeout=60)  # again: the same authority

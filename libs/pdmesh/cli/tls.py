@@ -49,7 +49,9 @@ def make_certificates(folder: Path, *, hosts: Sequence[str], days: int) -> None:
     The certificate serves both ends, as services check each other's. Raises ConfigError.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True)
+            (folder / ".gitignore").write_text("*\n")  # the keys are in no commit, wherever FOLDER is
     except OSError as error:
         raise ConfigError(f"cannot make {folder}: {error.strerror}") from error
     authority = [folder / "ca.pem", folder / "ca.key"]
