@@ -87,6 +87,9 @@ async def test_a_watcher_that_has_gone_does_not_disturb_the_others() -> None:
 async def test_percentiles_are_of_the_latest_tokens() -> None:
     latencies = RecentLatencies()
     assert latencies.percentiles() == {"ttft_s": None, "itl_s": None}
+    latencies.first_token(3.0)
+    assert latencies.percentiles()["ttft_s"] == {"p50": 3.0, "p99": 3.0}
+    latencies = RecentLatencies()
     for value in range(101):
         latencies.first_token(float(value))
         latencies.next_token(value / 100)
@@ -148,6 +151,9 @@ async def test_files_come_with_headers_that_let_nothing_else_in(model: Path) -> 
         ):
             file = await client.get(f"/ui/{name}")
             assert (file.status_code, file.headers["content-type"]) == (200, f"{kind}; charset=utf-8")
+        for path in ("/", "/ui/"):  # where a person looks who has only the address
+            there = await client.get(path, follow_redirects=True)
+            assert (there.status_code, there.url.path, there.content) == (200, "/ui", page.content)
         for name in ("nothing.js", "..%2Fmain.py", "%2e%2e", "ui.py"):
             assert (await client.get(f"/ui/{name}")).status_code == 404
 

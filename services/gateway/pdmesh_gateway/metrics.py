@@ -45,14 +45,14 @@ class RecentLatencies:
         self._itl_s.append(itl_s)
 
     def percentiles(self) -> dict[str, dict[str, float] | None]:
-        """Median and 99th percentile of each; None of what has been measured fewer than two times."""
+        """Median and 99th percentile of each; None of what has not been measured."""
         return {"ttft_s": _percentiles(self._ttft_s), "itl_s": _percentiles(self._itl_s)}
 
 
 def _percentiles(values: deque[float]) -> dict[str, float] | None:
-    if len(values) < 2:
+    if not values:
         return None
-    cuts = quantiles(values, n=100, method="inclusive")
+    cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else 99 * [values[0]]
     return {"p50": cuts[49], "p99": cuts[98]}
 
 

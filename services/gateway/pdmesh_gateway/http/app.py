@@ -51,7 +51,11 @@ def build_app(serving: Serving) -> ASGIApp:
             ("/ui/events", "GET", ui.events, "watch"),
             ("/ui/requests/{request_id}", "GET", ui.request, "watch"),
         ]
-        open_to_all += [("/ui", "GET", ui.page), ("/ui/{name}", "GET", ui.file)]
+        open_to_all += [
+            ("/ui", "GET", ui.page),
+            ("/ui/{name}", "GET", ui.file),
+            *((path, "GET", ui.elsewhere) for path in ("/", "/ui/")),
+        ]
     routes = [
         *(_Endpoint(serving, path, handler, scope).route(method) for path, method, handler, scope in guarded),
         *(_Endpoint(serving, path, handler).route(method) for path, method, handler in open_to_all),

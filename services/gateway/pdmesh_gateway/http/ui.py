@@ -39,6 +39,14 @@ class UiEndpoints:
     async def page(self, exchange: Exchange) -> None:
         await self._send(exchange, "index.html")
 
+    async def elsewhere(self, exchange: Exchange) -> None:
+        """Send a browser to the page, from where a person who has only the address looks for it.
+
+        By a path relative to the one asked for: a proxy may serve us under one of its own.
+        """
+        path = b"ui" if exchange.scope["path"] == "/" else b"../ui"
+        await exchange.respond(b"", status=307, content_type=b"text/plain", headers=[(b"location", path)])
+
     async def file(self, exchange: Exchange) -> None:
         name = exchange.scope["path_params"]["name"]
         if name not in self._files:
