@@ -89,6 +89,9 @@ async def test_a_client_that_leaves_while_sending_is_gone() -> None:
         (b'{"n": true}', "n", "got `bool`"),
         (b'{"stop": [1]}', "stop", r"`stop\[0\]`"),
         (b'{"colour": 1}', "colour", "Unrecognized request argument supplied: colour"),
+        (b'{"shape": null, "colour": 1}', "colour", "Unrecognized request argument supplied: colour"),
+        (b'{"colour": null, "n": "many"}', "n", "Invalid value for `n`"),
+        (b'{"colour": null, "prompt": "', "colour", "Unrecognized request argument supplied: colour"),
         (b'{"prompt": "\xff"}', None, "could not parse|Invalid"),
         (b'{"temperature": NaN, "colour": 1}', "colour", "Unrecognized request argument"),
         (b'{"temperature": NaN, "prompt": "\\ud800"}', None, "could not parse"),
@@ -105,6 +108,13 @@ async def test_a_missing_field_is_named() -> None:
     with pytest.raises(RequestRejected, match="messages") as refused:
         await decode_body(msgspec.json.Decoder(ChatRequest), b"{}", max_values=9)
     assert refused.value.param == "messages"
+
+
+async def test_unknown_fields_that_are_null_ask_for_nothing() -> None:
+    """As clients write that know more fields than we do; what is null and known keeps its meaning."""
+    body = b'{"lora_path": null, "prompt": "a", "max_tokens": null, "ebnf": null}'
+    request = await decode_body(msgspec.json.Decoder(CompletionRequest), body, max_values=9)
+    assert (request.prompt, request.max_tokens) == ("a", None)
 
 
 async def test_nan_is_read_so_that_its_field_can_be_named() -> None:

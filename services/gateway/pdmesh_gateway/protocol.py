@@ -111,11 +111,17 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     prompt: str | list[str | int | list[int]] | None = None
     max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET  # null: up to the end of the context
+    max_completion_tokens: int | None = None  # a chat's name for it; wins over `max_tokens`, as there
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Any = None
     prompt_embeds: Any = None
+
+    @property
+    def asked_tokens(self) -> int | msgspec.UnsetType | None:
+        """The longest completion that is asked for, by whichever name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

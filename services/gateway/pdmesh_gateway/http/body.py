@@ -96,6 +96,8 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
+        if _UNKNOWN_FIELD.search(str(error)) is not None:
+            return _without_unknown_nulls(decoder, body, error)
         raise invalid_body(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if b"NaN" not in body and b"Infinity" not in body:
@@ -109,6 +111,24 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise invalid_body(error) from None
     except (ValueError, RecursionError) as error:
         raise _not_json(error) from None
+
+
+def _without_unknown_nulls(decoder: msgspec.json.Decoder[T], body: bytes, error: msgspec.ValidationError) -> T:
+    """Decode again without the null fields that we do not know: whoever writes all fields of a type of theirs asks for
+    nothing by these. Raises RequestRejected.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise invalid_body(error) from None
+    known = getattr(decoder.type, "__struct_encode_fields__", ())
+    given = {name: value for name, value in fields.items() if value is not None or name in known}
+    if len(given) == len(fields):
+        raise invalid_body(error) from None
+    try:
+        return msgspec.convert(given, decoder.type)
+    except msgspec.ValidationError as still:
+        raise invalid_body(still) from None
 
 
 def _not_json(error: Exception) -> RequestRejected:

@@ -39,13 +39,14 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         serving.check_model(request.model)
         check_supported(request)
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
-        asked = None if request.max_tokens is msgspec.UNSET else request.max_tokens
-        number("max_tokens", asked, low=0 if request.echo else 1)
+        asked = None if request.asked_tokens is msgspec.UNSET else request.asked_tokens
+        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        number(name, asked, low=0 if request.echo else 1)
         prompts = await self._prompts(request, n)
         # With echo, max_tokens 0 asks for the prompt alone; its log-probabilities come with a first token all the same.
         prompt_only = asked == 0
         default = serving.config.default_max_tokens
-        if default is None and request.max_tokens is msgspec.UNSET:
+        if default is None and request.asked_tokens is msgspec.UNSET:
             default = DEFAULT_COMPLETION_TOKENS
         max_tokens = fit_max_tokens(
             1 if prompt_only else asked,
@@ -134,7 +135,7 @@ class _CompletionRendering(Rendering):
         self._created = int(time.time())
         self._model = model
         self._echoed = echoed  # by prompt; empty without echo
-        self._prompt_only = request.max_tokens == 0
+        self._prompt_only = request.asked_tokens == 0
         options = request.stream_options
         self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._writer = ChunkWriter(
