@@ -345,6 +345,15 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("completions", {"prompt": [65] * 12, "max_tokens": 501}, 400, "prompt", r"512 tokens.*513 tokens \(12 in"),
     ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
     ("completions", {"prompt": "a", "max_tokens": 10**25}, 400, "prompt", "maximum context length"),
+    ("completions", {"prompt": "a", "max_completion_tokens": 0}, 400, "max_completion_tokens", "at least 1"),
+    ("completions", {"prompt": "a", "max_tokens": 0, "max_completion_tokens": 600}, 400, "prompt", "512 tokens"),
+    (
+        "completions",
+        {"prompt": "a", "seed": 2**63},
+        400,
+        "seed",
+        "at most 9223372036854775807, got 9223372036854775808",
+    ),
     ("completions", {"prompt": "a", "n": 0}, 400, "n", "at least 1"),
     ("completions", {"prompt": "a", "n": 129}, 400, "n", "at most 128"),
     ("completions", {"prompt": "a", "best_of": 2}, 400, "best_of", "must equal `n`"),
@@ -434,8 +443,9 @@ async def test_keys_guard_the_api_and_not_the_probes(model: Path) -> None:
 
 async def test_wrong_methods_paths_and_ids(model: Path) -> None:
     async with served(model) as (client, _mesh, _running):
-        assert (await client.get("/v1/completions")).status_code == 405
-        assert (await client.post("/health")).status_code == 405
+        for method, path, allowed in (("GET", "/v1/completions", "POST"), ("POST", "/health", "GET, HEAD")):
+            response = await client.request(method, path)
+            assert (response.status_code, response.headers["allow"]) == (405, allowed)
         unknown = await client.get("/v1/nothing")
         assert (unknown.status_code, error_of(unknown)["code"]) == (404, "not_found")
         for bad in ("a b", "x" * 200):

@@ -49,11 +49,11 @@ def number(
     if isinstance(value, float) and not math.isfinite(value):
         raise invalid(name, f"`{name}` must be a finite number, got {value}.")
     if value <= above:
-        raise invalid(name, f"`{name}` must be greater than {above:g}, got {_show(value)}.")
+        raise invalid(name, f"`{name}` must be greater than {_limit(above)}, got {_show(value)}.")
     if value < low:
-        raise invalid(name, f"`{name}` must be at least {low:g}, got {_show(value)}.")
+        raise invalid(name, f"`{name}` must be at least {_limit(low)}, got {_show(value)}.")
     if value > high:
-        raise invalid(name, f"`{name}` must be at most {high:g}, got {_show(value)}.")
+        raise invalid(name, f"`{name}` must be at most {_limit(high)}, got {_show(value)}.")
 
 
 def target_s(name: str, given: float | str | None) -> float | None:
@@ -76,6 +76,11 @@ def _show(value: float) -> str:
     if isinstance(value, int) and abs(value) >= 2**64:  # Python refuses to print a very long one
         return "a huge number"
     return str(value)
+
+
+def _limit(value: float) -> str:
+    """As short as can be; a whole number in full."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def stop_strings(fields: SamplingFields) -> tuple[str, ...]:

@@ -110,6 +110,7 @@ class _Endpoint:
         if given is not None:
             exchange.label = check_label(given, param="X-Request-Id")
         if self._method and exchange.scope["method"] not in (self._method, "HEAD" if self._method == "GET" else ""):
+            exchange.extra_headers.append((b"allow", b"GET, HEAD" if self._method == "GET" else self._method.encode()))
             raise RequestRejected(
                 f"Not allowed to {exchange.scope['method']} on {self._path}.", status=405, code="method_not_allowed"
             )
