@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.batching import Mode
+from pdmesh.policy.latency import PROFILES
+
 TIMEOUT_S = 60.0
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:46.75,3960,9\n"
 
@@ -60,12 +64,26 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
     assert steps[0]["args"]["chunks"] == ["r0000000 0+374"]
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "run.png"
-    done = pdmesh("simulate", "--limit", "20", "--plot", picture)
+    run, modes = tmp_path / "run.png", tmp_path / "modes.png"
+    done = pdmesh("simulate", "--limit", "20", "--plot", run, "--plot-modes", modes)
     assert done.returncode == 0, done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run.read_bytes().startswith(b"\x89PNG")
+    assert modes.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
+    pytest.importorskip("matplotlib")
+    from pdmesh.cli.modes_plot import choice_of
+
+    few, many = (choice_of(PROFILES["a100-llama3-8b"], PolicyConfig(), number, 1530, 195) for number in (8, 48))
+    assert (few.mode, few.reason) == (Mode.MIXED, "few requests")
+    assert many.mode is Mode.EXCLUSIVE
+    assert many.gain == pytest.approx(0.8, abs=0.15)  # simulated with log-normal lengths: 0.81
+    analytic = choice_of(PROFILES["h100-llama3-8b"], PolicyConfig(), 48, 1530, 195)
+    assert analytic.gain is not None
+    assert analytic.gain < 0  # its mixed steps have no constant beyond that of decodes
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,14 @@ class SimulateOptions(StudyOptions):
     think_s: float
     max_tokens: int | None
     plot: Path | None
+    plot_modes: Path | None
     perfetto: Path | None
 
 
 def run_simulate(options: SimulateOptions, output: Output) -> None:
     """Simulate and print. Raises ConfigError for options that make no sense, TraceError for a trace."""
     write_plot = None if options.plot is None else _plotter()
+    write_modes = None if options.plot_modes is None else _modes_plotter()
     study = make_study(options, options.bundles)
     mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
     if options.threshold is not None and "eb" not in options.batchings:
@@ -84,10 +86,12 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         write_file(options.perfetto, json.dumps(chrome_trace(results)).encode())
     if write_plot is not None and options.plot is not None:
         write_file(options.plot, write_plot(results, study.long_tokens))
+    if write_modes is not None and options.plot_modes is not None:
+        write_file(options.plot_modes, write_modes(arrivals, policy))
     if output is Output.JSON:
         record = {
             "pdmesh": __version__,
-            "options": msgspec.to_builtins(replace(options, plot=None, perfetto=None)),
+            "options": msgspec.to_builtins(replace(options, plot=None, plot_modes=None, perfetto=None)),
             "profile": msgspec.to_builtins(study.profile),
             "policy": msgspec.to_builtins(policy),
             "mesh": msgspec.to_builtins(mesh),
@@ -184,3 +188,11 @@ def _plotter() -> Callable[[Mapping[str, SimResult], int], bytes]:
     except ImportError as error:
         raise PdmeshError("--plot needs matplotlib: pip install 'pdmesh[plot]'") from error
     return draw
+
+
+def _modes_plotter() -> Callable[[Sequence[Arrival], PolicyConfig], bytes]:
+    try:
+        from pdmesh.cli.modes_plot import draw_modes
+    except ImportError as error:
+        raise PdmeshError("--plot-modes needs matplotlib: pip install 'pdmesh[plot]'") from error
+    return draw_modes

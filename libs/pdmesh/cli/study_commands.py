@@ -89,6 +89,13 @@ def simulate(
     slo_tpot: SloTpot = None,
     seed: Seed = 0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw pictures (extra `plot`).")] = None,
+    plot_modes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.png",
+            help="Draw where `eb` is predicted to pay on the built-in profiles, for the workload's lengths.",
+        ),
+    ] = None,
     perfetto: PerfettoFile = None,
     output: OutputFormat = Output.TABLE,
 ) -> None:
@@ -126,6 +133,7 @@ def simulate(
         slo_tpot_s=slo_tpot,
         seed=seed,
         plot=plot,
+        plot_modes=plot_modes,
         perfetto=perfetto,
     )
     run_simulate(options, output)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
+from math import inf, log, log1p
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdmesh.core.lengths_seen import LengthsSeen
 from pdmesh.model import Role, StepPlan
 from pdmesh.policy.base import Bundle, InstanceView
-from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice
+from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.probing import Meter, Probing, Tally
 
 if TYPE_CHECKING:
     from pdmesh.core.books import Books
@@ -45,7 +46,10 @@ class BatchingState:
     num_slots: float | None = None  # requests that are there or could be, in the mean
     sum_taken: int = 0  # seats taken when each of this cycle's requests ended, itself included
     sum_waiting: int = 0  # in the queue, the same
+    home: Mode = Mode.MIXED  # what is chosen, also while the other mode is probed
     num_dwelt: int = 0  # cycles in this mode
+    meter: Meter = field(default_factory=Meter)
+    probing: Probing = field(default_factory=Probing)
 
 
 class BatchingView(NamedTuple):
@@ -79,6 +83,8 @@ class Modes:
     def released(self, instance: InstanceBooks, bundle: Bundle, model: LinearLatencyModel) -> None:
         """A seat is idle now."""
         batching = instance.batching
+        if not instance.num_seats_taken:
+            batching.meter.forget()
         if not bundle.batching.adapts or not can_switch(instance):
             return
         batching.sum_taken += instance.num_seats_taken + 1
@@ -113,16 +119,43 @@ class Modes:
             costs=costs,
             tpot_s=min(own_s, default=None),
             mixed_limit=bundle.packing.step_limit(instance.view),
+            correction=batching.probing.correction,
         )
-        choice = bundle.batching.choose(load, batching.choice.mode)
-        if choice.mode is not batching.choice.mode and batching.num_dwelt < _DWELL:
-            choice = choice._replace(mode=batching.choice.mode)
+        tally = batching.meter.take()
+        if bundle.batching.probes:
+            self._learn(batching, tally, load, model)
+            load = load._replace(correction=batching.probing.correction)
+        choice = bundle.batching.choose(load, batching.home)
+        if choice.mode is not batching.home and batching.num_dwelt < _DWELL:
+            choice = choice._replace(mode=batching.home)
+        if choice.mode is not batching.home or choice.reason:
+            batching.probing.restart()
         self._set(instance, choice)
 
+    def _learn(self, batching: BatchingState, tally: Tally, load: Load, model: LinearLatencyModel) -> None:
+        """From the cycle that ended; whether the other mode is to be probed is known then."""
+        probing, gain = batching.probing, batching.choice.gain
+        if gain is None or batching.choice.reason:
+            return
+        predicted = log1p(gain) - probing.correction.log_gain
+        probed = probing.passed(tally, log1p(gain))
+        if probed is None:
+            return
+        there_s = probed.decode_s(model, load.costs, load.lengths)
+        here_s = probing.at_home.decode_s(model, load.costs, load.lengths)
+        if there_s is not None and here_s is not None:
+            measured = log(here_s / there_s)
+            probing.learn((-measured if batching.home is Mode.EXCLUSIVE else measured) - predicted)
+
     def _set(self, instance: InstanceBooks, choice: ModeChoice) -> None:
+        """Do what is chosen, or probe the other mode."""
         batching = instance.batching
-        if choice.mode is not batching.choice.mode:
+        if choice.mode is not batching.home:
+            batching.home = choice.mode
             batching.num_dwelt = 0
+        if batching.probing.is_on:
+            choice = choice._replace(mode=other_mode(choice.mode))
+        if choice.mode is not batching.choice.mode:
             self._books.changed[instance.instance_id] = None
         batching.choice = choice
 
@@ -141,6 +174,7 @@ class Modes:
             batching = instance.batching
             if batching.chosen_by is not policy:
                 if batching.chosen_by != policy:  # it is made anew each time that latencies have moved
+                    batching.probing.restart()
                     self._set(instance, policy.first)
                 batching.chosen_by = policy
 

@@ -73,6 +73,7 @@ class LatencyLearner:
         else:
             instance.switches.forget()
         shape = StepShape(chunks, event.num_decodes, event.num_decode_context_tokens)
+        instance.batching.meter.step(event.began_s, event.ended_s, shape)
         return self._observe(instance, shape, event.duration_s) or moved
 
     def own_steps(self, instance: InstanceBooks, own: OwnDecodeSteps) -> bool:
@@ -80,6 +81,7 @@ class LatencyLearner:
         instance.switches.decoded(own.began_s, own.ended_s)
         number = max(1, own.num_steps)
         shape = StepShape((), own.num_tokens / number, own.num_context_tokens / number)
+        instance.batching.meter.step(own.began_s, own.ended_s, shape, number)
         return self._observe(instance, shape, own.duration_s / number)
 
     def _observe(self, instance: InstanceBooks, shape: StepShape, seconds: float) -> bool:

@@ -24,6 +24,7 @@ from pdmesh.policy.batching_theory import (
     max_safe_slots,
     mixed_state,
 )
+from pdmesh.policy.probing import NO_CORRECTION, Correction
 
 
 class Mode(StrEnum):
@@ -31,6 +32,10 @@ class Mode(StrEnum):
 
     MIXED = "mb"
     EXCLUSIVE = "eb"
+
+
+def other_mode(mode: Mode) -> Mode:
+    return Mode.MIXED if mode is Mode.EXCLUSIVE else Mode.EXCLUSIVE
 
 
 class DecodePhase(NamedTuple):
@@ -57,6 +62,7 @@ class Load(NamedTuple):
     costs: StepCosts
     tpot_s: float | None  # the smallest target that a resident has of its own
     mixed_limit: StepLimit = NO_LIMIT
+    correction: Correction = NO_CORRECTION
 
 
 class ModeChoice(NamedTuple):
@@ -85,6 +91,11 @@ class Batching(Protocol):
     @property
     def adapts(self) -> bool:
         """Whether `choose` depends on the load."""
+        ...
+
+    @property
+    def probes(self) -> bool:
+        """Whether the mode that is not chosen is probed where both are nearly as fast."""
         ...
 
     def choose(self, load: Load, now: Mode) -> ModeChoice:
@@ -123,6 +134,7 @@ class MixedBatching:
     colocates: bool = True
     name: str = "mb"
     adapts: bool = False
+    probes: bool = False
 
     @property
     def first(self) -> ModeChoice:
@@ -145,6 +157,7 @@ class ExclusiveBatching:
     idle_share: float | None = None
     risk: float = 0.01  # of running out of KV in a decode phase
     name: str = "eb"
+    probes: bool = False
 
     #: Before outputs were observed, with steps of about equal constants and a hundred tokens.
     UNKNOWN_IDLE_SHARE = 0.125
@@ -183,9 +196,10 @@ class SwitchingBatching:
     slo_ttft_s: float
     max_stall_s: float
     risk: float = 0.01
-    dead_band: float = 0.003  # of throughput: no switch for less
+    dead_band: float = 0.003  # of throughput: no switch for less, nor for less than a probe may be wrong by
     min_slots: float = 16.0  # below, mixed
     name: str = "ebplus"
+    probes: bool = True
 
     @property
     def adapts(self) -> bool:
@@ -212,12 +226,14 @@ class SwitchingBatching:
             prediction = best.at(load, max(share, least_share))
         if not reason and load.tpot_s is not None and prediction.tpot_s > max(load.tpot_s, prediction.mixed_tpot_s):
             reason = "TPOT"
-        least = -self.dead_band if now is Mode.EXCLUSIVE else self.dead_band
+        log_gain = math.log1p(prediction.gain) + load.correction.log_gain
+        band = max(self.dead_band, load.correction.deviation)
+        least = -band if now is Mode.EXCLUSIVE else band
         return ModeChoice(
-            Mode.MIXED if reason or prediction.gain <= least else Mode.EXCLUSIVE,
+            Mode.MIXED if reason or log_gain <= least else Mode.EXCLUSIVE,
             prediction.threshold.idle_share,
             num_seats,
-            prediction.gain,
+            math.expm1(log_gain),
             reason,
             prediction.cycle_s,
             self._tokens_within(load, self.slo_ttft_s),
