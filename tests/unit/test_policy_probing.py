@@ -22,21 +22,25 @@ COSTS = StepCosts(
 FREE = SwitchingBatching(slo_ttft_s=100.0, max_stall_s=10.0)
 
 
+def a_load(costs: StepCosts) -> Load:
+    return Load(
+        num_slots=64,
+        max_num_seqs=64,
+        num_kv_tokens=1 << 22,
+        lengths=LENGTHS,
+        threshold=geometric_threshold(costs, LENGTHS.mean_output_tokens),
+        costs=costs,
+        tpot_s=None,
+    )
+
+
 def load_of_gain(log_gain: float) -> Load:
     """Costs of mixed steps so dear that exclusive batching is predicted to be so much faster."""
     low_s, high_s = 0.004, 0.02
+    load = a_load(COSTS)
     for _ in range(60):
         middle_s = (low_s + high_s) / 2
-        costs = replace(COSTS, mixed_step_s=middle_s)
-        load = Load(
-            num_slots=64,
-            max_num_seqs=64,
-            num_kv_tokens=1 << 22,
-            lengths=LENGTHS,
-            threshold=geometric_threshold(costs, LENGTHS.mean_output_tokens),
-            costs=costs,
-            tpot_s=None,
-        )
+        load = a_load(replace(COSTS, mixed_step_s=middle_s))
         gain = FREE.choose(load, Mode.MIXED).gain
         assert gain is not None
         low_s, high_s = (middle_s, high_s) if math.log1p(gain) < log_gain else (low_s, middle_s)

@@ -1,0 +1,68 @@
+"""Exclusive batching of N slots, exactly: the chain that the fluid formulas of `batching_theory` are a limit of.
+
+Every busy slot ends with the same probability p at each step, whatever its age, so the number of busy ones is a Markov
+chain: it begins each decode phase at N and falls by a binomial number a step until k are idle; then all are filled.
+Nothing is approximated, and nothing in a scheduler asks for it: it takes about N² operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pdmesh.policy.batching_theory import LengthMoments, StepCosts
+
+
+def exact_throughputs(num_slots: int, costs: StepCosts, lengths: LengthMoments) -> Sequence[float]:
+    """Requests a second under EB(k), for k = 1 to N, where outputs are geometric.
+
+    A request costs its prompt's tokens and its decodes under any k; a cycle costs one switch and the constants of its
+    steps. So the rate is E[ended] / (switch + step E[steps] + E[ended] work). Raises ValueError for an output of less
+    than one token in the mean.
+    """
+    if lengths.mean_output_tokens < 1:
+        raise ValueError(f"outputs are {lengths.mean_output_tokens} tokens in the mean: a chain takes one at least")
+    ends = 1 / lengths.mean_output_tokens
+    flow = [_binomial(num_busy, 1 - ends) for num_busy in range(num_slots + 1)]
+    visits = _visits(num_slots, flow)
+    work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
+    rates: list[float] = []
+    for k in range(1, num_slots + 1):
+        going_on = range(num_slots - k + 1, num_slots + 1)  # with so many busy the phase goes on
+        num_steps = math.fsum(visits[num_busy] for num_busy in going_on)
+        # Each step ends its busy count times p in the mean, also the last one, which may pass k.
+        num_ended = ends * math.fsum(visits[num_busy] * num_busy for num_busy in going_on)
+        cycle_s = costs.switch_s + costs.decode_step_s * num_steps + work_s * num_ended
+        rates.append(num_ended / cycle_s)
+    return rates
+
+
+def _visits(num_slots: int, flow: Sequence[Sequence[float]]) -> list[float]:
+    """Expected steps of a phase that begin with so many busy, if it went on to the last; by that number."""
+    visits = [0.0] * (num_slots + 1)
+    arrivals = [0.0] * (num_slots + 1)  # expected entries from larger numbers
+    arrivals[num_slots] = 1.0
+    for num_busy in range(num_slots, 0, -1):
+        stays = flow[num_busy][num_busy]
+        number = visits[num_busy] = arrivals[num_busy] / (1 - stays) if stays < 1 else math.inf
+        for left, chance in enumerate(flow[num_busy][:num_busy]):
+            arrivals[left] += number * chance
+    return visits
+
+
+def _binomial(number: int, chance: float) -> list[float]:
+    """The probability of 0 to ``number`` successes."""
+    if chance <= 0:
+        return [1.0] + [0.0] * number
+    log_yes, log_no = math.log(chance), math.log1p(-chance)
+    whole = math.lgamma(number + 1)
+    return [
+        math.exp(
+            whole
+            - math.lgamma(count + 1)
+            - math.lgamma(number - count + 1)
+            + count * log_yes
+            + (number - count) * log_no
+        )
+        for count in range(number + 1)
+    ]
