@@ -759,6 +759,24 @@ async def test_gateways_hear_which_instances_are_coming_until_they_have_come() -
             assert (await g.expect(MeshState)).num_coming == 0
 
 
+async def test_an_instance_that_registers_again_hears_only_what_is_decided_after() -> None:
+    """It was silent, and its stream broke unnoticed. What waits is placed on it once, as it is now."""
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, suspect_s=0.1))
+    async with running(config) as mesh, mesh.worker(mixed()), mesh.gateway() as g:
+        while True:
+            status = await mesh.ask(GetStatus())
+            assert isinstance(status, MeshState)
+            if status.instances[0].suspected:
+                break
+        g.post(submit())
+        await told(mesh, "queued", 1)
+        async with mesh.worker(mixed()) as again:
+            assert (await again.expect(Admit)).generation.epoch == ZERO
+            record = await mesh.ask(GetRequest(request_id="r"))
+            assert isinstance(record, RequestRecord)
+            assert "restarted" not in [entry.what for entry in record.entries]
+
+
 async def test_gateways_may_wait_for_an_instance_given_up_for_silence_but_not_for_ever() -> None:
     """It hangs, or is stopped: its stream is whole. One whose stream broke is dead."""
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, lease_s=0.3, max_queue_s=0.3))

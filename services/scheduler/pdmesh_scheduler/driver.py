@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import assert_never
 
@@ -83,6 +84,16 @@ MAX_INBOX = 4096
 BATCH = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """An event that waits to be applied, and what to do about it then."""
+
+    event: Event
+    generation: Generation | None = None  # of a request that arrived
+    first: Callable[[], None] | None = None  # called before
+    applied: anyio.Event | None = None  # set after
+
+
 class Driver:
     """Owns the core. `submit` and `post` give it events; `run` applies them."""
 
@@ -106,7 +117,7 @@ class Driver:
         self.activity = activity
         self._observers = (*observers, activity)
         self._event_log = event_log
-        self._inbox: deque[tuple[Event, Generation | None, anyio.Event | None]] = deque()
+        self._inbox: deque[_Queued] = deque()
         self._filled = anyio.Event()
         self._emptied = anyio.Event()
         self._waiting: dict[RequestKey, Generation] = {}  # with the prompts of what is not yet placed
@@ -120,9 +131,14 @@ class Driver:
 
     # --- events in ---
 
-    def post(self, event: Event, generation: Generation | None = None) -> None:
-        """Queue an event without waiting; for the few that a stream's end causes."""
-        self._put(event, generation, None)
+    def post(
+        self, event: Event, generation: Generation | None = None, *, first: Callable[[], None] | None = None
+    ) -> None:
+        """Queue an event without waiting; for the few that a stream's begin or end causes.
+
+        ``first`` is called just before it is applied.
+        """
+        self._put(_Queued(event, generation, first=first))
 
     async def submit(self, event: Event, generation: Generation | None = None) -> None:
         """Queue an event, and wait while too many are."""
@@ -133,11 +149,11 @@ class Driver:
     async def act(self, event: Event) -> None:
         """Queue an event and wait until it is applied."""
         applied = anyio.Event()
-        self._put(event, None, applied)
+        self._put(_Queued(event, applied=applied))
         await applied.wait()
 
-    def _put(self, event: Event, generation: Generation | None, applied: anyio.Event | None) -> None:
-        self._inbox.append((event, generation, applied))
+    def _put(self, queued: _Queued) -> None:
+        self._inbox.append(queued)
         self._filled.set()
 
     async def run(self) -> None:
@@ -150,10 +166,12 @@ class Driver:
                     self._filled = anyio.Event()
                     await self._filled.wait()
                 for _ in range(min(BATCH, len(self._inbox))):
-                    event, generation, applied = self._inbox.popleft()
-                    self._apply(event, generation)
-                    if applied is not None:
-                        applied.set()
+                    queued = self._inbox.popleft()
+                    if queued.first is not None:
+                        queued.first()
+                    self._apply(queued.event, queued.generation)
+                    if queued.applied is not None:
+                        queued.applied.set()
                 if len(self._inbox) <= MAX_INBOX:
                     self._emptied.set()
                     self._emptied = anyio.Event()

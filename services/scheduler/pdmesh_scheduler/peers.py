@@ -26,13 +26,19 @@ BROKEN_STREAM_GRACE_S = 0.5
 STOOD_STILL_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Connection(Generic[IdT, DownT]):
     """A registered stream. Cancelling its scope ends it."""
 
     peer_id: IdT
     link: FrameLink[DownT, Any]
     scope: anyio.CancelScope
+    #: Whether what is decided by now may be said on it. What was decided before a peer's registration was applied is
+    #: meant for its stream of before, and lost with it.
+    is_open: bool = True
+
+    def open(self) -> None:
+        self.is_open = True
 
 
 class Peers(Generic[IdT, DownT]):
@@ -68,7 +74,7 @@ class Peers(Generic[IdT, DownT]):
     def post(self, peer_id: IdT, message: DownT) -> None:
         """Send, or drop the message if the peer is away: registering again tells both sides all they must know."""
         connection = self._connections.get(peer_id)
-        if connection is None:
+        if connection is None or not connection.is_open:
             return
         try:
             connection.link.post(message)

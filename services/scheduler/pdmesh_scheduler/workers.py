@@ -75,7 +75,7 @@ class WorkerStreams:
         instance_id = registered.profile.instance_id
 
         with anyio.CancelScope() as scope:
-            connection: Connection[InstanceId, WorkerDown] = Connection(instance_id, link, scope)
+            connection: Connection[InstanceId, WorkerDown] = Connection(instance_id, link, scope, is_open=False)
 
             async def read() -> None:
                 done = await self._report(connection, rest)
@@ -86,12 +86,14 @@ class WorkerStreams:
             self.peers.add(connection)
             self._loads.pop(instance_id, None)
             self.absences.drop(instance_id)
+            self._suspected.discard(instance_id)  # the core forgets it with all else, when the instance joins
             self._heard(instance_id)
             log.info("instance joined", instance_id=instance_id, role=registered.profile.role, peer=peer)
             try:
                 beat_s = min(self.config.heartbeat_s, self.config.suspect_s / BEATS_BEFORE_SUSPICION)
                 link.post(WelcomeWorker(lease_s=self.config.lease_s, heartbeat_s=beat_s))
-                self.driver.post(InstanceJoined(registered.profile, registered.residents, registered.stopping))
+                joined = InstanceJoined(registered.profile, registered.residents, registered.stopping)
+                self.driver.post(joined, first=connection.open)
                 await converse(link, read, self.stopping)
             finally:
                 if self.peers.remove(connection):
