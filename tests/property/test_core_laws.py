@@ -104,9 +104,15 @@ MESHES = {
     "1P+1M+1D": (Role.PREFILL, Role.MIXED, Role.DECODE),
     # One outside the group: `reservation` would leave short prompts no instance.
     "2M in a group + 1M": (Role.MIXED, Role.MIXED, Role.MIXED),
+    "3P+1D in turn": (Role.PREFILL, Role.PREFILL, Role.PREFILL, Role.DECODE),
+    "1P+2M in turn": (Role.PREFILL, Role.MIXED, Role.MIXED),
 }
 
 BLOCK_SIZE = 4  # tokens
+
+#: Where prompts are computed in turn all of them are so many times longer, in as much time: chunks have 32 tokens at
+#: least, and there must be several.
+IN_TURN = 8
 
 #: In the first a short prompt waits for an instance without long ones, in the other for one outside groups, where there
 #: are any; long ones may go past it.
@@ -125,17 +131,32 @@ class MeshMachine(RuleBasedStateMachine):
     )
     def begin(self, shape: str, bundle: str, reservation: KvReservation, reckless: bool) -> None:
         self.now_s = 0.0
-        self.config = replace(CONFIG, kv_reservation=reservation)
+        in_turn = "in turn" in shape
+        self.scale = IN_TURN if in_turn else 1
+        self.policy = replace(
+            POLICY,
+            chunk_tokens=POLICY.chunk_tokens * self.scale,
+            latency=replace(POLICY.latency, b_s=POLICY.latency.b_s / self.scale),
+            long_prompt_tokens=POLICY.long_prompt_tokens * self.scale,
+        )
+        self.config = replace(CONFIG, kv_reservation=reservation, policy=self.policy)
         self.reckless = reckless
         self.max_total_of: dict[RequestKey, int] = {}
-        self.chosen = make_bundle(bundle, POLICY)
+        self.chosen = make_bundle("pdmesh" if in_turn else bundle, self.policy)
         self.profiles = {
             profile.instance_id: profile
             for index, role in enumerate(MESHES[shape])
             for profile in [
                 replace(
                     modelled_profile(
-                        f"i{index}", role, num_blocks=16, block_size=BLOCK_SIZE, max_num_seqs=3, num_transfer_backends=1
+                        f"i{index}",
+                        role,
+                        num_blocks=24 if in_turn else 16,
+                        block_size=BLOCK_SIZE * self.scale,
+                        max_num_seqs=3,
+                        num_transfer_backends=1,
+                        num_layers=3,
+                        relays=in_turn,
                     ),
                     group_id="g" if "group" in shape and index < 2 else "",
                 )
@@ -157,7 +178,7 @@ class MeshMachine(RuleBasedStateMachine):
         core: SchedulerCore | None = getattr(self, "core", None)
         wishes = [] if core is None else core.wishes
         self.core, self.diligent = (
-            SchedulerCore(self.config, make_bundle(self.chosen.name, POLICY), random.Random(0)) for _ in range(2)
+            SchedulerCore(self.config, make_bundle(self.chosen.name, self.policy), random.Random(0)) for _ in range(2)
         )
         if self.reckless:
             make_reckless(self.core)
@@ -217,15 +238,17 @@ class MeshMachine(RuleBasedStateMachine):
         for command in commands:
             match command:
                 case AdmitPrefill():
-                    key, leader_id = (command.request_id, command.epoch), command.shards[0].instance_id
+                    key = (command.request_id, command.epoch)
                     self.check_may_prefill(command)
-                    if command.instance_id != leader_id:
+                    if not command.leads:
+                        shards, group = command.shards, command.group
+                        leader_id = shards[0].instance_id if group is None else group.member_ids[0]
                         assert self.leader_of[key] == leader_id, f"{key} has two leaders"
                         self.mesh.send(command)
                         continue
                     assert key not in self.placed, f"{key} placed twice"
                     self.placed.add(key)
-                    self.leader_of[key] = leader_id
+                    self.leader_of[key] = command.instance_id
                     self.num_unplanned[key] = self.waiting[key].num_prompt_tokens
                     self.check_overtakes_nobody(self.waiting[key])
                     del self.waiting[key]
@@ -259,7 +282,7 @@ class MeshMachine(RuleBasedStateMachine):
                     self.plans[command.instance_id, plan.plan_id] = plan
                     for chunk in plan.chunks:
                         key = (chunk.request_id, chunk.epoch)
-                        if self.leader_of[key] == command.instance_id:
+                        if plan.group is None or self.leader_of[key] == command.instance_id:
                             self.num_unplanned[key] -= chunk.num_tokens
                 case SetRole(instance_id=instance_id, role=role):
                     self.roles[instance_id] = role
@@ -324,14 +347,16 @@ class MeshMachine(RuleBasedStateMachine):
         role = self.roles[command.instance_id]
         assert command.instance_id not in self.draining | self.closed, f"{command} on an instance that drains"
         assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
-        if command.transfer is None:
+        if command.group is not None:
+            assert role.can_prefill, f"{command} on an instance that does not prefill"
+        elif command.transfer is None:
             assert role.can_decode, f"{command} on an instance that does not decode"
         else:
             assert role.can_prefill, f"{command} on an instance that does not prefill"
 
     def check_growth(self, command: GrowKv) -> None:
         key = (command.request_id, command.epoch)
-        most = num_blocks_for(self.max_total_of[key], BLOCK_SIZE)
+        most = num_blocks_for(self.max_total_of[key], BLOCK_SIZE * self.scale)
         assert command.num_blocks <= most, f"{command}, of which {most} are of use"
         before = self.granted_blocks.get((command.instance_id, key), 0)
         assert command.num_blocks > before, f"{command} after {before}"
@@ -474,7 +499,7 @@ class MeshMachine(RuleBasedStateMachine):
             request_id=RequestId(f"r{self.num_requests:04}"),
             epoch=Epoch(0),
             gateway_id=gateway,
-            num_prompt_tokens=prompt,
+            num_prompt_tokens=prompt * self.scale,
             max_tokens=output,
             arrival_s=self.now_s,
             priority=priority,
@@ -602,8 +627,9 @@ class MeshMachine(RuleBasedStateMachine):
     def run_step(self, instance: ModelledInstance, ended_by_first_token: bool) -> None:
         if instance.can_begin:
             instance.begin_step()
-        instance.end_step(ended_by_first_token=ended_by_first_token)
-        self.see_finished(instance)
+        if instance.can_end:
+            instance.end_step(ended_by_first_token=ended_by_first_token)
+            self.see_finished(instance)
 
     def see_finished(self, instance: ModelledInstance) -> None:
         """Tokens do not pass through the scheduler: a gateway knows of the end before it does."""
@@ -693,7 +719,7 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(InstanceLost(instance_id))
             before = self.profiles[instance_id]
             self.profiles[instance_id] = replace(before, pid=before.pid + 1)
-            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id])
+            self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 
     @rule(data=st.data())
@@ -701,8 +727,11 @@ class MeshMachine(RuleBasedStateMachine):
         absent = sorted(set(self.profiles) - set(self.mesh.instances))
         if absent:
             instance_id = data.draw(st.sampled_from(absent))
-            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id], self.max_total_of)
+            self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+
+    def new_instance(self, instance_id: InstanceId) -> ModelledInstance:
+        return ModelledInstance(self.profiles[instance_id], self.max_total_of, self.mesh.relayed)
 
     def instance_reconnects(self, data: st.DataObject) -> None:
         if instance := self.pick(data, list(self.mesh.instances.values())):
@@ -785,7 +814,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     @rule(bundle=st.sampled_from(sorted(BUNDLES)))
     def operator_switches(self, bundle: str) -> None:
-        self.chosen = make_bundle(bundle, POLICY)
+        self.chosen = make_bundle(bundle, self.policy)
         self.feed(BundleChangeRequested(bundle))
         assert self.core.bundle == bundle
 
@@ -807,7 +836,7 @@ class MeshMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         for instance_id in sorted(set(self.profiles) - set(self.mesh.instances)):
-            self.mesh.instances[instance_id] = ModelledInstance(self.profiles[instance_id], self.max_total_of)
+            self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
         for instance_id, instance in self.mesh.instances.items():
             instance.admits = True
@@ -839,7 +868,7 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.commands:
                 instance.take_command()
                 busy = True
-            while instance.running or instance.plans:
+            while instance.can_begin or (instance.running and instance.can_end):
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True
             for key in [] if instance.own.held else self.decoding(instance):
@@ -861,6 +890,9 @@ class MeshMachine(RuleBasedStateMachine):
             self.to_resume.remove(request_id)
             self.resume(request_id)
             busy = True
+        if not busy:
+            waiting = [plan for instance in self.mesh.instances.values() for plan in instance.running]
+            assert not waiting, f"{waiting} wait for each other"
         if not busy and not any(instance.holds for instance in self.mesh.instances.values()):
             assert self.core.num_waiting == 0, "requests wait though the mesh is empty"
             assert not self.held, f"residents of {self.held} would wait for ever"

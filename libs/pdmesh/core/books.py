@@ -206,10 +206,17 @@ class Books:
     def land(self, state: RequestState) -> None:
         """Its whole KV is where it decodes."""
         state.phase = Phase.DECODING
+        self.disband(state)
         for instance_id in state.decode_ids:
             self.instances[instance_id].settle(state.key)
             if state.transfer is not None:
                 self.grant(self.broker.land(state.transfer, instance_id))
+
+    def disband(self, state: RequestState) -> None:
+        """Its prompt is computed: who helped is not needed any more."""
+        helper_ids, state.group, state.asked_ids = state.asked_ids, None, ()
+        for helper_id in helper_ids:
+            self.free(helper_id, state.key)
 
     def drop_plans(self, instance: InstanceBooks) -> None:
         """Nobody will report the plans that were in flight on an instance that has gone, or has begun anew."""
@@ -243,7 +250,7 @@ class Books:
                 self.instances[instance_id].drop_prefill(state)
         if state.transfer is not None:
             self.broker.withdraw(state.transfer)
-        for instance_id in dict.fromkeys(state.prefill_ids + state.decode_ids):
+        for instance_id in dict.fromkeys(state.prefill_ids + state.decode_ids + state.asked_ids):
             if instance_id not in spare:
                 self.free(instance_id, key)
         goes_on = outcome in (Outcome.RESTARTED, Outcome.PREEMPTED, Outcome.SUPERSEDED)
@@ -251,18 +258,27 @@ class Books:
         gateway_id = state.request.gateway_id
         self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
 
-    def reject(self, state: RequestState, reason: RejectReason, message: str, retry_after_s: float | None) -> None:
-        request_id, epoch = state.key
+    def refuse(
+        self,
+        request: Request,
+        message: str,
+        retry_after_s: float | None,
+        reason: RejectReason = RejectReason.OVERLOADED,
+    ) -> None:
+        """Tell the gateway that a request which is in no book will not be served."""
         self.commands.append(
             Reject(
-                gateway_id=state.request.gateway_id,
-                request_id=request_id,
-                epoch=epoch,
+                gateway_id=request.gateway_id,
+                request_id=request.request_id,
+                epoch=request.epoch,
                 reason=reason,
                 message=message,
                 retry_after_s=retry_after_s,
             )
         )
+
+    def reject(self, state: RequestState, reason: RejectReason, message: str, retry_after_s: float | None) -> None:
+        self.refuse(state.request, message, retry_after_s, reason)
         self.end(state, Outcome.REJECTED)
 
     def restart(self, state: RequestState, reason: str, *, preempted: bool = False) -> None:

@@ -81,10 +81,14 @@ class TransferBroker:
             purpose=purpose,
             sources=sources,
             destinations=destinations,
-            capability=self._rng.getrandbits(64),
+            capability=self.new_capability(),
         )
         transfer = self._transfers[plan.transfer_id] = Transfer(key, plan)
         return transfer
+
+    def new_capability(self) -> int:
+        """64 random bits, for the KV of one request."""
+        return self._rng.getrandbits(64)
 
     def find(self, transfer_id: TransferId, key: RequestKey) -> Transfer | None:
         """The transfer of this request by this name, if it is not over."""

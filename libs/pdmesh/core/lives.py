@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdmesh.core.commands import (
@@ -56,6 +56,8 @@ class Attempt:
     arrived_s: float
     placed_s: float | None = None  # when it left the queue
     num_done_tokens: int = 0  # of its prompt, computed
+    #: Of its chunks in flight, where they start: by instance and plan. Those of several instances end in any order.
+    starts: dict[tuple[InstanceId, int], int] = field(default_factory=dict[tuple[InstanceId, int], int])
     outcome: Outcome | None = None  # None while the core cares for it
 
 
@@ -171,8 +173,12 @@ class Lives:
                 pass
         for command in commands:
             match command:
-                case RunStep() | SetRole() | StopInstance() | WakeAt() | GrowKv():
-                    pass  # of no one request, or told of with the next step
+                case RunStep(instance_id=instance_id, plan=plan):
+                    for chunk in plan.chunks:
+                        if (known := self._find(chunk.request_id, chunk.epoch)) is not None:
+                            known[1].starts[instance_id, plan.plan_id] = chunk.start
+                case SetRole() | StopInstance() | WakeAt() | GrowKv():
+                    pass  # of no one request
                 case _:
                     self._commanded(command, now_s, found)
         return found
@@ -205,7 +211,8 @@ class Lives:
             if known is None or done.num_tokens == 0:
                 continue
             life, attempt = known
-            start, attempt.num_done_tokens = attempt.num_done_tokens, attempt.num_done_tokens + done.num_tokens
+            start = attempt.starts.pop((event.instance_id, event.plan_id), attempt.num_done_tokens)
+            attempt.num_done_tokens += done.num_tokens
             if done.is_last and life.first_token_s is None:
                 life.first_token_s = now_s
             chunk = Chunk(event.instance_id, event.plan_id, start, done.num_tokens, done.is_last, event.duration_s)

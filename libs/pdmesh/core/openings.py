@@ -205,6 +205,10 @@ class Openings:
             self._perhaps_spare.clear()
         return bool(self._spare.members)
 
+    def idle(self) -> Iterable[InstanceBooks]:
+        """Those with room for a regular plan, and no prompt for it."""
+        return self._idle.values()
+
     def is_idle(self, instance: InstanceBooks) -> bool:
         return instance.instance_id in self._idle
 
@@ -219,6 +223,7 @@ class Openings:
         return (
             inside is not None
             and state.request.num_prompt_tokens <= inside.max_tokens
+            and state.group is None  # it waits for others, who might wait for what is in flight here
             and state not in inside.states
             and first_of(self._bundle.order, [state, *inside.states], now_s) is state
         )

@@ -25,6 +25,7 @@ from pdmesh.core.placing import (
     room_or_turn,
 )
 from pdmesh.core.queue import in_order
+from pdmesh.core.relay import Relays
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
@@ -58,6 +59,7 @@ class Packer:
         self._books = books
         self._modes = modes
         self._openings = Openings(books, plans_in_flight, bundle, modes)
+        self.relays = Relays(books, modes)
 
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
@@ -65,11 +67,15 @@ class Packer:
         self._modes.look_at(bundle)
         openings.update(bundle)
         instances, for_waiting = openings.computing(), openings.for_waiting()
-        while instances or for_waiting:
-            # Those that get nothing now get nothing in the next round either: room only shrinks.
-            instances = Round(self._books, openings, self._modes, bundle, now_s, instances, for_waiting).pack()
-            for_waiting = False
-            openings.update(bundle)
+        helped = True
+        while instances or for_waiting or helped:
+            if instances or for_waiting:
+                # Those that get nothing now get nothing in the next round either: room only shrinks.
+                packed = Round(self._books, openings, self._modes, self.relays, bundle, now_s, instances, for_waiting)
+                instances, for_waiting = packed.pack(), False
+                openings.update(bundle)
+            if helped := self.relays.help(openings.idle(), bundle, now_s):
+                openings.update(bundle)
         if self._books.holding:
             self._end_prefill_phases(now_s)
             openings.update(bundle)
@@ -98,6 +104,7 @@ class Round:
         books: Books,
         openings: Openings,
         modes: Modes,
+        relays: Relays,
         bundle: Bundle,
         now_s: float,
         instances: Iterable[InstanceBooks],
@@ -106,6 +113,7 @@ class Round:
         self._books = books
         self._known = openings
         self._modes = modes
+        self._relays = relays
         self._bundle = bundle
         self._now_s = now_s
         self._for_waiting = for_waiting
@@ -211,6 +219,7 @@ class Round:
             long_tokens=state.request.num_prompt_tokens if self._bundle.is_long(state.request) else 0,
             now_s=self._now_s,
         )
+        self._relays.placed(state, self._bundle)
 
     def _begin(self, state: RequestState, placement: Placement) -> None:
         """Its first chunk goes into a step; that of a group waits until its members are looked at."""
@@ -257,7 +266,10 @@ class Round:
         """How many tokens of the request go into the step; 0: none."""
         beside = self._modes.beside(opening.instance)
         start = state.num_planned_tokens
-        return self._bundle.packing.num_tokens(beside, opening.step, state.request, start, shared=shared)
+        most = self._bundle.packing.num_tokens(beside, opening.step, state.request, start, shared=shared)
+        if state.group is None:
+            return most
+        return self._relays.leader_tokens(opening.instance, opening.step, state, most, self._bundle)
 
     def _plan_chunk(self, opening: Opening, state: RequestState) -> None:
         instance, start = opening.instance, state.num_planned_tokens
@@ -329,7 +341,7 @@ class Round:
         plan = StepPlan(
             plan_id=instance.next_plan_id,
             chunks=tuple(step.chunks),
-            with_decodes=not (urgent or holds)
+            with_decodes=not (urgent or holds or self._awaits_others(step))
             and self._bundle.batching.carries_decodes(step.longest_prompt_tokens)
             and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
             urgent=urgent,
@@ -340,6 +352,10 @@ class Round:
         self._modes.sent(instance, plan, self._now_s)
         self._books.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
         return True
+
+    def _awaits_others(self, step: PartialStep) -> bool:
+        """Whether a chunk in the step waits for other instances: decodes beside it would wait, too."""
+        return any(self._relays.awaits_others(self._books.requests[chunk.request_id]) for chunk in step.chunks)
 
     def _in_order(self, states: Sequence[RequestState]) -> list[RequestState]:
         return in_order(self._bundle.order, states, self._now_s)

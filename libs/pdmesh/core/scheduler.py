@@ -20,7 +20,7 @@ from typing import assert_never
 from pdmesh.core.admission import Admission, work_us
 from pdmesh.core.batching import BatchingView, Modes
 from pdmesh.core.books import Books
-from pdmesh.core.commands import Command, Outcome, Reject, SetRole, WakeAt
+from pdmesh.core.commands import Command, Outcome, SetRole, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.credit import Credit
 from pdmesh.core.events import (
@@ -191,6 +191,11 @@ class SchedulerCore:
         """Whether the request waits or runs."""
         return self._books.find(key) is not None
 
+    def needs_prompt(self, key: RequestKey) -> bool:
+        """Whether instances may yet be asked to compute its prompt."""
+        state = self._books.find(key)
+        return state is not None and (state.phase is Phase.WAITING or self._packer.relays.may_be_helped(key))
+
     # --- events in, commands out ---
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -254,7 +259,7 @@ class SchedulerCore:
             case DecodeStepsDone():
                 pass  # learnt from above
             case HelperJoined():
-                self._books.ignore("HelperJoined")
+                self._packer.relays.joined(event, now_s, self._bundle)
             case DecodeReserved():
                 self._decode_reserved(event)
             case TransferOffered():
@@ -300,7 +305,7 @@ class SchedulerCore:
         known = books.requests.get(request.request_id)
         owner = self._reunion.gateway_of(request.request_id) if known is None else known.request.gateway_id
         if owner is not None and owner != request.gateway_id:
-            self._refuse_taken_id(request)
+            books.refuse(request, "another gateway's request has this id", self._config.retry_after_s)
             return
         if known is not None:
             if known.request.epoch >= request.epoch:
@@ -330,18 +335,6 @@ class SchedulerCore:
             books.reject(state, RejectReason.OVERLOADED, message, refusal.retry_after_s)
         else:
             books.queue.add(state, self._now_s + self._config.max_queue_s)
-
-    def _refuse_taken_id(self, request: Request) -> None:
-        self._books.commands.append(
-            Reject(
-                gateway_id=request.gateway_id,
-                request_id=request.request_id,
-                epoch=request.epoch,
-                reason=RejectReason.OVERLOADED,
-                message="another gateway's request has this id",
-                retry_after_s=self._config.retry_after_s,
-            )
-        )
 
     def _is_full_for(self, request: Request) -> bool:
         if request.epoch > 0:
@@ -413,9 +406,12 @@ class SchedulerCore:
             if chunk.is_last:
                 self._admission.first_token(state, self._now_s)
             if done.get(state.key) != chunk.num_tokens:
-                self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
+                if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
+                    self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
             elif chunk.is_last and state.decode_id == event.instance_id:
                 self._books.land(state)
+            elif chunk.is_last:
+                self._books.disband(state)
             elif state.is_preempted and state.transfer is not None:
                 self._books.broker.preempted(state.transfer)
 

@@ -8,6 +8,8 @@ late.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdmesh.core.books import Books
 from pdmesh.core.placing import could_place
 from pdmesh.core.requests import Phase, RequestState
@@ -36,21 +38,22 @@ def start_elsewhere(books: Books, bundle: Bundle) -> None:
                 and state.phase is Phase.PREFILLING
                 and state.needs(instance.instance_id)
                 and state.request.epoch <= MAX_EPOCH
-                and _loses_nothing(state, books.instances.get(state.prefill_ids[0]))
+                and _loses_nothing(state, [books.instances.get(name) for name in state.prefill_ids])
                 and could_place(state.request, others, groups, bundle)
             ):
                 books.restart(state, f"instance {instance.instance_id} is silent")
 
 
-def _loses_nothing(state: RequestState, leader: InstanceBooks | None) -> bool:
+def _loses_nothing(state: RequestState, members: Sequence[InstanceBooks | None]) -> bool:
     """Whether nothing of its prompt is known to be computed, or all of it is computed again in no time.
 
-    The leader may be gone once it has sent everything.
+    The leader, the first of those that compute it, may be gone once it has sent everything.
     """
     if state.work_us <= CHEAP_US:
         return True
-    if leader is None:
+    if members[0] is None:
         return False
-    in_flight = [chunk for plan in leader.plans.values() for chunk in plan.chunks]
+    computing = members if state.group is not None else members[:1]  # in a static group all have every chunk
+    in_flight = [chunk for each in computing if each for plan in each.plans.values() for chunk in plan.chunks]
     num_in_flight = sum(chunk.num_tokens for chunk in in_flight if (chunk.request_id, chunk.epoch) == state.key)
     return num_in_flight == state.num_planned_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
 from pdmesh.model import ChunkPlan, InstanceId, Request, Role
 from pdmesh.policy.batching import Batching
@@ -17,6 +17,9 @@ from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
 from pdmesh.ranges import COUNT, SHARE, Range
 from pdmesh.settings import NO_SETTING
+
+if TYPE_CHECKING:
+    from pdmesh.policy.relay import Relay
 
 
 class InstanceView(NamedTuple):
@@ -218,6 +221,13 @@ class PolicyConfig:
     colocate_tokens: Annotated[int, "prompt tokens queued on an instance, up to which it takes more (`pecsched`)"] = (
         8192
     )
+    relay_members: Annotated[
+        int, COUNT, "`pdmesh` has up to so many instances compute a long prompt in turn, where others idle; 1: never"
+    ] = 8
+    relay_improvement: Annotated[
+        float, Range(0, 0.9), "...each more of them only if it brings the first token forward by this share"
+    ] = 0.1
+    relay_bytes_per_s: Annotated[float, Range(1), "...at which an instance passes KV on to others"] = 1e9
     local_prompt_tokens: Annotated[
         int,
         "prompts up to this are computed where they decode while every prefill instance is busy (`pdmesh`); 0: never",
@@ -250,6 +260,7 @@ class Bundle:
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
     local_prompt_tokens: int = 0  # prompts up to so long may be computed on an instance that only decodes
     keeps_groups_for_long: bool = False  # short prompts are computed outside groups of instances only
+    relay: Relay | None = None  # None: no prompt is computed by several instances in turn
 
     def why_not(self, instances: Sequence[InstanceView]) -> str | None:
         """Why these instances cannot serve by it, in words; None if they can, or if none of them computes prompts."""

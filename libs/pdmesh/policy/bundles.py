@@ -33,6 +33,7 @@ from pdmesh.policy.placement import (
     ShortAroundLong,
 )
 from pdmesh.policy.prediction import Prediction, RemainingTime
+from pdmesh.policy.relay import Relay
 
 _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
 
@@ -169,6 +170,17 @@ def _pecsched(
     return build
 
 
+def _relay(config: PolicyConfig) -> Relay:
+    return Relay(
+        latency=config.latency,
+        max_members=config.relay_members,
+        improvement_rate=config.relay_improvement,
+        bytes_per_s=config.relay_bytes_per_s,
+        min_step_s=config.latency.step_s(_ONE_TOKEN) / config.max_group_step_overhead,
+        step_overhead=config.max_step_overhead,
+    )
+
+
 def _pdmesh(config: PolicyConfig) -> Bundle:
     packing, prediction = _adaptive(config, efficient=True, long_chunk_alone=True)
     long_tokens = config.long_prompt_tokens
@@ -183,6 +195,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         batching=_switching(config),
         interruption=ShortInterruptsLong(config.latency, long_tokens),
         local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
+        relay=_relay(config),
     )
 
 

@@ -30,6 +30,7 @@ from pdmesh.core.events import (
     DecodeReserved,
     DecodeStepsDone,
     Event,
+    HelperJoined,
     InstanceJoined,
     KvReleased,
     LoadReported,
@@ -50,6 +51,7 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     KvLayout,
+    PrefillGroup,
     RequestKey,
     Resident,
     ResidentContext,
@@ -69,19 +71,39 @@ def modelled_profile(
     max_model_len: int = 1024,
     max_num_seqs: int = 8,
     num_transfer_backends: int = 2,
+    num_layers: int = 2,
     model: str = "modelled",
+    relays: bool = False,
 ) -> InstanceProfile:
     return InstanceProfile(
         instance_id=InstanceId(instance_id),
         role=role,
         model=model,
-        kv_layout=KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=block_size, dtype="float32"),
+        kv_layout=KvLayout(num_layers=num_layers, num_kv_heads=1, head_dim=8, block_size=block_size, dtype="float32"),
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         num_transfer_backends=num_transfer_backends,
         data_address=instance_id.encode(),
+        relays=relays,
     )
+
+
+class ModelledRelays:
+    """Which parts of the prompts that instances compute in turn are computed, wherever that was."""
+
+    def __init__(self) -> None:
+        self._ends: dict[RequestKey, dict[int, int]] = {}  # of chunks, by their starts
+
+    def done(self, key: RequestKey, start: int, end: int) -> None:
+        self._ends.setdefault(key, {})[start] = end
+
+    def num_tokens(self, key: RequestKey) -> int:
+        """From the prompt's first on, without a gap."""
+        ends, end = self._ends.get(key, {}), 0
+        while end in ends:
+            end = ends[end]
+        return end
 
 
 @dataclass(slots=True)
@@ -99,15 +121,22 @@ class ModelledHold:
     offered: bool = False
     granted: bool = False
     decoding: bool = False
+    group: PrefillGroup | None = None  # that computes it in turn, as the instance was told
     asked: tuple[int, bool] = (0, False)  # for more than so many blocks, and whether it waited
 
 
 class ModelledInstance:
     """One worker. Reports appear in ``events``, in order."""
 
-    def __init__(self, profile: InstanceProfile, max_total_of: Mapping[RequestKey, int] | None = None) -> None:
+    def __init__(
+        self,
+        profile: InstanceProfile,
+        max_total_of: Mapping[RequestKey, int] | None = None,
+        relayed: ModelledRelays | None = None,
+    ) -> None:
         """``max_total_of`` says how much KV requests may come to hold, in tokens; of others it is not known."""
         self.profile = profile
+        self.relayed = ModelledRelays() if relayed is None else relayed
         self.max_total_of = {} if max_total_of is None else max_total_of
         self.instance_id = profile.instance_id
         self.commands: deque[Command] = deque()  # on their way here
@@ -131,8 +160,8 @@ class ModelledInstance:
         """Receive the next command."""
         match self.commands.popleft():
             case AdmitPrefill() as admit:
-                stays, key = admit.transfer is None, (admit.request_id, admit.epoch)
-                self._hold(
+                stays, key = admit.transfer is None and admit.leads, (admit.request_id, admit.epoch)
+                is_held = self._hold(
                     key,
                     ModelledHold(
                         admit.num_blocks,
@@ -140,9 +169,15 @@ class ModelledInstance:
                         seated=stays,
                         leads=admit.leads,
                         transfer=admit.transfer,
-                        sends=not stays,
+                        sends=admit.transfer is not None,
+                        group=admit.group,
                     ),
                 )
+                if is_held and not admit.leads and admit.group is not None:
+                    self.events.append(HelperJoined(self.instance_id, *key))
+            case SetGroup() as told:
+                if (hold := self.holds.get((told.request_id, told.epoch))) is not None:
+                    self._regroup(hold, told.group)
             case PlaceDecode() as place:
                 key = (place.request_id, place.epoch)
                 if not self._hold(
@@ -200,6 +235,14 @@ class ModelledInstance:
             case command:
                 raise AssertionError(f"{command} is not for an instance")
 
+    def _regroup(self, hold: ModelledHold, group: PrefillGroup) -> None:
+        known = hold.group
+        assert self.instance_id in group.member_ids, f"{group} without {self.instance_id}"
+        if known is not None:
+            assert known.capability == group.capability
+            assert set(known.member_ids) <= set(group.member_ids), f"{group} after {known}"
+        hold.group = group
+
     def _hold(self, key: RequestKey, hold: ModelledHold) -> bool:
         """False if the instance is stopping, and has said so."""
         if not self.admits:
@@ -222,6 +265,7 @@ class ModelledInstance:
         """The next plan's chunks start: first chunks whose KV moves are offered."""
         assert self.can_begin
         plan = self.plans.popleft()
+        self._check_relay(plan)
         self.running.append(plan)
         self.own.planned(plan)
         for chunk in plan.chunks:
@@ -232,6 +276,32 @@ class ModelledInstance:
                     TransferOffered(self.instance_id, chunk.request_id, chunk.epoch, hold.transfer.transfer_id)
                 )
         return plan
+
+    def _check_relay(self, plan: StepPlan) -> None:
+        """Of the chunks of prompts that are computed in turn: what keeps pages whole, and waits from being circles."""
+        size = self.profile.kv_layout.block_size
+        relayed = [
+            (chunk, hold)
+            for chunk in plan.chunks
+            if (hold := self.holds.get((chunk.request_id, chunk.epoch))) is not None and hold.group is not None
+        ]
+        for chunk, hold in relayed:
+            assert not plan.urgent, f"{chunk} in an urgent plan"
+            assert len(relayed) == 1, f"{relayed} in one step"
+            if not hold.leads:
+                assert len(plan.chunks) == 1, f"{plan} on a helper"
+                assert not plan.with_decodes, f"{plan} on a helper"
+                assert not chunk.is_last, f"{chunk} on a helper"
+                assert chunk.start % size == 0 == chunk.num_tokens % size, f"{chunk} on a helper"
+
+    @property
+    def can_end(self) -> bool:
+        """Whether nothing in the step that is running waits for what is computed elsewhere."""
+        return all(
+            self.relayed.num_tokens(key) >= chunk.start
+            for chunk in self.running[-1].chunks
+            if (hold := self.holds.get(key := (chunk.request_id, chunk.epoch))) is not None and hold.group is not None
+        )
 
     def end_step(self, *, ended_by_first_token: bool = False, duration_s: float = 0.0) -> None:
         """The running plan is done, of two the inner one.
@@ -245,8 +315,11 @@ class ModelledInstance:
             key = (chunk.request_id, chunk.epoch)
             hold = self.holds.get(key)
             if hold is not None:
-                assert chunk.start == hold.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
-                hold.num_computed_tokens += chunk.num_tokens
+                before = self.relayed.num_tokens(key) if hold.group is not None else hold.num_computed_tokens
+                assert chunk.start <= before, f"{key}: chunk at {chunk.start} out of order"
+                assert hold.group is not None or chunk.start == before, f"{key}: chunk at {chunk.start} twice"
+                hold.num_computed_tokens = chunk.start + chunk.num_tokens
+                self.relayed.done(key, chunk.start, hold.num_computed_tokens)
                 if chunk.is_last:
                     hold.computed = True
                     hold.decoding = hold.transfer is None and hold.leads
@@ -374,7 +447,10 @@ class ModelledMesh:
     def __init__(
         self, profiles: Iterable[InstanceProfile], max_total_of: Mapping[RequestKey, int] | None = None
     ) -> None:
-        self.instances = {profile.instance_id: ModelledInstance(profile, max_total_of) for profile in profiles}
+        self.relayed = ModelledRelays()
+        self.instances = {
+            profile.instance_id: ModelledInstance(profile, max_total_of, self.relayed) for profile in profiles
+        }
 
     def send(self, command: Command) -> bool:
         """Put a command for an instance on its way; False if it is not for an instance that is there."""

@@ -48,6 +48,7 @@ from pdmesh.core.events import (
     RequestArrived,
     ResizeRequested,
     RoleChangeRequested,
+    StepDone,
     Tick,
 )
 from pdmesh.core.lives import Lives
@@ -120,7 +121,7 @@ class Driver:
         self._inbox: deque[_Queued] = deque()
         self._filled = anyio.Event()
         self._emptied = anyio.Event()
-        self._waiting: dict[RequestKey, Generation] = {}  # with the prompts of what is not yet placed
+        self._waiting: dict[RequestKey, Generation] = {}  # with the prompts that instances may still need
         self._profiles: dict[InstanceId, InstanceProfile] = {}
         self._loads: dict[InstanceId, LoadReported] = {}
         self._wake_at_s: float | None = None
@@ -236,6 +237,10 @@ class Driver:
                 key = (event.request.request_id, event.request.epoch)
                 if not self._core.is_active(key):
                     self._waiting.pop(key, None)  # one of an older epoch, or refused
+            case StepDone():
+                for key in [(chunk.request_id, chunk.epoch) for chunk in event.chunks if chunk.is_last]:
+                    if not self._core.needs_prompt(key):  # nobody will help with it any more
+                        self._waiting.pop(key, None)
             case GatewayJoined():
                 self._gateways.post(event.gateway_id, self.state())
             case InstanceJoined():
@@ -262,9 +267,11 @@ class Driver:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
                 generation = self._waiting[key]
-                if command.instance_id == command.shards[-1].instance_id:
+                if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
                     del self._waiting[key]  # all that need the prompt have it
-                self._workers.post(command.instance_id, Admit(command=command, generation=generation))
+                member_ids = () if command.group is None else command.group.member_ids
+                admit = Admit(command=command, generation=generation, member_addresses=self._addresses(member_ids))
+                self._workers.post(command.instance_id, admit)
                 log.debug(
                     "request placed",
                     request_id=command.request_id,

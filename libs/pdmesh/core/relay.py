@@ -1,0 +1,270 @@
+"""Prompts that several instances compute in turn: who helps, and with which chunks, by `pdmesh.policy.relay`.
+
+A request's *leader* is the instance that it was placed on: it computes the last chunk, and its KV goes on from there,
+as that of any request. *Helpers* compute chunks of it in steps that they have nothing of their own for: whoever has an
+opening takes the next chunk. So a prompt of another request never waits for more than what an instance has in flight,
+and short ones interrupt that on each member as anywhere.
+
+A helper is asked with room for the whole prompt, joins when it says that it has it (so that no KV is sent to one that
+knows of nothing), and is freed after the last chunk. The group rests while its leader decodes beside it: residents
+would wait for the chunks of others.
+
+Nothing waits in a circle: a chunk needs only chunks of the same prompt that were planned before it, a step has at most
+one chunk of a group, and instances run such steps in the order in which they were planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdmesh.core.batching import Modes
+from pdmesh.core.books import Books
+from pdmesh.core.commands import AdmitPrefill, RunStep, SetGroup
+from pdmesh.core.events import HelperJoined
+from pdmesh.core.queue import in_order
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.state import HoldKind, InstanceBooks
+from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey, StepPlan
+from pdmesh.policy.base import Bundle, PartialStep
+from pdmesh.policy.batching import Mode
+from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.relay import Relay
+
+#: Of a helper's free blocks, that a prompt may take: its own requests need room.
+_MAX_SHARE = 0.5
+
+
+class Relays:
+    def __init__(self, books: Books, modes: Modes) -> None:
+        self._books = books
+        self._modes = modes
+        self._open: dict[RequestKey, RequestState] = {}  # that may be helped
+        self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
+        self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
+
+    def placed(self, state: RequestState, bundle: Bundle) -> None:
+        """A request was placed; its first chunk is planned next."""
+        leader = self._books.instances[state.prefill_ids[0]]
+        if bundle.relay is not None and leader.profile.relays and not state.in_group and bundle.is_long(state.request):
+            self._open[state.key] = state
+
+    def may_be_helped(self, key: RequestKey) -> bool:
+        """Whether somebody may yet be asked to help with it."""
+        return key in self._open
+
+    def joined(self, event: HelperJoined, now_s: float, bundle: Bundle) -> None:
+        """A helper has room for the prompt, and can be sent KV."""
+        instance = self._books.instances.get(event.instance_id)
+        state = self._books.find((event.request_id, event.epoch))
+        if instance is None or state is None or event.instance_id not in self._awaited(state):
+            self._books.ignore("HelperJoined")
+            return
+        if not self._is_helped_on(state) or state.key not in self._open:
+            self._books.free(event.instance_id, state.key)  # too late
+            return
+        assert state.group is not None
+        state.group = PrefillGroup(
+            member_ids=(*state.group.member_ids, event.instance_id), capability=state.group.capability
+        )
+        in_flight = [chunk.num_tokens for name in state.group.member_ids for chunk in self._in_flight(state, name)]
+        num_computed_tokens = state.num_planned_tokens - sum(in_flight)
+        copy_s = 0.0 if bundle.relay is None else bundle.relay.copy_s(num_computed_tokens, _token_bytes(instance))
+        self._helping.setdefault(event.instance_id, {})[state.key] = now_s + copy_s
+        for member_id in state.group.member_ids:
+            self._books.commands.append(
+                SetGroup(instance_id=member_id, request_id=event.request_id, epoch=event.epoch, group=state.group)
+            )
+
+    def _awaited(self, state: RequestState) -> list[InstanceId]:
+        """Those that were asked to help, and have not answered."""
+        if state.group is None:
+            return []
+        asked = (self._books.instances.get(name) for name in state.asked_ids if name not in state.group.member_ids)
+        return [
+            instance.instance_id
+            for instance in asked
+            if instance is not None and (hold := instance.holds.get(state.key)) is not None and not hold.freeing
+        ]
+
+    # --- the leader's chunks ---
+
+    def leader_tokens(
+        self, leader: InstanceBooks, step: PartialStep, state: RequestState, most: int, bundle: Bundle
+    ) -> int:
+        """How many of ``most`` tokens go into a step of the leader."""
+        if any(self._books.requests[chunk.request_id].group is not None for chunk in step.chunks):
+            return 0
+        if state.num_chunks_in_flight and any(self._books.instances[name].takes_new for name in self._awaited(state)):
+            return 0  # they answer at once, and the next chunk is for one of them
+        return self._cut(leader, state, most, bundle.relay)
+
+    def awaits_others(self, state: RequestState) -> bool:
+        """Whether the next chunk waits for one that another member has in flight."""
+        if state.group is None:
+            return False
+        return any(self._in_flight(state, helper_id) for helper_id in state.group.member_ids[1:])
+
+    def _in_flight(self, state: RequestState, member_id: InstanceId) -> list[ChunkPlan]:
+        """Chunks of it that this instance has in flight."""
+        member = self._books.instances.get(member_id)
+        plans = () if member is None else member.plans.values()
+        return [chunk for plan in plans for chunk in plan.chunks if (chunk.request_id, chunk.epoch) == state.key]
+
+    def _cut(self, leader: InstanceBooks, state: RequestState, most: int, relay: Relay | None) -> int:
+        """A chunk that ends with a block, or with the prompt."""
+        start, num_prompt_tokens, size = state.num_planned_tokens, state.request.num_prompt_tokens, leader.block_size
+        num_members = 1 if state.group is None else len(state.group.member_ids)
+        if relay is not None and num_members > 1:
+            most = min(most, relay.chunk_tokens(start, num_prompt_tokens - start, num_members, most))
+        end = start + most
+        if most <= 0 or end >= num_prompt_tokens:
+            return most
+        return min(max(end // size, start // size + 1) * size, num_prompt_tokens) - start
+
+    # --- the helpers' ---
+
+    def help(self, idle: Iterable[InstanceBooks], bundle: Bundle, now_s: float) -> bool:
+        """Ask those who should help, and give each helper with nothing of its own one more chunk.
+
+        Whether any was given. ``idle`` have room for a plan, and no prompt for it.
+        """
+        if not self._open:
+            return False
+        for key in [key for key, state in self._open.items() if not self._is_helped_on(state)]:
+            self._close(key)
+        relay = bundle.relay
+        if relay is None or not self._open:
+            return False
+        spare = sorted([each for each in idle if self._is_spare(each)], key=lambda instance: instance.number)
+        if not spare:
+            return False
+        for state in in_order(bundle.order, list(self._open.values()), now_s):
+            self._ask(state, spare, relay)
+        given = [self._give_chunk(instance, relay, bundle, now_s) for instance in spare]
+        return any(given)
+
+    def _is_helped_on(self, state: RequestState) -> bool:
+        return state.phase is Phase.PREFILLING and not state.is_planned and self._books.find(state.key) is state
+
+    def _close(self, key: RequestKey) -> None:
+        del self._open[key]
+        self._considered.pop(key, None)
+        for helped in self._helping.values():
+            helped.pop(key, None)
+
+    def _is_spare(self, instance: InstanceBooks) -> bool:
+        """Whether it has nothing of its own to do, and may help."""
+        return (
+            instance.profile.relays
+            and instance.takes_prompts
+            and not instance.prefills
+            and not instance.num_seats_taken
+            and self._modes.mode_of(instance) is Mode.MIXED
+        )
+
+    def _may_relay(self, leader: InstanceBooks) -> bool:
+        return leader.takes_new and not leader.num_decoding and self._modes.mode_of(leader) is Mode.MIXED
+
+    def _ask(self, state: RequestState, spare: list[InstanceBooks], relay: Relay) -> None:
+        """Those who bring its first token forward by enough. At most once for each chunk."""
+        books, request = self._books, state.request
+        leader = books.instances[state.prefill_ids[0]]
+        considered = state.num_planned_tokens, len(spare)
+        if self._considered.get(state.key) == considered or not self._may_relay(leader):
+            return
+        self._considered[state.key] = considered
+        candidates = [
+            instance
+            for instance in spare
+            if instance.kv_group == leader.kv_group
+            and instance.instance_id not in state.asked_ids
+            and instance.can_prefill(request)
+            and instance.num_prefill_blocks(request) <= _MAX_SHARE * instance.num_free_blocks
+        ]
+        if not candidates:
+            return
+        members = {leader.instance_id, *state.prefill_ids, *self._awaited(state)}
+        line = [*(books.instances[name] for name in members), *candidates]
+        helper_ids = relay.helpers(
+            request.num_prompt_tokens,
+            state.num_planned_tokens,
+            members,
+            [(self._free_s(instance, relay), instance.instance_id) for instance in line],
+            _token_bytes(leader),
+            leader.profile.kv_layout.num_layers,
+        )
+        for helper_id in helper_ids:
+            self._admit(state, leader, books.instances[helper_id])
+
+    def _free_s(self, instance: InstanceBooks, relay: Relay) -> float:
+        """Predicted time of what it has in flight."""
+        plans = instance.plans.values()
+        shapes = [tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks]) for plan in plans]
+        return sum([relay.latency.step_s(StepShape(chunks, 0, 0)) for chunks in shapes])
+
+    def _admit(self, state: RequestState, leader: InstanceBooks, helper: InstanceBooks) -> None:
+        books = self._books
+        if state.group is None:
+            state.group = PrefillGroup(member_ids=(leader.instance_id,), capability=books.broker.new_capability())
+        state.asked_ids = (*state.asked_ids, helper.instance_id)
+        shard = helper.shard(helper.num_prefill_blocks(state.request))
+        helper.take(state.key, shard.num_blocks, HoldKind.PREFILL)
+        books.commands.append(
+            AdmitPrefill(
+                instance_id=helper.instance_id,
+                request_id=state.key[0],
+                epoch=state.key[1],
+                shards=(shard,),
+                transfer=None,
+                group=PrefillGroup(
+                    member_ids=(leader.instance_id, helper.instance_id), capability=state.group.capability
+                ),
+            )
+        )
+
+    def _give_chunk(self, helper: InstanceBooks, relay: Relay, bundle: Bundle, now_s: float) -> bool:
+        """The next chunk of the first in order that it helps and that has one for it."""
+        helped = self._helping.get(helper.instance_id, {})
+        for state in in_order(bundle.order, [self._open[key] for key in helped], now_s):
+            leader = self._books.instances[state.prefill_ids[0]]
+            if helped[state.key] > now_s + self._free_s(leader, relay):
+                continue  # what it is sent of the tokens before arrives later than they are computed to here
+            start = state.num_planned_tokens
+            if start % leader.block_size or state.is_planned or not self._may_relay(leader):
+                continue
+            most = bundle.packing.num_tokens(helper.view, PartialStep(now_s), state.request, start)
+            num_tokens = self._cut(leader, state, most, relay)
+            if 0 < num_tokens < state.request.num_prompt_tokens - start:
+                self._plan(helper, leader, state, num_tokens, bundle, now_s)
+                return True
+        return False
+
+    def _plan(
+        self,
+        helper: InstanceBooks,
+        leader: InstanceBooks,
+        state: RequestState,
+        num_tokens: int,
+        bundle: Bundle,
+        now_s: float,
+    ) -> None:
+        start = state.num_planned_tokens
+        chunk = ChunkPlan(
+            request_id=state.key[0], epoch=state.key[1], start=start, num_tokens=num_tokens, is_last=False
+        )
+        plan = StepPlan(plan_id=helper.next_plan_id, chunks=(chunk,), with_decodes=False)
+        helper.begin_plan(plan)
+        helper.queue_tokens(num_tokens)
+        leader.queue_tokens(-num_tokens)
+        state.num_planned_tokens += num_tokens
+        state.num_chunks_in_flight += 1
+        state.rank_by(bundle.order)
+        self._modes.sent(helper, plan, now_s)
+        self._books.commands.append(RunStep(instance_id=helper.instance_id, plan=plan))
+        if state.num_chunks_in_flight == 1:
+            self._books.offer_again(state)
+
+
+def _token_bytes(instance: InstanceBooks) -> float:
+    layout = instance.profile.kv_layout
+    return layout.num_layers * layout.block_bytes / layout.block_size

@@ -1,0 +1,85 @@
+"""Relay: a long prompt's chunks computed by several instances in turn, each passing its KV on to the others.
+
+A chunk can begin while the one before it is still computed elsewhere: at each layer it waits for the KV of the tokens
+before it, which is written one layer ahead. So the chunks of ``size`` instances overlap but for a layer's time, nobody
+has to begin together, and what a group of them costs is its end: while the last chunks are computed, not everyone has
+one. Chunks therefore taper, down to those whose constant time is still a small part of their step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from pdmesh.model import InstanceId
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, ChunkSizer
+from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt, GroupLatency
+
+#: Chunks that are left for each member when the taper begins.
+_CHUNKS_LEFT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relay:
+    """Who computes a prompt together with its leader, and how long the chunks are."""
+
+    latency: LinearLatencyModel  # of one instance
+    max_members: int  # of a group; 1: never together
+    improvement_rate: float  # by which more members must bring the first token forward
+    bytes_per_s: float  # that an instance sends to others
+    min_step_s: float  # a chunk is so long, but for a prompt's last
+    step_overhead: float  # of the constant time of steps, as a share of them
+    _latencies: dict[float, GroupLatency] = field(default_factory=dict[float, GroupLatency])  # by bytes of a token's KV
+
+    def helpers(
+        self,
+        num_tokens: int,
+        num_done_tokens: int,
+        members: Collection[InstanceId],
+        pool: Sequence[FreeAt],
+        token_bytes: float,
+        max_members: int,
+    ) -> tuple[InstanceId, ...]:
+        """Who of the ``pool`` should help ``members``, which are in it, with the rest of a prompt.
+
+        Instances of the pool are free in so many seconds. A token's KV has ``token_bytes``. Those named are worth their
+        part now; they need not be free yet, and who is not will be asked about again at the next chunk.
+        """
+        latency = self._of_sizes(token_bytes, min(max_members, self.max_members))
+        if len(members) >= max(latency):
+            return ()
+        copy_s = num_done_tokens * token_bytes / self.bytes_per_s  # of all that was computed before
+        arriving = [(free_s if name in members else max(free_s, copy_s), name) for free_s, name in pool]
+        planner = ElasticPlanner(latency, self.improvement_rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
+        largest = planner.plan(num_tokens, num_done_tokens, members, arriving)[-1].members
+        return tuple([name for name in largest if name not in members])
+
+    def copy_s(self, num_tokens: int, token_bytes: float) -> float:
+        """Until who joins has the KV of so many tokens."""
+        return num_tokens * token_bytes / self.bytes_per_s
+
+    def chunk_tokens(self, start: int, num_left: int, num_members: int, most: int) -> int:
+        """The next chunk of a prompt with ``num_members``, of whom one has a step for ``most`` tokens."""
+        least = ChunkSizer(self.latency, num_left).largest(NOTHING, start, num_left, self.min_step_s)
+        return min(most, max(least, CHUNK_UNIT_TOKENS, num_left // (_CHUNKS_LEFT * num_members)))
+
+    def _of_sizes(self, token_bytes: float, most: int) -> GroupLatency:
+        known = self._latencies.get(token_bytes)
+        if known is None or len(known) != most:
+            sizes = range(1, most + 1)
+            known = self._latencies[token_bytes] = {size: self._of_size(size, token_bytes) for size in sizes}
+        return known
+
+    def _of_size(self, size: int, token_bytes: float) -> LinearLatencyModel:
+        """Each member computes its part of the tokens, and sends their KV to each other one meanwhile."""
+        model = self.latency
+        linear_s = model.b_s * (1 + self.step_overhead)
+        sent_s = token_bytes * (size - 1) / self.bytes_per_s
+        return replace(
+            model,
+            a_s=model.a_s + self.min_step_s * (1 - 1 / size),
+            b_s=max(linear_s, sent_s) / size,
+            c_s=model.c_s / size,
+            d_s=model.d_s / size,
+        )

@@ -1,0 +1,245 @@
+"""Prompts that several instances compute in turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, Restart, RunStep, SetGroup
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import (
+    BundleChangeRequested,
+    DrainRequested,
+    HelperJoined,
+    InstanceLost,
+    RequestArrived,
+    RequestCancelled,
+    RequestDropped,
+)
+from pdmesh.model import ChunkPlan, Epoch, InstanceId, RequestId, Role, StepPlan
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh.testing.modelled import modelled_profile
+
+#: A second for each token, and for each step half of one.
+POLICY = PolicyConfig(
+    latency=LinearLatencyModel(a_s=0.5, b_s=1.0, c_s=0.0, d_s=0.0),
+    prefill_step_s=64.5,
+    long_prompt_tokens=256,
+    slo_tpot_s=10.0,
+)
+LEADER, HELPER = InstanceId("p0"), InstanceId("p1")
+KEY = RequestId("long"), Epoch(0)
+
+
+def bench_of(
+    *,
+    num_prefill: int = 2,
+    relays: bool = True,
+    bundle: str = "pdmesh",
+    num_blocks: int = 1024,
+    role: Role = Role.PREFILL,
+    policy: PolicyConfig = POLICY,
+) -> CoreBench:
+    profiles = [
+        modelled_profile(f"p{i}", role, num_blocks=num_blocks, max_model_len=4096, num_layers=8, relays=relays)
+        for i in range(num_prefill)
+    ]
+    decode = modelled_profile("d", Role.DECODE, num_blocks=1024, max_model_len=4096, num_layers=8)
+    bench = CoreBench(*profiles, decode, config=CoreConfig(policy=policy))
+    bench.feed(BundleChangeRequested(bundle))
+    return bench
+
+
+def chunks_of(commands: list[Command]) -> list[tuple[str, ChunkPlan]]:
+    return [(step.instance_id, chunk) for step in of(RunStep, commands) for chunk in step.plan.chunks]
+
+
+def asked(commands: list[Command]) -> list[str]:
+    return [admit.instance_id for admit in of(AdmitPrefill, commands) if not admit.leads]
+
+
+def join(bench: CoreBench, instance_id: str = HELPER) -> list[Command]:
+    return bench.feed(HelperJoined(InstanceId(instance_id), *KEY))
+
+
+class Running:
+    """The plans in flight on each instance; `end` ends the first of one."""
+
+    def __init__(self, bench: CoreBench) -> None:
+        self.bench = bench
+        self.num_seen = 0
+
+    def plans(self) -> dict[str, list[StepPlan]]:
+        known = self.bench.core._books.instances
+        return {name: list(instance.plans.values()) for name, instance in known.items()}
+
+    def end(self, instance_id: str) -> list[Command]:
+        return self.bench.done(instance_id, self.plans()[instance_id][0])
+
+
+def test_whoever_has_an_opening_takes_the_next_chunk() -> None:
+    bench = bench_of()
+    placed = bench.arrive("long", 1024)
+    assert chunks_of(placed) == [
+        (LEADER, ChunkPlan(request_id=KEY[0], epoch=KEY[1], start=0, num_tokens=64, is_last=False))
+    ]
+    (admit,) = [admit for admit in of(AdmitPrefill, placed) if not admit.leads]
+    assert (admit.instance_id, admit.num_blocks, admit.transfer) == (HELPER, 256, None)
+    assert admit.group is not None
+    assert admit.group.member_ids == (LEADER, HELPER)
+    commands = join(bench)
+    told = of(SetGroup, commands)
+    assert [(each.instance_id, each.group.member_ids) for each in told] == [
+        (LEADER, (LEADER, HELPER)),
+        (HELPER, (LEADER, HELPER)),
+    ]
+    assert {each.group.capability for each in told} == {admit.group.capability}
+    assert [(name, chunk.start) for name, chunk in chunks_of(commands)] == [
+        (LEADER, 64),
+        (HELPER, 128),
+        (HELPER, 192),
+    ]  # one after the other in each round: the second chunk would be the helper's if it had joined before
+    running = Running(bench)
+    assert [(name, chunk.start) for name, chunk in chunks_of(running.end(HELPER))] == [(HELPER, 256)]
+    assert [(name, chunk.start) for name, chunk in chunks_of(running.end(LEADER))] == [(LEADER, 320)]
+
+
+def test_chunks_taper_and_the_last_one_is_the_leaders() -> None:
+    bench = bench_of()
+    bench.arrive("long", 1021)
+    join(bench)
+    running, seen = Running(bench), chunks_of(bench.commands)
+    while any(running.plans().values()):
+        for name in (HELPER, LEADER):
+            if running.plans()[name]:
+                running.end(name)
+    seen = sorted(chunks_of(bench.commands), key=lambda pair: pair[1].start)
+    assert [chunk.start for _, chunk in seen] == [0, *(chunk.start + chunk.num_tokens for _, chunk in seen[:-1])]
+    assert (seen[-1][0], seen[-1][1].is_last, sum(chunk.num_tokens for _, chunk in seen)) == (LEADER, True, 1021)
+    assert all(chunk.num_tokens % 4 == 0 and not chunk.is_last for _, chunk in seen[:-1])
+    assert {name for name, _ in seen} == {LEADER, HELPER}
+    assert seen[-1][1].num_tokens <= 36, "the end is computed by one alone"
+    freed = [free.instance_id for free in of(FreeKv, bench.commands)]
+    assert freed == [HELPER]
+    bench.released(HELPER, "long")
+    assert bench.free_blocks(HELPER) == 1024
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [
+        pytest.param(bench_of(relays=False), id="workers that know nothing of groups"),
+        pytest.param(bench_of(bundle="fcfs"), id="a bundle without"),
+        pytest.param(bench_of(num_blocks=500), id="no room left beside it"),
+        pytest.param(bench_of(num_prefill=1), id="alone"),
+    ],
+)
+def test_who_is_not_asked(bench: CoreBench) -> None:
+    assert not asked(bench.arrive("long", 1024))
+
+
+def test_a_prompt_that_gains_too_little_is_computed_alone() -> None:
+    assert not asked(bench_of().arrive("long", 64))
+
+
+def test_a_helper_takes_requests_of_its_own_first_and_helps_no_more_meanwhile() -> None:
+    bench = bench_of()
+    bench.arrive("long", 1024)
+    join(bench)
+    arrived = bench.arrive("other", 512)
+    assert [admit.instance_id for admit in of(AdmitPrefill, arrived)] == []  # both plans of the helper are in flight
+    commands = Running(bench).end(HELPER)
+    assert [(name, chunk.request_id) for name, chunk in chunks_of(commands)] == [(HELPER, "other")]
+    assert [(name, chunk.request_id) for name, chunk in chunks_of(Running(bench).end(HELPER))] == [(HELPER, "other")]
+
+
+def test_a_short_prompt_interrupts_a_helper() -> None:
+    bench = bench_of()
+    bench.arrive("long", 1024)
+    join(bench)
+    (step,) = of(RunStep, bench.arrive("short", 4))
+    assert step.plan.urgent
+    assert [chunk.request_id for chunk in step.plan.chunks] == ["short"]
+
+
+def test_who_joins_late_begins_when_it_has_been_sent_what_was_computed() -> None:
+    """512 B a token: 400 of them take 200 s, and the steps in flight 129."""
+    bench = bench_of(num_prefill=3, num_blocks=2048, policy=replace(POLICY, relay_bytes_per_s=1024.0))
+    bench.feed(DrainRequested(InstanceId("p2")))
+    assert asked(bench.arrive("long", 3000)) == [HELPER]
+    join(bench)
+    running = Running(bench)
+    for _ in range(3):
+        running.end(LEADER)
+        running.end(HELPER)
+    assert asked(bench.feed(DrainRequested(InstanceId("p2"), enabled=False))) == ["p2"]
+    assert not [name for name, _ in chunks_of(join(bench, "p2")) if name == "p2"], "it has nothing to go on"
+    bench.now_s += 100.0
+    assert [name for name, _ in chunks_of(running.end(HELPER))] == [HELPER, "p2", "p2"]
+
+
+@pytest.mark.parametrize("has_refused", [True, False])
+def test_who_does_not_join_costs_nothing(has_refused: bool) -> None:
+    bench = bench_of()
+    bench.arrive("long", 1024)
+    if has_refused:
+        bench.feed(RequestDropped(HELPER, *KEY, "stopping"))
+        commands = bench.released(HELPER, "long")
+    else:
+        commands = bench.feed(InstanceLost(HELPER))
+    assert not of(Restart, bench.commands)
+    assert [(name, chunk.start) for name, chunk in chunks_of(commands)] == [(LEADER, 64)]
+    assert not asked(Running(bench).end(LEADER)), "it is asked once"
+
+
+@pytest.mark.parametrize("lost", [LEADER, HELPER])
+def test_the_request_starts_again_without_a_member(lost: InstanceId) -> None:
+    bench = bench_of()
+    bench.arrive("long", 1024)
+    join(bench)
+    commands = bench.feed(InstanceLost(lost))
+    assert [restart.request_id for restart in of(Restart, commands)] == ["long"]
+    others = {LEADER, HELPER, "d"} - {lost}
+    assert {free.instance_id for free in of(FreeKv, commands)} == others
+
+
+def test_all_members_and_who_was_asked_are_freed_when_the_client_goes_away() -> None:
+    bench = bench_of(num_prefill=3)
+    assert asked(bench.arrive("long", 2048)) == [HELPER, "p2"]
+    join(bench)
+    commands = bench.feed(RequestCancelled(GATEWAY, *KEY))
+    assert {free.instance_id for free in of(FreeKv, commands)} == {LEADER, HELPER, "p2", "d"}
+    assert not of(SetGroup, join(bench, "p2")), "it hears that it is late"
+
+
+def test_a_helper_that_ends_its_last_chunk_after_the_leader_breaks_nothing() -> None:
+    """The leader needs the KV of a chunk, not its end: the helper may be freed in its last layer."""
+    bench = bench_of()
+    bench.arrive("long", 1024)
+    join(bench)
+    running = Running(bench)
+    while running.plans()[LEADER]:
+        running.end(LEADER)
+        if len(running.plans()[HELPER]) > 1:
+            running.end(HELPER)
+    (plan,) = running.plans()[HELPER]
+    assert [free.instance_id for free in of(FreeKv, bench.commands)] == [HELPER]
+    bench.done(HELPER, StepPlan(plan_id=plan.plan_id, chunks=(), with_decodes=False))
+    assert not of(Restart, bench.commands)
+
+
+def test_decodes_do_not_wait_for_the_chunks_of_others() -> None:
+    """The group rests while its leader has something to decode."""
+    bench = bench_of(role=Role.MIXED)
+    bench.arrive("long", 1024)
+    join(bench)
+    bench.feed(RequestArrived(a_request("short", 4, 100)))
+    leader = bench.core._books.instances[LEADER]
+    for step in of(RunStep, bench.commands):
+        if leader.num_decoding:
+            break
+        bench.done(step.instance_id, step.plan)
+    assert True
