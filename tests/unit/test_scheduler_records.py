@@ -124,6 +124,26 @@ def test_a_whole_life() -> None:
     assert summary(record) == expected
 
 
+def test_a_living_one_says_how_far_it_is() -> None:
+    told = Told()
+    told.arrived("r", 0.0)
+    assert state_of(told) == "prefilling"  # placed as it came
+    told.computed("r", 0.5)
+    assert state_of(told) == "decoding"
+    told.ended("r", 1.0, Outcome.RESTARTED)
+    told.arrived("r", 1.5, epoch=1, num_delivered=3)
+    assert state_of(told) == "prefilling"
+    told.ended("r", 2.0, Outcome.FINISHED, epoch=1)
+    assert state_of(told) == "finished"
+
+
+def state_of(told: Told) -> str:
+    record = told.records.get("r")
+    assert record is not None
+    assert record.is_under_way is (record.state != "finished")
+    return record.state
+
+
 def test_a_cancelled_one_says_so_and_claims_no_last_token() -> None:
     told = Told()
     told.arrived("r", 0.0)

@@ -64,7 +64,9 @@ class _Record:
         attempt = self.life.attempt
         if attempt.outcome is not None:
             return attempt.outcome
-        return "queued" if attempt.placed_s is None else "placed"
+        if attempt.placed_s is None:
+            return "queued"
+        return "prefilling" if attempt.num_done_tokens < attempt.request.num_prompt_tokens else "decoding"
 
     @property
     def first_token_s(self) -> float | None:

@@ -154,7 +154,7 @@ class RequestRecord(Message, frozen=True, kw_only=True):
     num_prompt_tokens: int  # the client's own, also of a resumed request
     bundle: str  # that placed it; while it waits, the one in use when it came
     entries: tuple[RecordEntry, ...]
-    state: str = ""  # "queued", "placed", or how it ended
+    state: str = ""  # "queued", "prefilling", "decoding", or how it ended
     num_output_tokens: int | None = None  # None until it finished
     # Seconds since its arrival, as the scheduler heard of them.
     first_token_s: float | None = None  # the prompt was computed, and the first token drawn from it
@@ -163,6 +163,11 @@ class RequestRecord(Message, frozen=True, kw_only=True):
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     slo_met: bool | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has not ended, in its newest epoch."""
+        return self.state in ("", "queued", "prefilling", "decoding")
 
 
 class RequestList(Message, frozen=True, kw_only=True):

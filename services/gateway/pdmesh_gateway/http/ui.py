@@ -115,9 +115,7 @@ class UiEndpoints:
 def _life(record: RequestRecord) -> dict[str, object]:
     state = record.state or "under way"
     output = "" if record.num_output_tokens is None else f", {record.num_output_tokens} output tokens"
-    ended = (
-        bool(record.entries) and record.entries[-1].what in ("ended", "released") and state not in ("queued", "placed")
-    )
+    ended = bool(record.entries) and record.entries[-1].what in ("ended", "released") and not record.is_under_way
     return {
         "title": f"{record.request_id}: {record.num_prompt_tokens} prompt tokens{output}, {state}",
         "ended": ended,
