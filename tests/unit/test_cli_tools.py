@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
 from pdmesh.cli.admin import instances_table, target
@@ -25,7 +25,9 @@ from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import Severity, check_memory, check_port, check_ptrace, check_transports
 from pdmesh.cli.http import Target
 from pdmesh.cli.processes import process_id
+from pdmesh.cli.request_view import requests_table
 from pdmesh.cli.state import MeshRecord, StateFolder
+from pdmesh.cli.terminal import terminal
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.model import InstanceId, Role
@@ -107,6 +109,43 @@ def test_the_status_table_fits_a_terminal_of_80_columns() -> None:
     header, row = console.file.getvalue().splitlines()
     assert row.split() == ["prefill-0", "prefill", "drained", "cpu", "1234567", "0", "0", "0", "8192/8192", "free"]
     assert header.split()[0] == "instance"
+
+
+def shown(width: int, *parts: RenderableType) -> str:
+    console = terminal()
+    console.width, console.file = width, io.StringIO()
+    for part in parts:
+        console.print(part)
+    return console.file.getvalue()
+
+
+def test_a_narrow_terminal_costs_the_ends_of_ids_and_no_column() -> None:
+    record = messages.RequestRecord(
+        request_id="0a57fd1ed650d5a659dfc0e3142cf4d7",
+        arrived_at=0.0,
+        num_prompt_tokens=131072,
+        bundle="pdmesh",
+        entries=(),
+        state="prefilling",
+        num_output_tokens=4096,
+        first_token_s=12.3456,
+        last_token_s=123.456,
+    )
+    labelled = msgspec.structs.replace(record, label="x" * 128)
+    for records in ([record], [record, labelled]):
+        header, *rows = shown(80, requests_table(records)).splitlines()
+        assert header.split()[-4:] == ["first", "ms", "last", "ms"]
+        for row in rows:
+            assert row.startswith("0a57fd1ed65")
+            assert row.split()[-4:] == ["131072", "4096", "12345.6", "123456.0"]
+    assert record.request_id in shown(120, requests_table([record]))
+
+
+def test_names_and_reasons_are_shown_as_they_are() -> None:
+    """Brackets are no markup: after `pdmesh drain [/]`, every list of operations ended in a traceback."""
+    (one,) = STATE.instances
+    odd = msgspec.structs.replace(STATE, instances=(msgspec.structs.replace(one, instance_id=InstanceId("a[/b]:x:")),))
+    assert "a[/b]:x:" in shown(80, instances_table(odd))
 
 
 def test_instances_stand_by_role_and_number_however_they_joined() -> None:

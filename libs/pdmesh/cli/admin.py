@@ -8,12 +8,13 @@ from typing import Any
 import anyio
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.request_view import print_choices, print_request, requests_table
 from pdmesh.cli.state import MeshRecord, StateFolder
+from pdmesh.cli.terminal import terminal
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.wire import messages
@@ -30,25 +31,18 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
         local = None if record is None else _public(record)
         typer.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
         return
-    console = Console()
+    console = terminal()
     if record is not None:
-        up_s = time.time() - record.started_at
-        grpc_address = next((s.facts.get("grpc_address", "") for s in record.services if s.name == "gateway"), "")
-        console.print(
-            f"mesh [bold]{record.name}[/]  http {record.http_address}  grpc {grpc_address}  model {record.model}  "
-            f"up {_duration(up_s)}",
-            highlight=False,
-        )
-    console.print(
-        f"{'[green]ready[/]' if answer.ready else f'[red]not ready[/]: {answer.reason}'}  "
-        f"waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}"
-        + (f"  batching {answer.batching}" if answer.batching else ""),
-        highlight=False,
-    )
+        console.print(_where(record))
+    verdict = ("ready", "green") if answer.ready else ("not ready", "red")
+    rest = "" if answer.ready else f": {answer.reason}"
+    batching = f"  batching {answer.batching}" if answer.batching else ""
+    figures = f"  waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}{batching}"
+    console.print(Text.assemble(verdict, rest, figures))
     console.print(instances_table(answer))
     for row in messages.in_order(answer.instances):
         if row.batching is not None:
-            console.print(f"{row.instance_id}  {batching_line(row.batching)}", highlight=False)
+            console.print(f"{row.instance_id}  {batching_line(row.batching)}")
     if answer.tenants:
         console.print()
         console.print(tenants_table(answer))
@@ -67,9 +61,9 @@ def show_request(config: MeshConfig, state: StateFolder, request_id: str, output
     if output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     elif isinstance(answer, messages.RequestRecord):
-        print_request(Console(), answer)
+        print_request(terminal(), answer)
     else:
-        print_choices(Console(), request_id, answer)
+        print_choices(terminal(), request_id, answer)
 
 
 def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Output) -> None:
@@ -81,7 +75,7 @@ def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Ou
     if output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        Console().print(requests_table(answer.requests))
+        terminal().print(requests_table(answer.requests))
 
 
 def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, str, SecurityConfig]:
@@ -94,6 +88,17 @@ def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, s
     if not record.scheduler_address:
         raise PdmeshError(f"mesh {state.name!r} is starting; see {state.folder}")
     return record, record.scheduler_address, record.security(config.security)
+
+
+def _where(record: MeshRecord) -> Text:
+    """Which mesh of this machine it is, and where it is reached: two lines, which fit 80 columns."""
+    up_s = time.time() - record.started_at
+    grpc_address = next((s.facts.get("grpc_address", "") for s in record.services if s.name == "gateway"), "")
+    return Text.assemble(
+        "mesh ",
+        (record.name, "bold"),
+        f"  model {record.model}  up {duration(up_s)}\nhttp {record.http_address}  grpc {grpc_address}",
+    )
 
 
 def _public(record: MeshRecord) -> dict[str, Any]:
@@ -157,7 +162,8 @@ def _blocks(row: messages.InstanceStatus) -> str:
     return text + (f", {row.num_quarantined_blocks} quarantined" if row.num_quarantined_blocks else "")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """In the two largest units that matter."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 import anyio
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from pdmesh.cli.admin import target
+from pdmesh.cli.admin import duration, target
 from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_line
+from pdmesh.cli.terminal import terminal
 from pdmesh.core.events import OperationRequested
 from pdmesh.core.operations import OperationState
 from pdmesh.errors import InstanceUnavailable, ProtocolError
@@ -109,10 +109,10 @@ def list_operations(asked: Asked) -> None:
     for column in ("id", "operation", "instance", "state", "left", "since", "detail"):
         table.add_column(column)
     for each in answer.operations:
-        since = f"{time.time() - each.began_at:.0f} s ago"
+        since = f"{duration(time.time() - each.began_at)} ago"
         left = str(each.num_left) if each.state == OperationState.RUNNING else ""
         table.add_row(each.operation_id, _what(each), each.instance_id, each.state, left, since, each.detail)
-    Console().print(table)
+    terminal().print(table)
 
 
 def show_operation(asked: Asked, operation_id: str) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from pdmesh.cli.options import Output
 
@@ -34,7 +35,7 @@ def progress_line(output: Output = Output.TABLE) -> Iterator[Callable[[str], Non
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("") as status:
-            yield status.update
+            yield lambda line: status.update(Text(line))
         return
     said = ""
 
@@ -42,7 +43,7 @@ def progress_line(output: Output = Output.TABLE) -> Iterator[Callable[[str], Non
         nonlocal said
         if line != said:
             said = line
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     yield say
 

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pdmesh.metrics import tpot_between_s
 from pdmesh.wire.messages import RequestList, RequestRecord
@@ -14,12 +15,9 @@ from pdmesh.wire.messages import RequestList, RequestRecord
 
 def print_request(console: Console, record: RequestRecord) -> None:
     arrived = datetime.fromtimestamp(record.arrived_at).astimezone().isoformat(sep=" ", timespec="milliseconds")
-    console.print(
-        f"request [bold]{record.request_id}[/]  arrived {arrived}  "
-        f"prompt {record.num_prompt_tokens} tokens  policy {record.bundle}",
-        highlight=False,
-    )
-    console.print(summary(record), highlight=False)
+    console.print(Text.assemble("request ", (record.request_id, "bold"), f"  arrived {arrived}"))
+    console.print(f"prompt {record.num_prompt_tokens} tokens  policy {record.bundle}")
+    console.print(summary(record))
     table = Table(box=None, pad_edge=False)
     table.add_column("ms", justify="right")
     table.add_column("+ms", justify="right")
@@ -34,21 +32,22 @@ def print_request(console: Console, record: RequestRecord) -> None:
 
 
 def print_choices(console: Console, request_id: str, choices: RequestList) -> None:
-    console.print(
-        f"request [bold]{request_id}[/] fits {len(choices.requests)} requests; give one of their ids", highlight=False
-    )
+    fits = f" fits {len(choices.requests)} requests; give one of their ids"
+    console.print(Text.assemble("request ", (request_id, "bold"), fits))
     console.print(requests_table(choices.requests))
 
 
 def requests_table(requests: Sequence[RequestRecord]) -> Table:
-    """A line for each."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("id", min_width=max((len(record.request_id) for record in requests), default=0))  # never cut
+    """A line for each. Where the terminal is too narrow, ids lose their ends: any beginning of one names it."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("id", min_width=12, overflow="ellipsis")
     has_labels = any(record.label for record in requests)
-    for column in ("label", "arrived", "state") if has_labels else ("arrived", "state"):
-        table.add_column(column)
+    if has_labels:
+        table.add_column("label", min_width=12, overflow="ellipsis")
+    for column in ("arrived", "state"):
+        table.add_column(column, no_wrap=True)
     for column in ("prompt", "output", "first ms", "last ms"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for record in requests:
         table.add_row(
             record.request_id,
