@@ -66,8 +66,8 @@ def test_a_frame_says_what_the_page_says() -> None:
         "policy pdmesh",
         "running 1",
         "waiting 2",
-        "TTFT 100 ms / 1.5 s",
-        "ITL -",
+        "TTFT p50 / p99  100 ms / 1.5 s",
+        "ITL p50 / p99  -",
         "prefill-0",
         "25 %",
     ):
@@ -87,6 +87,12 @@ def test_timelines_have_the_share_of_each_half_second_that_steps_took() -> None:
     assert timelines.of("i").strip() == ""
 
 
+def test_a_step_of_a_lifetime_is_drawn_at_once() -> None:
+    timelines = Timelines()
+    timelines.take(1e9, [["i", 0.0, 1e9, 1, 0, False]])
+    assert timelines.of("i") == "█" * (NUM_CELLS - 1) + " "
+
+
 def served(monkeypatch: pytest.MonkeyPatch, handle: Any) -> None:
     def client(*_: Any, **__: Any) -> httpx.Client:
         return httpx.Client(transport=httpx.MockTransport(handle), base_url="http://gateway")
@@ -100,6 +106,7 @@ def test_once_prints_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = CliRunner().invoke(app, ["top", "--once"])
     assert shown.exit_code == 0, shown.output
     assert "prefill-0" in shown.output
+    assert "steps of" not in shown.output  # there is no time to look back on
     as_json = CliRunner().invoke(app, ["top", "-o", "json"])
     assert json.loads(as_json.output) == FRAME
 

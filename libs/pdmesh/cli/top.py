@@ -9,13 +9,14 @@ from typing import Any
 
 import httpx
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import Output
+from pdmesh.cli.terminal import terminal
 from pdmesh.errors import PdmeshError
 
 #: One character of an instance's timeline, seconds; and how many there are.
@@ -43,7 +44,8 @@ class Timelines:
         self._last_cell = int(now_s / CELL_S)
         for instance_id, begin_s, end_s, *_ in steps:
             cells = self._busy_s[instance_id]
-            for cell in range(int(begin_s / CELL_S), int(end_s / CELL_S) + 1):
+            first = max(int(begin_s / CELL_S), self._last_cell - NUM_CELLS + 1)  # of one that took hours, too
+            for cell in range(first, int(end_s / CELL_S) + 1):
                 cells[cell] += min(end_s, (cell + 1) * CELL_S) - max(begin_s, cell * CELL_S)
         oldest = self._last_cell - NUM_CELLS
         for cells in self._busy_s.values():
@@ -65,7 +67,7 @@ def run_top(target: Target, *, once: bool, output: Output) -> None:
                 _show_once(next(_frames(client)), output)
                 return
             timelines = Timelines()
-            with Live(Text("waiting for the mesh"), screen=True, auto_refresh=False) as live:
+            with Live(Text("waiting for the mesh"), console=terminal(), screen=True, auto_refresh=False) as live:
                 for frame in _frames(client):
                     timelines.take(frame["now_s"], frame["steps"])
                     live.update(view(frame, timelines), refresh=True)
@@ -79,9 +81,7 @@ def _show_once(frame: Frame, output: Output) -> None:
     if output is Output.JSON:
         typer.echo(json.dumps(frame, indent=2))
         return
-    timelines = Timelines()
-    timelines.take(frame["now_s"], frame["steps"])
-    Console().print(view(frame, timelines))
+    terminal().print(view(frame, None))
 
 
 def _frames(client: httpx.Client) -> Iterator[Frame]:
@@ -105,21 +105,22 @@ def _reason(response: httpx.Response) -> str:
     return refusal(response)
 
 
-def view(frame: Frame, timelines: Timelines) -> RenderableType:
-    """One frame as text."""
+def view(frame: Frame, timelines: Timelines | None) -> RenderableType:
+    """One frame as text; without the steps where no time was watched."""
     reason = frame["unready_reason"]
     head = Text.assemble(
         ("pdmesh ", "bold"),
         ("serving" if reason is None else reason, "green" if reason is None else "bold red"),
         f"  {frame['model']}  policy {frame['bundle']}  running {frame['num_running']}  waiting {frame['num_waiting']}",
-        f"  TTFT {_percentiles(frame['ttft_s'])}  ITL {_percentiles(frame['itl_s'])}",
+        f"\nTTFT p50 / p99  {_percentiles(frame['ttft_s'])}   ITL p50 / p99  {_percentiles(frame['itl_s'])}",
     )
     return Group(head, Text(), _instances(frame, timelines), Text(), _requests(frame))
 
 
-def _instances(frame: Frame, timelines: Timelines) -> Table:
+def _instances(frame: Frame, timelines: Timelines | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("instance", f"steps of {NUM_CELLS * CELL_S:g} s", "KV blocks"):
+    steps = [] if timelines is None else [f"steps of {NUM_CELLS * CELL_S:g} s"]
+    for title in ("instance", *steps, "KV blocks"):
         table.add_column(title, no_wrap=True)
     for title in ("prefills", "decodes", "queued"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -129,7 +130,7 @@ def _instances(frame: Frame, timelines: Timelines) -> Table:
         taken, total = item["num_taken_blocks"], max(item["num_blocks"], 1)
         table.add_row(
             Text.assemble((item["id"], style), (state, "red")),
-            Text(timelines.of(item["id"]), style),
+            *([] if timelines is None else [Text(timelines.of(item["id"]), style)]),
             f"{_bar(taken / total)} {100 * taken / total:3.0f} %",
             str(item["num_prefilling"]),
             str(item["num_decoding"]),
