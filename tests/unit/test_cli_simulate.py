@@ -29,10 +29,14 @@ def test_bundles_side_by_side() -> None:
     assert done.stderr == ""
     profile, header, *rows = done.stdout.splitlines()
     assert profile.startswith("instances: a100-llama3-8b")
+    assert profile.endswith(": 2 prefill + 1 decode")
     assert header.split() == ["fcfs", "sjf"]
     assert rows[0].split() == ["short:", "finished", *["20", "of", "20"] * 2]
     assert all(len(row) <= 80 for row in rows)
     assert "makespan, s" in done.stdout
+    assert "goodput" not in done.stdout  # of which there is none without targets
+    with_target = pdmesh("simulate", "--limit", "20", "--slo-ttft", "10")
+    assert "goodput, requests/s" in with_target.stdout
 
 
 def test_json_is_the_same_bytes_for_the_same_seed() -> None:

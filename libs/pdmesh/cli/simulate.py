@@ -20,6 +20,7 @@ from pdmesh.cli.study import StudyOptions, described, make_study
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
+from pdmesh.model import PoolCounts
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import group_model
 from pdmesh.sim.mesh import MeshShape, study_core
@@ -100,7 +101,8 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         typer.echo(json.dumps(record, indent=2))
     else:
         console = Console()
-        console.print(described(study.profile), highlight=False)
+        pools = PoolCounts(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
+        console.print(f"{described(study.profile)}: {pools}", highlight=False)
         console.print(figures_table(reports))
 
 
@@ -150,7 +152,8 @@ def figures_table(reports: Mapping[str, SimReport]) -> Table:
         if any(group.num_requests for group in groups):
             for row in _group_rows(name, groups):
                 table.add_row(*row)
-    table.add_row("goodput, requests/s", *(_one(run.goodput_per_s) for run in runs))
+    if any(run.goodput_per_s is not None for run in runs):
+        table.add_row("goodput, requests/s", *(_one(run.goodput_per_s) for run in runs))
     table.add_row("output tokens/s", *(_one(run.output_tokens_per_s) for run in runs))
     table.add_row("busy", *("-" if run.busy_share is None else f"{run.busy_share:.1%}" for run in runs))
     table.add_row("makespan, s", *(_one(run.makespan_s) for run in runs))

@@ -52,7 +52,7 @@ class SimReport:
     all: GroupReport
     makespan_s: float  # from the first arrival to the last token
     output_tokens_per_s: float | None
-    goodput_per_s: float | None  # requests that kept their objective
+    goodput_per_s: float | None  # requests that kept their objective; None where nobody has one
     busy_share: float | None  # of the instances' time until the last token
     num_events: int
 
@@ -65,13 +65,14 @@ def report(result: SimResult, *, long_tokens: int, slo: Slo) -> SimReport:
     num_tokens = sum(len(run.token_times_s) for run in runs)
     busy_s = sum(step.duration_s for instance in result.instances for step in instance.steps)
     instances_s = makespan_s * len(result.instances)
+    has_target = any(_objective(run, slo) != metrics.NO_SLO for run in runs)
     return SimReport(
         short=_group([run for run in runs if run.request.num_prompt_tokens < long_tokens], start_s, slo),
         long=_group([run for run in runs if run.request.num_prompt_tokens >= long_tokens], start_s, slo),
         all=_group(runs, start_s, slo),
         makespan_s=makespan_s,
         output_tokens_per_s=num_tokens / makespan_s if makespan_s > 0 else None,
-        goodput_per_s=metrics.goodput([_met(run, slo) for run in runs], makespan_s),
+        goodput_per_s=metrics.goodput([_met(run, slo) for run in runs], makespan_s) if has_target else None,
         busy_share=busy_s / instances_s if instances_s > 0 else None,
         num_events=result.num_events,
     )
@@ -100,6 +101,9 @@ def _end_s(runs: Sequence[RequestRun], start_s: float) -> float:
 
 
 def _met(run: RequestRun, slo: Slo) -> bool:
-    request = run.request
-    own = slo.with_own(request.slo_ttft_s, request.slo_tpot_s)
-    return run.outcome is Outcome.FINISHED and metrics.meets_slo(own, request.arrival_s, run.token_times_s)
+    own = _objective(run, slo)
+    return run.outcome is Outcome.FINISHED and metrics.meets_slo(own, run.request.arrival_s, run.token_times_s)
+
+
+def _objective(run: RequestRun, slo: Slo) -> Slo:
+    return slo.with_own(run.request.slo_ttft_s, run.request.slo_tpot_s)
