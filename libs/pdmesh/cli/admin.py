@@ -54,7 +54,7 @@ def show_request(config: MeshConfig, state: StateFolder, request_id: str, output
     Raises PdmeshError if it is not remembered or no mesh can be asked.
     """
     _, address, security = target(config, state)
-    question = messages.GetRequest(request_id=request_id)
+    question = messages.GetRequest(request_id=request_id.rstrip("…"))  # as a narrow terminal shows it
     answer = anyio.run(ask_scheduler, address, security, question)
     if not isinstance(answer, messages.RequestRecord | messages.RequestList):
         raise ProtocolError("the scheduler answered another question")

@@ -38,6 +38,7 @@ from pdmesh.cli.state import DEFAULT_NAME, state_folder
 from pdmesh.cli.study_commands import app as study_app
 from pdmesh.cli.tls import app as tls_app
 from pdmesh.config import MeshConfig
+from pdmesh.errors import ConfigError
 
 app = typer.Typer(
     name="pdmesh",
@@ -76,8 +77,10 @@ def pdmesh(
     """A disaggregated serving mesh for large language models."""
 
 
+@app.command("serve", hidden=True)  # its name in vLLM
 @app.command()
 def up(
+    checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     model: Model = None,
     host: Annotated[str | None, typer.Option(help="Where the gateway listens. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one. [default: 8000]")] = None,
@@ -108,10 +111,12 @@ def up(
     from pdmesh.cli.plan import make_pools
     from pdmesh.cli.up import MeshRun, up_detached
 
+    if checkpoint is not None and model is not None:
+        raise ConfigError(f"two models: {checkpoint!r} and, by --model, {model!r}; give one")
     tree = build_config(
         config,
         settings,
-        model=model,
+        model=checkpoint or model,
         gateway__host=host,
         gateway__port=port,
         worker__served_model_name=served_model_name,
