@@ -191,6 +191,9 @@ class TransferConfig:
     num_receive_buffers: Annotated[int, COUNT, "of the size of one piece"] = 16
     deadline_s: Annotated[float, "to land, once granted and wholly computed"] = 120.0
     no_progress_s: Annotated[float, "one piece"] = 10.0
+    group_no_progress_s: Annotated[
+        float, "a prompt that several instances compute is given up where for so long no KV comes that it waits for"
+    ] = 30.0
     ucx_tls: Annotated[
         str | None,
         "passed to UCX as it is, and must leave a network transport; if not set, UCX's own choice (and UCX_TLS)",

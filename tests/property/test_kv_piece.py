@@ -21,7 +21,18 @@ KEY = MeshKey("the mesh's")
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 
 
-OTHERS = {"kind", "request_key", "epoch", "capability", "checksum", "source", "destination", "has_token", "part"}
+OTHERS = {
+    "kind",
+    "request_key",
+    "epoch",
+    "capability",
+    "checksum",
+    "source",
+    "destination",
+    "num_members",
+    "has_token",
+    "part",
+}
 
 
 def spans(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[IndexRange]:
@@ -37,14 +48,10 @@ headers = st.builds(
     checksum=u64,
     source=u16,
     destination=u16,
+    num_members=u16,
     has_token=st.booleans(),
     part=st.builds(KvPart, spans(u32), spans(u16), spans(u16)),
-    **{
-        name: u32
-        for name in (field.name for field in fields(PieceHeader))
-        if name
-        not in {"kind", "request_key", "epoch", "capability", "checksum", "source", "destination", "has_token", "part"}
-    },
+    **{name: u32 for name in (field.name for field in fields(PieceHeader)) if name not in OTHERS},
 )
 
 
@@ -110,6 +117,7 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         chunk=3,
         source=14,
         destination=15,
+        num_members=16,
         part=KvPart(IndexRange(4, 5), IndexRange(6, 16), IndexRange(9, 10)),
         payload_bytes=7,
         checksum=8,
@@ -119,7 +127,7 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         token_index=13,
     )
     assert packed(header)[:84].hex() == (
-        "70644b330101000001000000000102030405060708090a0b0c0d0e0f0200000000000000"
+        "70644b340101100001000000000102030405060708090a0b0c0d0e0f0200000000000000"
         "0e000f00030000000400000005000000060010000900"
         "0a000700000008000000000000000b0000000c0000000d000000"
     )

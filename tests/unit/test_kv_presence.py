@@ -161,7 +161,7 @@ class CarelessBell(TurnedBell):
 
 def waits_for_pages(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
     """Two layers' pages come from two threads, urgent work in between."""
-    here = KvPresence(bell, num_layers=2, num_blocks=3, no_progress_s=LIMIT_S)
+    here = KvPresence(bell, num_layers=2, num_blocks=3, no_progress_s=LIMIT_S, clock=lambda: 0.0)
     inbox: list[str] = []
     done: list[str] = []
     urgent = Urgent(lambda: bool(inbox), lambda: done.append(inbox.pop()))
@@ -186,7 +186,7 @@ def waits_for_pages(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
 
 
 def is_aborted(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
-    here = KvPresence(bell, num_layers=1, num_blocks=2, no_progress_s=LIMIT_S)
+    here = KvPresence(bell, num_layers=1, num_blocks=2, no_progress_s=LIMIT_S, clock=lambda: 0.0)
 
     def engine() -> None:
         assert not here.wait(0, 2, NOTHING)
@@ -203,7 +203,7 @@ def is_aborted(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
 
 def waits_for_urgent_work_only(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
     """What was urgent ends the waiting, as when it frees the request."""
-    here = KvPresence(bell, num_layers=1, num_blocks=1, no_progress_s=LIMIT_S)
+    here = KvPresence(bell, num_layers=1, num_blocks=1, no_progress_s=LIMIT_S, clock=lambda: 0.0)
     inbox: list[None] = []
 
     def run() -> None:
@@ -273,7 +273,7 @@ def test_no_random_schedule_loses_a_wake_up(scenario: Scenario, random: Any) -> 
 
 
 def test_pages_may_come_in_any_order() -> None:
-    here = KvPresence(Bell(), num_layers=2, num_blocks=5, no_progress_s=LIMIT_S)
+    here = KvPresence(Bell(), num_layers=2, num_blocks=5, no_progress_s=LIMIT_S, clock=lambda: 0.0)
     for first, count in ((3, 2), (1, 1), (0, 1)):
         assert not here.has(1, 3)
         here.add(1, first, count)

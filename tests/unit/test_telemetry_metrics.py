@@ -18,6 +18,7 @@ from pdmesh.core.events import Event, InstanceJoined, KvReleased, RequestArrived
 from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import ExchangedBytes, TransferCounters
 from pdmesh.metrics import Slo
 from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, RejectReason, Request, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
@@ -120,7 +121,7 @@ async def test_a_workers() -> None:
         model="m",
         block_size=16,
         stages=lambda: {"decoding": 1},
-        num_dropped_pieces=lambda: {"checksum": 1},
+        pieces=lambda: TransferCounters(0, 0, 0, 0, ExchangedBytes(0, 0), {"checksum": 1}, 0, 0, 0),
     )
     assert served(metrics.registry) == documented("Worker")
 

@@ -17,6 +17,9 @@ under way.
 **Receiving** (decode). ``mover.expect(...)`` with the reserved blocks. Exactly one outcome follows: `LandedTransfer`
 (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
 
+**Groups.** ``mover.groups.open(...)`` when a member of a prefill group is admitted, ``mover.groups.set_members(...)``
+when it is told who the members are (`pdmesh.kv.exchange`). The only outcome is `FailedExchange`: it cannot go on.
+
 **Freeing.** ``mover.cancel(request_id, epoch)`` first (idempotent, unknown requests are fine, no outcome follows), then
 ``pool.free(block_ids, on_released=...)``: blocks that a running copy still touches stay quarantined until it ends,
 and ``on_released`` is called when the last one is free (at once if none is). After a `FailedTransfer` or `SentTransfer`
@@ -29,23 +32,25 @@ loop.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 import structlog
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.groups import KvGroups
+from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome, PausedTransfer
+from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.kv.sender import KvDestination, KvSender
@@ -60,6 +65,13 @@ log = structlog.get_logger()
 COPY_THREADS = 2
 
 
+class ExchangedBytes(NamedTuple):
+    """Of KV between members of prefill groups."""
+
+    sent: int
+    received: int
+
+
 class TransferCounters(NamedTuple):
     """Totals since the start, and what is under way. ``dropped`` counts pieces by the reason they were dropped for."""
 
@@ -67,7 +79,9 @@ class TransferCounters(NamedTuple):
     num_bytes_sent: int
     num_pieces_received: int
     num_bytes_received: int
+    num_bytes_exchanged: ExchangedBytes  # beside the transfers'
     dropped: Mapping[str, int]
+    num_exchanging: int
     num_sending: int
     num_receiving: int
 
@@ -111,6 +125,24 @@ class KvMover:
         self._stack = AsyncExitStack()
         self._stack.enter_context(self._store.serving(self._transport.memory))
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        self._reader = PieceReader(
+            store=self._store, pool=self._pool, key=self._key, copies=self._copies, tasks=self._tasks
+        )
+        #: What members of prefill groups exchange.
+        self.groups = KvGroups(
+            store=self._store,
+            reader=self._reader,
+            make_writer=partial(
+                PieceWriter, store=self._store, transport=self._transport, key=self._key, copies=self._copies
+            ),
+            call_soon=self._call_soon,
+            tasks=self._tasks,
+            admit=self._admit,
+            no_progress_s=self._config.group_no_progress_s,
+            clock=self._clock,
+            on_outcome=self._on_outcome,
+            on_dropped=self._count_dropped,
+        )
         self._tasks.start_soon(self._receive)
         return self
 
@@ -205,7 +237,8 @@ class KvMover:
             self._admit(address)
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Stop sending and receiving this epoch and older, without an outcome. Idempotent."""
+        """Stop sending, receiving and exchanging this epoch and older, without an outcome. Idempotent."""
+        self.groups.end(request_id, epoch, "the request was freed")
         key = request_key(request_id)
         self._cancel_sender(key, epoch)
         receiver = self._receivers.get(key)
@@ -214,6 +247,7 @@ class KvMover:
 
     def forget(self, address: bytes) -> None:
         """The peer at this data address is gone: what is being sent there fails, and its endpoint is closed."""
+        self.groups.forget(address)
         self._tasks.start_soon(self._transport.forget, address)
 
     def counters(self) -> TransferCounters:
@@ -222,7 +256,9 @@ class KvMover:
             num_bytes_sent=self._num_bytes_sent + sum(sender.num_bytes for sender, _ in self._senders.values()),
             num_pieces_received=self._num_pieces_received,
             num_bytes_received=self._num_bytes_received,
+            num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.num_bytes_received),
             dropped=dict(self._dropped),
+            num_exchanging=len(self.groups),
             num_sending=len(self._senders),
             num_receiving=len(self._receivers),
         )
@@ -230,6 +266,7 @@ class KvMover:
     def check_integrity(self) -> None:
         self._transport.check_integrity()
         self._pool.check_integrity()
+        self.groups.check_integrity()
         for receiver in self._receivers.values():
             receiver.check_integrity()
 
@@ -316,7 +353,9 @@ class KvMover:
             except ProtocolError:
                 self._drop(piece, "malformed")
                 continue
-            if header.kind is PieceKind.LANDED:
+            if header.request_key in self.groups:
+                self.groups.take(header, piece)
+            elif header.kind is PieceKind.LANDED:
                 self._take_landed(header, piece)
             elif header.kind is PieceKind.ABORT:
                 self._take_abort(header, piece)
@@ -324,8 +363,11 @@ class KvMover:
                 self._take_kv_or_commit(header, piece)
 
     def _drop(self, piece: ReceivedPiece, reason: str) -> None:
-        self._dropped[reason] += 1
+        self._count_dropped(reason)
         piece.release()
+
+    def _count_dropped(self, reason: str) -> None:
+        self._dropped[reason] += 1
 
     def _take_landed(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         sender, _ = self._senders.get(header.request_key, (None, None))
@@ -366,38 +408,21 @@ class KvMover:
                 self._check_landed(receiver)
         elif reason := receiver.claim(header, len(piece.payload)):
             self._drop(piece, reason)
-        elif header.payload_bytes <= self._store.inline_copy_bytes:
-            self._end_copy(receiver, header, piece, self._copy_in(receiver, header, piece))
         else:
-            # As many of these at once as there are receive buffers.
-            self._tasks.start_soon(self._copy_off_loop, receiver, header, piece)
+            self._reader.read(
+                header,
+                piece,
+                receiver.block_ids_of(header),
+                is_wanted=lambda: self._receivers.get(receiver.key) is receiver,
+                on_read=partial(self._read, receiver, header),
+            )
 
-    async def _copy_off_loop(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece) -> None:
-        if self._receivers.get(receiver.key) is not receiver:
-            self._drop(piece, "unknown")  # freed since: the blocks may be another request's by now
+    def _read(self, receiver: KvReceiver, header: PieceHeader, fault: str | None) -> None:
+        if fault is not None:
+            self._count_dropped(fault)
+            if fault == "checksum":
+                self._give_up(receiver, f"a piece of layer {header.part.layers.start} was damaged on the way")
             return
-        try:
-            with self._pool.pinned(receiver.block_ids_of(header)):
-                copy = functools.partial(self._copy_in, receiver, header, piece)
-                valid = await anyio.to_thread.run_sync(copy, limiter=self._copies)
-        except BaseException:
-            piece.release()
-            raise
-        self._end_copy(receiver, header, piece, valid)
-
-    def _copy_in(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece) -> bool:
-        """Check the payload and copy it into its blocks. False, and nothing copied, if it was damaged on the way."""
-        if self._key.checksum(piece.payload) != header.checksum:
-            return False
-        self._store.scatter(header.part.layers.start, receiver.block_ids_of(header), piece.payload)
-        return True
-
-    def _end_copy(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece, valid: bool) -> None:
-        if not valid:
-            self._drop(piece, "checksum")
-            self._give_up(receiver, f"a piece of layer {header.part.layers.start} was damaged on the way")
-            return
-        piece.release()
         self._num_pieces_received += 1
         self._num_bytes_received += header.payload_bytes
         receiver.place(header)

@@ -53,7 +53,16 @@ class PausedTransfer:
     epoch: Epoch
 
 
-TransferOutcome = SentTransfer | LandedTransfer | FailedTransfer | PausedTransfer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedExchange:
+    """A member of a prefill group: it can neither pass its KV on nor wait for that of others."""
+
+    request_id: RequestId
+    epoch: Epoch
+    reason: str
+
+
+TransferOutcome = SentTransfer | LandedTransfer | FailedTransfer | PausedTransfer | FailedExchange
 
 #: Called on the event loop; must not block.
 OnOutcome = Callable[[TransferOutcome], None]

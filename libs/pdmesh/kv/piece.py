@@ -17,8 +17,8 @@ from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK3"  # the digit is the version
-_FIELDS = struct.Struct("<4sB?2xI16sQ2HI2I4HIQ3I")
+_MAGIC = b"pdK4"  # the digit is the version
+_FIELDS = struct.Struct("<4sB?HI16sQ2HI2I4HIQ3I")
 _USED = _FIELDS.size + SEAL_BYTES
 assert _USED <= HEADER_BYTES
 
@@ -33,6 +33,8 @@ class PieceKind(IntEnum):
     COMMIT = 2  # source to destination, after its last KV: what it sent, and the first token if it drew it
     LANDED = 3  # destination to each source: everything is in place
     ABORT = 4  # either way: the other side gave up
+    HELLO = 5  # one member of a prefill group to another: KV may be sent here
+    WELCOME = 6  # the same, in answer to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +42,12 @@ class PieceHeader:
     """What a piece says of itself. Fields that its kind does not use are 0."""
 
     kind: PieceKind
-    request_key: bytes  # see `request_key`
+    request_key: bytes  # see `request_key`; between members of a group `pdmesh.kv.exchange.exchange_key`
     epoch: Epoch
     capability: int
-    source: int = 0  # which of the transfer's sources and destinations this is between
+    source: int = 0  # which of the transfer's sources and destinations, or of a group's members, this is between
     destination: int = 0
+    num_members: int = 0  # KV between members of a group: so many of them are sent it by who computed it
     chunk: int = 0
     part: KvPart = NO_PART  # KV: what the payload is, of one layer; COMMIT: all that this source has sent
     payload_bytes: int = 0
@@ -68,6 +71,7 @@ def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
         _MAGIC,
         header.kind,
         header.has_token,
+        header.num_members,
         header.epoch,
         header.request_key,
         header.capability,
@@ -90,7 +94,7 @@ def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
     """Inverse of `pack_header`. Raises ProtocolError, and nothing else, for anything else."""
     if len(data) < _USED:
         raise ProtocolError(f"a piece header of {len(data)} bytes")
-    magic, kind, has_token, epoch, request, capability, *numbers = _FIELDS.unpack_from(data)
+    magic, kind, has_token, num_members, epoch, request, capability, *numbers = _FIELDS.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError("not a piece of this version")
     if not key.opens(data[: _FIELDS.size], data[_FIELDS.size : _USED]):
@@ -106,6 +110,7 @@ def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
         capability=capability,
         source=source,
         destination=destination,
+        num_members=num_members,
         chunk=chunk,
         part=KvPart(IndexRange(*spans[:2]), IndexRange(*spans[2:4]), IndexRange(*spans[4:])),
         payload_bytes=payload_bytes,

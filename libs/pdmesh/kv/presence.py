@@ -8,7 +8,6 @@ bell's lock, and the thread looks again under that lock before it sleeps: so no 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -57,7 +56,7 @@ class KvPresence:
         num_layers: int,
         num_blocks: int,
         no_progress_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._bell = bell
         self._here = [bytearray(num_blocks) for _ in range(num_layers)]

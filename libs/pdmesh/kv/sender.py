@@ -108,6 +108,10 @@ class KvSender:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
             self._store.when_written(lambda: self._call_soon(lambda: self._add_ready(blocks)))
 
+    def blocks_landed(self, blocks: Blocks) -> None:
+        """The same of blocks that another instance computed, and that are in place here now. Event loop only."""
+        self._add_ready(blocks)
+
     def commit(self, first_token: FirstToken | None) -> None:
         """All that this source computes is computed; ``first_token`` if it drew it. Event loop only.
 

@@ -1,8 +1,9 @@
 """An engine without a model, whose output proves that the right KV was in the right place.
 
-The KV that `FakeEngine` writes is a function of token, position, layer and of the KV *before* it as read back from the
-cache; each token it draws is a hash of the whole context's KV, again as read back. So a chunk computed out of order, a
-piece moved to the wrong block or one byte lost on the way changes the output, and `reference_output` says what it
+The KV that `FakeEngine` writes is a function of token, position, layer and of the KV up to it in the layer before, as
+read back from the cache after that layer's hook, as with a real model; each token it draws is a hash of the whole
+context's KV, again as read back. So a chunk computed out of order, a layer that did not wait for another instance's KV,
+a piece moved to the wrong block or one byte lost on the way changes the output, and `reference_output` says what it
 should have been. With ``checks_kv=False`` the cache is left alone and a step costs next to nothing: the stand-in for
 benchmarks of everything else.
 """
@@ -109,8 +110,8 @@ def timed_by(model: LatencyModel) -> Callable[[Sequence[SequenceSlice]], float]:
 class FakeEngine:
     """Implements `pdmesh.engine.base.Engine`.
 
-    ``step_s`` is the latency model: seconds that a batch takes, evenly over its layers (`timed_by`). ``fails`` makes a
-    batch raise, as a broken device would.
+    ``step_s`` is the latency model: seconds that a batch takes, evenly over its layers (`timed_by`): most of each after
+    its hook, as attention and all that follows are. ``fails`` makes a batch raise, as a broken device would.
     """
 
     def __init__(
@@ -142,33 +143,46 @@ class FakeEngine:
         layer_s = 0.0 if self._step_s is None else self._step_s(batch) / num_layers
         if self._checks_kv:
             self.batches.append(tuple((s.sequence.request_id, s.start, s.num_tokens) for s in batch))
+        hidden: list[Words] = [np.zeros(part.num_tokens, dtype=np.uint32) for part in batch]
+        owed_s = 0.0
         for layer in range(num_layers):
-            if layer_s:
-                time.sleep(layer_s)
             if self._gate is not None:
                 self._gate.wait()
             if self._checks_kv:
-                for part in batch:
-                    self._write(layer, part)
+                for part, before in zip(batch, hidden, strict=True):
+                    self._write(layer, part, before)
             if on_layer is not None:
                 on_layer(layer)
+            if self._checks_kv:
+                hidden = [self._attend(layer, part) for part in batch]
+            owed_s += layer_s
+            if owed_s > 0 and (on_layer is not None or layer == num_layers - 1):
+                began_s = time.perf_counter()
+                time.sleep(owed_s)
+                owed_s -= time.perf_counter() - began_s
         return [self._result(part) for part in batch]
 
     def settle(self) -> None:
         """Steps compute as they are called."""
 
-    def _write(self, layer: int, part: SequenceSlice) -> None:
+    def _write(self, layer: int, part: SequenceSlice, hidden: Words) -> None:
         end = part.start + part.num_tokens
         block_size = self.kv.layout.block_size
         positions = np.arange(part.start, end)
         blocks = np.asarray(part.sequence.block_table)[positions // block_size]
         tokens = np.asarray(part.sequence.token_ids[part.start : end], dtype=np.uint32)
         keys = (tokens * np.uint32(_MIX) + np.uint32(layer))[:, None] + self._lanes
-        before = self._read(part.sequence, part.start, slice(layer, layer + 1))[0, 0, :, 0]
-        prefix = (before * self._weights[: part.start]).sum(dtype=np.uint32)
-        values = prefix + np.cumsum(keys[:, 0] * self._weights[part.start : end], dtype=np.uint32)
+        values = hidden + keys[:, 0] * self._weights[part.start : end]
         self.kv.words[layer, blocks, 0, positions % block_size] = keys
         self.kv.words[layer, blocks, 1, positions % block_size] = values[:, None] ^ self._lanes
+
+    def _attend(self, layer: int, part: SequenceSlice) -> Words:
+        """Of each token of ``part``, what all tokens up to it have in this layer: (num_tokens,)."""
+        end = part.start + part.num_tokens
+        keys, values = self._read(part.sequence, end, slice(layer, layer + 1))[0].sum(axis=2, dtype=np.uint32)
+        mixed = (keys * np.uint32(31) + values) * self._weights[:end]
+        attended: Words = np.cumsum(mixed, dtype=np.uint32)[part.start :]
+        return attended
 
     def _read(self, sequence: EngineSequence, num_tokens: int, layers: slice) -> Words:
         """The context as it lies in the cache: (layers, 2, num_tokens, lanes)."""

@@ -82,7 +82,7 @@ class RunningInstance:
         self.notify()
 
     def open(self, address: str) -> None:
-        """`pdmesh.worker.instance.TokenSink`."""
+        """`pdmesh.worker.replies.TokenSink`."""
 
     def send(self, address: str, message: TokensUp) -> None:
         self.tokens.append(message)
@@ -203,6 +203,7 @@ async def running_instance(
     role: Role = Role.MIXED,
     config: TransferConfig | None = None,
     tracing: Tracing | None = None,
+    instance_id: str | None = None,
 ) -> AsyncGenerator[RunningInstance]:
     """The runtime of one instance on an open ``transport``; integrity is checked when the block is left."""
     pool = BlockPool(engine.kv.num_blocks)
@@ -220,12 +221,13 @@ async def running_instance(
     ):
         running = RunningInstance(engine, pool, mover, transport.address)
         running.instance = instance = Instance(
-            instance_id=InstanceId(role),
+            instance_id=InstanceId(instance_id or role),
             role=role,
             max_model_len=engine.max_model_len,
             block_size=engine.kv.layout.block_size,
             pool=pool,
             mover=mover,
+            bell=thread.bell,
             report=running.report,
             tokens=running,
             metrics=WorkerMetrics(),

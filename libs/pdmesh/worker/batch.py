@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pdmesh.engine.base import LayerHook, SequenceSlice
-from pdmesh.kv.sender import KvSender
+from pdmesh.kv.outgoing import Blocks
 from pdmesh.model import ChunkPlan, StepPlan
 from pdmesh.worker.sequences import Hold
 
@@ -36,14 +35,6 @@ class BatchChunk:
         return first, last - first
 
 
-class StepTime(NamedTuple):
-    """When a step ran, on this process's own clock, and how long the device was at it, without urgent steps inside."""
-
-    began_s: float = 0.0
-    ended_s: float = 0.0
-    duration_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``."""
@@ -64,18 +55,27 @@ class Batch:
         """Tokens that the decodes attend to, summed over them; until their new tokens are appended."""
         return sum(len(hold.sequence.token_ids) for hold in self.decodes)
 
+    @property
+    def waiting(self) -> list[BatchChunk]:
+        """Chunks that may have to wait for KV that other members of their groups compute."""
+        return [chunk for chunk in self.chunks if chunk.hold.exchange is not None and chunk.plan.start > 0]
+
     def on_layer(self, block_size: int) -> LayerHook | None:
-        """Tells the senders, from the engine's thread, which blocks of a layer are complete."""
-        moving: list[tuple[KvSender, int, int, int]] = []
+        """Tells senders and groups, from the engine's thread, which blocks of a layer are complete."""
+        moving: list[tuple[BatchChunk, int, int]] = []
         for chunk in self.chunks:
             first, count = chunk.completed_blocks(block_size)
-            if chunk.hold.sender is not None and count:
-                moving.append((chunk.hold.sender, chunk.number, first, count))
+            if count and (chunk.hold.sender is not None or chunk.hold.exchange is not None):
+                moving.append((chunk, first, count))
         if not moving:
             return None
 
         def layer_done(layer: int) -> None:
-            for sender, number, first, count in moving:
-                sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
+            for chunk, first, count in moving:
+                hold, number = chunk.hold, chunk.number
+                if hold.exchange is not None and not chunk.plan.is_last:
+                    hold.exchange.publish(Blocks(number, layer, first, count))
+                if hold.sender is not None:
+                    hold.sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
 
         return layer_done

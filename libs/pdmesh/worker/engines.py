@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
@@ -20,6 +20,10 @@ _FAKE_MODEL_LEN = 32_768
 #: What it says of itself where its steps take time, so that they are timed and learnt from like any other's.
 _FAKE_PARAMETERS, _FAKE_HEADS = 100_000_000, 2
 
+#: What it holds of a token. Steps that take time do so in many layers, between which others may wait or interrupt.
+_FAKE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=_FAKE_HEADS, head_dim=64, block_size=16, dtype="float32")
+_TIMED_LAYOUT = KvLayout(num_layers=16, num_kv_heads=_FAKE_HEADS, head_dim=16, block_size=16, dtype="bfloat16")
+
 
 def served_model_name(config: MeshConfig) -> str:
     """What clients call the model: as configured, else the last part of its path or hub id."""
@@ -32,9 +36,8 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
     if worker.engine == "fake":
         from pdmesh.testing.engine import FakeEngine, timed_by  # a stand-in is no part of a serving process
 
-        layout = KvLayout(
-            num_layers=2, num_kv_heads=_FAKE_HEADS, head_dim=64, block_size=worker.block_size, dtype="float32"
-        )
+        layout = _FAKE_LAYOUT if worker.fake_latency is None else _TIMED_LAYOUT
+        layout = replace(layout, block_size=worker.block_size)
         max_model_len = worker.max_model_len or _FAKE_MODEL_LEN
         num_blocks = num_blocks_of(worker, layout, free_bytes=None, max_model_len=max_model_len)
         step_s = None if worker.fake_latency is None else timed_by(parse_latency(worker.fake_latency))

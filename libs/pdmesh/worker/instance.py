@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable, Iterable
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import structlog
 
@@ -18,6 +18,7 @@ from pdmesh.core.events import (
     CreditLow,
     DecodeReserved,
     DecodeStepsDone,
+    HelperJoined,
     InstanceEvent,
     KvReleased,
     LoadReported,
@@ -32,7 +33,15 @@ from pdmesh.engine.base import EngineSequence, SliceResult
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.kv.blocks import BlockPool, OutOfBlocks
 from pdmesh.kv.mover import KvMover
-from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.outcome import (
+    FailedExchange,
+    FailedTransfer,
+    LandedTransfer,
+    PausedTransfer,
+    SentTransfer,
+    TransferOutcome,
+)
+from pdmesh.kv.presence import Bell
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.sender import KvDestination
 from pdmesh.model import (
@@ -44,31 +53,22 @@ from pdmesh.model import (
     ResidentContext,
     Role,
     TransferId,
-    num_blocks_for,
 )
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, Regroup, TokensUp, unpack_token_ids
-from pdmesh.worker.batch import Batch, BatchChunk, StepTime
+from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, Regroup, TokensUp
+from pdmesh.worker.admission import check_group, check_request, join_group, transcript
+from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.plans import Plans
-from pdmesh.worker.replies import error_out, finished, prompt_logprobs, step_done, token_out
+from pdmesh.worker.replies import TokenSink, error_out, finished, prompt_logprobs, step_done, token_out
 from pdmesh.worker.sequences import Hold, Sequences, Stage
 from pdmesh.worker.spans import DONE, ERROR, FAILED, FREED, HoldTrace
+from pdmesh.worker.times import StepTime
 
 log = structlog.get_logger()
 
 #: What the scheduler tells an instance: core commands, some of them with what only the services know.
 Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | Grant | PeerGone
-
-
-class TokenSink(Protocol):
-    """Where tokens go. Neither call blocks."""
-
-    def open(self, address: str) -> None:
-        """Get ready to send to a gateway."""
-        ...
-
-    def send(self, address: str, message: TokensUp) -> None: ...
 
 
 class Instance:
@@ -83,6 +83,7 @@ class Instance:
         block_size: int,
         pool: BlockPool,
         mover: KvMover,
+        bell: Bell,
         report: Callable[[InstanceEvent], None],
         tokens: TokenSink,
         metrics: WorkerMetrics,
@@ -96,13 +97,14 @@ class Instance:
         self._block_size = block_size
         self._pool = pool
         self._mover = mover
+        self._bell = bell
         self._report = report
         self._tokens = tokens
         self._metrics = metrics
         self._stop = stop
         self._sequences = Sequences(pool, mover, on_released=self._released)
         self._own = OwnSteps()
-        self.plans = Plans(instance_id, self._sequences, self._own, report=report, drop=self._drop)
+        self.plans = Plans(instance_id, self._sequences, self._own, bell=bell, report=report, drop=self._drop)
         self._admits = True
 
     # --- what the scheduler says ----------------------------------------------------------------------------
@@ -116,8 +118,8 @@ class Instance:
                 self._admit(message)
             case ExpectKv():
                 self._expect(message)
-            case Regroup():
-                pass  # this worker does not say that it relays, and is never asked
+            case Regroup(command=command, member_addresses=addresses):
+                self._mover.groups.set_members(command.request_id, command.epoch, addresses)
             case Grant():
                 self._grant(message)
             case PauseTransfer(request_id=request_id, epoch=epoch):
@@ -137,10 +139,12 @@ class Instance:
 
     def _admit(self, message: Admit) -> None:
         generation, command = message.generation, message.command
+        decodes = command.transfer is None and command.leads
         try:
-            token_ids = self._transcript(generation)
+            check_group(message, self.instance_id)
+            token_ids = transcript(generation)
             num_tokens = len(token_ids)
-            num_output_tokens_kept = generation.max_tokens_left - 1 if command.transfer is None else 0
+            num_output_tokens_kept = generation.max_tokens_left - 1 if decodes else 0
             hold = self._hold(generation, token_ids, command.num_blocks, num_tokens + num_output_tokens_kept)
         except PdmeshError as error:
             self._refuse(generation.request_id, generation.epoch, str(error))
@@ -156,13 +160,17 @@ class Instance:
                 source=source,
                 blocks=command.transfer.sources[source].part.blocks,
             )
+        if command.group is not None:
+            join_group(hold, message, command.group, self.instance_id, self._mover.groups, self._bell)
+            if not command.leads:
+                self._report(HelperJoined(self.instance_id, hold.request_id, hold.epoch))
 
     def _expect(self, message: ExpectKv) -> None:
         generation, num_context_tokens = message.generation, message.num_context_tokens
         transfer = message.command.transfer
         try:
             if generation.token_ids:
-                token_ids = self._transcript(generation)
+                token_ids = transcript(generation)
             else:  # zeros stand in for a prompt that sampling does not look at
                 token_ids = array.array("i", bytes(4 * min(max(0, num_context_tokens), self._max_model_len)))
             if len(token_ids) != num_context_tokens:
@@ -201,28 +209,20 @@ class Instance:
         if hold is not None and hold.trace is not None:
             hold.trace.transfer_granted()
 
-    def _transcript(self, generation: Generation) -> array.array[int]:
-        try:
-            return unpack_token_ids(generation.token_ids)
-        except ValueError as error:
-            raise ProtocolError(f"a transcript of {len(generation.token_ids)} bytes is not whole tokens") from error
-
     def _hold(self, generation: Generation, token_ids: array.array[int], num_blocks: int, max_kv_tokens: int) -> Hold:
         """Take the blocks of a request. Raises PdmeshError if that cannot be."""
         if not self._admits:
             raise InstanceUnavailable("the instance is stopping")
         if self._sequences.get(generation.request_id, generation.epoch) is not None:
             raise ProtocolError("the request is held here already")
-        if not 1 <= generation.num_prompt_tokens <= len(token_ids) <= self._max_model_len:
-            raise ProtocolError(
-                f"a transcript of {len(token_ids)} tokens, {generation.num_prompt_tokens} of them prompt"
-            )
-        if generation.params.max_tokens <= len(token_ids) - generation.num_prompt_tokens:
-            raise ProtocolError(f"no output tokens are left of {generation.params.max_tokens}")
-        if max_kv_tokens > self._max_model_len:
-            raise ProtocolError(f"{max_kv_tokens} tokens are more than the {self._max_model_len} of the model")
-        if num_blocks < num_blocks_for(len(token_ids), self._block_size):
-            raise ProtocolError(f"{num_blocks} blocks of {self._block_size} cannot hold {len(token_ids)} tokens")
+        check_request(
+            generation,
+            len(token_ids),
+            num_blocks=num_blocks,
+            max_kv_tokens=max_kv_tokens,
+            block_size=self._block_size,
+            max_model_len=self._max_model_len,
+        )
         hold = Hold(
             generation=generation,
             sequence=EngineSequence(
@@ -289,9 +289,14 @@ class Instance:
 
     # --- steps -----------------------------------------------------------------------------------------------
 
-    def finish_batch(self, batch: Batch, results: list[SliceResult], time: StepTime) -> None:
-        """Hand out what the batch gave."""
+    def finish_batch(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> None:
+        """Hand out what the batch gave; a result that is None is of a chunk that was abandoned."""
         duration_s = time.duration_s
+        if batch.waiting:
+            self._metrics.kv_wait_s.observe(time.waited_s)
+        for chunk, result in zip(batch.chunks, results, strict=False):
+            if result is None and not chunk.hold.doomed and chunk.hold.exchange is not None:
+                self._drop(chunk.hold, chunk.hold.exchange.presence.aborted or "it was given up")
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
         self._metrics.step_s.labels(kind).observe(duration_s)
         if batch.plan is not None:
@@ -305,10 +310,10 @@ class Instance:
                 ended_s=time.ended_s,
             )
         for chunk, result in zip(batch.chunks, results, strict=False):
-            if self._sequences.step_ended(chunk.hold):
-                self._finish_chunk(chunk, result, duration_s)
+            if self._sequences.step_ended(chunk.hold) and result is not None:
+                self._finish_chunk(chunk, result, time)
         for hold, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
-            if self._sequences.step_ended(hold):
+            if self._sequences.step_ended(hold) and result is not None:
                 self._deliver(hold, result)
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._report(DecodeStepsDone(self.instance_id, own_steps))
@@ -316,16 +321,17 @@ class Instance:
             [*(chunk.hold for chunk in batch.chunks if chunk.hold.stage is Stage.DECODING), *batch.decodes]
         )
 
-    def _finish_chunk(self, chunk: BatchChunk, result: SliceResult, step_s: float) -> None:
+    def _finish_chunk(self, chunk: BatchChunk, result: SliceResult, time: StepTime) -> None:
         hold, plan = chunk.hold, chunk.plan
         if hold.trace is not None:
-            hold.trace.chunk_done(plan.num_tokens, step_s=step_s, is_last=plan.is_last)
+            hold.trace.chunk_done(plan.num_tokens, time, is_last=plan.is_last)
         hold.num_computed_tokens += plan.num_tokens
         self._metrics.prompt_tokens.inc(plan.num_tokens)
         if result.prompt_logprobs:
             self._send(hold, prompt_logprobs(chunk, result))
         if not plan.is_last:
             return
+        self._mover.groups.end(hold.request_id, hold.epoch, "the prompt is computed")
         if hold.sender is None:
             self._start_decoding(hold)
             self._deliver(hold, result)
@@ -351,6 +357,10 @@ class Instance:
         if result.finish_reason is not None:
             self._finish(hold, result.finish_reason)
 
+    def stop_waiting(self) -> None:
+        """Nobody will use what the running step waits for: it is to end."""
+        self._sequences.abort_waiting("the instance is stopping")
+
     def fail_batch(self, batch: Batch, error: Exception) -> None:
         """The engine broke: end the batch's requests with an error."""
         for hold in (*(chunk.hold for chunk in batch.chunks), *batch.decodes):
@@ -369,7 +379,12 @@ class Instance:
     def on_outcome(self, outcome: TransferOutcome) -> None:
         """Take the end, or a pause, of a KV transfer from the mover."""
         hold = self._sequences.get(outcome.request_id, outcome.epoch)
-        if hold is None or hold.transfer is None:
+        if hold is None:
+            return
+        if isinstance(outcome, FailedExchange):
+            self._drop(hold, outcome.reason)
+            return
+        if hold.transfer is None:
             return
         transfer_id = hold.transfer.transfer_id
         match outcome:
@@ -438,19 +453,8 @@ class Instance:
         return self._sequences.num_decoding
 
     def num_of_stage(self) -> dict[str, int]:
-        """Requests held, by stage; prompts of which no chunk has begun are ``queued``.
-
-        Residents that wait for room are ``out_of_credit``.
-        """
-        counts = dict.fromkeys(("queued", *(stage.name.lower() for stage in Stage), "out_of_credit"), 0)
-        for hold in self._sequences:
-            if hold.stage is Stage.PREFILLING and hold.num_chunks == 0:
-                counts["queued"] += 1
-            elif hold.stage is Stage.DECODING and not hold.has_credit:
-                counts["out_of_credit"] += 1
-            else:
-                counts[hold.stage.name.lower()] += 1
-        return counts
+        """See `Sequences.num_of_stage`."""
+        return self._sequences.num_of_stage()
 
     def load(self) -> LoadReported:
         """The books, for a heartbeat."""

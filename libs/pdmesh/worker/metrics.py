@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import TransferCounters
 from pdmesh.telemetry.exposition import Aliases
 
 _STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -30,6 +31,12 @@ class WorkerMetrics:
             "Device time of a step.",
             ["kind"],  # prefill | decode | mixed
             buckets=_STEP_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.kv_wait_s = Histogram(
+            "pdmesh:kv_wait_seconds",
+            "How long a step waited for KV that other instances compute of its prompt.",
+            buckets=_TRANSFER_BUCKETS_S,
             registry=self.registry,
         )
         self.prompt_tokens = Counter("pdmesh:prompt_tokens", "Prompt tokens computed.", registry=self.registry)
@@ -63,10 +70,10 @@ class WorkerMetrics:
         model: str,
         block_size: int,
         stages: Callable[[], Mapping[str, int]],
-        num_dropped_pieces: Callable[[], Mapping[str, int]],
+        pieces: Callable[[], TransferCounters],
     ) -> None:
         """Export the books as they are when somebody asks; ``stages`` counts the requests held by stage."""
-        self.registry.register(_Books(pool, stages, num_dropped_pieces))
+        self.registry.register(_Books(pool, stages, pieces))
         load = _Load(pool, model, block_size, stages)
         self.registry.register(load)
         self.registry.register(Aliases(load))
@@ -79,11 +86,11 @@ class _Books(Collector):
         self,
         pool: BlockPool,
         stages: Callable[[], Mapping[str, int]],
-        num_dropped_pieces: Callable[[], Mapping[str, int]],
+        pieces: Callable[[], TransferCounters],
     ) -> None:
         self._pool = pool
         self._stages = stages
-        self._num_dropped_pieces = num_dropped_pieces
+        self._pieces = pieces
 
     def collect(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily("pdmesh:kv_blocks", "KV blocks, by state.", labels=["state"])
@@ -96,9 +103,16 @@ class _Books(Collector):
             requests.add_metric([stage], count)
         yield requests
         dropped = CounterMetricFamily("pdmesh:num_dropped_pieces", "KV pieces refused, by reason.", labels=["reason"])
-        for reason, count in self._num_dropped_pieces().items():
+        counters = self._pieces()
+        for reason, count in counters.dropped.items():
             dropped.add_metric([reason], count)
         yield dropped
+        exchanged = CounterMetricFamily(
+            "pdmesh:kv_exchange_bytes", "KV passed on between instances of a prefill group.", labels=["direction"]
+        )
+        exchanged.add_metric(["out"], counters.num_bytes_exchanged.sent)
+        exchanged.add_metric(["in"], counters.num_bytes_exchanged.received)
+        yield exchanged
 
 
 class _Load(Collector):

@@ -15,6 +15,7 @@ import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
+from pdmesh.kv.presence import Bell
 from pdmesh.model import ChunkPlan, InstanceId, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.replies import step_done
@@ -29,7 +30,8 @@ MAX_QUEUED_PLANS = 1024
 class Plans:
     """Urgent plans, plans, and decode steps of the residents when there is neither, unless ``own`` has them held.
 
-    A plan of which nothing is left to do is answered at once. ``drop`` gives up a request whose chunk does not follow
+    A plan of which nothing is left to do is answered at once. ``bell`` rings when there is something urgent, for an
+    engine's thread that waits. ``drop`` gives up a request whose chunk does not follow
     what is computed of it.
     """
 
@@ -39,12 +41,14 @@ class Plans:
         sequences: Sequences,
         own: OwnSteps,
         *,
+        bell: Bell,
         report: Callable[[InstanceEvent], None],
         drop: Callable[[Hold, str], None],
     ) -> None:
         self._instance_id = instance_id
         self._sequences = sequences
         self._own = own
+        self._bell = bell
         self._held_until_s: float | None = None  # set while decodes are held and nothing is planned
         self._report = report
         self._drop = drop
@@ -53,10 +57,11 @@ class Plans:
         self._has_work = anyio.Event()
 
     def queue(self, plan: StepPlan) -> None:
-        if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS:
+        if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS and not self._may_wait(plan):
             batch = self._batch(plan)
             if batch is not None:
                 self._urgent.append(batch)
+                self._bell.ring()
                 self.wake()
         elif len(self._plans) < MAX_QUEUED_PLANS:
             self._plans.append(plan)
@@ -117,6 +122,16 @@ class Plans:
         except IndexError:
             return None
 
+    @property
+    def has_urgent(self) -> bool:
+        """Whether `take_urgent` has something. Any thread; cheap."""
+        return bool(self._urgent)
+
+    def _may_wait(self, plan: StepPlan) -> bool:
+        """Whether it depends on plans that were sent before, as a group's chunks do: then it overtakes none."""
+        holds = (self._sequences.get(part.request_id, part.epoch) for part in plan.chunks)
+        return any(hold is not None and hold.exchange is not None for hold in holds)
+
     def _batch(self, plan: StepPlan) -> Batch | None:
         """What is there to do of a plan; if that is nothing, it is done."""
         self._own.planned(plan)
@@ -137,9 +152,9 @@ class Plans:
         if (
             hold.stage is not Stage.PREFILLING
             or hold.in_step
-            or part.start != hold.num_computed_tokens
             or not part.start < end <= num_tokens
             or part.is_last != (end == num_tokens)
+            or not hold.begins(part)
         ):
             self._drop(
                 hold, f"chunk {part.start}…{end} does not follow {hold.num_computed_tokens} of {num_tokens} tokens"

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from pdmesh.core.events import RequestFinished, StepDone
 from pdmesh.engine.base import Logprobs, SliceResult
 from pdmesh.model import ChunkDone, FinishReason, InstanceId, OwnDecodeSteps, StepPlan
-from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut
-from pdmesh.worker.batch import Batch, BatchChunk, StepTime
+from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TokensUp
+from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.sequences import Hold
+from pdmesh.worker.times import StepTime
+
+
+class TokenSink(Protocol):
+    """Where tokens go. Neither call blocks."""
+
+    def open(self, address: str) -> None:
+        """Get ready to send to a gateway."""
+        ...
+
+    def send(self, address: str, message: TokensUp) -> None: ...
 
 
 def step_done(

@@ -97,6 +97,7 @@ async def serve_instance(
             num_parameters=facts.num_parameters,
             num_heads=facts.num_heads,
             measured_steps=facts.measured_steps,
+            relays=True,
         )
         return RegisterWorker(profile=profile, residents=instance.residents(), stopping=not instance.admits)
 
@@ -120,6 +121,7 @@ async def serve_instance(
             block_size=engine.kv.layout.block_size,
             pool=pool,
             mover=mover,
+            bell=thread.bell,
             report=report,
             tokens=tokens,
             metrics=metrics,
@@ -139,7 +141,7 @@ async def serve_instance(
             model=served_model_name(config),
             block_size=engine.kv.layout.block_size,
             stages=instance.num_of_stage,
-            num_dropped_pieces=lambda: mover.counters().dropped,
+            pieces=mover.counters,
         )
         with serve_metrics(
             metrics.registry,

@@ -14,9 +14,10 @@ import anyio
 
 from pdmesh.engine.base import EngineSequence
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.sender import KvSender
-from pdmesh.model import Epoch, InstanceId, RequestId, Resident, TransferPlan
+from pdmesh.model import ChunkPlan, Epoch, InstanceId, RequestId, Resident, TransferPlan, num_blocks_for
 from pdmesh.policy.credit import is_low
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import HoldTrace
@@ -42,6 +43,7 @@ class Hold:
     max_kv_tokens: int  # that it may come to hold
     transfer: TransferPlan | None = None  # that moves its KV on, or brings it
     sender: KvSender | None = None  # set if its KV moves on after its prefill
+    exchange: KvExchange | None = None  # set if a group computes its prompt
     trace: HoldTrace | None = None  # set if the request is traced
     num_computed_tokens: int = 0
     num_chunks: int = 0  # begun
@@ -62,6 +64,18 @@ class Hold:
     def next_instance_id(self) -> InstanceId | None:
         """Where it decodes, if that is another instance."""
         return None if self.sender is None or self.transfer is None else self.transfer.destination_ids[0]
+
+    def begins(self, part: ChunkPlan) -> bool:
+        """Whether a chunk can be the next one here: it follows what is computed, or a group leaves gaps for others."""
+        if self.exchange is None:
+            return part.start == self.num_computed_tokens
+        first, begins_between = divmod(part.start, self.block_size)
+        end = part.start + part.num_tokens
+        if begins_between or (part.is_last and not self.exchange.leads):
+            return False
+        if not part.is_last and end % self.block_size:
+            return False
+        return self.exchange.begin(first, num_blocks_for(end, self.block_size) - first)
 
     @property
     def has_credit(self) -> bool:
@@ -133,6 +147,21 @@ class Sequences:
         """Residents, those that wait for credit among them."""
         return len(self._decoding)
 
+    def num_of_stage(self) -> dict[str, int]:
+        """How many are held, by stage; prompts of which no chunk has begun are ``queued``.
+
+        Residents that wait for room are ``out_of_credit``.
+        """
+        counts = dict.fromkeys(("queued", *(stage.name.lower() for stage in Stage), "out_of_credit"), 0)
+        for hold in self:
+            if hold.stage is Stage.PREFILLING and hold.num_chunks == 0:
+                counts["queued"] += 1
+            elif hold.stage is Stage.DECODING and not hold.has_credit:
+                counts["out_of_credit"] += 1
+            else:
+                counts[hold.stage.name.lower()] += 1
+        return counts
+
     def add(self, hold: Hold) -> None:
         self._holds[hold.request_id, hold.epoch] = hold
 
@@ -159,6 +188,12 @@ class Sequences:
         if hold.doomed:
             self._free(hold)
         return not hold.doomed
+
+    def abort_waiting(self, reason: str) -> None:
+        """End what the engine's thread waits for."""
+        for hold in self:
+            if hold.exchange is not None:
+                hold.exchange.presence.abort(reason)
 
     async def settled(self) -> None:
         """Wait until every released hold's blocks are free."""

@@ -8,6 +8,7 @@ from pdmesh.kv.outcome import SentTransfer
 from pdmesh.model import InstanceId
 from pdmesh.telemetry.tracing import AttributeValue, SpanEvent, Tracing
 from pdmesh.wire.messages import Generation
+from pdmesh.worker.times import StepTime
 
 PREFILL = "prefill"
 CHUNK = "chunk"
@@ -43,12 +44,15 @@ class HoldTrace:
     def prefill_began(self) -> None:
         self._prefill_began_at = time.time()
 
-    def chunk_done(self, num_tokens: int, *, step_s: float, is_last: bool) -> None:
+    def chunk_done(self, num_tokens: int, step: StepTime, *, is_last: bool) -> None:
         now = time.time()
         self._num_chunks += 1
         self._num_tokens += num_tokens
         if len(self._chunks) < MAX_CHUNK_EVENTS:
-            self._chunks.append(SpanEvent(CHUNK, now, {"pdmesh.num_tokens": num_tokens, "pdmesh.step_s": step_s}))
+            attributes = {"pdmesh.num_tokens": num_tokens, "pdmesh.step_s": step.duration_s}
+            if step.waited_s:
+                attributes["pdmesh.kv_wait_s"] = step.waited_s
+            self._chunks.append(SpanEvent(CHUNK, now, attributes))
         if is_last:
             self._end_prefill(now, DONE)
 

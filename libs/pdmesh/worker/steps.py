@@ -2,6 +2,8 @@
 
 An urgent plan that comes while a step with chunks is running is executed inside it, between two of its layers, and
 handed out at once. Steps of decodes alone are short, and are not interrupted.
+
+A chunk of a prompt that several instances compute waits, before each layer's attention, for the KV before it.
 """
 
 from __future__ import annotations
@@ -17,18 +19,88 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pdmesh.engine.base import Engine, SliceResult
-from pdmesh.worker.batch import Batch, StepTime
+from pdmesh.kv.presence import Urgent
+from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.plans import MAX_QUEUED_PLANS, Plans
 from pdmesh.worker.threads import EngineThread
+from pdmesh.worker.times import StepTime
 
 log = structlog.get_logger()
 
 
 class _Executed(NamedTuple):
     batch: Batch
-    results: list[SliceResult]
+    results: list[SliceResult | None]  # None of chunks whose waiting was aborted
     time: StepTime
+
+
+class _NothingLeft(Exception):
+    """All that a running step computes was aborted."""
+
+
+class _Step:
+    """One batch on the engine's thread, and what happens between its layers.
+
+    New KV is handed on, what is urgent is run, and chunks of groups wait for the KV before them; what is urgent
+    meanwhile is run then. A chunk whose waiting is aborted goes on with whatever is in its blocks, which are given up.
+    """
+
+    def __init__(self, batch: Batch, plans: Plans, engine: Engine, run_inside: Callable[[Batch], None] | None) -> None:
+        self._batch = batch
+        self._plans = plans
+        self._engine = engine
+        self._run_inside = run_inside  # None: it is inside another
+        self._block_size = engine.kv.layout.block_size
+        self._publish = batch.on_layer(self._block_size)
+        self._waiting = batch.waiting
+        self._aborted: list[BatchChunk] = []
+        self._urgent = Urgent(lambda: plans.has_urgent, self._run_urgent)
+        self._nested_s = 0.0
+        self._waited_s = 0.0
+
+    def run(self) -> _Executed:
+        batch = self._batch
+        hook = self._layer_done if batch.chunks and self._run_inside is not None else self._publish
+        started_s = time.perf_counter()
+        results: list[SliceResult | None]
+        try:
+            results = [*self._engine.execute(batch.slices, on_layer=hook)]
+        except _NothingLeft:
+            results = [None] * (len(batch.chunks) + len(batch.decodes))
+        ended_s = time.perf_counter()
+        for index, chunk in enumerate(batch.chunks):
+            if chunk in self._aborted:
+                results[index] = None
+        duration_s = ended_s - started_s - self._nested_s - self._waited_s
+        return _Executed(batch, results, StepTime(started_s, ended_s, duration_s, self._waited_s))
+
+    def _layer_done(self, layer: int) -> None:
+        if self._publish is not None:
+            self._publish(layer)
+        self._run_urgent()
+        if self._waiting:
+            self._wait(layer)
+
+    def _run_urgent(self) -> None:
+        urgent = self._plans.take_urgent()
+        if urgent is not None:
+            assert self._run_inside is not None
+            self._engine.settle()  # what a device has not done yet of the outer step is not the urgent one's time
+            began_s = time.perf_counter()
+            self._run_inside(urgent)
+            self._nested_s += time.perf_counter() - began_s
+
+    def _wait(self, layer: int) -> None:
+        began_s, nested_s = time.perf_counter(), self._nested_s
+        for chunk in list(self._waiting):
+            assert chunk.hold.exchange is not None
+            if not chunk.hold.exchange.presence.wait(layer, chunk.plan.start // self._block_size, self._urgent):
+                self._waiting.remove(chunk)
+                self._aborted.append(chunk)
+        self._waited_s += time.perf_counter() - began_s - (self._nested_s - nested_s)
+        if len(self._aborted) == len(self._batch.chunks) and not self._batch.decodes:
+            raise _NothingLeft
 
 
 class _Executor:
@@ -39,32 +111,19 @@ class _Executor:
         self._plans = plans
         self._engine = engine
         self._on_inside = on_inside
-        self._block_size = engine.kv.layout.block_size
 
-    def execute(self, batch: Batch, *, inside: bool = False) -> _Executed:
-        send = batch.on_layer(self._block_size)
-        nested_s = 0.0
+    def execute(self, batch: Batch) -> _Executed:
+        return self._run(batch, self._execute_inside)
 
-        def layer_done(layer: int) -> None:
-            nonlocal nested_s
-            if send is not None:
-                send(layer)
-            urgent = self._plans.take_urgent()
-            if urgent is not None:
-                self._engine.settle()  # what a device has not done yet of the outer step is not the urgent one's time
-                began_s = time.perf_counter()
-                self._on_inside(self.execute(urgent, inside=True))
-                nested_s += time.perf_counter() - began_s
+    def _execute_inside(self, batch: Batch) -> None:
+        self._on_inside(self._run(batch, None))
 
-        started_s = time.perf_counter()
-        on_layer = layer_done if batch.chunks and not inside else send
+    def _run(self, batch: Batch, run_inside: Callable[[Batch], None] | None) -> _Executed:
         try:
-            results = self._engine.execute(batch.slices, on_layer=on_layer)
+            return _Step(batch, self._plans, self._engine, run_inside).run()
         except Exception:
             self.broken.append(batch)
             raise
-        ended_s = time.perf_counter()
-        return _Executed(batch, results, StepTime(started_s, ended_s, ended_s - started_s - nested_s))
 
 
 async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) -> Exception:
@@ -92,7 +151,7 @@ async def _run_batches(instance: Instance, executor: _Executor, thread: EngineTh
             await instance.plans.wait_for_work()
             continue
         try:
-            executed = await thread.run(partial(executor.execute, batch))
+            executed = await thread.run(partial(executor.execute, batch), on_cancel=instance.stop_waiting)
         except Exception as error:
             log.exception("the engine failed")
             for broken in executor.broken:

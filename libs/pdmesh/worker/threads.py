@@ -13,6 +13,8 @@ import anyio
 from anyio import from_thread, to_thread
 from anyio.lowlevel import current_token
 
+from pdmesh.kv.presence import Bell
+
 T = TypeVar("T")
 
 
@@ -29,6 +31,7 @@ class EngineThread:
     """
 
     def __init__(self, name: str = "engine") -> None:
+        self.bell = Bell()  #: for calls that wait for something
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -43,8 +46,11 @@ class EngineThread:
         with anyio.CancelScope(shield=True):
             await to_thread.run_sync(self._thread.join)
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """The result of ``call``. Cancellation waits for it: a running step cannot be abandoned."""
+    async def run(self, call: Callable[[], T], *, on_cancel: Callable[[], object] = lambda: None) -> T:
+        """The result of ``call``. Cancellation waits for it, as a running step cannot be abandoned.
+
+        ``on_cancel`` is called then: it ends what the call waits for.
+        """
         token = current_token()
         done = anyio.Event()
         outcome: list[Any] = []
@@ -57,8 +63,12 @@ class EngineThread:
             from_thread.run_sync(done.set, token=token)
 
         self._jobs.put(job)
-        with anyio.CancelScope(shield=True):
+        try:
             await done.wait()
+        except anyio.get_cancelled_exc_class():  # comes again at whatever the caller awaits next
+            on_cancel()
+            with anyio.CancelScope(shield=True):
+                await done.wait()
         result, error = outcome
         if error is not None:
             raise error

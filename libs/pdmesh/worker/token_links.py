@@ -40,7 +40,7 @@ FLUSH_LIMIT_S = 2.0
 
 
 class TokenLinks:
-    """All gateways of one instance. Made by `open_token_links`; a `pdmesh.worker.instance.TokenSink`."""
+    """All gateways of one instance. Made by `open_token_links`; a `pdmesh.worker.replies.TokenSink`."""
 
     def __init__(
         self, tasks: anyio.abc.TaskGroup, registration: RegisterTokens, security: SecurityConfig, max_queued: int

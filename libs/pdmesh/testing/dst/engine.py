@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context, copy_context
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult
+from pdmesh.kv.presence import Bell
 from pdmesh.testing.dst.process import running_process
 from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, FakeKvStore
 from pdmesh.worker.threads import EngineThread
@@ -51,14 +56,55 @@ class SimulatedEngine(FakeEngine):
         return results
 
 
+class _Wait(NamedTuple):
+    """What a step waits for between two of its layers."""
+
+    condition: Callable[[], bool]
+    limit_s: float
+
+
+class SimulatedBell(Bell):
+    """Waiting hands the turn back to the simulation's loop. Only one of them runs at a time, so there is no lock."""
+
+    def __init__(self) -> None:
+        self._suspend: Callable[[_Wait], None] | None = None
+        self._rung = anyio.Event()
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def ring(self) -> None:
+        self._rung.set()
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        if not condition():
+            assert self._suspend is not None, "nothing that waits runs"
+            self._suspend(_Wait(condition, limit_s))
+        return condition()
+
+    def running(self, suspend: Callable[[_Wait], None] | None) -> None:
+        """What waits from now on calls ``suspend``."""
+        self._suspend = suspend
+
+    async def until(self, wait: _Wait) -> None:
+        """Return when what is waited for is so, or too late."""
+        with anyio.move_on_after(wait.limit_s):
+            while not wait.condition():
+                self._rung = anyio.Event()
+                await self._rung.wait()
+
+
 class SimulatedThread(EngineThread):
     """Runs a step at some moment between its beginning and its end, both on virtual time.
 
-    So KV is written while others may believe the blocks free or full, as with a real thread.
+    So KV is written while others may believe the blocks free or full, as with a real thread. It is one, in fact, which
+    runs while the loop stands still and waits while the loop runs: a step may wait between its layers.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self.bell = self._simulated_bell = SimulatedBell()
 
     async def __aenter__(self) -> SimulatedThread:
         return self
@@ -66,15 +112,62 @@ class SimulatedThread(EngineThread):
     async def __aexit__(self, *_: Any) -> None:
         return None
 
-    async def run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T], *, on_cancel: Callable[[], object] = lambda: None) -> T:
         process = running_process()
         early_s = self._rng.uniform(0, STEP_S)
         await sleep_through(early_s)
         before_s = process.busy_s
+        turns = _Turns(copy_context(), call)
+        bell = self._simulated_bell
         try:
-            return call()
+            bell.running(turns.suspend)
+            while (wait := turns.resume()) is not None:
+                try:
+                    await bell.until(wait)
+                except anyio.get_cancelled_exc_class():  # comes again at whatever the caller awaits next
+                    on_cancel()
+            bell.running(None)
+            return turns.result()
         finally:
             await sleep_through(max(0.0, process.busy_s - before_s - early_s))
+
+
+class _Turns(Generic[T]):
+    """A call on a thread that runs only while whoever made it stands still."""
+
+    def __init__(self, context: Context, call: Callable[[], T]) -> None:
+        self._call = call
+        self._goes = threading.Semaphore(0)
+        self._stands = threading.Semaphore(0)
+        self._wait: _Wait | None = None
+        self._outcome: Future[T] = Future()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True)
+        self._thread.start()
+
+    def resume(self) -> _Wait | None:
+        """Let it run until it waits, or ends: None."""
+        self._wait = None
+        self._goes.release()
+        self._stands.acquire()
+        return self._wait
+
+    def suspend(self, wait: _Wait) -> None:
+        """On its thread: let others run."""
+        self._wait = wait
+        self._stands.release()
+        self._goes.acquire()
+
+    def result(self) -> T:
+        return self._outcome.result()
+
+    def _run(self) -> None:
+        self._goes.acquire()
+        try:
+            self._outcome.set_result(self._call())
+        except BaseException as error:  # handed to the caller
+            self._outcome.set_exception(error)
+        self._wait = None
+        self._stands.release()
 
 
 async def sleep_through(seconds: float) -> None:

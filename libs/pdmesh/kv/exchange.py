@@ -1,0 +1,313 @@
+"""What the members of a prefill group pass each other of one request's KV: each its own pages to all others.
+
+**Who sends a page to whom.** Whoever computed it, to all members that it knew of then; that number is the page's
+*audience*, and travels with it. A member that joins later gets older pages from the group's leader, which passes on
+what it holds to everyone beyond a page's audience. So each page comes to each member once, whoever learns of it when,
+and whichever helper leaves early.
+
+**Who may be sent to.** The scheduler tells members of each other at different times, and a piece that comes before its
+request is lost. So a member that learns of another says HELLO, which is answered by WELCOME; either of them, or any
+other piece, says that its sender is ready. Of two members one hears of the other last, and *its* HELLO is heard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Protocol
+
+import anyio
+import anyio.abc
+import structlog
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.outgoing import Blocks, PieceWriter
+from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.presence import KvPresence
+from pdmesh.kv.store import KvStore
+from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
+
+log = structlog.get_logger()
+
+#: Pieces under way to one member at once: one is copied and checked while another travels.
+PIECES_IN_FLIGHT = 2
+
+#: A group has no more members than this.
+MAX_MEMBERS = 64
+
+#: Of the leader, among a group's members.
+LEADER = 0
+
+
+class KvExchange(Protocol):
+    """How a member's step hands its new KV to the other members, and waits for theirs."""
+
+    @property
+    def presence(self) -> KvPresence: ...
+
+    @property
+    def leads(self) -> bool: ...
+
+    def begin(self, first_block: int, num_blocks: int) -> bool:
+        """A chunk that fills these blocks is about to be computed here. False if another one was. Event loop."""
+        ...
+
+    def publish(self, blocks: Blocks) -> None:
+        """They have been computed in this layer. The engine's thread; cheap."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """Another member, and what is to be sent there."""
+
+    number: int
+    address: bytes
+    outbox: MemoryObjectSendStream[Blocks]
+    inbox: MemoryObjectReceiveStream[Blocks]
+    ready: anyio.Event
+
+
+class PieceExchange:
+    """`KvExchange` over pieces: one member's side, for one epoch of a request.
+
+    Made by `pdmesh.kv.groups.KvGroups.open`, which also runs it and brings it the pieces. Everything but `publish`
+    belongs to the event loop. ``on_landed`` is told of blocks of a layer that others computed and that are in place.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        number: int,
+        capability: int,
+        block_ids: Sequence[int],
+        presence: KvPresence,
+        store: KvStore,
+        writer: PieceWriter,
+        call_soon: Callable[[Callable[[], object]], object],
+        on_landed: Callable[[Blocks], object] | None,
+        on_failed: Callable[[PieceExchange, str], object],
+    ) -> None:
+        self.request_id = request_id
+        self.epoch = epoch
+        self.key = exchange_key(request_id)
+        self.capability = capability
+        self.presence: KvPresence = presence
+        self.num_bytes_received = 0
+        self.scope = anyio.CancelScope()
+        self._number = number
+        self._block_ids = block_ids
+        self._layout: KvLayout = store.layout
+        self._store = store
+        self._writer = writer
+        self._call_soon = call_soon
+        self._on_landed = on_landed
+        self._on_failed = on_failed
+        self._begun = bytearray(len(block_ids))  # blocks that chunks fill here
+        self._claimed = [bytearray(len(block_ids)) for _ in range(self._layout.num_layers)]
+        self._audience = [bytearray(len(block_ids)) for _ in range(self._layout.num_layers)]  # 0: not here yet
+        self._addresses: tuple[bytes, ...] = ()
+        self._peers: dict[int, _Peer] = {}
+        self._joined_in, self._joined_out = anyio.create_memory_object_stream[_Peer](MAX_MEMBERS)
+        self._welcomes_in, self._welcomes_out = anyio.create_memory_object_stream[_Peer](MAX_MEMBERS)
+
+    @property
+    def num_bytes_sent(self) -> int:
+        return self._writer.num_bytes
+
+    @property
+    def leads(self) -> bool:
+        return self._number == LEADER
+
+    def has_member(self, address: bytes) -> bool:
+        return any(peer.address == address for peer in self._peers.values())
+
+    # --- for the worker runtime ---------------------------------------------------------------------------------------
+
+    def begin(self, first_block: int, num_blocks: int) -> bool:
+        blocks = slice(first_block, first_block + num_blocks)
+        if any(self._begun[blocks]) or any(any(claimed[blocks]) for claimed in self._claimed):
+            return False
+        self._begun[blocks] = b"\1" * num_blocks
+        return True
+
+    def publish(self, blocks: Blocks) -> None:
+        self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
+        self._store.when_written(lambda: self._call_soon(lambda: self._push(blocks)))
+
+    # --- for the mover ------------------------------------------------------------------------------------------------
+
+    def set_members(self, addresses: Sequence[bytes]) -> str | None:
+        """All members' data addresses, in their order: those known before and more. Otherwise says what is wrong."""
+        known = len(self._addresses)
+        if tuple(addresses[:known]) != self._addresses[: len(addresses)] or len(addresses) > MAX_MEMBERS:
+            return f"{len(addresses)} members do not follow {known}"
+        for number, address in enumerate(addresses[known:], start=known):
+            self._addresses = (*self._addresses, address)
+            if number != self._number:
+                self._join(number, address)
+        return None
+
+    async def run(self) -> None:
+        """Send what is to be sent, until cancelled."""
+        with self.scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._welcome)
+                async for peer in self._joined_out:
+                    tasks.start_soon(self._tell, PieceKind.HELLO, peer)
+                    for _ in range(PIECES_IN_FLIGHT):
+                        tasks.start_soon(self._send_to, peer)
+
+    def end(self, reason: str) -> None:
+        """Neither send nor take any more; whoever waits for KV is told. Idempotent."""
+        self.scope.cancel()
+        self.presence.abort(reason)
+
+    def close(self) -> None:
+        """After `run`."""
+        for stream in (self._joined_in, self._joined_out, self._welcomes_in, self._welcomes_out):
+            stream.close()
+        for peer in self._peers.values():
+            peer.outbox.close()
+            peer.inbox.close()
+
+    def take_greeting(self, header: PieceHeader) -> str | None:
+        """A HELLO or a WELCOME; or say why it must be dropped."""
+        peer = self._peers.get(header.source)
+        if peer is None or header.destination != self._number:
+            return "range"
+        peer.ready.set()
+        if header.kind is PieceKind.HELLO:
+            try:
+                self._welcomes_in.send_nowait(peer)
+            except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
+                return "flood"  # no member says it twice
+        return None
+
+    def block_ids_of(self, header: PieceHeader) -> list[int]:
+        return list(self._block_ids[header.part.blocks.start : header.part.blocks.stop])
+
+    def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
+        """Accept a KV piece, or say why it must be dropped."""
+        blocks, layers, heads = part = header.part
+        layout = self._layout
+        if (
+            header.source not in self._peers
+            or header.destination != self._number
+            or not 0 < header.num_members <= MAX_MEMBERS
+            or layers.size != 1
+            or not IndexRange(0, layout.num_layers).holds(layers)
+            or not IndexRange(0, len(self._block_ids)).holds(blocks)
+            or heads != IndexRange(0, layout.num_kv_heads)
+            or header.payload_bytes != part.num_pages * layout.block_bytes
+            or header.payload_bytes != payload_bytes
+        ):
+            return "range"
+        claimed, pages = self._claimed[layers.start], slice(blocks.start, blocks.stop)
+        if any(claimed[pages]) or any(self._begun[pages]):
+            return "duplicate"
+        claimed[pages] = b"\1" * blocks.size
+        self._peers[header.source].ready.set()
+        return None
+
+    def place(self, header: PieceHeader) -> None:
+        """A claimed piece has been copied into its blocks."""
+        pages = header.part.blocks
+        blocks = Blocks(header.chunk, header.part.layers.start, pages.start, pages.size)
+        self.num_bytes_received += header.payload_bytes
+        self._set_audience(blocks, header.num_members)
+        if self.leads:
+            for number in range(header.num_members, len(self._addresses)):
+                self._pass_on(self._peers[number], blocks)
+        if self._on_landed is not None:
+            self._on_landed(blocks)
+        self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
+
+    def fail(self, reason: str) -> None:
+        """This member cannot go on."""
+        if self.presence.aborted is None:
+            self.presence.abort(reason)
+            self._on_failed(self, reason)
+
+    def check_integrity(self) -> None:
+        """No page that is computed here was taken from others."""
+        for layer, claimed in enumerate(self._claimed):
+            both = [block for block, taken in enumerate(claimed) if taken and self._begun[block]]
+            assert not both, f"blocks {both} of layer {layer} are computed here and came from others"
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _join(self, number: int, address: bytes) -> None:
+        # Each page is sent to each member once, in pieces of a block at least: this bound is never reached.
+        size = len(self._block_ids) * self._layout.num_layers
+        peer = _Peer(number, address, *anyio.create_memory_object_stream[Blocks](size), anyio.Event())
+        self._peers[number] = peer
+        if self.leads:
+            for layer, audience in enumerate(self._audience):
+                self._pass_on(peer, Blocks(0, layer, 0, len(audience)))
+        self._joined_in.send_nowait(peer)
+
+    def _push(self, blocks: Blocks) -> None:
+        """Send blocks that were computed here to all members that there are."""
+        self._set_audience(blocks, len(self._addresses))
+        for peer in self._peers.values():
+            self._queue(peer, blocks)
+
+    def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:
+        """Send of ``blocks`` what is here and was not meant for this member."""
+        audience = self._audience[blocks.layer]
+        wanted = (block for block in range(blocks.first_block, blocks.end) if 0 < audience[block] <= peer.number)
+        for _, run in groupby(enumerate(wanted), key=lambda item: item[1] - item[0]):
+            found = [block for _, block in run]
+            passed = blocks._replace(first_block=found[0], num_blocks=len(found))
+            self._set_audience(passed, peer.number + 1)
+            self._queue(peer, passed)
+
+    def _set_audience(self, blocks: Blocks, num_members: int) -> None:
+        self._audience[blocks.layer][blocks.first_block : blocks.end] = bytes([num_members]) * blocks.num_blocks
+
+    def _queue(self, peer: _Peer, blocks: Blocks) -> None:
+        try:
+            peer.outbox.send_nowait(blocks)
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            return  # it has ended; the engine does not know yet
+
+    def _header(self, kind: PieceKind, peer: _Peer) -> PieceHeader:
+        return PieceHeader(
+            kind=kind,
+            request_key=self.key,
+            epoch=self.epoch,
+            capability=self.capability,
+            source=self._number,
+            destination=peer.number,
+        )
+
+    async def _welcome(self) -> None:
+        async for peer in self._welcomes_out:
+            await self._tell(PieceKind.WELCOME, peer)
+
+    async def _tell(self, kind: PieceKind, peer: _Peer) -> None:
+        try:
+            await self._writer.tell(peer.address, self._header(kind, peer))
+        except KvTransferError as error:  # it has not heard of us yet, and will greet us; or it is gone
+            log.info("member not told", request_id=self.request_id, epoch=self.epoch, kind=kind.name, reason=str(error))
+
+    async def _send_to(self, peer: _Peer) -> None:
+        await peer.ready.wait()
+        about = self._header(PieceKind.KV, peer)
+        try:
+            async for blocks in peer.inbox:
+                num_members = self._audience[blocks.layer][blocks.first_block]
+                await self._writer.send(peer.address, blocks, replace(about, num_members=num_members))
+        except KvTransferError as error:
+            self.fail(f"a member of the group takes no KV: {error}")
+
+
+def exchange_key(request_id: RequestId) -> bytes:
+    """16 bytes that stand for what a request's group passes on; a transfer of it has others."""
+    return hashlib.blake2b(request_id.encode(), digest_size=16, person=b"exchange").digest()

@@ -1,0 +1,186 @@
+"""The exchanges of one instance: which piece is for which, and what becomes of them. Part of `pdmesh.kv.mover`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import anyio
+import anyio.abc
+import structlog
+
+from pdmesh.kv.exchange import PieceExchange, exchange_key
+from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.outcome import FailedExchange, OnOutcome
+from pdmesh.kv.outgoing import Blocks, PieceWriter
+from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.presence import Bell, KvPresence
+from pdmesh.kv.store import KvStore
+from pdmesh.model import Epoch, RequestId
+from pdmesh.transport.base import ReceivedPiece
+
+log = structlog.get_logger()
+
+
+class KvGroups:
+    """What this instance exchanges with members of prefill groups. Event loop only."""
+
+    def __init__(
+        self,
+        *,
+        store: KvStore,
+        reader: PieceReader,
+        make_writer: Callable[[Sequence[int]], PieceWriter],
+        call_soon: Callable[[Callable[[], object]], object],
+        tasks: anyio.abc.TaskGroup,
+        admit: Callable[[bytes], None],
+        no_progress_s: float,
+        clock: Callable[[], float],
+        on_outcome: OnOutcome,
+        on_dropped: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._reader = reader
+        self._make_writer = make_writer
+        self._call_soon = call_soon
+        self._tasks = tasks
+        self._admit = admit
+        self._no_progress_s = no_progress_s
+        self._clock = clock
+        self._on_outcome = on_outcome
+        self._on_dropped = on_dropped
+        self._exchanges: dict[bytes, PieceExchange] = {}
+        self.num_bytes_received = 0
+        self._num_bytes_sent = 0  # by those that have ended
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._exchanges
+
+    @property
+    def num_bytes_sent(self) -> int:
+        return self._num_bytes_sent + sum(exchange.num_bytes_sent for exchange in self._exchanges.values())
+
+    def open(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        number: int,
+        capability: int,
+        block_ids: Sequence[int],
+        bell: Bell,
+        on_landed: Callable[[Blocks], object] | None = None,
+    ) -> PieceExchange:
+        """Pass KV of the request on to the other members of its group, and take theirs, into all of ``block_ids``.
+
+        This is member number ``number``; `set_members` says who they are. ``bell`` wakes whoever waits for their KV.
+        An older epoch is ended.
+        """
+        presence = KvPresence(
+            bell,
+            num_layers=self._store.layout.num_layers,
+            num_blocks=len(block_ids),
+            no_progress_s=self._no_progress_s,
+            clock=self._clock,
+        )
+        exchange = PieceExchange(
+            request_id,
+            epoch,
+            number=number,
+            capability=capability,
+            block_ids=block_ids,
+            presence=presence,
+            store=self._store,
+            writer=self._make_writer(block_ids),
+            call_soon=self._call_soon,
+            on_landed=on_landed,
+            on_failed=self._failed,
+        )
+        self.end(request_id, epoch, "a newer epoch began")
+        self._exchanges[exchange.key] = exchange
+        self._tasks.start_soon(self._run, exchange)
+        return exchange
+
+    def set_members(self, request_id: RequestId, epoch: Epoch, addresses: Sequence[bytes]) -> None:
+        """All members' data addresses, this one's too: those set before, and more.
+
+        Ignored if the exchange is not there: the request was freed meanwhile.
+        """
+        exchange = self._exchanges.get(exchange_key(request_id))
+        if exchange is not None and exchange.epoch == epoch:
+            for address in addresses:
+                self._admit(address)
+            if fault := exchange.set_members(addresses):
+                exchange.fail(fault)
+
+    def end(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:
+        """Stop this epoch's and older exchanges of the request, without an outcome. Idempotent."""
+        exchange = self._exchanges.get(exchange_key(request_id))
+        if exchange is not None and exchange.epoch <= epoch:
+            del self._exchanges[exchange.key]
+            exchange.end(reason)
+
+    def forget(self, address: bytes) -> None:
+        """The instance at this data address is gone, and what it would have computed."""
+        for exchange in list(self._exchanges.values()):
+            if exchange.has_member(address):
+                exchange.fail("a member of the group is gone")
+
+    def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        """A piece whose key is in here."""
+        exchange = self._exchanges[header.request_key]
+        if header.epoch != exchange.epoch:
+            self._drop(piece, "epoch")
+        elif header.capability != exchange.capability:
+            self._drop(piece, "capability")
+        elif header.kind is PieceKind.KV:
+            if fault := exchange.claim(header, len(piece.payload)):
+                self._drop(piece, fault)
+            else:
+                self._reader.read(
+                    header,
+                    piece,
+                    exchange.block_ids_of(header),
+                    is_wanted=lambda: self._exchanges.get(exchange.key) is exchange,
+                    on_read=partial(self._read, exchange, header),
+                )
+        elif header.kind in (PieceKind.HELLO, PieceKind.WELCOME):
+            if fault := exchange.take_greeting(header):
+                self._drop(piece, fault)
+            else:
+                piece.release()
+        else:
+            self._drop(piece, "kind")
+
+    def check_integrity(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.check_integrity()
+
+    def _drop(self, piece: ReceivedPiece, fault: str) -> None:
+        piece.release()
+        self._on_dropped(fault)
+
+    def _read(self, exchange: PieceExchange, header: PieceHeader, fault: str | None) -> None:
+        if fault is not None:
+            self._on_dropped(fault)
+            if fault == "checksum":
+                exchange.fail(f"a piece of layer {header.part.layers.start} was damaged on the way")
+            return
+        self.num_bytes_received += header.payload_bytes
+        if self._exchanges.get(exchange.key) is exchange:
+            exchange.place(header)
+
+    def _failed(self, exchange: PieceExchange, reason: str) -> None:
+        log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)
+        self.end(exchange.request_id, exchange.epoch, reason)
+        self._on_outcome(FailedExchange(request_id=exchange.request_id, epoch=exchange.epoch, reason=reason))
+
+    async def _run(self, exchange: PieceExchange) -> None:
+        try:
+            await exchange.run()
+        finally:
+            exchange.close()
+            self._num_bytes_sent += exchange.num_bytes_sent

@@ -1,0 +1,79 @@
+"""Pieces on their way into blocks: the payload is checked, then copied, on the event loop or on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.piece import PieceHeader
+from pdmesh.kv.store import KvStore
+from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.seal import MeshKey
+
+
+class PieceReader:
+    """Copies accepted pieces into their blocks, which stay quarantined while a thread does, should they be freed."""
+
+    def __init__(
+        self,
+        *,
+        store: KvStore,
+        pool: BlockPool,
+        key: MeshKey,
+        copies: anyio.CapacityLimiter,
+        tasks: anyio.abc.TaskGroup,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._key = key
+        self._copies = copies
+        self._tasks = tasks
+
+    def read(
+        self,
+        header: PieceHeader,
+        piece: ReceivedPiece,
+        block_ids: Sequence[int],
+        *,
+        is_wanted: Callable[[], bool],
+        on_read: Callable[[str | None], None],
+    ) -> None:
+        """Copy a KV piece and release it; ``on_read`` is then told why it was dropped, or None. Event loop.
+
+        ``is_wanted`` says whether the blocks are still the request's.
+        """
+        if header.payload_bytes <= self._store.inline_copy_bytes:
+            fault = self._copy(header, piece, block_ids)
+            piece.release()
+            on_read(fault)
+        else:
+            # As many of these at once as there are receive buffers.
+            self._tasks.start_soon(self._read_on_thread, header, piece, block_ids, is_wanted, on_read)
+
+    async def _read_on_thread(
+        self,
+        header: PieceHeader,
+        piece: ReceivedPiece,
+        block_ids: Sequence[int],
+        is_wanted: Callable[[], bool],
+        on_read: Callable[[str | None], None],
+    ) -> None:
+        fault: str | None = "unknown"  # freed since: the blocks may be another request's by now
+        try:
+            if is_wanted():
+                with self._pool.pinned(block_ids):
+                    fault = await anyio.to_thread.run_sync(self._copy, header, piece, block_ids, limiter=self._copies)
+        finally:
+            piece.release()
+        on_read(fault)
+
+    def _copy(self, header: PieceHeader, piece: ReceivedPiece, block_ids: Sequence[int]) -> str | None:
+        """Nothing is copied of what was damaged on the way."""
+        if self._key.checksum(piece.payload) != header.checksum:
+            return "checksum"
+        self._store.scatter(header.part.layers.start, block_ids, piece.payload)
+        return None

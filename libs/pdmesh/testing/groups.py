@@ -1,0 +1,91 @@
+"""Instances that compute prompts together, without a scheduler: for tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from pdmesh.config import TransferConfig
+from pdmesh.core.commands import AdmitPrefill, SetGroup
+from pdmesh.engine.base import Engine
+from pdmesh.model import ChunkPlan, PrefillGroup, Role, num_blocks_for
+from pdmesh.testing.worker import RunningInstance, a_transfer, running_instance
+from pdmesh.transport.base import KvTransport
+from pdmesh.wire.messages import Admit, Generation, Regroup
+
+#: Of all groups here.
+GROUP_CAPABILITY = 0x6E0B5
+
+
+@asynccontextmanager
+async def running_members(
+    engines: Iterable[Engine], transports: Iterable[KvTransport], *, config: TransferConfig | None = None
+) -> AsyncGenerator[list[RunningInstance]]:
+    """Instances member-0, member-1, … on open transports."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                running_instance(engine, transport, role=Role.MIXED, config=config, instance_id=f"member-{number}")
+            )
+            for number, (engine, transport) in enumerate(zip(engines, transports, strict=True))
+        ]
+
+
+def group_of(members: Sequence[RunningInstance], capability: int = GROUP_CAPABILITY) -> PrefillGroup:
+    return PrefillGroup(member_ids=tuple(member.instance.instance_id for member in members), capability=capability)
+
+
+def admit_member(
+    member: RunningInstance,
+    generation: Generation,
+    members: Sequence[RunningInstance],
+    *,
+    decode: RunningInstance | None = None,
+    capability: int = GROUP_CAPABILITY,
+) -> None:
+    """Let one of ``members`` hold the request. Its leader hands it over to ``decode``, or decodes itself if None."""
+    leads = member is members[0]
+    num_kept = generation.max_tokens_left - 1 if leads and decode is None else 0
+    shard = member.shard(num_blocks_for(generation.num_tokens + num_kept, member.block_size))
+    num_blocks = num_blocks_for(generation.num_tokens, member.block_size)
+    command = AdmitPrefill(
+        instance_id=member.instance.instance_id,
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        shards=(shard,),
+        transfer=a_transfer(shard, decode.shard(num_blocks)) if leads and decode is not None else None,
+        group=group_of(members, capability),
+    )
+    addresses = tuple(other.address for other in members)
+    member.instance.handle(Admit(command=command, generation=generation, member_addresses=addresses))
+
+
+def regroup(member: RunningInstance, generation: Generation, members: Sequence[RunningInstance]) -> None:
+    """Tell one of them who they all are."""
+    command = SetGroup(
+        instance_id=member.instance.instance_id,
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        group=group_of(members),
+    )
+    member.instance.handle(Regroup(command=command, member_addresses=tuple(other.address for other in members)))
+
+
+def block_chunks(generation: Generation, block_size: int, sizes: Sequence[int]) -> list[ChunkPlan]:
+    """The prompt in chunks of so many blocks; the last size is repeated until it is used up."""
+    plans: list[ChunkPlan] = []
+    start = 0
+    while start < generation.num_tokens:
+        num_tokens = min(sizes[min(len(plans), len(sizes) - 1)] * block_size, generation.num_tokens - start)
+        end = start + num_tokens
+        plans.append(
+            ChunkPlan(
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                start=start,
+                num_tokens=num_tokens,
+                is_last=end == generation.num_tokens,
+            )
+        )
+        start = end
+    return plans

@@ -1,0 +1,17 @@
+"""When a step ran."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepTime(NamedTuple):
+    """When a step ran, on this process's own clock, and how long the device was at it.
+
+    ``duration_s`` is without urgent steps inside, and without waiting.
+    """
+
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    duration_s: float = 0.0
+    waited_s: float = 0.0  # of the time between, for KV of other members of a group

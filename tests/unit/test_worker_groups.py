@@ -1,0 +1,388 @@
+"""One prompt computed by several instances in turn, over both transports: the output is that of one instance."""
+
+import itertools
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pdmesh.config import TransferConfig
+from pdmesh.core.commands import RunStep
+from pdmesh.core.events import (
+    HelperJoined,
+    KvReleased,
+    RequestDropped,
+    RequestFinished,
+    StepDone,
+    TransferOffered,
+    TransferSent,
+)
+from pdmesh.model import ChunkPlan, Epoch, Role, SamplingParams, StepPlan
+from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
+from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
+from pdmesh.testing.kv import TransportMaker
+from pdmesh.testing.worker import RunningInstance, make_generation, running_instance
+from pdmesh.transport.memory import MemoryFaults
+from pdmesh.wire.messages import Generation, PeerGone, PromptLogprobs
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = TransferConfig(
+    transport="memory", max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, group_no_progress_s=20.0
+)
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+BLOCK = 4
+
+
+@pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
+def maker(request: pytest.FixtureRequest) -> TransportMaker:
+    return TransportMaker(request.param)
+
+
+@pytest.fixture
+def memory() -> TransportMaker:
+    return TransportMaker("memory")
+
+
+@asynccontextmanager
+async def members(
+    maker: TransportMaker,
+    number: int,
+    *,
+    config: TransferConfig = CONFIG,
+    make_engine: Callable[[int], FakeEngine] = lambda _: FakeEngine(num_blocks=256),
+) -> AsyncGenerator[list[RunningInstance]]:
+    async with AsyncExitStack() as stack:
+        transports = [await stack.enter_async_context(maker.open(config)) for _ in range(number)]
+        engines = [make_engine(number) for number in range(number)]
+        async with running_members(engines, transports, config=config) as running:
+            yield running
+
+
+def relay(running: Sequence[RunningInstance], chunks: Sequence[ChunkPlan], owners: Sequence[int]) -> None:
+    """Send each chunk to whom it is for; the last one to the leader."""
+    for chunk, owner in zip(chunks, owners, strict=True):
+        running[0 if chunk.is_last else owner].run([chunk])
+
+
+def owners_of(chunks: Sequence[ChunkPlan], number: int) -> list[int]:
+    return [index % number for index in range(len(chunks))]
+
+
+async def check_output(leader: RunningInstance, name: str, prompt: list[int], params: SamplingParams) -> None:
+    await leader.reported(RequestFinished, name)
+    tokens = leader.tokens_of(name)
+    assert [token.index for token in tokens] == list(range(len(tokens)))
+    assert [token.token_id for token in tokens] == reference_output(prompt, params)
+
+
+async def free_all(running: Sequence[RunningInstance], generation: Generation) -> None:
+    for member in running:
+        member.free(generation.request_id, generation.epoch)
+    for member in running:
+        await member.reported(KvReleased, generation.request_id)
+        member.assert_all_free()
+        assert member.mover.counters().num_exchanging == 0
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+async def test_the_output_is_that_of_one_instance(maker: TransportMaker, number: int) -> None:
+    prompt = list(range(50, 113))
+    async with members(maker, number) as running:
+        generation = make_generation("r", prompt, GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        chunks = block_chunks(generation, BLOCK, [2, 1, 3])
+        relay(running, chunks, owners_of(chunks, number))
+        await check_output(running[0], "r", prompt, GREEDY)
+        for helper in running[1:]:
+            assert len(helper.reports_of(HelperJoined, "r")) == 1
+            assert helper.tokens == []
+            assert helper.reports_of(TransferOffered, "r") == []
+        for member in running[1:]:
+            assert any(part.num_tokens for report in step_reports(member) for part in report.chunks)
+        assert all(member.mover.counters().dropped == {} for member in running)
+        await free_all(running, generation)
+
+
+def step_reports(member: RunningInstance) -> list[StepDone]:
+    return [report for report in member.reports if isinstance(report, StepDone)]
+
+
+async def test_a_group_hands_over_as_one_instance_does(maker: TransportMaker) -> None:
+    """What landed here moves on with what was computed here, each page once."""
+    prompt = list(range(30, 99))
+    async with (
+        members(maker, 3) as running,
+        maker.open(CONFIG) as transport,
+        running_instance(FakeEngine(num_blocks=256), transport, role=Role.DECODE, config=CONFIG) as decode,
+    ):
+        generation = make_generation("r", prompt, GREEDY)
+        decode.expect(generation, running[0])
+        for member in running:
+            admit_member(member, generation, running, decode=decode)
+        chunks = block_chunks(generation, BLOCK, [3])
+        relay(running, chunks, owners_of(chunks, 3))
+        await running[0].reported(TransferOffered, "r")
+        running[0].grant(generation, decode)
+        await decode.reported(RequestFinished, "r")
+        await running[0].reported(KvReleased, "r")
+        tokens = [*running[0].tokens_of("r"), *decode.tokens_of("r")]
+        assert [token.token_id for token in tokens] == reference_output(prompt, GREEDY)
+        sent = running[0].reports_of(TransferSent, "r")[0]
+        layout = decode.engine.kv.layout
+        assert sent.num_bytes == -(-len(prompt) // BLOCK) * layout.num_layers * layout.block_bytes
+        await free_all(running[1:], generation)
+        decode.assert_all_free()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_members_may_join_late_and_hear_of_each_other_in_any_order(memory: TransportMaker, seed: int) -> None:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(1000) for _ in range(rng.randrange(40, 200))]
+    number = rng.randint(2, 4)
+    async with members(memory, number) as running:
+        generation = make_generation("r", prompt, GREEDY)
+        chunks = block_chunks(generation, BLOCK, [rng.randint(1, 4) for _ in range(40)])
+        admit_member(running[0], generation, running[:1])
+        known = 1
+        for index, chunk in enumerate(chunks):
+            if known < number and rng.random() < 0.3:
+                known += 1
+                told = [*running[: known - 1], running[known - 1]]
+                rng.shuffle(told)
+                for member in told:
+                    if member is running[known - 1]:
+                        admit_member(member, generation, running[:known])
+                    else:
+                        regroup(member, generation, running[:known])
+                    if rng.random() < 0.5:
+                        await anyio.wait_all_tasks_blocked()
+            running[0 if chunk.is_last else rng.randrange(known)].run([chunk])
+            if rng.random() < 0.3 and index % 3 == 0:
+                await anyio.wait_all_tasks_blocked()
+        await check_output(running[0], "r", prompt, GREEDY)
+        for member in running:
+            assert "duplicate" not in member.mover.counters().dropped
+        await free_all(running[:known], generation)
+
+
+async def test_prompt_logprobs_come_from_whoever_computed_the_chunk(memory: TransportMaker) -> None:
+    prompt = list(range(50, 90))
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)
+    async with members(memory, 2) as running:
+        generation = make_generation("r", prompt, params)
+        for member in running:
+            admit_member(member, generation, running)
+        chunks = block_chunks(generation, BLOCK, [3])
+        relay(running, chunks, owners_of(chunks, 2))
+        await check_output(running[0], "r", prompt, params)
+        found = [
+            message.start + index
+            for member in running
+            for message in member.tokens
+            if isinstance(message, PromptLogprobs)
+            for index in range(len(message.logprobs))
+        ]
+        assert sorted(found) == list(range(1, len(prompt)))
+        await free_all(running, generation)
+
+
+async def test_other_rows_of_a_step_and_urgent_steps_are_exact_while_it_waits(memory: TransportMaker) -> None:
+    """The helper's step waits for a leader that has not begun: meanwhile it runs what is urgent."""
+    long, other, short = list(range(100, 124)), list(range(7)), list(range(5))
+    async with members(memory, 2) as running:
+        leader, helper = running
+        generation, mixed, urgent = (
+            make_generation(name, prompt, GREEDY) for name, prompt in (("r", long), ("mixed", other), ("urgent", short))
+        )
+        for member in running:
+            admit_member(member, generation, running)
+        helper.admit(mixed, kv_moves=False)
+        helper.admit(urgent, kv_moves=False)
+        first, second, last = block_chunks(generation, BLOCK, [2])
+        (other_chunk,) = block_chunks(mixed, BLOCK, [10])
+        (short_chunk,) = block_chunks(urgent, BLOCK, [10])
+        helper.run([second, other_chunk])
+        await anyio.wait_all_tasks_blocked()
+        plan = StepPlan(plan_id=99, chunks=(short_chunk,), with_decodes=False, urgent=True)
+        helper.instance.handle(RunStep(instance_id=helper.instance.instance_id, plan=plan))
+        await helper.until(lambda: len(helper.tokens_of("urgent")) == 1)
+        assert helper.tokens_of("mixed") == []
+        assert [report.plan_id for report in step_reports(helper)] == [99]
+        leader.run([first])
+        leader.run([last])
+        await check_output(helper, "urgent", short, GREEDY)
+        await check_output(helper, "mixed", other, GREEDY)
+        await check_output(leader, "r", long, GREEDY)
+        waited = next(report for report in step_reports(helper) if report.plan_id != 99)
+        assert waited.duration_s < waited.ended_s - waited.began_s
+        await free_all(running, generation)
+
+
+async def test_an_urgent_plan_with_a_groups_chunk_overtakes_nothing(memory: TransportMaker) -> None:
+    """Its KV may be that of a plan before it: it would wait inside that one's step."""
+    prompt = list(range(100, 124))
+    gate = StepGate()
+
+    def make_engine(number: int) -> FakeEngine:
+        return FakeEngine(num_blocks=256, gate=None if number else gate)
+
+    async with members(memory, 2, make_engine=make_engine) as running:
+        leader, helper = running
+        generation = make_generation("r", prompt, GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        chunks = block_chunks(generation, BLOCK, [2])
+        leader.run([chunks[0]])
+        await anyio.to_thread.run_sync(gate.arrived)
+        plan = StepPlan(plan_id=99, chunks=(chunks[2],), with_decodes=False, urgent=True)
+        leader.instance.handle(RunStep(instance_id=leader.instance.instance_id, plan=plan))
+        helper.run([chunks[1]])
+        gate.open()
+        await check_output(leader, "r", prompt, GREEDY)
+        await free_all(running, generation)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+async def test_a_cancel_ends_the_wait(maker: TransportMaker, is_mixed: bool) -> None:
+    other = list(range(9))
+    async with members(maker, 2) as running:
+        _, helper = running
+        generation, beside = make_generation("r", list(range(40)), GREEDY), make_generation("other", other, GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        helper.admit(beside, kv_moves=False)
+        _, second, *_ = block_chunks(generation, BLOCK, [2])
+        helper.run([second, *(block_chunks(beside, BLOCK, [10]) if is_mixed else ())])
+        await anyio.wait_all_tasks_blocked()
+        for member in running:
+            member.free("r")
+        for member in running:
+            await member.reported(KvReleased, "r")
+        if is_mixed:
+            await check_output(helper, "other", other, GREEDY)
+        await helper.until(lambda: len(step_reports(helper)) >= 1)
+        assert step_reports(helper)[0].chunks[0].num_tokens == 0
+        helper.free("other")
+        await helper.reported(KvReleased, "other")
+        for member in running:
+            member.assert_all_free()
+            assert member.reports_of(RequestDropped, "r") == []
+
+
+async def test_waiting_for_nothing_is_given_up(memory: TransportMaker) -> None:
+    config = TransferConfig(transport="memory", max_payload_bytes=4096, group_no_progress_s=0.05)
+    async with members(memory, 2, config=config) as running:
+        _, helper = running
+        generation = make_generation("r", list(range(40)), GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        helper.run([block_chunks(generation, BLOCK, [2])[1]])
+        dropped = await helper.reported(RequestDropped, "r")
+        assert dropped.reason == "no KV came from other members of the group for 0.05 s"
+        await helper.reported(KvReleased, "r")
+        assert step_reports(helper)[0].chunks[0].num_tokens == 0
+        helper.assert_all_free()
+        await free_all(running[:1], generation)
+
+
+async def test_a_member_that_is_gone_ends_the_request(maker: TransportMaker) -> None:
+    async with members(maker, 3) as running:
+        leader, helper, dead = running
+        generation = make_generation("r", list(range(40)), GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        first, _, third, *_ = block_chunks(generation, BLOCK, [2])
+        leader.run([first])
+        helper.run([third])
+        await leader.until(lambda: len(step_reports(leader)) == 1)
+        for member in (leader, helper):
+            member.instance.handle(PeerGone(data_address=dead.address))
+        for member in (leader, helper):
+            assert (await member.reported(RequestDropped, "r")).reason == "a member of the group is gone"
+            await member.reported(KvReleased, "r")
+            member.assert_all_free()
+        await free_all([dead], generation)
+
+
+async def test_a_damaged_piece_ends_the_request_where_it_came(memory: TransportMaker) -> None:
+    pieces = itertools.count()
+    async with members(memory, 2) as running:
+        leader, _ = running
+        memory.fabric.faults = MemoryFaults(corrupt=lambda _header: next(pieces) == 4)
+        generation = make_generation("r", list(range(60)), GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        chunks = block_chunks(generation, BLOCK, [2])
+        relay(running, chunks, owners_of(chunks, 2))
+        await leader.until(lambda: any(member.reports_of(RequestDropped, "r") for member in running))
+        await free_all(running, generation)
+
+
+async def test_pieces_that_come_twice_late_and_out_of_order_change_nothing(memory: TransportMaker) -> None:
+    prompt = list(range(200, 300))
+    async with members(memory, 3) as running:
+        generation = make_generation("r", prompt, GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        gate = anyio.Event()
+        memory.fabric.faults = MemoryFaults(gate=gate)
+        chunks = block_chunks(generation, BLOCK, [1, 3, 2])
+        relay(running, chunks, owners_of(chunks, 3))
+        await anyio.wait_all_tasks_blocked()
+        memory.fabric.faults = MemoryFaults()
+        gate.set()
+        await check_output(running[0], "r", prompt, GREEDY)
+        await free_all(running, generation)
+
+
+BAD_CHUNKS = {
+    "between blocks": (2, 4, False),
+    "ends between blocks": (0, 6, False),
+    "the last one at a helper": (32, 8, True),
+    "beyond the prompt": (36, 8, False),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHUNKS)
+async def test_a_chunk_that_cannot_be_drops_the_request(memory: TransportMaker, name: str) -> None:
+    start, num_tokens, is_last = BAD_CHUNKS[name]
+    async with members(memory, 2) as running:
+        _, helper = running
+        generation = make_generation("r", list(range(40)), GREEDY)
+        admit_member(helper, generation, running)
+        chunk = ChunkPlan(
+            request_id=generation.request_id, epoch=Epoch(0), start=start, num_tokens=num_tokens, is_last=is_last
+        )
+        helper.run([chunk])
+        await helper.reported(RequestDropped, "r")
+        await helper.reported(KvReleased, "r")
+        helper.assert_all_free()
+
+
+async def test_no_block_is_computed_twice(memory: TransportMaker) -> None:
+    async with members(memory, 2) as running:
+        _, helper = running
+        generation = make_generation("r", list(range(40)), GREEDY)
+        admit_member(helper, generation, running)
+        first = block_chunks(generation, BLOCK, [2])[0]
+        helper.run([first])
+        helper.run([first])
+        await helper.reported(RequestDropped, "r")
+        await helper.reported(KvReleased, "r")
+        helper.assert_all_free()
+
+
+async def test_stopping_does_not_wait_for_other_members(memory: TransportMaker) -> None:
+    """Leaving the block cancels the step loop while its thread waits."""
+    with anyio.fail_after(10):
+        async with members(memory, 2) as running:
+            generation = make_generation("r", list(range(40)), GREEDY)
+            for member in running:
+                admit_member(member, generation, running)
+            running[1].run([block_chunks(generation, BLOCK, [2])[1]])
+            await anyio.wait_all_tasks_blocked()
