@@ -1,0 +1,325 @@
+"""What members of a prefill group keep towards each other, over every transport, and what no peer can do to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.exchange import PieceExchange, exchange_key
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import FailedExchange, TransferOutcome
+from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
+from pdmesh.kv.presence import Bell
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
+from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.transport.base import KvTransport
+from pdmesh.transport.seal import MeshKey
+
+pytestmark = pytest.mark.anyio
+
+REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0xA11CE
+KEY = MeshKey("")
+NUM_BLOCKS = 16
+NUM_LAYERS = SMALL_LAYOUT.num_layers
+HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
+
+
+@dataclass(eq=False)
+class Member:
+    """One instance's data plane, and its side of the exchange once it has joined."""
+
+    transport: KvTransport
+    store: ByteStore
+    pool: BlockPool
+    mover: KvMover
+    outcomes: list[TransferOutcome]
+    landed: list[Blocks] = field(default_factory=list[Blocks])
+    table: list[int] = field(default_factory=list[int])
+    exchange: PieceExchange = field(init=False)
+
+    def join(self, members: list[Member], *, epoch: Epoch = EPOCH, capability: int = CAPABILITY) -> None:
+        self.table = self.table or self.pool.allocate(NUM_BLOCKS)
+        self.exchange = self.mover.groups.open(
+            REQUEST,
+            epoch,
+            number=members.index(self),
+            capability=capability,
+            block_ids=self.table,
+            bell=Bell(),
+            on_landed=self.landed.append,
+        )
+        self.tell(members, epoch=epoch)
+
+    def tell(self, members: list[Member], *, epoch: Epoch = EPOCH) -> None:
+        self.mover.groups.set_members(REQUEST, epoch, [member.transport.address for member in members])
+
+    def compute(self, first_block: int, num_blocks: int) -> None:
+        """All layers of them, as an engine would."""
+        assert self.exchange.begin(first_block, num_blocks)
+        for layer in range(NUM_LAYERS):
+            self.exchange.publish(Blocks(0, layer, first_block, num_blocks))
+
+    async def until_here(self, num_blocks: int) -> None:
+        """All layers of so many first blocks."""
+        with anyio.fail_after(20):
+            while not all(self.exchange.presence.has(layer, num_blocks) for layer in range(NUM_LAYERS)):
+                await anyio.lowlevel.checkpoint()
+
+    def content(self, first_block: int, num_blocks: int) -> list[bytes]:
+        return [
+            bytes(self.store.block(layer, block_id))
+            for layer in range(NUM_LAYERS)
+            for block_id in self.table[first_block : first_block + num_blocks]
+        ]
+
+    def free(self) -> None:
+        self.mover.cancel(REQUEST, EPOCH)
+        self.pool.free(self.table)
+        self.table = []
+
+
+@asynccontextmanager
+async def open_members(maker: TransportMaker, number: int) -> AsyncIterator[list[Member]]:
+    """Movers that know nothing of each other."""
+    async with AsyncExitStack() as stack:
+        members: list[Member] = []
+        for seed in range(number):
+            opened: AbstractAsyncContextManager[KvTransport] = maker.make(SMALL_TRANSFER)
+            transport = await stack.enter_async_context(opened)
+            store, pool = ByteStore(SMALL_LAYOUT, 2 * NUM_BLOCKS, seed=seed), BlockPool(2 * NUM_BLOCKS)
+            outcomes: list[TransferOutcome] = []
+            mover = KvMover(
+                transport=transport, store=store, pool=pool, config=SMALL_TRANSFER, on_outcome=outcomes.append
+            )
+            await stack.enter_async_context(mover)
+            members.append(Member(transport, store, pool, mover, outcomes))
+        yield members
+        for member in members:
+            member.mover.check_integrity()
+            assert member.mover.counters().num_exchanging == 0
+            assert member.pool.num_free == 2 * NUM_BLOCKS
+
+
+@pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
+def maker(request: pytest.FixtureRequest) -> TransportMaker:
+    return TransportMaker(request.param)
+
+
+async def test_every_page_comes_to_every_member_once(maker: TransportMaker) -> None:
+    async with open_members(maker, 3) as members:
+        for member in members:
+            member.join(members)
+        members[1].compute(0, 5)
+        members[0].compute(5, 3)
+        members[2].compute(8, 8)
+        for member in members:
+            await member.until_here(NUM_BLOCKS)
+            assert member.content(0, 5) == members[1].content(0, 5)
+            assert member.content(5, 3) == members[0].content(5, 3)
+            assert member.content(8, 8) == members[2].content(8, 8)
+            assert member.mover.counters().dropped == {}
+            assert member.outcomes == []
+        landed = sorted(
+            (blocks.layer, block) for blocks in members[0].landed for block in range(blocks.first_block, blocks.end)
+        )
+        assert landed == [(layer, block) for layer in range(NUM_LAYERS) for block in (*range(5), *range(8, 16))]
+        for member in members:
+            member.free()
+
+
+@pytest.mark.parametrize("helper_first", [False, True])
+@pytest.mark.parametrize("newcomer_first", [False, True])
+async def test_a_member_that_joins_late_gets_what_there_is(
+    maker: TransportMaker, helper_first: bool, newcomer_first: bool
+) -> None:
+    """Whoever hears of it first, and though a helper that has computed some of it never does."""
+    async with open_members(maker, 3) as members:
+        leader, helper, newcomer = members
+        for member in (leader, helper):
+            member.join(members[:2])
+        helper.compute(0, 4)
+        leader.compute(4, 4)
+        await leader.until_here(8)
+        await helper.until_here(8)
+        if newcomer_first:
+            newcomer.join(members)
+            await anyio.wait_all_tasks_blocked()
+        if helper_first:
+            helper.tell(members)
+            helper.compute(8, 4)
+        leader.tell(members)
+        if not newcomer_first:
+            await anyio.wait_all_tasks_blocked()
+            newcomer.join(members)
+        if not helper_first:
+            helper.compute(8, 4)  # it does not know yet
+        await newcomer.until_here(12)
+        newcomer.compute(12, 4)
+        helper.tell(members)
+        for member in members:
+            await member.until_here(NUM_BLOCKS)
+            assert member.content(0, 12) == newcomer.content(0, 12)
+            assert member.mover.counters().dropped.keys() <= {"unknown", "range"}  # greetings that came too early
+            member.free()
+
+
+async def say(hostile: Member, to: Member, header: PieceHeader, payload: bytes = b"") -> None:
+    async with hostile.transport.lend() as buffer:
+        buffer.payload[: len(payload)] = payload
+        pack_header(replace(header, checksum=KEY.checksum(memoryview(payload))), buffer.header, KEY)
+        await hostile.transport.send(to.transport.address, buffer, len(payload))
+
+
+def a_page(**changes: object) -> PieceHeader:
+    header = PieceHeader(
+        kind=PieceKind.KV,
+        request_key=exchange_key(REQUEST),
+        epoch=EPOCH,
+        capability=CAPABILITY,
+        source=1,
+        destination=0,
+        num_members=2,
+        part=KvPart(IndexRange(0, 1), IndexRange(0, 1), HEADS),
+        payload_bytes=SMALL_LAYOUT.block_bytes,
+    )
+    return replace(header, **changes)  # type: ignore[arg-type]
+
+
+GARBAGE = b"\xff" * SMALL_LAYOUT.block_bytes
+REFUSED = {
+    "epoch": a_page(epoch=Epoch(2)),
+    "capability": a_page(capability=1),
+    "kind": a_page(kind=PieceKind.COMMIT),
+    "range: no such member": a_page(source=2),
+    "range: from itself": a_page(source=0),
+    "range: for another": a_page(destination=1),
+    "range: for nobody": a_page(num_members=0),
+    "range: too many members": a_page(num_members=65),
+    "range: two layers": a_page(part=KvPart(IndexRange(0, 1), IndexRange(0, 2), HEADS)),
+    "range: no such layer": a_page(part=KvPart(IndexRange(0, 1), IndexRange(9, 10), HEADS)),
+    "range: no such block": a_page(part=KvPart(IndexRange(NUM_BLOCKS, NUM_BLOCKS + 1), IndexRange(0, 1), HEADS)),
+    "range: one head": a_page(part=KvPart(IndexRange(0, 1), IndexRange(0, 1), IndexRange(0, 1))),
+    "range: another length": a_page(payload_bytes=1),
+    "range: greeted by nobody": a_page(kind=PieceKind.HELLO, source=9),
+    "duplicate": a_page(part=KvPart(IndexRange(8, 9), IndexRange(0, 1), HEADS)),
+    "unknown": a_page(request_key=request_key(REQUEST)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_does_not_belong_is_dropped(maker: TransportMaker, name: str) -> None:
+    """The last one has the key of the request's transfer, which a group's pieces do not touch."""
+    async with open_members(maker, 2) as members:
+        leader, helper = members
+        for member in members:
+            member.join(members)
+        leader.compute(8, 8)
+        await anyio.wait_all_tasks_blocked()
+        before = bytes(leader.store.data)
+        await say(helper, leader, REFUSED[name], GARBAGE)
+        reason = name.partition(":")[0]
+        with anyio.fail_after(20):
+            while leader.mover.counters().dropped.get(reason) != 1:
+                await anyio.lowlevel.checkpoint()
+        assert bytes(leader.store.data) == before
+        helper.compute(0, 8)
+        await leader.until_here(NUM_BLOCKS)
+        assert leader.outcomes == []
+        for member in members:
+            member.free()
+
+
+async def test_a_piece_that_was_damaged_ends_the_exchange_and_touches_nothing(maker: TransportMaker) -> None:
+    async with open_members(maker, 2) as members:
+        leader, helper = members
+        for member in members:
+            member.join(members)
+        await anyio.wait_all_tasks_blocked()
+        before = bytes(leader.store.data)
+        async with helper.transport.lend() as buffer:
+            buffer.payload[: len(GARBAGE)] = GARBAGE
+            pack_header(a_page(checksum=1), buffer.header, KEY)
+            await helper.transport.send(leader.transport.address, buffer, len(GARBAGE))
+        with anyio.fail_after(20):
+            while not leader.outcomes:
+                await anyio.lowlevel.checkpoint()
+        reason = "a piece of layer 0 was damaged on the way"
+        assert leader.outcomes == [FailedExchange(request_id=REQUEST, epoch=EPOCH, reason=reason)]
+        assert leader.exchange.presence.aborted == reason
+        assert bytes(leader.store.data) == before
+        for member in members:
+            member.free()
+
+
+@pytest.mark.ucx
+async def test_an_address_that_the_scheduler_did_not_name_is_not_heard() -> None:
+    """With the right key and capability, and a true page."""
+    maker = TransportMaker("ucx")
+    async with open_members(maker, 3) as members:
+        leader, helper, stranger = members
+        for member in (leader, helper):
+            member.join(members[:2])
+        before = bytes(leader.store.data)
+        stranger.transport.admit(leader.transport.address)
+        with pytest.raises(KvTransferError):
+            await say(stranger, leader, a_page(), GARBAGE)
+        assert bytes(leader.store.data) == before
+        helper.compute(0, NUM_BLOCKS)
+        await leader.until_here(NUM_BLOCKS)
+        for member in (leader, helper):
+            member.free()
+
+
+async def test_whatever_a_member_says_is_no_error(maker: TransportMaker) -> None:
+    """It may spoil its own request; the next one finds everything in order."""
+    rng = random.Random(0)
+    numbers = [0, 1, 2, 3, 15, 16, 63, 64, 65, 2**16 - 1]
+    async with open_members(maker, 2) as members:
+        leader, helper = members
+        for epoch in range(40):
+            leader.join(members, epoch=Epoch(epoch))
+            for _ in range(5):
+                spans = [IndexRange(rng.choice(numbers[:7]), rng.choice(numbers[:7])) for _ in range(2)]
+                header = a_page(
+                    kind=rng.choice(list(PieceKind)),
+                    epoch=Epoch(epoch),
+                    source=rng.choice(numbers[:3]),
+                    destination=rng.choice(numbers[:2]),
+                    num_members=rng.choice(numbers),
+                    chunk=rng.choice(numbers),
+                    part=KvPart(spans[0], spans[1], rng.choice([HEADS, spans[0]])),
+                    payload_bytes=rng.choice([0, len(GARBAGE), 2 * len(GARBAGE)]),
+                )
+                helper.transport.admit(leader.transport.address)
+                await say(helper, leader, header, GARBAGE * rng.randint(0, 2))
+        leader.mover.cancel(REQUEST, Epoch(99))
+        for member in members:
+            member.join(members, epoch=Epoch(100))
+        helper.compute(0, NUM_BLOCKS)
+        await leader.until_here(NUM_BLOCKS)
+        for member in members:
+            member.mover.cancel(REQUEST, Epoch(100))
+            member.free()
+
+
+async def test_a_member_that_takes_nothing_ends_the_exchange_alone(maker: TransportMaker) -> None:
+    """Its pages are no use to others, but theirs come: whoever cannot reach it says so, within the limit of a piece."""
+    async with open_members(maker, 2) as members:
+        leader, helper = members
+        for member in members:
+            member.join(members)
+        await anyio.wait_all_tasks_blocked()
+        helper.free()
+        leader.mover.forget(helper.transport.address)
+        assert leader.exchange.presence.aborted == "a member of the group is gone"
+        assert [type(outcome) for outcome in leader.outcomes] == [FailedExchange]
+        leader.free()
