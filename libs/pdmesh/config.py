@@ -85,6 +85,15 @@ class GatewayConfig:
     default_max_tokens: Annotated[
         int | None, COUNT, "for requests that do not say; if not set, up to the context length"
     ] = None
+    linger_s: Annotated[
+        float,
+        Range(0, 3600),
+        "how long a gateway that is told to stop takes new connections still, while /ready says no: for load balancers "
+        "that look now and then. Gateways of one `pdmesh up` share their port and need none",
+    ] = 0.0
+    listen_fd: Annotated[
+        int | None, "set by `pdmesh up`: an inherited socket, bound to the port, that its gateways share"
+    ] = None
     ui: Annotated[bool, "serve the page at /ui; without API keys it answers this machine alone"] = True
 
 

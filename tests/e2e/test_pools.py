@@ -20,6 +20,14 @@ REQUESTS = requests_of(5, [20, 45, 70, 130], max_tokens=120)
 
 
 @pytest.fixture(scope="module")
+def wide_mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
+    folder = tmp_path_factory.mktemp("wide")
+    checkpoint = write_checkpoint(folder / "model", seed=3)
+    with running_mesh(folder, model=checkpoint, prefill=2, decode=2, gateways=2) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
     folder = tmp_path_factory.mktemp("pools")
     with running_mesh(folder, model=write_checkpoint(folder / "model", seed=3)) as mesh:
@@ -67,3 +75,28 @@ async def test_what_cannot_be_changes_nothing_and_says_why(mesh: RunningMesh) ->
     code, said = failing(mesh, "pool", "resize")
     assert (code, "say how many" in said) == (2, True)
     assert mesh.pids() == before
+
+
+async def test_everything_is_restarted_and_the_mesh_stopped_and_no_stream_breaks(wide_mesh: RunningMesh) -> None:
+    mesh, before = wide_mesh, wide_mesh.pids()
+    assert {"gateway-0", "gateway-1"} < set(before)
+    async with running_load(mesh.base_url, mesh.model, REQUESTS, at_once=6) as load:
+        await asyncio.to_thread(mesh.pdmesh, "drain", "decode-1", "--timeout", "1")
+        await asyncio.to_thread(mesh.pdmesh, "undrain", "decode-1")
+        await asyncio.to_thread(mesh.pdmesh, "policy", "set", "fcfs")
+        await asyncio.to_thread(mesh.pdmesh, "restart", "--rolling", "--timeout", "1")
+        after = mesh.pids()
+        assert set(after) == set(before)
+        assert not set(after.values()) & set(before.values()), "every process is another one"
+        assert (await asyncio.to_thread(mesh.status)).bundle == "fcfs"
+    assert not load.failed
+    assert not load.differ
+    assert len(load.streams) > 6
+    async with running_load(mesh.base_url, mesh.model, REQUESTS, at_once=6) as load:
+        while not (len(load.open) == 6 and all(stream.token_ids for stream in load.open)):  # noqa: ASYNC110  # streams that other processes begin
+            await asyncio.sleep(0.01)
+        load.over.set()
+        await asyncio.to_thread(mesh.pdmesh, "down")
+    assert not load.failed
+    assert not load.differ
+    assert load.streams

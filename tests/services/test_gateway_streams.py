@@ -23,7 +23,7 @@ from pdmesh.model import Epoch, FinishReason, RejectReason, RequestId
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire import session
-from pdmesh.wire.endpoint import open_channel, serving
+from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, Generation, TokenOut, unpack_token_ids
 from pdmesh_gateway import generate, transcripts
@@ -556,6 +556,39 @@ async def test_draining_lets_streams_end_and_takes_no_new_ones(model: Path) -> N
                         break
             mesh.send_tokens(*first_tokens(generation, 6)[2:])
         assert texts == [WHOLE]
+
+
+async def test_a_gateway_that_stops_is_not_ready_at_once_and_answers_what_is_on_its_way(model: Path) -> None:
+    async with (
+        scripted_mesh(silence) as mesh,
+        served(model, mesh) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+        assert (await client.get("/ready")).status_code == 200
+        running.stopping.set()
+        answer = await client.get("/ready")  # on the connection that was idle
+        assert answer.status_code == 503
+        assert "the gateway is stopping" in answer.text
+        assert answer.headers["connection"] == "close"
+
+
+async def test_gateways_that_share_a_port_lose_no_connection_when_one_goes(model: Path) -> None:
+    holder = bind_socket("127.0.0.1", 0, setting="test")
+    configs = [GatewayConfig(listen_fd=os.dup(holder.fileno())) for _ in range(2)]
+    url = f"http://127.0.0.1:{holder.getsockname()[1]}"
+    async with scripted_mesh(silence) as mesh, running_gateway(model, mesh.address, gateway=configs[0]) as stays:
+        async with running_gateway(model, mesh.address, gateway=configs[1]) as goes:
+            await mesh.until(lambda: len(mesh.registrations) == 2)
+            assert stays.facts["http_address"] == goes.facts["http_address"] != goes.facts["own_address"]
+            async with httpx.AsyncClient(timeout=30) as client:
+                assert (await client.get(f"http://{goes.facts['own_address']}/live")).status_code == 200
+            goes.stopping.set()
+            for _ in range(20):
+                async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+                    assert (await client.get("/ready")).status_code == 200
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            assert (await client.get("/ready")).status_code == 200
+    holder.close()
 
 
 async def test_finish_reasons_of_workers_reach_the_client(model: Path) -> None:

@@ -23,7 +23,7 @@ from pdmesh.cli.supervisor import Backoff, MeshPlan, StartFailed, Supervisor
 from pdmesh.config import SecurityConfig
 from pdmesh.model import InstanceId, PoolMember, Role
 from pdmesh.testing.processes import is_running, write_stand_in
-from pdmesh.wire.messages import FollowPools, PoolsWanted
+from pdmesh.wire.messages import FollowPools, PoolsWanted, ServiceProcess
 
 DEADLINE_S = 30.0
 
@@ -70,6 +70,7 @@ class Mesh:
             worker=lambda member, num_workers: self._spec(member.instance_id),
             resized=self._resized,
             follow=self._follow,
+            close=lambda: None,
         )
         self.supervisor = Supervisor(plan, on_change=self._on_change, say=self.said.append)
 
@@ -82,9 +83,9 @@ class Mesh:
             log_file=self.log_folder / f"{name}.log",
         )
 
-    def _others(self, scheduler: Mapping[str, Any]) -> tuple[ChildSpec, Sequence[ChildSpec]]:
+    def _others(self, scheduler: Mapping[str, Any]) -> tuple[Sequence[ChildSpec], Sequence[ChildSpec]]:
         assert scheduler["address"] == "127.0.0.1:7001"
-        return self._spec("gateway"), [self._spec("prefill-0"), self._spec("decode-0")]
+        return [self._spec("gateway")], [self._spec("prefill-0"), self._spec("decode-0")]
 
     async def _wait_ready(self, gateway: Mapping[str, Any]) -> None:
         assert gateway["http_address"]
@@ -113,12 +114,17 @@ class Mesh:
             await self.changed.wait()
         return self.wanted
 
-    def want(self, *start: str, stop: tuple[str, ...] = ()) -> None:
+    def want(self, *start: str, stop: tuple[str, ...] = (), replace: Mapping[str, int] | None = None) -> None:
         members = tuple(PoolMember(instance_id=InstanceId(name), role=Role(name[:-2])) for name in start)
         revision = 0 if self.wanted is None else self.wanted.revision + 1
         leaving = tuple(InstanceId(name) for name in stop)
-        self.wanted = PoolsWanted(revision=revision, start=members, stop=leaving, replace=())
+        replaced = tuple(ServiceProcess(name=name, pid=pid) for name, pid in (replace or {}).items())
+        self.wanted = PoolsWanted(revision=revision, start=members, stop=leaving, replace=replaced)
         self._on_change(self.supervisor)
+
+    def pids_told(self, name: str) -> set[int]:
+        """Of a service, as the scheduler has last heard."""
+        return {service.pid for service in self.asked[-1].services if service.name == name} if self.asked else set()
 
     @property
     def serving(self) -> set[str]:
@@ -287,6 +293,25 @@ async def test_workers_are_started_and_stopped_as_the_scheduler_wants(
             stop_ourselves()
     assert mesh.events().count("decode-1 starting") == 1, "what is there is not started again"
     assert "decode-2 stopped" in mesh.events()
+
+
+async def test_a_gateway_is_replaced_without_a_gap_and_the_scheduler_where_it_was(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path)
+    mesh.want()
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            before = {name: mesh.pid(name) for name in ("gateway", "scheduler")}
+            for name, pid in before.items():
+                mesh.want(replace={name: pid})
+                await mesh.until(lambda name=name, pid=pid: mesh.pids_told(name) not in ({0}, {pid}, set(), {0, pid}))  # type: ignore[misc]
+                await mesh.until(lambda name=name, pid=pid: pid not in mesh.pids_told(name))  # type: ignore[misc]
+            stop_ourselves()
+    events = [event for event in mesh.events() if event.startswith("gateway")]
+    assert events == ["gateway starting", "gateway starting", "gateway stopped", "gateway stopped"]
+    events = [event for event in mesh.events() if event.startswith("scheduler")]
+    assert events == ["scheduler starting", "scheduler stopped", "scheduler starting", "scheduler stopped"]
 
 
 async def test_a_worker_that_cannot_be_started_is_told_once_and_ends_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.abc
 
+from pdmesh.cli.processes import is_gateway
 from pdmesh.errors import PdmeshError
 from pdmesh.model import InstanceId, PoolMember
 from pdmesh.wire.messages import MAX_WAIT_S, FailedStart, FollowPools, PoolsWanted, ServiceProcess
@@ -33,6 +34,7 @@ class Actuator:
         self._tasks = tasks
         self._id = secrets.token_hex(8)
         self._starting: dict[InstanceId, anyio.CancelScope] = {}
+        self._replacing: set[int] = set()  # processes, by pid
         self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
         self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
 
@@ -56,7 +58,7 @@ class Actuator:
             services=tuple(
                 ServiceProcess(name=service.instance_id, pid=0 if service.child is None else service.child.pid)
                 for service in self._supervisor.services
-                if service.facts and not service.is_stopping
+                if service.facts and (self._supervisor.is_beside(service) or not service.is_stopping)
             ),
             available_bytes=free_host_bytes() or 0,
             name_prefix=self._plan.name_prefix,
@@ -95,6 +97,27 @@ class Actuator:
                 scope.cancel()
             elif (service := there.get(instance_id)) is not None and not service.is_stopping:
                 acting.start_soon(self._remove, service)
+
+        for process in wanted.replace:
+            for service in self._supervisor.services:
+                is_it = service.name == process.name and service.child is not None and service.child.pid == process.pid
+                if is_it and process.pid not in self._replacing:
+                    self._replacing.add(process.pid)
+                    acting.start_soon(self._replace, service, process.pid)
+
+    async def _replace(self, service: Service, pid: int) -> None:
+        """By another process. The scheduler's successor takes its port; gateways share theirs, so there is no gap."""
+        self._supervisor.say(f"{service.name} is replaced")
+        try:
+            if is_gateway(service.name):
+                await self._supervisor.add(self._tasks, service.spec)
+                await self._supervisor.remove(service, self._plan.drain_s())
+            else:
+                await service.restart(self._plan.drain_s())
+        except PdmeshError as error:
+            self._supervisor.say(f"{service.name} stays as it is: {error}")
+        finally:
+            self._replacing.discard(pid)
 
     async def _start(self, member: PoolMember, num_workers: int) -> None:
         self._supervisor.say(f"{member.instance_id} is started: the pools are to be larger")

@@ -93,7 +93,7 @@ def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, s
 def _where(record: MeshRecord) -> Text:
     """Which mesh of this machine it is, and where it is reached: two lines, which fit 80 columns."""
     up_s = time.time() - record.started_at
-    grpc_address = next((s.facts.get("grpc_address", "") for s in record.services if s.name == "gateway"), "")
+    grpc_address = next((s.facts["grpc_address"] for s in record.services if "grpc_address" in s.facts), "")
     return Text.assemble(
         "mesh ",
         (record.name, "bold"),

@@ -87,6 +87,7 @@ def up(
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
+    gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateway processes, which share the port.")] = 1,
     name: Name = DEFAULT_NAME,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the mesh can serve.")] = False,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
@@ -134,8 +135,8 @@ def up(
     pools = make_pools(prefill, decode, mixed)
     state = state_folder(os.environ, name)
     if detach:
-        raise typer.Exit(up_detached(tree, pools, state, os.environ))
-    MeshRun(tree, pools, state, os.environ).run()
+        raise typer.Exit(up_detached(tree, pools, state, os.environ, gateways))
+    MeshRun(tree, pools, state, os.environ, gateways).run()
 
 
 @app.command()

@@ -85,12 +85,15 @@ def resize(
 
 
 def restart_all(asked: Asked, *, timeout_s: float, force: bool) -> int:
-    """Restart every instance, one after the other; stop at the first that fails. Returns its exit code, or 0.
+    """Restart everything, one after the other: instances, gateways, the scheduler; stop at the first that fails.
 
-    Raises PdmeshError as `start` does.
+    Returns its exit code, or 0. Without an actuator, only instances. Raises PdmeshError as `start` does.
     """
-    for row in _state(asked).instances:
-        code = start(asked, OperationKind.RESTART, row.instance_id, timeout_s=timeout_s, force=force)
+    state = _state(asked)
+    instances = [row.instance_id for row in state.instances]
+    others = sorted({each.name for each in state.services} - set(instances))  # gateways come before the scheduler
+    for name in (*instances, *others):
+        code = start(asked, OperationKind.RESTART, name, timeout_s=timeout_s, force=force)
         if code:
             return code
     return 0

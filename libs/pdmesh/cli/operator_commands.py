@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pdmesh.cli.options import Asked, asks_scheduler
+from pdmesh.cli.options import Asked, SloTpot, SloTtft, asks_scheduler
 from pdmesh.core.events import MAX_OPERATION_S
 from pdmesh.errors import ConfigError
 from pdmesh.model import OperationKind, Role
@@ -67,16 +68,18 @@ def role(
 def restart(
     asked: Asked,
     instance: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="An instance, as `pdmesh status` lists them.")
+        str | None,
+        typer.Argument(metavar="NAME", help="An instance, a gateway or the scheduler."),
     ] = None,
-    rolling: Annotated[bool, typer.Option("--rolling", help="All instances, one after the other.")] = False,
+    rolling: Annotated[bool, typer.Option("--rolling", help="Everything, one after the other.")] = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     force: Force = False,
     wait: Wait = True,
 ) -> None:
-    """End an instance's process once nothing is left on it, and wait until the next one has joined.
+    """End a process once nothing is left on it, and wait until the next one is there. No stream breaks.
 
-    Whoever looks after the process starts it again: `pdmesh up`, or Docker.
+    Whoever looks after the process starts it again: `pdmesh up`, or Docker. The scheduler and gateways are restarted
+    by `pdmesh up` alone.
     """
     if (instance is None) is not rolling:
         raise ConfigError("name one instance, or say --rolling")
@@ -105,6 +108,28 @@ def pool_resize(
     if all(size is None for size in sizes.values()):
         raise ConfigError("say how many instances there are to be: --prefill, --decode or --mixed")
     raise typer.Exit(resize(asked, sizes, timeout_s=timeout, start_timeout_s=start_timeout, wait=wait))
+
+
+@pool_app.command("advise")
+@asks_scheduler
+def pool_advise(
+    asked: Asked,
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A scheduler's event log. [default: this mesh's]")
+    ] = None,
+    last: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="So much of its end.")] = 300.0,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    min_gain: Annotated[
+        float, typer.Option(min=0, max=100, metavar="POINTS", help="More requests in time, to change anything.")
+    ] = 3.0,
+) -> None:
+    """Simulate other pools and bundles on the last minutes, and print what would have met the targets."""
+    from pdmesh.cli.advise import AdviceOptions, run_advise
+    from pdmesh.metrics import Slo
+
+    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot)
+    run_advise(asked, AdviceOptions(log=log, last_s=last, slo=slo, min_gain=min_gain / 100))
 
 
 @ops_app.callback()

@@ -55,6 +55,10 @@ Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.
 Dial = Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler to dial.")]
 
 
+SloTtft = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time to first token.")]
+SloTpot = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time per output token.")]
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Raises PdmeshError if it cannot be written."""
     try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdmesh.cli.processes import ChildSpec
+from pdmesh.cli.processes import ChildSpec, is_gateway
 from pdmesh.cli.state import StateFolder
 from pdmesh.config import PREFIX, MeshConfig, WorkerConfig, environment_of
 from pdmesh.errors import ConfigError
@@ -101,11 +101,19 @@ class WorkerSpecs:
         )
 
 
-def gateway_spec(
-    config: MeshConfig, state: StateFolder, environ: Mapping[str, str], scheduler: Mapping[str, Any]
-) -> ChildSpec:
-    """Given what the scheduler announced."""
-    return _spec("gateway", "pdmesh_gateway", _dialing(config, scheduler), state, environ)
+def gateway_specs(
+    config: MeshConfig,
+    num_gateways: int,
+    listen_fd: int,
+    state: StateFolder,
+    environ: Mapping[str, str],
+    scheduler: Mapping[str, Any],
+) -> Sequence[ChildSpec]:
+    """Gateways that share the socket ``listen_fd``, given what the scheduler announced."""
+    shared = replace(config, gateway=replace(config.gateway, listen_fd=listen_fd))
+    names = ["gateway"] if num_gateways == 1 else [f"gateway-{number}" for number in range(num_gateways)]
+    specs = [_spec(name, "pdmesh_gateway", _dialing(shared, scheduler), state, environ) for name in names]
+    return [replace(spec, pass_fds=(listen_fd,)) for spec in specs]
 
 
 def _dialing(config: MeshConfig, scheduler: Mapping[str, Any]) -> MeshConfig:
@@ -117,8 +125,8 @@ def pinned_settings(service: str, facts: Mapping[str, Any]) -> dict[str, str]:
     """Ports that a service got from the system and must have again when it is restarted, since others dial them."""
     if service == "scheduler":
         return {"PDMESH_SCHEDULER_PORT": _port(facts["address"])}
-    if service == "gateway":
-        return {"PDMESH_GATEWAY_PORT": _port(facts["http_address"])}
+    if is_gateway(service):
+        return {"PDMESH_GATEWAY_GRPC_PORT": _port(facts["grpc_address"])} if "grpc_address" in facts else {}
     return {}
 
 

@@ -70,6 +70,12 @@ class ChildSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     log_file: Path
+    pass_fds: tuple[int, ...] = ()  # that it inherits
+
+
+def is_gateway(name: str) -> bool:
+    """Whether a service of that name is one."""
+    return name.partition("-")[0] == "gateway"
 
 
 @dataclass(slots=True)
@@ -133,7 +139,7 @@ async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
                 stderr=log,
                 env={**spec.environment, "PDMESH_READY_FD": str(write_fd)},
                 start_new_session=True,
-                pass_fds=(write_fd,),
+                pass_fds=(write_fd, *spec.pass_fds),
             )
     except BaseException:
         os.close(read_fd)

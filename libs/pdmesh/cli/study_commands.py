@@ -18,6 +18,8 @@ from pdmesh.cli.options import (
     OutputFormat,
     Prefill,
     Settings,
+    SloTpot,
+    SloTtft,
     build_config,
 )
 
@@ -39,8 +41,6 @@ KvTokens = Annotated[int, typer.Option(min=16, help="Tokens that one instance's 
 TransferBackends = Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")]
 PortSpeed = Annotated[float, typer.Option(help="Each instance's network, in and out.")]
 ControlDelay = Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")]
-SloTtft = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time to first token.")]
-SloTpot = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time per output token.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
 PerfettoFile = Annotated[
     Path | None, typer.Option(metavar="FILE.json", help="Write the instances' timelines for ui.perfetto.dev.")

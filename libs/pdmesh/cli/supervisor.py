@@ -19,7 +19,7 @@ import anyio
 import anyio.abc
 
 from pdmesh.cli.actuator import Actuator
-from pdmesh.cli.processes import Child, ChildSpec, describe_exit, start_child
+from pdmesh.cli.processes import Child, ChildSpec, describe_exit, is_gateway, start_child
 from pdmesh.errors import PdmeshError, leaves
 from pdmesh.model import PoolMember
 from pdmesh.service import ENDING_LIMIT_S
@@ -168,6 +168,17 @@ class Service:
                 return
             await anyio.sleep_until(turn.deadline)
 
+    async def restart(self, drain_s: float) -> None:
+        """Let the child end as `stop` does, and be started again; return when it is gone."""
+        child = self.child
+        if child is None:
+            return  # it is being started again as it is
+        for number, limit_s in ((signal.SIGTERM, drain_s), (signal.SIGTERM, END_S), (signal.SIGKILL, None)):
+            child.send_signal(number)
+            with anyio.move_on_after(limit_s):
+                await child.wait()
+                return
+
     async def stop(self, drain_s: float) -> None:
         """Let the child drain; after ``drain_s`` tell it to end what still runs; return when it is gone."""
         if not self._stopping.is_set():  # told once: a second signal would end what still runs
@@ -218,8 +229,8 @@ class MeshPlan:
     """What to run. The callbacks get the running services; their names are the specs' names."""
 
     scheduler: ChildSpec
-    #: The gateway and the workers, given what the scheduler announced.
-    others: Callable[[Mapping[str, Any]], tuple[ChildSpec, Sequence[ChildSpec]]]
+    #: The gateways and the workers, given what the scheduler announced.
+    others: Callable[[Mapping[str, Any]], tuple[Sequence[ChildSpec], Sequence[ChildSpec]]]
     #: Of the ids of workers, where they are told one.
     name_prefix: str
     #: An instance that is wanted, as a child of a mesh with so many workers, given what the scheduler announced.
@@ -239,6 +250,8 @@ class MeshPlan:
     expect: Callable[[Sequence[str]], Awaitable[bool]]
     #: How long requests may go on, asked when the mesh is told to stop.
     drain_s: Callable[[], float]
+    #: Called as the mesh begins to drain: nothing new comes.
+    close: Callable[[], None]
     #: Tell the scheduler what runs, and wait for what it wants; None if it does not answer.
     follow: Callable[[FollowPools], Awaitable[PoolsWanted | None]]
 
@@ -266,7 +279,7 @@ class Supervisor:
 
     def is_beside(self, service: Service) -> bool:
         """Whether it is no worker."""
-        return service.name in (self._plan.scheduler.name, "gateway")
+        return service.name == self._plan.scheduler.name or is_gateway(service.name)
 
     @property
     def changed(self) -> anyio.Event:
@@ -312,10 +325,15 @@ class Supervisor:
 
             starting.start_soon(cancel_when_stopped)
             scheduler = await self.add(tasks, self._plan.scheduler)
-            gateway, workers = self._plan.others(scheduler.facts)
+            (gateway, *gateways), workers = self._plan.others(scheduler.facts)
             async with anyio.create_task_group() as together:
                 for spec in (gateway, *workers):
                     together.start_soon(self.add, tasks, spec)
+            pinned = self._plan.pin(gateway.name, self.facts(gateway.name))  # ports that all share
+            async with anyio.create_task_group() as together:
+                for spec in gateways:
+                    shared = replace(spec, environment={**spec.environment, **pinned})
+                    together.start_soon(self.add, tasks, shared)
             try:
                 with anyio.fail_after(self._plan.start_timeout_s):
                     await self._plan.wait_ready(self.facts(gateway.name))
@@ -377,8 +395,10 @@ class Supervisor:
             await self._plan.tend()
 
     async def _drain(self) -> None:
+        self._plan.close()
+
         def rank(service: Service) -> int:
-            return {"gateway": 0, "scheduler": 2}.get(service.name, 1)
+            return 0 if is_gateway(service.name) else 2 if service.name == self._plan.scheduler.name else 1
 
         deadline_s = anyio.current_time() + self._plan.drain_s()
         for turn in range(3):

@@ -8,6 +8,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ import typer
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import (
     WorkerSpecs,
-    gateway_spec,
+    gateway_specs,
     num_cores,
     pinned_settings,
     scheduler_spec,
@@ -38,6 +39,7 @@ from pdmesh.model import InstanceId, PoolCounts
 from pdmesh.rotation import cut_off
 from pdmesh.telemetry.logs import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.endpoint import bind_socket
 from pdmesh.wire.messages import ExpectInstances, FollowPools, PoolsWanted
 
 #: Where no limit is set and none is told.
@@ -54,6 +56,7 @@ class MeshRun:
     pools: PoolCounts
     state: StateFolder
     environ: Mapping[str, str]
+    num_gateways: int = 1
     _started_at: float = field(default_factory=time.time)
     _began_s: float = field(default_factory=time.monotonic)
     _announced: bool = False
@@ -72,9 +75,12 @@ class MeshRun:
             self.config = _with_token(resolved(self.config))
             check_profile(self.config)
             self.state.forget_wishes()
-            self._supervisor = supervisor = Supervisor(self._plan(), on_change=self._changed, say=_say)
+            gateway = self.config.gateway
+            listener = bind_socket(gateway.host, gateway.port, setting="gateway.port")
+            self._supervisor = supervisor = Supervisor(self._plan(listener), on_change=self._changed, say=_say)
             try:
-                anyio.run(supervisor.run)
+                with listener:
+                    anyio.run(supervisor.run)
             finally:
                 try:
                     self.state.remove()
@@ -82,14 +88,15 @@ class MeshRun:
                     self._complain(f"cannot remove {self.state.record_file}: {error.strerror}")
         _say("stopped")
 
-    def _plan(self) -> MeshPlan:
+    def _plan(self, listener: socket.socket) -> MeshPlan:
         config = self.config
 
         workers = WorkerSpecs(config, self.state, self.environ)
 
-        def others(scheduler: Mapping[str, Any]) -> tuple[ChildSpec, Sequence[ChildSpec]]:
+        def others(scheduler: Mapping[str, Any]) -> tuple[Sequence[ChildSpec], Sequence[ChildSpec]]:
             workers.scheduler = scheduler
-            return gateway_spec(config, self.state, self.environ, scheduler), workers.of_pools(self.pools)
+            gateways = gateway_specs(config, self.num_gateways, listener.fileno(), self.state, self.environ, scheduler)
+            return gateways, workers.of_pools(self.pools)
 
         async def wait_ready(gateway: Mapping[str, Any]) -> None:
             await wait_until_ready(base_url(gateway["http_address"], config.security), config.security)
@@ -109,11 +116,13 @@ class MeshRun:
             worker=workers.member,
             resized=workers.resized,
             follow=self._follow,
+            close=listener.close,
         )
 
     async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:
-        """Whether a service answers: the gateway at its port, the others where they serve their metrics."""
-        address = facts.get("http_address") or f"{_host(self.config.telemetry.metrics_host)}:{facts['metrics_port']}"
+        """Whether a service answers: a gateway at a port of its own, the others where they serve their metrics."""
+        own = facts.get("own_address") or facts.get("http_address")
+        address = own or f"{_host(self.config.telemetry.metrics_host)}:{facts['metrics_port']}"
         return await is_live(base_url(address, self.config.security), self.config.security)
 
     async def _expect(self, instance_ids: Sequence[str]) -> bool:
@@ -163,7 +172,9 @@ class MeshRun:
     def _changed(self, supervisor: Supervisor) -> None:
         me = process_id(os.getpid())
         assert me is not None
-        http_address = str(supervisor.facts("gateway").get("http_address", ""))
+        http_address = next(
+            (str(each.facts["http_address"]) for each in supervisor.services if "http_address" in each.facts), ""
+        )
         record = MeshRecord(
             name=self.state.name,
             supervisor=me,
@@ -285,13 +296,16 @@ def _device(name: str) -> tuple[str, str]:
     return device, hardware
 
 
-def up_detached(config: MeshConfig, pools: PoolCounts, state: StateFolder, environ: Mapping[str, str]) -> int:
+def up_detached(
+    config: MeshConfig, pools: PoolCounts, state: StateFolder, environ: Mapping[str, str], num_gateways: int = 1
+) -> int:
     """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code."""
     with state.lock():  # say "is running" here and now; the supervisor takes the lock for itself afterwards
         log_file = state.fresh_log("supervisor", config.supervisor.log_keep)
     foreign = {key: value for key, value in environ.items() if not key.startswith(PREFIX)}
     read_fd, write_fd = os.pipe()
     arguments = ["--name", state.name, "--prefill", pools.prefill, "--decode", pools.decode, "--mixed", pools.mixed]
+    arguments += ["--gateways", num_gateways]
     with log_file.open("ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "pdmesh.cli", "up", *map(str, arguments)],

@@ -45,7 +45,9 @@ class StreamLoad:
     """So many streams at once, all the time."""
 
     undisturbed: dict[LoadRequest, list[int]]
-    streams: list[Stream] = field(default_factory=list[Stream])
+    streams: list[Stream] = field(default_factory=list[Stream])  # that have ended
+    open: list[Stream] = field(default_factory=list[Stream])  # that have not
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # set it to begin no more
 
     @property
     def failed(self) -> list[str]:
@@ -74,9 +76,9 @@ def requests_of(seed: int, lengths: Sequence[int], max_tokens: int) -> list[Load
     ]
 
 
-async def ask(client: openai.AsyncOpenAI, model: str, asked: LoadRequest) -> Stream:
-    """One request to its end, streamed."""
-    stream = Stream(asked, time.monotonic())
+async def follow(client: openai.AsyncOpenAI, model: str, stream: Stream) -> Stream:
+    """Ask for one, and note what comes, to its end."""
+    asked = stream.asked
     try:
         async with asyncio.timeout(STREAM_LIMIT_S):
             events = await client.completions.create(
@@ -98,9 +100,7 @@ async def ask(client: openai.AsyncOpenAI, model: str, asked: LoadRequest) -> Str
                         stream.token_times_s.append(time.monotonic())
             if not finished:
                 stream.error = "the stream ended early"
-    except (openai.OpenAIError, TimeoutError) as error:
-        stream.error = f"{type(error).__name__}: {error} after {len(stream.token_ids)} tokens"
-    except Exception as error:  # whatever a broken connection raises through the client
+    except Exception as error:  # the client's own, or whatever a broken connection raises through it
         stream.error = f"{error!r} after {len(stream.token_ids)} tokens"
     stream.ended_s = time.monotonic()
     return stream
@@ -112,15 +112,18 @@ async def running_load(
 ) -> AsyncGenerator[StreamLoad]:
     """Ask each once, then keep ``at_once`` streams running until the block is left; they end then."""
     async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=600) as client:
-        first = [await ask(client, model, asked) for asked in requests]
+        first = [await follow(client, model, Stream(asked, time.monotonic())) for asked in requests]
         broken = [each.error for each in first if each.error is not None]
         if broken:
             raise RuntimeError(f"undisturbed requests fail: {broken[0]}")
-        load, over, numbers = StreamLoad({each.asked: each.token_ids for each in first}), asyncio.Event(), count()
+        load, numbers = StreamLoad({each.asked: each.token_ids for each in first}), count()
 
         async def keep_asking() -> None:
-            while not over.is_set():
-                stream = await ask(client, model, requests[next(numbers) % len(requests)])
+            while not load.over.is_set():
+                stream = Stream(requests[next(numbers) % len(requests)], time.monotonic())
+                load.open.append(stream)
+                await follow(client, model, stream)
+                load.open.remove(stream)
                 load.streams.append(stream)
 
         async with asyncio.TaskGroup() as tasks:
@@ -129,4 +132,4 @@ async def running_load(
             try:
                 yield load
             finally:
-                over.set()
+                load.over.set()

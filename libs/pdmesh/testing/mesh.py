@@ -21,7 +21,7 @@ from pdmesh.cli.state import MeshRecord
 from pdmesh.wire.messages import MeshState, RequestRecord
 
 START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 300.0
 
 
 class _Status(msgspec.Struct):
@@ -122,6 +122,7 @@ def running_mesh(
     prefill: int = 1,
     decode: int = 1,
     mixed: int = 0,
+    gateways: int = 1,
     settings: Mapping[str, str] | None = None,
 ) -> Generator[RunningMesh]:
     """Start ``pdmesh up`` with its state under ``folder`` and stop it at the end.
@@ -138,7 +139,7 @@ def running_mesh(
         **{f"PDMESH_{key}": value for key, value in (settings or {}).items()},
     }
     name = "test"
-    pools = ["--prefill", str(prefill), "--decode", str(decode), "--mixed", str(mixed)]
+    pools = ["--prefill", str(prefill), "--decode", str(decode), "--mixed", str(mixed), "--gateways", str(gateways)]
     arguments = ["up", "--name", name, *pools, *(["--model", str(model)] if model is not None else [])]
     command = [sys.executable, "-m", "pdmesh.cli"]
     state = folder / "state" / "pdmesh" / name

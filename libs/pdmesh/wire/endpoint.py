@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hmac
 import ipaddress
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -43,6 +44,21 @@ def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool)
             f"{what} would listen on {host}, beyond this machine, without {' and '.join(missing)}: "
             "bind 127.0.0.1, add them, or set security.trusted_network if only trusted hosts can reach it"
         )
+
+
+def bind_socket(host: str, port: int, *, setting: str) -> socket.socket:
+    """A socket that holds a TCP port and does not listen yet. Raises ConfigError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, port))
+    except OSError as error:
+        holder.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; is another process using the port? ({setting})"
+        ) from error
+    return holder
 
 
 #: The metadata of every call between our services that carries the mesh token.

@@ -58,7 +58,10 @@ async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio
     """
     most_bytes = min(serving.config.max_body_bytes, SPARE_BYTES + BYTES_PER_TOKEN * serving.max_model_len)
     limits = [("grpc.max_receive_message_length", most_bytes)]
-    options = [option for option in GRPC_OPTIONS if option[0] != limits[0][0]] + limits
+    # Gateways that share their HTTP port share this one too.
+    limits.append(("grpc.so_reuseport", int(serving.config.listen_fd is not None)))
+    given = {name for name, _ in limits}
+    options = [option for option in GRPC_OPTIONS if option[0] not in given] + limits
     server = grpc.aio.server(
         options=options,
         maximum_concurrent_rpcs=serving.config.max_concurrent_requests,
@@ -94,7 +97,7 @@ async def _report_health(serving: Serving, servicer: health.aio.HealthServicer) 
     """Tell the health service what ``/ready`` says."""
     shown: Any = None
     while True:
-        ready = serving.link.unready_reason is None
+        ready = serving.unready_reason is None
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         if status != shown:
             shown = status

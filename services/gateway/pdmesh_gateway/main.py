@@ -10,20 +10,20 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from pdmesh.config import MeshConfig
+from pdmesh.config import LOOPBACK, MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import watch_event_loop
-from pdmesh.wire.endpoint import check_bind
+from pdmesh.wire.endpoint import bind_socket, check_bind
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grpc_service import serve_grpc
 from pdmesh_gateway.http.app import build_app
 from pdmesh_gateway.http.origins import Origins
-from pdmesh_gateway.http.server import open_socket, serve_http
+from pdmesh_gateway.http.server import open_listener, serve_http
 from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import GatewaySession
@@ -88,8 +88,11 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             metrics=metrics,
             activity=activity,
             scheduler=(config.scheduler_address, config.security),
+            stopping=context.stopping,
         )
-        listener = open_socket(gateway.host, gateway.port)
+        listener = open_listener(gateway)
+        # Where the port is shared, who asks there does not know which gateway answers.
+        probes = None if gateway.listen_fd is None else bind_socket(LOOPBACK, 0, setting="gateway.listen_fd")
         # The edge's clients show keys, not certificates of ours.
         edge_security = replace(config.security, tls_ca=None)
         async with (
@@ -103,8 +106,16 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 grpc_address=_address(gateway.host, grpc_port),
                 token_address=token_address,
                 model=model,
+                **({} if probes is None else {"own_address": _address(LOOPBACK, probes.getsockname()[1])}),
             )
-            await serve_http(build_app(serving), listener, edge_security, context.stopping)
+            await serve_http(
+                build_app(serving),
+                listener,
+                edge_security,
+                context.stopping,
+                probes=probes,
+                linger_s=gateway.linger_s,
+            )
             tasks.cancel_scope.cancel()
 
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import anyio
+
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.engine.files import ModelInfo
 from pdmesh.errors import RequestRejected
@@ -50,6 +52,12 @@ class Serving:
     metrics: GatewayMetrics
     activity: ActivityHub
     scheduler: tuple[str, SecurityConfig]  # whom to ask, and with which secrets
+    stopping: anyio.Event
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why nobody should send a request here now; None if it would be served."""
+        return "the gateway is stopping" if self.stopping.is_set() else self.link.unready_reason
 
     @property
     def max_model_len(self) -> int:

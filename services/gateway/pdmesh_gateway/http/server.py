@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Generator
+from typing import Any
 
 import anyio
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pdmesh.config import SecurityConfig
+from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh.wire.endpoint import bind_socket
 from pdmesh_gateway.http.errors import error_json
 
 #: Longer than the idle time of usual load balancers (60 s), so that it is them who close.
@@ -22,27 +25,42 @@ KEEP_ALIVE_S = 65
 #: For a request's head to come, from the connection's beginning or its own first byte. uvicorn has no limit for it.
 HEAD_LIMIT_S = 10.0
 
+#: For a request that is on its way on an idle connection when we are told to stop.
+IDLE_LINGER_S = 1.0
+
 #: Of a request's line and headers together. (What is read at once may be as much again.)
 MAX_HEAD_BYTES = 64 * 1024
 
 BACKLOG = 2048
 
 
-def open_socket(host: str, port: int) -> socket.socket:
-    """Bind the HTTP port. Raises ConfigError if it cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+def open_listener(config: GatewayConfig) -> socket.socket:
+    """The HTTP port: our own, or one that is shared with other gateways. Raises ConfigError if it cannot be had."""
+    if config.listen_fd is None:
+        listener = bind_socket(config.host, config.port, setting="gateway.port")
+    else:
+        try:
+            listener = socket.socket(fileno=config.listen_fd)
+        except OSError as error:
+            raise ConfigError(f"gateway.listen_fd is {config.listen_fd}: {error.strerror}") from error
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
         listener.listen(BACKLOG)
-        listener.setblocking(False)
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; is another process using the port? (gateway.port)"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; is another process using the port? "
+            "(gateway.port)"
         ) from error
+    listener.setblocking(False)
     return listener
+
+
+class _Drain:
+    """Whether connections are to end, and whether all have."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.emptied = anyio.Event()
 
 
 _HEAD_TOO_LARGE = (
@@ -59,6 +77,14 @@ class _LimitedProtocol(HttpToolsProtocol):
     #: Bytes since the last that the application was told of: of a head, a trailer or a chunk's extension.
     _num_head_bytes = 0
 
+    def __init__(self, *, drain: _Drain, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._drain = drain
+
+    @property
+    def is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
@@ -74,6 +100,8 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._forget_head()
         super().on_headers_complete()
+        if self._drain.begun and self.is_busy:
+            self.cycle.keep_alive = False  # its response says so
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
@@ -93,6 +121,8 @@ class _LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
         super().connection_lost(exc)
+        if self._drain.begun and not self.connections:
+            self._drain.emptied.set()
 
     def _await_head(self) -> None:
         if self._head_is_due is None:
@@ -113,11 +143,25 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve_http(app: ASGIApp, listener: socket.socket, security: SecurityConfig, stopping: anyio.Event) -> None:
-    """Serve until ``stopping``, then take no new connection, let what runs end, and return."""
+async def serve_http(
+    app: ASGIApp,
+    listener: socket.socket,
+    security: SecurityConfig,
+    stopping: anyio.Event,
+    *,
+    probes: socket.socket | None = None,
+    linger_s: float = 0.0,
+) -> None:
+    """Serve until ``stopping``, then let what runs end, and return.
+
+    ``probes`` is a second port, for questions to this gateway where others share the first one; then nothing more is
+    taken from that once we stop. Else new connections are taken for ``linger_s``. Idle ones, on which a request may be
+    on its way, are served for `IDLE_LINGER_S` in any case, once.
+    """
+    drain = _Drain()
     config = uvicorn.Config(
         app,
-        http=_LimitedProtocol,
+        http=functools.partial(_LimitedProtocol, drain=drain),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -135,12 +179,26 @@ async def serve_http(app: ASGIApp, listener: socket.socket, security: SecurityCo
 
     async def stop() -> None:
         await stopping.wait()
+        drain.begun = True
+        connections = server.server_state.connections
+        for connection in list(connections):
+            if isinstance(connection, _LimitedProtocol) and connection.is_busy:
+                connection.shutdown()  # once it has answered
+        if probes is None:
+            await anyio.sleep(linger_s)
+        else:
+            server.servers[0].close()
+        with anyio.move_on_after(IDLE_LINGER_S):
+            if connections:
+                await drain.emptied.wait()
         server.should_exit = True
 
+    sockets = [listener] if probes is None else [listener, probes]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop)
         try:
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=sockets)
         finally:
-            listener.close()
+            for each in sockets:
+                each.close()
         tasks.cancel_scope.cancel()

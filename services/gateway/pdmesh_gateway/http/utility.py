@@ -83,7 +83,7 @@ class UtilityEndpoints:
 
     async def ready(self, exchange: Exchange) -> None:
         """Routable: a request sent now would be served."""
-        reason = self._serving.link.unready_reason
+        reason = self._serving.unready_reason
         if reason is not None:
             raise RequestRejected(
                 f"Not ready: {reason}.", status=503, type="server_error", code="not_ready", retry_after_s=1

@@ -1,0 +1,129 @@
+"""Role flips and a rolling restart of every process under load: does a stream break or differ, and what does it cost?
+
+Usage: python benchmarks/operate.py [--flips N] [--streams N] [--gateways N] [--no-restart] [--no-timings]
+
+A mesh of 2 prefill and 2 decode instances and two gateways serves so many streams of the `openai` client all the time,
+greedy and seeded, each compared with an undisturbed one. One instance of each kind gets the other role and then its own
+again, in turns; then `pdmesh restart --rolling` restarts instances, gateways and the scheduler. Goodput is the tokens a
+second that clients get; *before* is measured without an operation, *during* from the first flip asked for to the last
+one done.
+
+Exit code 1 if a stream fails or differs, an operation fails, or, without ``--no-timings``, goodput during the flips is
+below 0.9 of before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from pdmesh.config import SecurityConfig
+from pdmesh.core.events import OperationRequested
+from pdmesh.model import InstanceId, OperationId, OperationKind, Role
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.load import StreamLoad, requests_of, running_load
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import MAX_WAIT_S, OperationStatus, StartOperation, WaitOperation
+
+LEAST_SHARE = 0.9
+
+#: Instance, the role that it gets, for ever in turns.
+FLIPS = (
+    ("decode-1", Role.PREFILL),
+    ("decode-1", Role.DECODE),
+    ("prefill-1", Role.DECODE),
+    ("prefill-1", Role.PREFILL),
+)
+
+BEFORE_S = 20.0
+
+
+async def flip(mesh: RunningMesh, instance: str, role: Role) -> OperationStatus:
+    """Ask for it, and wait until it is over."""
+    security = SecurityConfig(mesh_token=mesh.record.mesh_token)
+    wish = OperationRequested(
+        operation_id=OperationId(secrets.token_hex(4)),
+        kind=OperationKind.ROLE,
+        instance_id=InstanceId(instance),
+        timeout_s=1.0,
+        role=role,
+    )
+    status = await ask_scheduler(mesh.record.scheduler_address, security, StartOperation(wish=wish))
+    while isinstance(status, OperationStatus) and status.state == "running":
+        question = WaitOperation(operation_id=wish.operation_id, num_left=status.num_left, wait_s=MAX_WAIT_S)
+        status = await ask_scheduler(mesh.record.scheduler_address, security, question)
+    assert isinstance(status, OperationStatus)
+    return status
+
+
+async def operate(mesh: RunningMesh, options: argparse.Namespace) -> list[str]:
+    """Print what was seen; what is not as it should be."""
+    requests = requests_of(5, [20, 45, 70, 130, 300], max_tokens=120)
+    async with running_load(mesh.base_url, mesh.model, requests, at_once=options.streams) as load:
+        await asyncio.sleep(3.0)
+        begin_s = time.monotonic()
+        await asyncio.sleep(BEFORE_S)
+        flips_s = time.monotonic()
+        wrong: list[str] = []
+        longest_s = 0.0
+        for number in range(options.flips):
+            instance, role = FLIPS[number % len(FLIPS)]
+            began_s = time.monotonic()
+            status = await flip(mesh, instance, role)
+            longest_s = max(longest_s, time.monotonic() - began_s)
+            if status.state != "done":
+                wrong.append(f"role {instance} {role}: {status.state}: {status.detail}")
+        flipped_s = time.monotonic()
+        restart_s = 0.0
+        if not options.no_restart:
+            before = mesh.pids()
+            await asyncio.to_thread(mesh.pdmesh, "restart", "--rolling", "--timeout", "1")
+            restart_s = time.monotonic() - flipped_s
+            kept = set(before.values()) & set(mesh.pids().values())
+            if kept or set(before) != set(mesh.pids()):
+                wrong.append(f"not restarted: {kept}")
+    before_per_s = load.num_tokens(begin_s, flips_s) / (flips_s - begin_s)
+    during_per_s = load.num_tokens(flips_s, flipped_s) / (flipped_s - flips_s)
+    share = during_per_s / before_per_s
+    print(f"{options.flips} flips in {flipped_s - flips_s:.1f} s, the longest {longest_s:.2f} s")
+    print(f"rolling restart of {len(mesh.pids())} processes in {restart_s:.1f} s")
+    print(f"goodput before {before_per_s:.0f}, during flips {during_per_s:.0f} tokens/s: {share:.2f} ({LEAST_SHARE})")
+    _tell(load)
+    wrong += ["streams failed"] * bool(load.failed) + ["streams differ"] * bool(load.differ)
+    if not options.no_timings and share < LEAST_SHARE:
+        wrong.append("goodput during flips")
+    return wrong
+
+
+def _tell(load: StreamLoad) -> None:
+    print(f"{len(load.streams)} streams: {len(load.failed)} failed, {len(load.differ)} differ")
+    for why, number in Counter(load.failed + load.differ).most_common(10):
+        print(f"  {number} x {why}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flips", type=int, default=50)
+    parser.add_argument("--streams", type=int, default=6, help="at once")
+    parser.add_argument("--gateways", type=int, default=2)
+    parser.add_argument("--no-restart", action="store_true")
+    parser.add_argument("--no-timings", action="store_true", help="on a busy machine: goodput is printed, not judged")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        checkpoint = write_checkpoint(folder / "model", seed=3)
+        with running_mesh(folder, model=checkpoint, prefill=2, decode=2, gateways=options.gateways) as mesh:
+            wrong = asyncio.run(operate(mesh, options))
+    print(f"missed: {'; '.join(wrong)}" if wrong else "all limits kept")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

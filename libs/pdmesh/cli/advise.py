@@ -1,0 +1,240 @@
+"""`pdmesh pool advise`: what other pools, or another bundle, would have made of the last minutes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from pdmesh.cli.options import Asked, Output
+from pdmesh.cli.progress import progress_bar
+from pdmesh.cli.replay import Replay
+from pdmesh.cli.terminal import terminal
+from pdmesh.core.commands import SetRole
+from pdmesh.core.events import BundleChangeRequested, InstanceJoined, InstanceLost
+from pdmesh.errors import ConfigError
+from pdmesh.eventlog import EventLogReader, Header, core_of
+from pdmesh.garbage import rare_collections
+from pdmesh.metrics import NO_SLO, Slo
+from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
+from pdmesh.sim.advice import Foretold, Proposal, outlook, recent, recent_runs, splits
+from pdmesh.sim.recorded import Decision, RecordedRun, recorded_run
+from pdmesh.sim.report import report
+from pdmesh.sim.result import SimResult
+from pdmesh.sim.samples import fitted_model
+
+#: Fewer requests say nothing of what would be better.
+MIN_REQUESTS = 20
+
+#: Bundles that are tried beside the one in use.
+BUNDLES = ("fcfs", "pdmesh")
+
+#: Of all proposals, those that are printed.
+NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceOptions:
+    """The command's options, as given."""
+
+    log: Path | None  # None: the one that the mesh on this machine writes
+    last_s: float
+    slo: Slo
+    min_gain: float  # of the share of requests in time, 0 to 1, for which to change anything
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The proposals, the best one first, and what is there now."""
+
+    recorded: Foretold  # as it was, not simulated
+    now: Foretold
+    outlooks: Sequence[Foretold]
+    num_requests: int
+    min_gain: float
+
+    @property
+    def best(self) -> Foretold | None:
+        """What to change to; None if nothing is better by enough."""
+        best = self.outlooks[0]
+        return best if best.attainment - self.now.attainment >= self.min_gain else None
+
+
+class _Mesh:
+    """What is there at the end of a log; passes its decisions on."""
+
+    def __init__(self, bundle: str) -> None:
+        self.bundle = bundle
+        self.profiles: dict[InstanceId, InstanceProfile] = {}
+
+    def follow(self, decisions: Replay) -> Iterator[Decision]:
+        for decision in decisions:
+            match decision.event:
+                case InstanceJoined(profile=profile):
+                    self.profiles[profile.instance_id] = profile
+                case InstanceLost(instance_id=instance_id):
+                    self.profiles.pop(instance_id, None)
+                case BundleChangeRequested(bundle=bundle):
+                    self.bundle = bundle
+                case _:
+                    pass
+            for command in decision.commands:
+                if isinstance(command, SetRole) and (there := self.profiles.get(command.instance_id)):
+                    self.profiles[command.instance_id] = replace(there, role=command.role)
+            yield decision
+
+    @property
+    def pools(self) -> PoolCounts:
+        counts = Counter(profile.role for profile in self.profiles.values())
+        return PoolCounts(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], mixed=counts[Role.MIXED])
+
+
+def run_advise(asked: Asked, options: AdviceOptions) -> None:
+    """Print what would have been better. Raises ConfigError if the log does not tell."""
+    advice = advise(_log_file(asked, options), options, asked.output)
+    if asked.output is Output.JSON:
+        typer.echo(json.dumps(_as_json(advice), indent=2))
+    else:
+        _print(advice)
+
+
+def advise(path: Path, options: AdviceOptions, output: Output) -> Advice:
+    """Simulate all proposals on the end of a log. Raises ConfigError if it does not tell enough."""
+    try:
+        with EventLogReader(path) as log:
+            decisions = Replay(log, None)
+            mesh = _Mesh(log.header.bundle)
+            run = recorded_run(mesh.follow(decisions))
+            header = log.header
+    except OSError as error:
+        raise ConfigError(f"cannot read the event log {path}: {error.strerror}") from error
+    if not decisions.is_faithful:
+        raise ConfigError(f"{path} is by another version of pdmesh: its commands are not those of this one")
+    arrivals = recent(run.arrivals, options.last_s)
+    if len(arrivals) < MIN_REQUESTS or not mesh.profiles:
+        raise ConfigError(
+            f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {path}: at least {MIN_REQUESTS} "
+            "tell what would be better"
+        )
+    if options.slo == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):
+        raise ConfigError("the requests have no targets: give --slo-ttft or --slo-tpot")
+    return _compared(header, run, mesh, options, output)
+
+
+def _compared(header: Header, run: RecordedRun, mesh: _Mesh, options: AdviceOptions, output: Output) -> Advice:
+    try:
+        latency = fitted_model(run)
+    except ValueError:
+        raise ConfigError("the log has no steps to fit a latency model to") from None
+    arrivals = recent(run.arrivals, options.last_s)
+    like = next(iter(mesh.profiles.values()))
+    long_tokens = header.config.policy.long_prompt_tokens
+    now = Proposal(mesh.pools, mesh.bundle)
+    bundles = dict.fromkeys((mesh.bundle, *BUNDLES))
+    proposals = dict.fromkeys([now, *(Proposal(p, b) for p in splits(now.pools.total) for b in bundles)])
+    outlooks: dict[Proposal, Foretold] = {}
+    with rare_collections(), progress_bar(output) as progress:
+        task = progress.add_task("simulating", total=len(proposals))
+        for proposal in proposals:
+            core = core_of(header, proposal.bundle)
+            outlooks[proposal] = outlook(proposal, core, arrivals, like, latency, options.slo, long_tokens)
+            progress.advance(task)
+    runs = recent_runs(run.result.requests, options.last_s)
+    was = SimResult(runs, run.result.instances, 0, 0)
+    return Advice(
+        recorded=Foretold(now, report(was, long_tokens=long_tokens, slo=options.slo)),
+        now=outlooks[now],
+        outlooks=sorted(outlooks.values(), key=lambda each: each.rank),
+        num_requests=len(arrivals),
+        min_gain=options.min_gain,
+    )
+
+
+def _log_file(asked: Asked, options: AdviceOptions) -> Path:
+    if options.log is not None:
+        return options.log
+    record = asked.state.read()
+    scheduler = {} if record is None else record.config.get("scheduler", {})
+    if scheduler.get("event_log"):
+        return Path(scheduler["event_log"])
+    raise ConfigError(
+        "there is no event log to learn from: give one with --log, or start the mesh with "
+        "`pdmesh up --set scheduler.event_log=FILE`"
+    )
+
+
+def command_of(now: Proposal, best: Proposal) -> list[str]:
+    """What to type for it."""
+    pools = best.pools
+    commands: list[str] = []
+    if pools != now.pools:
+        sizes = " ".join(f"--{role} {pools.of(role)}" for role in Role)
+        commands.append(f"pdmesh pool resize {sizes}")
+    if best.bundle != now.bundle:
+        commands.append(f"pdmesh policy set {best.bundle}")
+    return commands
+
+
+def _print(advice: Advice) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("pools", "bundle"):
+        table.add_column(column)
+    for column in ("in time", "difference", "a second", "ttft p50", "ttft p99", "tpot p99"):
+        table.add_column(column, justify="right")
+    _add(table, advice.recorded, advice, "as it was")
+    _add(table, advice.now, advice, "simulated")
+    for each in advice.outlooks[:NUM_SHOWN]:
+        if each is not advice.now:
+            _add(table, each, advice)
+    terminal().print(table)
+    typer.echo(f"{advice.num_requests} requests; figures but the first line's are simulated with a model of this log")
+    if advice.best is None:
+        typer.echo(f"nothing is better by {100 * advice.min_gain:g} points: leave it as it is")
+        return
+    for command in command_of(advice.now.proposal, advice.best.proposal):
+        typer.echo(f"  {command}")
+
+
+def _add(table: Table, each: Foretold, advice: Advice, what: str = "") -> None:
+    figures = each.figures
+    table.add_row(
+        str(each.proposal.pools) + (f" ({what})" if what else ""),
+        each.proposal.bundle,
+        f"{each.attainment:.1%}",
+        "" if what else f"{100 * (each.attainment - advice.now.attainment):+.1f}",
+        _number(figures.goodput_per_s, 1.0),
+        *(_number(value, 1e3, " ms") for value in (figures.all.ttft_s.p50, figures.all.ttft_s.p99)),
+        _number(figures.all.tpot_s.p99, 1e3, " ms"),
+    )
+
+
+def _number(value: float | None, factor: float, unit: str = "") -> str:
+    return "" if value is None else f"{factor * value:.3g}{unit}"
+
+
+def _as_json(advice: Advice) -> dict[str, Any]:
+    best = advice.best
+    return {
+        "num_requests": advice.num_requests,
+        "recorded": _figures(advice.recorded),
+        "now": _figures(advice.now),
+        "proposals": [_figures(each) for each in advice.outlooks],
+        "best": None if best is None else _figures(best),
+        "commands": [] if best is None else command_of(advice.now.proposal, best.proposal),
+    }
+
+
+def _figures(each: Foretold) -> dict[str, Any]:
+    return {
+        "pools": msgspec.to_builtins(each.proposal.pools),
+        "bundle": each.proposal.bundle,
+        "attainment": each.attainment,
+        "figures": msgspec.to_builtins(each.figures),
+    }

@@ -1,0 +1,91 @@
+"""Which pools, and which bundle, would have kept the targets of recorded requests: simulated with the same core.
+
+The same number of instances is shared out in other ways, and the requests of the last minutes are sent again. What is
+there now is simulated too: only simulated figures are compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pdmesh.metrics import Slo
+from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
+from pdmesh.policy.latency import LatencyModel
+from pdmesh.sim.report import SimReport, report
+from pdmesh.sim.result import RequestRun
+from pdmesh.sim.simulator import Core, Simulator
+from pdmesh.sim.workload import Arrival
+
+#: Of the instances' number, when splits are tried; beyond it every so many are left out.
+MAX_SPLITS = 16
+
+
+class Proposal(NamedTuple):
+    """What could be otherwise."""
+
+    pools: PoolCounts
+    bundle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What a proposal would have made of the requests."""
+
+    proposal: Proposal
+    figures: SimReport
+
+    @property
+    def attainment(self) -> float:
+        return self.figures.all.slo_attainment or 0.0
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """The better, the less: the share of requests in time, then how many a second are, then how soon they begin."""
+        ttft_s = self.figures.all.ttft_s.p99
+        return -self.attainment, -(self.figures.goodput_per_s or 0.0), float("inf") if ttft_s is None else ttft_s
+
+
+def splits(total: int) -> Iterator[PoolCounts]:
+    """So many instances shared out in other ways: apart, or all together."""
+    step = max(1, total // MAX_SPLITS)
+    for prefill in range(1, total, step):
+        yield PoolCounts(prefill=prefill, decode=total - prefill)
+    yield PoolCounts(prefill=0, decode=0, mixed=total)
+
+
+def recent(arrivals: Sequence[Arrival], last_s: float) -> list[Arrival]:
+    """Those of the last ``last_s`` seconds, from 0 on."""
+    if not arrivals:
+        return []
+    end_s = max(arrival.arrival_s for arrival in arrivals)
+    kept = [arrival for arrival in arrivals if arrival.arrival_s >= end_s - last_s]
+    start_s = min(arrival.arrival_s for arrival in kept)
+    return [replace(arrival, arrival_s=arrival.arrival_s - start_s) for arrival in kept]
+
+
+def recent_runs(runs: Sequence[RequestRun], last_s: float) -> list[RequestRun]:
+    """The same of what became of them."""
+    end_s = max((run.request.arrival_s for run in runs), default=0.0)
+    return [run for run in runs if run.request.arrival_s >= end_s - last_s]
+
+
+def outlook(
+    proposal: Proposal,
+    core: Core,
+    arrivals: Sequence[Arrival],
+    like: InstanceProfile,
+    latency: LatencyModel,
+    slo: Slo,
+    long_tokens: int,
+    on_ended: Callable[[int], None] | None = None,
+) -> Foretold:
+    """Simulate a proposal on instances ``like`` one that is there."""
+    instances = [
+        (replace(like, instance_id=InstanceId(f"{role}-{index}"), role=role, group_id=""), latency)
+        for role in Role
+        for index in range(proposal.pools.of(role))
+    ]
+    result = Simulator(core, instances, arrivals).run(on_ended)
+    return Foretold(proposal, report(result, long_tokens=long_tokens, slo=slo))

@@ -1,0 +1,107 @@
+"""Advice from a recorded run: what is known to be better is found, and nothing is proposed where nothing is."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdmesh.cli.advise import AdviceOptions, advise, command_of
+from pdmesh.cli.options import Output
+from pdmesh.core.config import CoreConfig
+from pdmesh.errors import ConfigError
+from pdmesh.eventlog import EventLogWriter, Header
+from pdmesh.metrics import Slo
+from pdmesh.model import PoolCounts
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.sim.advice import recent, splits
+from pdmesh.sim.mesh import MeshShape
+from pdmesh.sim.simulator import Simulator
+from pdmesh.sim.workload import Arrival
+from pdmesh.testing.recorded import RecordedCore
+from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL
+
+OPTIONS = AdviceOptions(log=None, last_s=300.0, slo=Slo(ttft_s=2.0), min_gain=0.03)
+
+
+def recorded(path: Path, num_prefill: int, num_decode: int, arrivals: list[Arrival]) -> Path:
+    header = Header(
+        seed=7,
+        bundle="fcfs",
+        config=CoreConfig(
+            max_queue_s=1e6, refuses_early=False, policy=PolicyConfig(chunk_tokens=64, latency=UNEVEN_MODEL)
+        ),
+        started_at=0.0,
+        started_s=0.0,
+    )
+    mesh = MeshShape(
+        num_prefill=num_prefill, num_decode=num_decode, num_mixed=0, kv_layout=TINY_LAYOUT, num_kv_tokens=8192
+    )
+    with EventLogWriter(path, header) as log:
+        Simulator(RecordedCore(header, log), mesh.instances(UNEVEN_MODEL), arrivals).run()
+    return path
+
+
+def long_prompts(number: int = 60, every_s: float = 0.25) -> list[Arrival]:
+    """Hardly anything to decode: what helps are prefill instances."""
+    rng = random.Random(3)
+    return [
+        Arrival(arrival_s=index * every_s, num_prompt_tokens=rng.randrange(150, 250), num_output_tokens=3)
+        for index in range(number)
+    ]
+
+
+def test_pools_that_are_known_to_be_better_are_found(tmp_path: Path) -> None:
+    log = recorded(tmp_path / "log", 1, 3, long_prompts())
+    advice = advise(log, OPTIONS, Output.JSON)
+    assert advice.num_requests == 60
+    assert advice.now.proposal.pools == PoolCounts(prefill=1, decode=3)
+    assert advice.now.attainment == pytest.approx(advice.recorded.attainment, abs=0.05), "simulated as it was"
+    best = advice.best
+    assert best is not None
+    assert best.attainment > advice.now.attainment + 0.2
+    assert best.proposal.pools.prefill >= 2 or best.proposal.pools.mixed == 4
+    after = recorded(tmp_path / "better", 3, 1, long_prompts())
+    better = advise(after, OPTIONS, Output.JSON)
+    foretold = next(each for each in advice.outlooks if each.proposal == better.now.proposal)
+    assert better.recorded.attainment == pytest.approx(foretold.attainment, rel=0.15), "as foretold"
+
+
+def test_nothing_is_proposed_where_nothing_is_better(tmp_path: Path) -> None:
+    advice = advise(recorded(tmp_path / "log", 2, 2, long_prompts(every_s=3.0)), OPTIONS, Output.JSON)
+    assert advice.now.attainment == 1.0
+    assert advice.best is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (replace(OPTIONS, last_s=2.0), "9 requests finished in the last 2 s"),
+        (replace(OPTIONS, slo=Slo()), "the requests have no targets"),
+    ],
+)
+def test_a_log_that_does_not_tell_enough_is_said(tmp_path: Path, options: AdviceOptions, reason: str) -> None:
+    log = recorded(tmp_path / "log", 1, 1, long_prompts(30))
+    with pytest.raises(ConfigError, match=reason):
+        advise(log, options, Output.JSON)
+
+
+def test_what_to_type_for_it(tmp_path: Path) -> None:
+    advice = advise(recorded(tmp_path / "log", 1, 3, long_prompts()), OPTIONS, Output.JSON)
+    now = advice.now.proposal
+    other = now._replace(pools=PoolCounts(prefill=2, decode=2), bundle="sjf")
+    assert command_of(now, other) == [
+        "pdmesh pool resize --prefill 2 --decode 2 --mixed 0",
+        "pdmesh policy set sjf",
+    ]
+    assert json.dumps(command_of(now, now)) == "[]"
+
+
+def test_splits_are_all_ways_to_share_instances_out() -> None:
+    assert [str(pools) for pools in splits(3)] == ["1 prefill + 2 decode", "2 prefill + 1 decode", "3 mixed"]
+    assert [str(pools) for pools in splits(1)] == ["1 mixed"]
+    assert all(pools.total == 100 for pools in splits(100))
+    assert recent([], 1.0) == []
