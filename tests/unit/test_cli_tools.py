@@ -335,11 +335,26 @@ def test_doctor_finds_a_taken_port() -> None:
     assert "--port" in check.advice
 
 
-@pytest.mark.parametrize(("available_kb", "verdict"), [(500_000, Severity.WARNING), (8_000_000, Severity.OK)])
-def test_doctor_judges_memory(tmp_path: Path, available_kb: int, verdict: Severity) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text(f"MemTotal:  9000000 kB\nMemAvailable:   {available_kb} kB\n")
-    assert check_memory(MeshConfig(), meminfo).verdict is verdict
+@pytest.mark.parametrize(
+    ("available_mib", "kv_cache_bytes", "verdict", "said"),
+    [
+        (500, None, Severity.WARNING, "lower PDMESH_WORKER_KV_CACHE_HOST_SHARE"),
+        (8000, None, Severity.OK, "3.9 GiB of them for two KV caches"),  # a quarter each of what is available
+        (2400, None, Severity.OK, "1.2 GiB of them"),
+        (2300, None, Severity.WARNING, ""),
+        (4000, 2 << 30, Severity.WARNING, "lower --kv-cache-bytes"),
+        (8000, 2 << 30, Severity.OK, "4.0 GiB of them"),
+    ],
+)
+def test_doctor_judges_memory(available_mib: int, kv_cache_bytes: int | None, verdict: Severity, said: str) -> None:
+    config = replace(MeshConfig(), worker=replace(MeshConfig().worker, kv_cache_bytes=kv_cache_bytes))
+    check = check_memory(config, available_mib << 20)
+    assert check.verdict is verdict
+    assert said in f"{check.found} {check.advice}"
+
+
+def test_doctor_says_nothing_of_memory_that_nobody_tells_of() -> None:
+    assert check_memory(MeshConfig(), None).verdict is Severity.OK
 
 
 def test_doctor_finds_restricted_attach(tmp_path: Path) -> None:

@@ -76,6 +76,17 @@ def test_a_frame_says_what_the_page_says() -> None:
         assert part in text
 
 
+def test_modes_and_phases_are_shown_where_there_are_any() -> None:
+    assert "batching" not in text_of(FRAME)
+    (prefill,) = FRAME["instances"]
+    exclusive = {**prefill, "id": "m-0", "batching": {"mode": "eb", "phase": "prefill", "gain": 0.0312}}
+    mixed = {**prefill, "id": "m-1", "batching": {"mode": "mb"}}
+    text = text_of({**FRAME, "instances": [prefill, exclusive, mixed]})
+    assert "batching" in text
+    assert "eb prefill  eb +3.1 %" in text
+    assert text.splitlines()[5].rstrip().endswith("mb")
+
+
 def test_timelines_have_the_share_of_each_half_second_that_steps_took() -> None:
     timelines = Timelines()
     timelines.take(10.0, [["i", 9.0, 9.5, 1, 0, False], ["i", 9.75, 10.0, 1, 0, False]])

@@ -27,7 +27,8 @@ from rich.table import Table
 from pdmesh.cli.options import Output
 from pdmesh.cli.plan import num_cores
 from pdmesh.cli.state import state_root
-from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig
+from pdmesh.config import MeshConfig
+from pdmesh.worker.memory import free_host_bytes
 
 _GIB = 1 << 30
 _TOOL_TIMEOUT_S = 30.0
@@ -66,7 +67,7 @@ def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check
     yield from check_ucx(environ)
     yield check_ptrace(Path("/proc/sys/kernel/yama/ptrace_scope"))
     yield check_port(config.gateway.host, config.gateway.port)
-    yield check_memory(config, Path("/proc/meminfo"))
+    yield check_memory(config, free_host_bytes())
     yield check_disk("state", state_root(environ), "XDG_STATE_HOME")
     yield check_disk("checkpoints", Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE")
     yield check_open_files()
@@ -159,15 +160,21 @@ def check_port(host: str, port: int) -> Check:
         return Check("port", Severity.WARNING, f"{host}:{port}: {error.strerror}", advice)
 
 
-def check_memory(config: MeshConfig, meminfo: Path) -> Check:
-    sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", meminfo.read_text(), flags=re.MULTILINE))
-    available_bytes = int(sizes["MemAvailable"]) * 1024
+def check_memory(config: MeshConfig, available_bytes: int | None) -> Check:
+    """``available_bytes``: of the machine and of this process's control groups; None if nobody says."""
+    if available_bytes is None:
+        return Check("memory", Severity.OK, "nobody says how much is available")
+    worker = config.worker
     # Two workers, the smallest mesh: their KV caches, and about 600 MiB each for torch itself.
-    wanted_bytes = 2 * ((config.worker.kv_cache_bytes or HOST_KV_CACHE_BYTES) + 600 * (1 << 20))
-    found = f"{available_bytes / _GIB:.1f} GiB available"
+    if worker.kv_cache_bytes is None:
+        kv_bytes, option = int(available_bytes * worker.kv_cache_host_share), "PDMESH_WORKER_KV_CACHE_HOST_SHARE"
+    else:
+        kv_bytes, option = worker.kv_cache_bytes, "--kv-cache-bytes"
+    wanted_bytes = 2 * (kv_bytes + 600 * (1 << 20))
+    found = f"{available_bytes / _GIB:.1f} GiB available, {2 * kv_bytes / _GIB:.1f} GiB of them for two KV caches"
     if available_bytes < wanted_bytes:
         advice = f"one prefill and one decode worker take {wanted_bytes / _GIB:.1f} GiB and twice the weights: "
-        return Check("memory", Severity.WARNING, found, advice + "lower --kv-cache-bytes, or use --mixed 1")
+        return Check("memory", Severity.WARNING, found, advice + f"lower {option}, or use --mixed 1")
     return Check("memory", Severity.OK, found)
 
 

@@ -124,6 +124,9 @@ def _instances(frame: Frame, timelines: Timelines | None) -> Table:
         table.add_column(title, no_wrap=True)
     for title in ("prefills", "decodes", "queued"):
         table.add_column(title, justify="right", no_wrap=True)
+    has_modes = any(item.get("batching") for item in frame["instances"])
+    if has_modes:
+        table.add_column("batching", no_wrap=True)
     for item in frame["instances"]:
         style = _STYLES.get(item["role"], "")
         state = "" if item["state"] == "serving" else f" {item['state']}"
@@ -135,8 +138,17 @@ def _instances(frame: Frame, timelines: Timelines | None) -> Table:
             str(item["num_prefilling"]),
             str(item["num_decoding"]),
             str(item["num_queued_tokens"]),
+            *([_batching(item.get("batching"))] if has_modes else []),
         )
     return table
+
+
+def _batching(batching: Mapping[str, Any] | None) -> str:
+    """The mode, its phase, and what is predicted of `eb`."""
+    if batching is None:
+        return ""
+    phase, gain = batching.get("phase"), batching.get("gain")
+    return batching["mode"] + (f" {phase}" if phase else "") + ("" if gain is None else f"  eb {100 * gain:+.1f} %")
 
 
 def _requests(frame: Frame) -> Table:

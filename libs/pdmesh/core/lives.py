@@ -88,6 +88,7 @@ class Chunk(NamedTuple):
     num_tokens: int
     is_last: bool  # the step sampled a token
     step_s: float  # device time of the whole step
+    num_decodes: int = 0  # beside it in the step
 
 
 class Forgotten(NamedTuple):
@@ -215,7 +216,15 @@ class Lives:
             attempt.num_done_tokens += done.num_tokens
             if done.is_last and life.first_token_s is None:
                 life.first_token_s = now_s
-            chunk = Chunk(event.instance_id, event.plan_id, start, done.num_tokens, done.is_last, event.duration_s)
+            chunk = Chunk(
+                event.instance_id,
+                event.plan_id,
+                start,
+                done.num_tokens,
+                done.is_last,
+                event.duration_s,
+                event.num_decodes,
+            )
             found.append(Milestone(life, attempt, chunk))
 
     def _told(

@@ -234,9 +234,15 @@ def _line(record: _Record, what: Happening) -> _Line | None:
         case Chunk():
             end = what.start + what.num_tokens
             detail = f"tokens {what.start} to {end - 1}, step {what.plan_id} of {_ms(what.step_s)}"
+            if what.num_decodes:
+                detail += f" beside {what.num_decodes} decodes"
             if what.is_last:
                 detail += ", first token" if record.num_delivered == 0 else ", next token"
-            figures = {"num_tokens": float(what.num_tokens), "step_s": what.step_s}
+            figures = {
+                "num_tokens": float(what.num_tokens),
+                "step_s": what.step_s,
+                "num_decodes": float(what.num_decodes),
+            }
             return _Line("chunk", detail, what.instance_id, figures)
         case HelperJoined():
             return _Line("helps", "", what.instance_id)

@@ -79,8 +79,14 @@ function showInstances() {
     if (item.num_decoding) parts.push(`${item.num_decoding} decoding`);
     if (item.num_prefilling) parts.push(`${item.num_prefilling} in prefill`);
     if (item.num_queued_tokens) parts.push(`${count(item.num_queued_tokens)} tokens to go`);
-    put(doing, parts.join(", ") || "idle");
+    put(doing, (parts.join(", ") || "idle") + mode(item.batching));
   });
+}
+
+/** Its batching mode, and the phase of an exclusive one; of an instance that has none, nothing. */
+function mode(batching) {
+  if (!batching) return "";
+  return ` · ${batching.mode}${batching.phase ? `, ${batching.phase} phase` : ""}`;
 }
 
 const requests = new Rows($("requests"), (item) => {
