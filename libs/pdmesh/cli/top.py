@@ -148,7 +148,8 @@ def _batching(batching: Mapping[str, Any] | None) -> str:
     if batching is None:
         return ""
     phase, gain = batching.get("phase"), batching.get("gain")
-    return batching["mode"] + (f" {phase}" if phase else "") + ("" if gain is None else f"  eb {100 * gain:+.1f} %")
+    words = [batching["mode"], phase or "", "" if gain is None else f" eb {100 * gain:+.1f} %"]
+    return " ".join(filter(None, words))
 
 
 def _requests(frame: Frame) -> Table:

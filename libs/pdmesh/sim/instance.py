@@ -13,12 +13,10 @@ the step has ended; so a transfer never lands before its prompt is computed.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from math import ceil
 
 from pdmesh.core.commands import (
@@ -26,12 +24,14 @@ from pdmesh.core.commands import (
     Command,
     FreeKv,
     GrantTransfer,
+    GrowKv,
     PauseTransfer,
     PlaceDecode,
     RunStep,
     SetRole,
 )
 from pdmesh.core.events import (
+    CreditLow,
     DecodeReserved,
     DecodeStepsDone,
     Event,
@@ -58,6 +58,7 @@ from pdmesh.model import (
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.links import SimulatedLinks
+from pdmesh.sim.residents import Residents
 from pdmesh.sim.result import RequestRun, StepSpan
 
 
@@ -132,13 +133,7 @@ class SimInstance:
         self._blocks: dict[RequestKey, int] = {}
         self._num_free_blocks = profile.num_blocks
         self._prefills: dict[RequestKey, _Prefill] = {}
-        self._joining: list[RequestRun] = []  # they decode from the next step on
-        # Residents by the number of decode steps after which they end, then in the order in which they came.
-        self._residents: list[tuple[int, int, RequestRun]] = []
-        self._num_joined = 0
-        self._num_context_tokens = 0  # of all residents
-        self._decode_ends_s = array("d")  # of every step with decodes; a resident's token times are a slice of it
-        self._joined_at: dict[RequestKey, int] = {}
+        self._residents = Residents(layout.block_size)
         self._num_turns = 0
         self._busy = False
         self._step: _Step | None = None
@@ -159,7 +154,9 @@ class SimInstance:
                 if not command.leads:
                     return  # the leader has the books of it
                 run = self._runs[key]
-                run.prefill_id, run.placed_s = self.instance_id, self._agenda.now_s
+                run.prefill_id = self.instance_id
+                if run.placed_s is None:
+                    run.placed_s = self._agenda.now_s
                 run.num_shards = len(command.shards)
                 self._prefills[key] = _Prefill(run, command.transfer)
             case PlaceDecode():
@@ -180,8 +177,12 @@ class SimInstance:
             case FreeKv():
                 key = (command.request_id, command.epoch)
                 assert key not in self._prefills, f"{self.instance_id}: {key} is freed while it is computed"
-                assert key not in self._joined_at, f"{self.instance_id}: {key} is freed while it decodes"
-                self._release(key)
+                if self._residents.free(key):
+                    self._stir()
+                else:
+                    self._release(key)
+            case GrowKv():
+                self._grow((command.request_id, command.epoch), command.num_blocks)
             case SetRole():
                 pass
             case _:
@@ -192,6 +193,20 @@ class SimInstance:
         self._blocks[key] = num_blocks
         self._num_free_blocks -= num_blocks
         assert self._num_free_blocks >= 0, f"{self.instance_id}: no room for {key}"
+
+    def _grow(self, key: RequestKey, num_blocks: int) -> None:
+        num_more = num_blocks - self._blocks.get(key, num_blocks)
+        if num_more <= 0:
+            return  # it ended meanwhile, or has more
+        self._blocks[key] += num_more
+        self._num_free_blocks -= num_more
+        assert self._num_free_blocks >= 0, f"{self.instance_id}: no room for {key} to grow"
+        if self._residents.grow(key, num_blocks):
+            self._stir()
+
+    def drawn_s(self, key: RequestKey) -> Sequence[float]:
+        """When the tokens of a request that decodes here came, up to now."""
+        return self._residents.drawn_s(key, self._agenda.now_s, self._decode_run if self._end_of_run else ())
 
     def _release(self, key: RequestKey) -> None:
         self._num_free_blocks += self._blocks.pop(key)
@@ -214,7 +229,8 @@ class SimInstance:
         """Start the next batch, if there is one and the instance is idle."""
         if self._busy:
             return
-        self._seat()
+        for key in self._residents.seat():
+            self._release(key)
         if self._plans:
             if (group := self._plans[0].group) is not None:
                 self._meet(group)
@@ -231,17 +247,6 @@ class SimInstance:
         self._release_of_hold = None
         self._own.held = False
         self._stir()
-
-    def _seat(self) -> None:
-        """Those that joined take part from the next step on."""
-        num_steps = len(self._decode_ends_s)
-        for run in self._joining:
-            key = (run.request.request_id, run.request.epoch)
-            self._joined_at[key] = num_steps
-            self._num_context_tokens += _num_context_tokens(run) + 1
-            heappush(self._residents, (num_steps + run.num_output_tokens - 1, self._num_joined, run))
-            self._num_joined += 1
-        self._joining.clear()
 
     def _begin_step(self, plan: StepPlan) -> None:
         step = self._start(plan)
@@ -275,7 +280,7 @@ class SimInstance:
             else:
                 shapes.append(shape)
         num_decodes = len(self._residents) if plan.with_decodes else 0
-        num_context_tokens = self._num_context_tokens if num_decodes else 0
+        num_context_tokens = self._residents.num_context_tokens if num_decodes else 0
         own_s = self._model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
         now_s, duration_s = self._agenda.now_s, shared_s + own_s
         step = self._step = _Step(plan, num_decodes, num_context_tokens, now_s, duration_s, now_s + duration_s)
@@ -318,7 +323,8 @@ class SimInstance:
             return ChunkShape(chunk.num_tokens, chunk.start)  # a group's, led by another
         assert chunk.start == prefill.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
         if prefill.last_turn is None:
-            prefill.run.started_s = self._agenda.now_s
+            if prefill.run.started_s is None:
+                prefill.run.started_s = self._agenda.now_s
             if prefill.transfer is not None:
                 self._report(TransferOffered(self.instance_id, *key, prefill.transfer.transfer_id))
         elif self._num_turns - prefill.last_turn > 1:
@@ -357,7 +363,7 @@ class SimInstance:
         for chunk in plan.chunks:
             self._end_chunk(chunk)
         if num_decodes:
-            self._decoded([now_s], num_decodes)
+            self._decoded([now_s])
         if self._interrupted is not None:
             self._resume(self._interrupted, now_s - step.started_s)
         else:
@@ -371,8 +377,8 @@ class SimInstance:
         prefill.num_computed_tokens += chunk.num_tokens
         if chunk.is_last:
             prefill.computed_s = self._agenda.now_s
-            prefill.run.token_times_s = [self._agenda.now_s]
-            if prefill.run.num_output_tokens == 1:
+            prefill.run.token_times_s = [*prefill.run.token_times_s, self._agenda.now_s]
+            if prefill.run.num_output_tokens == len(prefill.run.token_times_s):
                 self._links.drop(key)
                 del self._prefills[key]
                 self._finish(prefill.run)
@@ -385,9 +391,8 @@ class SimInstance:
 
     def _begin_decodes(self) -> None:
         self._busy = True
-        num_decodes, num_context_tokens = len(self._residents), self._num_context_tokens
-        num_left = self._residents[0][0] - len(self._decode_ends_s)
-        num_steps = min(num_left, self._max_decode_steps, self._own.num_left)
+        num_decodes, num_context_tokens = len(self._residents), self._residents.num_context_tokens
+        num_steps = min(self._residents.steps_left, self._max_decode_steps, self._own.num_left)
         end_s, step_s = self._agenda.now_s, self._model.step_s
         self._run_started_s = end_s
         ends_s: list[float] = []
@@ -405,7 +410,8 @@ class SimInstance:
         self._own.made(
             num_steps=num_steps,
             num_tokens=num_steps * num_decodes,
-            num_context_tokens=num_steps * self._num_context_tokens + num_decodes * num_steps * (num_steps - 1) // 2,
+            num_context_tokens=num_steps * self._residents.num_context_tokens
+            + num_decodes * num_steps * (num_steps - 1) // 2,
             duration_s=self._agenda.now_s - self._run_started_s,
             began_s=self._run_started_s,
             ended_s=self._agenda.now_s,
@@ -421,24 +427,21 @@ class SimInstance:
             before.num_steps += num_steps
         else:
             self.steps.append(StepSpan(self._run_started_s, self._agenda.now_s, (), num_decodes, num_steps))
-        self._decoded(self._decode_run, num_decodes)
+        self._decoded(self._decode_run)
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._report(DecodeStepsDone(self.instance_id, own_steps))
         self._want_turn(self.instance_id)
 
-    def _decoded(self, ends_s: list[float], num_decodes: int) -> None:
+    def _decoded(self, ends_s: Sequence[float]) -> None:
         """Every resident has a token more for each of the steps; those with all of theirs end."""
-        self._decode_ends_s.extend(ends_s)
-        self._num_context_tokens += num_decodes * len(ends_s)
-        while self._residents and self._residents[0][0] <= len(self._decode_ends_s):
-            _, _, run = heappop(self._residents)
-            self._num_context_tokens -= _num_context_tokens(run) + run.num_output_tokens
-            joined_at = self._joined_at.pop((run.request.request_id, run.request.epoch))
-            run.token_times_s = array("d", [run.token_times_s[0], *self._decode_ends_s[joined_at:]])
+        told = self._residents.decoded(ends_s)
+        for run in told.finished:
             self._finish(run)
+        if told.low:
+            self._report(CreditLow(self.instance_id, told.low))
 
     def _finish(self, run: RequestRun) -> None:
-        key = (run.request.request_id, run.request.epoch)
+        key = (run.current.request_id, run.current.epoch)
         self._report(
             RequestFinished(self.instance_id, *key, FinishReason.LENGTH, run.num_output_tokens, self._own.take())
         )
@@ -498,13 +501,8 @@ class SimInstance:
 
     def _join(self, run: RequestRun) -> None:
         run.decode_id = self.instance_id
-        self._joining.append(run)
+        self._residents.join(run, self._blocks[run.current.request_id, run.current.epoch])
         self._stir()
 
     def _num_kv_bytes(self, run: RequestRun) -> int:
-        return round(run.request.num_prompt_tokens * self._token_bytes)
-
-
-def _num_context_tokens(run: RequestRun) -> int:
-    """Of its prompt, that a decode step of its instance reads: the other members of a group read theirs meanwhile."""
-    return -(-run.request.num_prompt_tokens // run.num_shards)
+        return round(run.current.num_prompt_tokens * self._token_bytes)

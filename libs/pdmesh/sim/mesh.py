@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from pdmesh.core.config import CoreConfig
+from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, KvLayout, Role
 from pdmesh.policy.base import PolicyConfig
@@ -58,7 +58,14 @@ class MeshShape:
         )
 
 
-def study_core(bundle: str, policy: PolicyConfig, seed: int, *, refuses_early: bool = False) -> SchedulerCore:
+def study_core(
+    bundle: str,
+    policy: PolicyConfig,
+    seed: int,
+    *,
+    refuses_early: bool = False,
+    kv_reservation: KvReservation = KvReservation.FULL,
+) -> SchedulerCore:
     """A core whose queue has no limits, so that overload shows as waiting, unless it ``refuses_early``.
 
     Raises ConfigError for an unknown bundle.
@@ -68,6 +75,7 @@ def study_core(bundle: str, policy: PolicyConfig, seed: int, *, refuses_early: b
         max_queue_tokens=_NO_LIMIT,
         max_queue_s=float(_NO_LIMIT),
         refuses_early=refuses_early,
+        kv_reservation=kv_reservation,
         policy=policy,
     )
     return SchedulerCore(config, make_bundle(bundle, policy), random.Random(seed))

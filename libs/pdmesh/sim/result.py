@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdmesh import metrics
 from pdmesh.core.commands import Outcome
-from pdmesh.model import ChunkPlan, InstanceId, Request, Role
+from pdmesh.model import ChunkPlan, Epoch, InstanceId, Request, Role
 
 
 @dataclass(slots=True)
@@ -41,11 +41,34 @@ class RequestRun:
     started_s: float | None = None
     token_times_s: Sequence[float] = ()
     num_preemptions: int = 0  # times its running prefill was passed over for another's
+    resumed: Request | None = None  # as it goes on since its KV was last given up for others
     granted_s: float | None = None  # its KV transfer, first; None if it stayed
     landed_s: float | None = None
     exposed_s: float | None = None
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
+
+    @property
+    def current(self) -> Request:
+        """As its newest epoch has it."""
+        return self.resumed or self.request
+
+    @property
+    def num_restarts(self) -> int:
+        return self.current.epoch
+
+    def resume(self, token_times_s: Sequence[float], now_s: float) -> Request:
+        """Go on under the next epoch with what was drawn by then, as a gateway does; what it asks for."""
+        self.token_times_s = token_times_s
+        num_drawn = len(token_times_s)
+        self.resumed = replace(
+            self.request,
+            epoch=Epoch(self.current.epoch + 1),
+            num_prompt_tokens=self.request.num_prompt_tokens + num_drawn,
+            max_tokens=self.request.max_tokens - num_drawn,
+            arrival_s=now_s - (now_s - self.request.arrival_s),  # gateways tell ages
+        )
+        return self.resumed
 
     @property
     def queueing_s(self) -> float | None:

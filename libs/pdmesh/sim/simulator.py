@@ -16,6 +16,7 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     GrowKv,
+    Outcome,
     PauseTransfer,
     PlaceDecode,
     Reject,
@@ -87,7 +88,8 @@ class Simulator:
         self._core = core
         self._agenda = Agenda()
         self._links = SimulatedLinks(self._agenda, config.port_bytes_per_s, self._drained)
-        self._runs: dict[RequestKey, RequestRun] = {}
+        self._requests: list[RequestRun] = []
+        self._runs: dict[RequestKey, RequestRun] = {}  # by their newest epoch
         self._instances = {
             profile.instance_id: SimInstance(
                 profile,
@@ -132,7 +134,7 @@ class Simulator:
             self._settle()
         self._core.check_integrity()
         return SimResult(
-            requests=list(self._runs.values()),
+            requests=self._requests,
             instances=[
                 InstanceRun(instance.instance_id, instance.profile.role, instance.steps)
                 for instance in self._instances.values()
@@ -175,10 +177,19 @@ class Simulator:
             slo_ttft_s=arrival.slo_ttft_s,
             slo_tpot_s=arrival.slo_tpot_s,
         )
-        self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
+        run = self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
+        self._requests.append(run)
         self._inbox.append(RequestArrived(request))
         if self._closed_loop is None:
             self._await_arrival()
+
+    def _resume(self, key: RequestKey) -> None:
+        """Its KV is given up for others: its gateway asks again, with what it has."""
+        run = self._runs.pop(key)
+        assert run.decode_id is not None
+        request = run.resume(self._instances[run.decode_id].drawn_s(key), self._agenda.now_s)
+        self._runs[request.request_id, request.epoch] = run
+        self._inbox.append(RequestArrived(request))
 
     # --- events in, commands out ---
 
@@ -222,6 +233,8 @@ class Simulator:
                     self._agenda.at(self._agenda.now_s + self._config.control_delay_s, partial(take, command))
                 else:
                     take(command)
+            case ForgetRequest(outcome=Outcome.PREEMPTED):
+                pass  # it goes on
             case ForgetRequest():
                 self._runs[command.request_id, command.epoch].outcome = command.outcome
                 self._num_open -= 1
@@ -237,6 +250,8 @@ class Simulator:
                     self._wake = self._agenda.at(command.at_s, lambda: self._inbox.append(Tick()))
             case Reject():
                 pass  # ForgetRequest comes with it
+            case Restart(preempted=True):
+                self._resume((command.request_id, command.epoch))
             case Restart():
                 raise AssertionError(f"nothing fails here, and yet: {command}")
             case _:
