@@ -7,6 +7,7 @@ simulator's instance.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,13 +26,15 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    GrowKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
     Reject,
+    Restart,
     WakeAt,
 )
-from pdmesh.core.config import CoreConfig
+from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     Event,
     InstanceEvent,
@@ -152,14 +155,15 @@ class OrderedLink(FrameLink[WorkerDown, WorkerUp]):
 class CountingCore(RememberingCore):
     """Sets ``all_ended`` when so many requests have."""
 
-    def __init__(self, bundle: str, num_requests: int) -> None:
-        super().__init__(CONFIG, bundle, SEED)
+    def __init__(self, config: CoreConfig, bundle: str, num_requests: int) -> None:
+        super().__init__(config, bundle, SEED)
         self._num_open = num_requests
         self.all_ended = anyio.Event()
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = super().handle(event, now_s)
-        self._num_open -= sum(isinstance(command, ForgetRequest) for command in commands)
+        ended = [command for command in commands if isinstance(command, ForgetRequest)]
+        self._num_open -= sum(command.outcome is not Outcome.PREEMPTED for command in ended)
         if not self._num_open:
             self.all_ended.set()
         return commands
@@ -272,6 +276,7 @@ class Gateway:
         self.server = FrameLink[GatewayDown, GatewayUp](write=down.write, read=up.read, receive_type=GatewayUp)
         self._link = FrameLink[GatewayUp, GatewayDown](write=up.write, read=down.read, receive_type=GatewayDown)
         self.heard: list[GatewayDown] = []
+        self.runs: list[RequestRun] = []
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         self._link.post(RegisterGateway(gateway_id=GATEWAY, waiting=()))
@@ -281,6 +286,9 @@ class Gateway:
                 if not self.heard:
                     task_status.started()
                 self.heard += messages
+                for message in messages:
+                    if isinstance(message, CommandMessage) and isinstance(command := message.gateway_command, Restart):
+                        self._resume((command.request_id, command.epoch))
 
     def open(self) -> None:
         for index, arrival in enumerate(self._arrivals):
@@ -292,25 +300,42 @@ class Gateway:
             epoch=Epoch(0),
             gateway_id=GATEWAY,
             num_prompt_tokens=arrival.num_prompt_tokens,
-            max_tokens=arrival.num_output_tokens,
+            max_tokens=arrival.max_tokens or arrival.num_output_tokens,
             arrival_s=self._mesh.agenda.now_s,
+            priority=arrival.priority,
+            slo_ttft_s=arrival.slo_ttft_s,
+            slo_tpot_s=arrival.slo_tpot_s,
         )
-        self._mesh.runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
+        run = self._mesh.runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
+        self.runs.append(run)
+        self._post(run)
+
+    def _resume(self, key: RequestKey) -> None:
+        """Go on with what was drawn."""
+        run = self._mesh.runs.pop(key)
+        assert run.decode_id is not None
+        request = run.resume(self._mesh.workers[run.decode_id].instance.drawn_s(key), self._mesh.agenda.now_s)
+        self._mesh.runs[request.request_id, request.epoch] = run
+        self._post(run)
+
+    def _post(self, run: RequestRun) -> None:
+        request = run.current
         generation = Generation(
             request_id=request.request_id,
             epoch=request.epoch,
             gateway_id=GATEWAY,
             token_address="127.0.0.1:1",
-            token_ids=pack_token_ids([0] * arrival.num_prompt_tokens),
-            num_prompt_tokens=arrival.num_prompt_tokens,
-            params=SamplingParams(max_tokens=arrival.num_output_tokens),
+            token_ids=pack_token_ids([0] * request.num_prompt_tokens),
+            num_prompt_tokens=run.request.num_prompt_tokens,
+            params=SamplingParams(max_tokens=run.request.max_tokens),
         )
         self._link.post(
             Submit(
                 generation=generation,
-                priority=arrival.priority,
-                slo_ttft_s=arrival.slo_ttft_s,
-                slo_tpot_s=arrival.slo_tpot_s,
+                priority=request.priority,
+                slo_ttft_s=request.slo_ttft_s,
+                slo_tpot_s=request.slo_tpot_s,
+                age_s=0.0 if request.epoch == 0 else self._mesh.agenda.now_s - run.request.arrival_s,
             )
         )
 
@@ -332,6 +357,7 @@ def serve(
     *,
     heartbeat_s: float = 1e6,
     log: EventLogWriter | None = None,
+    config: CoreConfig = CONFIG,
 ) -> Served:
     """Serve a workload by the service on virtual time."""
     mesh = ModelledMesh()
@@ -340,7 +366,7 @@ def serve(
     settings = SchedulerConfig(lease_s=1e7, suspect_s=1e7, heartbeat_s=heartbeat_s)
 
     async def main() -> Served:
-        core = CountingCore(bundle, len(arrivals))
+        core = CountingCore(config, bundle, len(arrivals))
         workers: Peers[InstanceId, WorkerDown] = Peers()
         gateways: Peers[GatewayId, GatewayDown] = Peers()
         records = RequestRecords(lambda at_s: at_s)
@@ -381,15 +407,15 @@ def serve(
             await loop.end_of_instant()
             tasks.cancel_scope.cancel()
         core.check_integrity()
-        return Served(core.decisions, list(mesh.runs.values()), records, gateway.heard)
+        return Served(core.decisions, gateway.runs, records, gateway.heard)
 
     return anyio.run(main, backend="asyncio", backend_options={"loop_factory": lambda: loop})
 
 
 def simulate(
-    arrivals: Sequence[Arrival], profiles: Sequence[InstanceProfile], bundle: str
+    arrivals: Sequence[Arrival], profiles: Sequence[InstanceProfile], bundle: str, config: CoreConfig = CONFIG
 ) -> tuple[list[Decision], Sequence[RequestRun]]:
-    core = RememberingCore(CONFIG, bundle, SEED)
+    core = RememberingCore(config, bundle, SEED)
     result = Simulator(core, [(profile, UNEVEN_MODEL) for profile in profiles], arrivals, SIM_CONFIG).run()
     return core.decisions, result.requests
 
@@ -411,6 +437,39 @@ def test_the_service_decides_as_the_simulator_does(mesh: InstanceCounts, bundle:
     assert len(served.decisions) == len(decisions)
     assert tokens_of(served.runs) == tokens_of(runs)
     assert any(run.num_preemptions for run in runs) == (bundle != "fcfs")
+
+
+@pytest.mark.parametrize("batching", ["mb", "eb"])
+@pytest.mark.parametrize("mesh", [{"prefill": 1, "decode": 1}, {"mixed": 2}], ids=str)
+def test_the_same_by_credit_and_in_phases(mesh: InstanceCounts, batching: str) -> None:
+    """Requests that may draw far more than they do, and then do: some are preempted, and resumed by their gateway."""
+    rng = random.Random(SEED)
+    arrivals = [
+        Arrival(
+            arrival_s=0.05 * index,
+            num_prompt_tokens=rng.randint(1, 60),
+            num_output_tokens=1 + int(rng.expovariate(1 / (10 if index < 60 else 350))),
+            max_tokens=900,
+        )
+        for index in range(110)
+    ]
+    config = replace(
+        CONFIG,
+        kv_reservation=KvReservation.CREDIT,
+        max_queue_s=1e6,
+        policy=replace(POLICY, batching=batching),
+        refuses_early=False,
+    )
+    profiles = profiles_of(mesh)
+    decisions, runs = simulate(arrivals, profiles, "pdmesh", config)
+    served = serve(arrivals, profiles, "pdmesh", config=config)
+    for live, simulated in zip(served.decisions, decisions, strict=False):
+        assert live == simulated
+    assert len(served.decisions) == len(decisions)
+    assert tokens_of(served.runs) == tokens_of(runs)
+    assert all(len(run.token_times_s) == run.num_output_tokens for run in runs)
+    kinds = {type(command) for decision in decisions for command in decision.commands}
+    assert kinds >= {GrowKv, Restart}
 
 
 def test_all_that_matters_happens_in_the_cases_above() -> None:

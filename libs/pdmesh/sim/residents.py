@@ -183,7 +183,8 @@ class Residents:
         assert joined_step is not None
         num_left = resident.num_total_tokens - resident.num_tokens
         room = resident.num_blocks * self._block_size - resident.num_tokens  # negative: it has none
-        if resident.num_blocks * self._block_size < resident.request.max_total_tokens:
+        # A group's members have a share each of all that it will ever need.
+        if resident.run.num_shards == 1 and resident.num_blocks * self._block_size < resident.request.max_total_tokens:
             num_left = min(num_left, room + 1)
             if resident.low_at_blocks != resident.num_blocks:
                 num_left = min(num_left, max(room - LOW_TOKENS + 1, self._num_made(resident) + 1))
