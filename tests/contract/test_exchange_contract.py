@@ -51,7 +51,6 @@ class Member:
         self.exchange = self.mover.groups.open(
             REQUEST,
             epoch,
-            number=members.index(self),
             capability=capability,
             block_ids=self.table,
             bell=Bell(),
@@ -60,7 +59,9 @@ class Member:
         self.tell(members, epoch=epoch)
 
     def tell(self, members: list[Member], *, epoch: Epoch = EPOCH) -> None:
-        self.mover.groups.set_members(REQUEST, epoch, [member.transport.address for member in members])
+        self.mover.groups.set_members(
+            REQUEST, epoch, members.index(self), [member.transport.address for member in members]
+        )
 
     def compute(self, first_block: int, num_blocks: int) -> None:
         """All layers of them, as an engine would."""

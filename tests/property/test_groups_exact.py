@@ -84,8 +84,11 @@ async def relay(engines: list[TorchEngine], prompt: list[int], kind: str, schedu
         transports = [await stack.enter_async_context(maker.open(CONFIG)) for _ in range(number)]
         running = await stack.enter_async_context(running_members(engines, transports, config=CONFIG))
         known = schedule.randint(1, number)
-        for member in running[:known]:
+        running[0].admit(generation, kv_moves=False)
+        for member in running[1:known]:
             admit_member(member, generation, running[:known])
+        if known > 1:
+            regroup(running[0], generation, running[:known])
         for chunk in chunks:
             while known < number and schedule.random() < 0.4:
                 known += 1

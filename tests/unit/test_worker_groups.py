@@ -147,7 +147,7 @@ async def test_members_may_join_late_and_hear_of_each_other_in_any_order(memory:
     async with members(memory, number) as running:
         generation = make_generation("r", prompt, GREEDY)
         chunks = block_chunks(generation, BLOCK, [rng.randint(1, 4) for _ in range(40)])
-        admit_member(running[0], generation, running[:1])
+        running[0].admit(generation, kv_moves=False)  # as any request: the group is formed later
         known = 1
         for index, chunk in enumerate(chunks):
             if known < number and rng.random() < 0.3:
@@ -168,6 +168,47 @@ async def test_members_may_join_late_and_hear_of_each_other_in_any_order(memory:
         for member in running:
             assert "duplicate" not in member.mover.counters().dropped
         await free_all(running[:known], generation)
+
+
+async def test_a_group_may_be_formed_while_its_leader_computes(maker: TransportMaker) -> None:
+    """What was computed before, and the chunk under way, comes to the helper too; its own comes back and moves on."""
+    prompt = list(range(60, 150))
+    gate = StepGate()
+
+    def make_engine(number: int) -> FakeEngine:
+        return FakeEngine(num_blocks=256, gate=None if number else gate)
+
+    async with (
+        members(maker, 2, make_engine=make_engine) as running,
+        maker.open(CONFIG) as transport,
+        running_instance(FakeEngine(num_blocks=256), transport, role=Role.DECODE, config=CONFIG) as decode,
+    ):
+        leader, helper = running
+        generation = make_generation("r", prompt, GREEDY)
+        decode.expect(generation, leader)
+        leader.admit(generation, kv_moves=True)
+        chunks = block_chunks(generation, BLOCK, [4])
+        for chunk in chunks[:2]:
+            leader.run([chunk])
+        for _ in range(3):
+            await anyio.to_thread.run_sync(gate.arrived)
+            gate.let_through()
+        await anyio.to_thread.run_sync(gate.arrived)  # between the layers of the second chunk
+        admit_member(helper, generation, running)
+        regroup(leader, generation, running)
+        helper.run([chunks[2]])
+        await anyio.wait_all_tasks_blocked()
+        gate.open()
+        for chunk in chunks[3:]:
+            (leader if chunk.is_last else helper).run([chunk])
+        await leader.reported(TransferOffered, "r")
+        leader.grant(generation, decode)
+        await decode.reported(RequestFinished, "r")
+        await leader.reported(KvReleased, "r")
+        tokens = [*leader.tokens_of("r"), *decode.tokens_of("r")]
+        assert [token.token_id for token in tokens] == reference_output(prompt, GREEDY)
+        await free_all([helper], generation)
+        decode.assert_all_free()
 
 
 async def test_prompt_logprobs_come_from_whoever_computed_the_chunk(memory: TransportMaker) -> None:

@@ -59,6 +59,10 @@ class KvExchange(Protocol):
         """They have been computed in this layer. The engine's thread; cheap."""
         ...
 
+    def add_computed(self, first_block: int, num_blocks: int) -> None:
+        """They have been computed in all layers, by a step that began before there was a group. Event loop."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class _Peer:
@@ -83,7 +87,6 @@ class PieceExchange:
         request_id: RequestId,
         epoch: Epoch,
         *,
-        number: int,
         capability: int,
         block_ids: Sequence[int],
         presence: KvPresence,
@@ -100,7 +103,7 @@ class PieceExchange:
         self.presence: KvPresence = presence
         self.num_bytes_received = 0
         self.scope = anyio.CancelScope()
-        self._number = number
+        self._number: int | None = None  # until the members are known
         self._block_ids = block_ids
         self._layout: KvLayout = store.layout
         self._store = store
@@ -131,7 +134,7 @@ class PieceExchange:
 
     def begin(self, first_block: int, num_blocks: int) -> bool:
         blocks = slice(first_block, first_block + num_blocks)
-        if any(self._begun[blocks]) or any(any(claimed[blocks]) for claimed in self._claimed):
+        if self._number is None or any(self._begun[blocks]) or any(any(claimed[blocks]) for claimed in self._claimed):
             return False
         self._begun[blocks] = b"\1" * num_blocks
         return True
@@ -140,11 +143,30 @@ class PieceExchange:
         self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
         self._store.when_written(lambda: self._call_soon(lambda: self._push(blocks)))
 
+    def add_computed(self, first_block: int, num_blocks: int) -> None:
+        if num_blocks == 0:
+            return
+        self.reserve(first_block, num_blocks)
+        for layer in range(self._layout.num_layers):
+            self._push(Blocks(0, layer, first_block, num_blocks))
+            self.presence.add(layer, first_block, num_blocks)
+
+    def reserve(self, first_block: int, num_blocks: int) -> None:
+        """They are being computed here, by a step that began before there was a group: take no others' for them."""
+        self._begun[first_block : first_block + num_blocks] = b"\1" * num_blocks
+
     # --- for the mover ------------------------------------------------------------------------------------------------
 
-    def set_members(self, addresses: Sequence[bytes]) -> str | None:
-        """All members' data addresses, in their order: those known before and more. Otherwise says what is wrong."""
+    def set_members(self, number: int, addresses: Sequence[bytes]) -> str | None:
+        """All members' data addresses, in their order: those known before and more. Otherwise says what is wrong.
+
+        This is member number ``number``, now and later.
+        """
         known = len(self._addresses)
+        if self._number is None:
+            self._number = number
+        if number != self._number:
+            return f"member {self._number} cannot become member {number}"
         if tuple(addresses[:known]) != self._addresses[: len(addresses)] or len(addresses) > MAX_MEMBERS:
             return f"{len(addresses)} members do not follow {known}"
         for number, address in enumerate(addresses[known:], start=known):
@@ -254,7 +276,7 @@ class PieceExchange:
 
     def _push(self, blocks: Blocks) -> None:
         """Send blocks that were computed here to all members that there are."""
-        self._set_audience(blocks, len(self._addresses))
+        self._set_audience(blocks, max(1, len(self._addresses)))
         for peer in self._peers.values():
             self._queue(peer, blocks)
 
@@ -278,6 +300,7 @@ class PieceExchange:
             return  # it has ended; the engine does not know yet
 
     def _header(self, kind: PieceKind, peer: _Peer) -> PieceHeader:
+        assert self._number is not None, "there are peers, so the members are known"
         return PieceHeader(
             kind=kind,
             request_key=self.key,

@@ -68,7 +68,6 @@ class KvGroups:
         request_id: RequestId,
         epoch: Epoch,
         *,
-        number: int,
         capability: int,
         block_ids: Sequence[int],
         bell: Bell,
@@ -76,8 +75,7 @@ class KvGroups:
     ) -> PieceExchange:
         """Pass KV of the request on to the other members of its group, and take theirs, into all of ``block_ids``.
 
-        This is member number ``number``; `set_members` says who they are. ``bell`` wakes whoever waits for their KV.
-        An older epoch is ended.
+        `set_members` says who they are. ``bell`` wakes whoever waits for their KV. An older epoch is ended.
         """
         presence = KvPresence(
             bell,
@@ -89,7 +87,6 @@ class KvGroups:
         exchange = PieceExchange(
             request_id,
             epoch,
-            number=number,
             capability=capability,
             block_ids=block_ids,
             presence=presence,
@@ -104,8 +101,8 @@ class KvGroups:
         self._tasks.start_soon(self._run, exchange)
         return exchange
 
-    def set_members(self, request_id: RequestId, epoch: Epoch, addresses: Sequence[bytes]) -> None:
-        """All members' data addresses, this one's too: those set before, and more.
+    def set_members(self, request_id: RequestId, epoch: Epoch, number: int, addresses: Sequence[bytes]) -> None:
+        """All members' data addresses, those set before and more; this is member number ``number``.
 
         Ignored if the exchange is not there: the request was freed meanwhile.
         """
@@ -113,7 +110,7 @@ class KvGroups:
         if exchange is not None and exchange.epoch == epoch:
             for address in addresses:
                 self._admit(address)
-            if fault := exchange.set_members(addresses):
+            if fault := exchange.set_members(number, addresses):
                 exchange.fail(fault)
 
     def end(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:

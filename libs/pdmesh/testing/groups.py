@@ -43,7 +43,10 @@ def admit_member(
     decode: RunningInstance | None = None,
     capability: int = GROUP_CAPABILITY,
 ) -> None:
-    """Let one of ``members`` hold the request. Its leader hands it over to ``decode``, or decodes itself if None."""
+    """Let one of ``members`` hold the request, and tell it who they are.
+
+    Its leader hands it over to ``decode``, or decodes itself if None.
+    """
     leads = member is members[0]
     num_kept = generation.max_tokens_left - 1 if leads and decode is None else 0
     shard = member.shard(num_blocks_for(generation.num_tokens + num_kept, member.block_size))
@@ -58,15 +61,23 @@ def admit_member(
     )
     addresses = tuple(other.address for other in members)
     member.instance.handle(Admit(command=command, generation=generation, member_addresses=addresses))
+    if not leads:
+        regroup(member, generation, members, capability=capability)
 
 
-def regroup(member: RunningInstance, generation: Generation, members: Sequence[RunningInstance]) -> None:
+def regroup(
+    member: RunningInstance,
+    generation: Generation,
+    members: Sequence[RunningInstance],
+    *,
+    capability: int = GROUP_CAPABILITY,
+) -> None:
     """Tell one of them who they all are."""
     command = SetGroup(
         instance_id=member.instance.instance_id,
         request_id=generation.request_id,
         epoch=generation.epoch,
-        group=group_of(members),
+        group=group_of(members, capability),
     )
     member.instance.handle(Regroup(command=command, member_addresses=tuple(other.address for other in members)))
 

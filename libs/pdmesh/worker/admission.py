@@ -9,7 +9,7 @@ from pdmesh.kv.exchange import MAX_MEMBERS
 from pdmesh.kv.groups import KvGroups
 from pdmesh.kv.presence import Bell
 from pdmesh.model import InstanceId, PrefillGroup, num_blocks_for
-from pdmesh.wire.messages import Admit, Generation, unpack_token_ids
+from pdmesh.wire.messages import Admit, Generation, Regroup, unpack_token_ids
 from pdmesh.worker.sequences import Hold
 
 
@@ -56,18 +56,26 @@ def check_group(message: Admit, instance_id: InstanceId) -> None:
         raise ProtocolError("a transfer from a member that does not lead its group")
 
 
-def join_group(
-    hold: Hold, message: Admit, group: PrefillGroup, instance_id: InstanceId, groups: KvGroups, bell: Bell
-) -> None:
-    """Let an admitted request's prompt be computed together with others."""
+def check_members(message: Regroup, instance_id: InstanceId) -> int:
+    """Which of the group's members this instance is."""
+    member_ids = message.command.group.member_ids
+    if instance_id not in member_ids:
+        raise ProtocolError("the instance is no member of the request's group")
+    if len(message.member_addresses) != len(member_ids):
+        raise ProtocolError(f"{len(message.member_addresses)} addresses of {len(member_ids)} members")
+    return member_ids.index(instance_id)
+
+
+def join_group(hold: Hold, group: PrefillGroup, groups: KvGroups, bell: Bell) -> None:
+    """Let the rest of a request's prompt be computed together with others."""
     num_blocks = num_blocks_for(len(hold.sequence.token_ids), hold.block_size)
-    hold.exchange = groups.open(
+    hold.exchange = exchange = groups.open(
         hold.request_id,
         hold.epoch,
-        number=group.member_ids.index(instance_id),
         capability=group.capability,
         block_ids=hold.sequence.block_table[:num_blocks],
         bell=bell,
         on_landed=None if hold.sender is None else hold.sender.blocks_landed,
     )
-    groups.set_members(hold.request_id, hold.epoch, message.member_addresses)
+    exchange.reserve(0, num_blocks_for(hold.num_begun_tokens, hold.block_size))
+    exchange.add_computed(0, hold.num_computed_tokens // hold.block_size)

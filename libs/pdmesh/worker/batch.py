@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdmesh.engine.base import LayerHook, SequenceSlice
+from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.model import ChunkPlan, StepPlan
 from pdmesh.worker.sequences import Hold
@@ -17,6 +18,7 @@ class BatchChunk:
     hold: Hold
     plan: ChunkPlan
     number: int  # of the request's chunks
+    exchange: KvExchange | None = None  # set if it began as a group's
 
     def slice(self) -> SequenceSlice:
         return SequenceSlice(
@@ -58,14 +60,14 @@ class Batch:
     @property
     def waiting(self) -> list[BatchChunk]:
         """Chunks that may have to wait for KV that other members of their groups compute."""
-        return [chunk for chunk in self.chunks if chunk.hold.exchange is not None and chunk.plan.start > 0]
+        return [chunk for chunk in self.chunks if chunk.exchange is not None and chunk.plan.start > 0]
 
     def on_layer(self, block_size: int) -> LayerHook | None:
         """Tells senders and groups, from the engine's thread, which blocks of a layer are complete."""
         moving: list[tuple[BatchChunk, int, int]] = []
         for chunk in self.chunks:
             first, count = chunk.completed_blocks(block_size)
-            if count and (chunk.hold.sender is not None or chunk.hold.exchange is not None):
+            if count and (chunk.hold.sender is not None or chunk.exchange is not None):
                 moving.append((chunk, first, count))
         if not moving:
             return None
@@ -73,8 +75,8 @@ class Batch:
         def layer_done(layer: int) -> None:
             for chunk, first, count in moving:
                 hold, number = chunk.hold, chunk.number
-                if hold.exchange is not None and not chunk.plan.is_last:
-                    hold.exchange.publish(Blocks(number, layer, first, count))
+                if chunk.exchange is not None and not chunk.plan.is_last:
+                    chunk.exchange.publish(Blocks(number, layer, first, count))
                 if hold.sender is not None:
                     hold.sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
 

@@ -56,7 +56,7 @@ from pdmesh.model import (
 )
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, Regroup, TokensUp
-from pdmesh.worker.admission import check_group, check_request, join_group, transcript
+from pdmesh.worker.admission import check_group, check_members, check_request, join_group, transcript
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.plans import Plans
@@ -118,8 +118,8 @@ class Instance:
                 self._admit(message)
             case ExpectKv():
                 self._expect(message)
-            case Regroup(command=command, member_addresses=addresses):
-                self._mover.groups.set_members(command.request_id, command.epoch, addresses)
+            case Regroup():
+                self._regroup(message)
             case Grant():
                 self._grant(message)
             case PauseTransfer(request_id=request_id, epoch=epoch):
@@ -161,9 +161,25 @@ class Instance:
                 blocks=command.transfer.sources[source].part.blocks,
             )
         if command.group is not None:
-            join_group(hold, message, command.group, self.instance_id, self._mover.groups, self._bell)
-            if not command.leads:
+            join_group(hold, command.group, self._mover.groups, self._bell)
+            if command.leads:
+                self._mover.groups.set_members(hold.request_id, hold.epoch, 0, message.member_addresses)
+            else:
                 self._report(HelperJoined(self.instance_id, hold.request_id, hold.epoch))
+
+    def _regroup(self, message: Regroup) -> None:
+        command = message.command
+        hold = self._sequences.get(command.request_id, command.epoch)
+        if hold is None or hold.stage is not Stage.PREFILLING:
+            return  # freed, or computed, meanwhile
+        try:
+            number = check_members(message, self.instance_id)
+        except ProtocolError as error:
+            self._drop(hold, str(error))
+            return
+        if hold.exchange is None:  # it leads a group that was formed while it computed
+            join_group(hold, command.group, self._mover.groups, self._bell)
+        self._mover.groups.set_members(hold.request_id, hold.epoch, number, message.member_addresses)
 
     def _expect(self, message: ExpectKv) -> None:
         generation, num_context_tokens = message.generation, message.num_context_tokens
@@ -295,8 +311,8 @@ class Instance:
         if batch.waiting:
             self._metrics.kv_wait_s.observe(time.waited_s)
         for chunk, result in zip(batch.chunks, results, strict=False):
-            if result is None and not chunk.hold.doomed and chunk.hold.exchange is not None:
-                self._drop(chunk.hold, chunk.hold.exchange.presence.aborted or "it was given up")
+            if result is None and not chunk.hold.doomed and chunk.exchange is not None:
+                self._drop(chunk.hold, chunk.exchange.presence.aborted or "it was given up")
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
         self._metrics.step_s.labels(kind).observe(duration_s)
         if batch.plan is not None:
@@ -326,6 +342,8 @@ class Instance:
         if hold.trace is not None:
             hold.trace.chunk_done(plan.num_tokens, time, is_last=plan.is_last)
         hold.num_computed_tokens += plan.num_tokens
+        if hold.exchange is not None and chunk.exchange is None and not plan.is_last:
+            hold.exchange.add_computed(*chunk.completed_blocks(self._block_size))
         self._metrics.prompt_tokens.inc(plan.num_tokens)
         if result.prompt_logprobs:
             self._send(hold, prompt_logprobs(chunk, result))

@@ -166,8 +166,9 @@ class Plans:
         if hold.trace is not None and hold.num_chunks == 0:
             hold.trace.prefill_began()
         hold.num_chunks += 1
+        hold.num_begun_tokens = end
         hold.in_step = True
-        return BatchChunk(hold, part, hold.num_chunks - 1)
+        return BatchChunk(hold, part, hold.num_chunks - 1, hold.exchange)
 
 
 def _in_step(holds: Iterable[Hold]) -> tuple[Hold, ...]:

@@ -97,7 +97,7 @@ async def serve_instance(
             num_parameters=facts.num_parameters,
             num_heads=facts.num_heads,
             measured_steps=facts.measured_steps,
-            relays=False,  # until leaders join groups that are formed while they compute
+            relays=True,
         )
         return RegisterWorker(profile=profile, residents=instance.residents(), stopping=not instance.admits)
 

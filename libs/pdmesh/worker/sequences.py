@@ -47,6 +47,7 @@ class Hold:
     trace: HoldTrace | None = None  # set if the request is traced
     num_computed_tokens: int = 0
     num_chunks: int = 0  # begun
+    num_begun_tokens: int = 0  # up to the end of the last chunk that was begun
     low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
     out_at_blocks: int = 0  # and for nothing more
     in_step: bool = False

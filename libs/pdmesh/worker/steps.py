@@ -94,8 +94,8 @@ class _Step:
     def _wait(self, layer: int) -> None:
         began_s, nested_s = time.perf_counter(), self._nested_s
         for chunk in list(self._waiting):
-            assert chunk.hold.exchange is not None
-            if not chunk.hold.exchange.presence.wait(layer, chunk.plan.start // self._block_size, self._urgent):
+            assert chunk.exchange is not None
+            if not chunk.exchange.presence.wait(layer, chunk.plan.start // self._block_size, self._urgent):
                 self._waiting.remove(chunk)
                 self._aborted.append(chunk)
         self._waited_s += time.perf_counter() - began_s - (self._nested_s - nested_s)
