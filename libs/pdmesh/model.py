@@ -24,6 +24,24 @@ GatewayId = NewType("GatewayId", str)
 #: How many times a request was (re)started; a frame or piece of an older epoch is dropped.
 Epoch = NewType("Epoch", int)
 
+
+def request_id_of(gateway_id: GatewayId, name: str) -> RequestId:
+    """What a gateway calls a request of its own: ``NAME.MARK``, where the mark is the end of the gateway's id.
+
+    The choices of one client request are called that and ``-0``, ``-1``, …
+    """
+    return RequestId(f"{name}.{_mark(gateway_id)}")
+
+
+def is_request_of(gateway_id: GatewayId, request_id: RequestId) -> bool:
+    """Whether a request's id says that it is this gateway's."""
+    return request_id.partition(".")[2].partition("-")[0] == _mark(gateway_id)
+
+
+def _mark(gateway_id: GatewayId) -> str:
+    return gateway_id.rpartition("-")[2]
+
+
 #: A request in one of its epochs.
 RequestKey = tuple[RequestId, Epoch]
 

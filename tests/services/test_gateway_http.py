@@ -88,7 +88,7 @@ async def test_a_chat_stream_has_the_shape_that_clients_know(model: Path) -> Non
     assert response.headers["x-request-id"] == "my-id"
     *chunks, usage, done = events(response.text)
     assert done == "[DONE]"
-    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", usage["id"])
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}\.[0-9a-f]{8}", usage["id"])
     for chunk in [*chunks, usage]:
         assert chunk["id"] == usage["id"]
         assert chunk["object"] == "chat.completion.chunk"
@@ -118,7 +118,7 @@ async def test_a_completion_stream_has_the_shape_that_clients_know(model: Path) 
     assert done == "[DONE]"
     assert all("usage" not in chunk for chunk in chunks)
     assert all(chunk["object"] == "text_completion" for chunk in chunks)
-    assert re.fullmatch(r"cmpl-[0-9a-f]{32}", chunks[0]["id"])
+    assert re.fullmatch(r"cmpl-[0-9a-f]{32}\.[0-9a-f]{8}", chunks[0]["id"])
     [choice] = plain.json()["choices"]
     streamed = [chunk["choices"][0] for chunk in chunks]
     assert "".join(one["text"] for one in streamed) == choice["text"] == "abcabc"

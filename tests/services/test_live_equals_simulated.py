@@ -48,10 +48,10 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     Request,
-    RequestId,
     RequestKey,
     SamplingParams,
     TransferPlan,
+    request_id_of,
 )
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
@@ -102,6 +102,12 @@ CONFIG = CoreConfig(policy=POLICY, max_queue_s=2.0)
 SIM_CONFIG = SimConfig(port_bytes_per_s=1e6)
 MESHES: list[InstanceCounts] = [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}, {"mixed": 2}]
 SEED = 3
+
+
+@pytest.fixture(autouse=True)
+def ids_of_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service takes none of others; the simulator has no door."""
+    monkeypatch.setattr("pdmesh.sim.simulator.RequestId", partial(request_id_of, GATEWAY))
 
 
 def an_overload(seed: int) -> list[Arrival]:
@@ -296,7 +302,7 @@ class Gateway:
 
     def _submit(self, index: int, arrival: Arrival) -> None:
         request = Request(
-            request_id=RequestId(f"r{index:07d}"),
+            request_id=request_id_of(GATEWAY, f"r{index:07d}"),
             epoch=Epoch(0),
             gateway_id=GATEWAY,
             num_prompt_tokens=arrival.num_prompt_tokens,

@@ -100,7 +100,7 @@ pytestmark = pytest.mark.anyio
 
 
 GATEWAY = GatewayId("g")
-R = RequestId("r")
+R = RequestId("r.g")
 ZERO = Epoch(0)
 
 
@@ -518,7 +518,7 @@ async def test_residents_are_claimed_after_a_restart() -> None:
     resident = Resident(
         request_id=R, epoch=Epoch(2), gateway_id=GATEWAY, num_blocks=3, num_context_tokens=9, decoding=True
     )
-    lost = RequestId("lost")
+    lost = RequestId("lost.g")
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, orphan_grace_s=0.05))
     async with running(config) as mesh, mesh.worker(mixed(), resident), mesh.gateway((lost, ZERO)) as g:
         restarted = await g.expect(Restart)
@@ -613,6 +613,8 @@ async def test_a_worker_of_another_kind_is_refused(registration: RegisterWorker,
         {"params": SamplingParams(max_tokens=0)},
         {"params": SamplingParams(max_tokens=2**62)},
         {"gateway_id": GatewayId("other")},
+        {"request_id": RequestId("r.other")},
+        {"request_id": RequestId("r")},
         {"epoch": Epoch(-1)},
     ],
 )
@@ -633,14 +635,14 @@ async def test_a_share_that_is_none_is_refused_alone() -> None:
 
 async def test_choices_of_one_prompt_are_requests_of_their_own() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
-        g.post(msgspec.structs.replace(submit("a"), others=(OtherChoice(RequestId("b"), 5),)))
+        g.post(msgspec.structs.replace(submit("a.g"), others=(OtherChoice(RequestId("b.g"), 5),)))
         admitted = [(await m.expect(Admit)).generation for _ in range(2)]
-        assert [(one.request_id, one.params.seed) for one in admitted] == [("a", 0), ("b", 5)]
+        assert [(one.request_id, one.params.seed) for one in admitted] == [("a.g", 0), ("b.g", 5)]
         assert admitted[0].token_ids == admitted[1].token_ids
 
 
 async def test_choices_after_the_first_are_due_after_it() -> None:
-    first = msgspec.structs.replace(submit("a"), others=(OtherChoice(RequestId("b"), 5),), num_tokens_before=6)
+    first = msgspec.structs.replace(submit("a.g"), others=(OtherChoice(RequestId("b.g"), 5),), num_tokens_before=6)
     requests = [
         gateways._request(first, generation, 0.0, index) for index, generation in enumerate(first.generations())
     ]
@@ -648,14 +650,25 @@ async def test_choices_after_the_first_are_due_after_it() -> None:
     assert [request.num_tokens_before for request in requests] == [6, 6 + num_tokens]
 
 
+async def test_a_choice_with_the_id_of_another_gateways_request_is_refused_with_all_of_its_prompt() -> None:
+    await refused_alone(msgspec.structs.replace(submit(), others=(OtherChoice(RequestId("r.other"), 5),)))
+
+
+async def test_a_gateway_waits_for_no_request_of_another() -> None:
+    """Nobody else could have it any more: it would be told that another gateway's request has its id."""
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, orphan_grace_s=0.05))
+    async with running(config) as mesh, mesh.gateway((RequestId("r.other"), ZERO), (R, ZERO)) as g:
+        assert (await g.expect(Restart)).request_id == R
+
+
 async def refused_alone(impossible: Submit) -> None:
     """The request is refused, and another one of the same frame is served."""
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(impossible)
-        g.post(submit("good"))
+        g.post(submit("good.g"))
         rejected = await g.expect(Reject)
-        assert (rejected.request_id, rejected.reason) == ("r", RejectReason.INVALID)
-        assert (await m.expect(RunStep)).plan.chunks[0].request_id == "good"
+        assert (rejected.request_id, rejected.reason) == (impossible.generation.request_id, RejectReason.INVALID)
+        assert (await m.expect(RunStep)).plan.chunks[0].request_id == "good.g"
 
 
 # --- an operator ---

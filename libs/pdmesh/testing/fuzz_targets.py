@@ -147,7 +147,7 @@ async def _scheduler(security: SecurityConfig) -> AsyncGenerator[str]:
         context.stopping.set()
 
 
-_R, _E = RequestId("r"), Epoch(0)
+_R, _E = RequestId("r.g"), Epoch(0)
 _IDS: dict[str, Any] = {"request_id": _R, "epoch": _E}
 _GENERATION = messages.Generation(
     **_IDS,
@@ -168,7 +168,7 @@ def _event(kind: type[Any]) -> Any:
 _SCHEDULER_MESSAGES: dict[str, Sequence[Any]] = {
     "/pdmesh.v1.Scheduler/Gateway": [
         messages.RegisterGateway(gateway_id=GatewayId("g"), waiting=((_R, _E),)),
-        messages.Submit(generation=_GENERATION, slo_ttft_s=0.5, others=(messages.OtherChoice(RequestId("s"), 3),)),
+        messages.Submit(generation=_GENERATION, slo_ttft_s=0.5, others=(messages.OtherChoice(RequestId("s.g"), 3),)),
         messages.EventMessage.of(RequestCancelled(GatewayId("g"), _R, _E)),
         messages.GatewayHeartbeat(),
     ],
@@ -177,7 +177,7 @@ _SCHEDULER_MESSAGES: dict[str, Sequence[Any]] = {
         *(messages.EventMessage.of(_event(kind)) for kind in get_args(InstanceEvent)),
         messages.Goodbye(),
     ],
-    "/pdmesh.v1.Scheduler/Admin": [messages.GetStatus(), messages.GetRequest(request_id="r")],
+    "/pdmesh.v1.Scheduler/Admin": [messages.GetStatus(), messages.GetRequest(request_id=_R)],
 }
 _TOKEN_MESSAGES: dict[str, Sequence[Any]] = {
     "/pdmesh.v1.Gateway/Tokens": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import structlog
 from pdmesh.core.commands import ForgetRequest, GatewayCommand, Reject, Restart
 from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams
+from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams, request_id_of
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
 from pdmesh.wire.messages import (
     OtherChoice,
@@ -258,6 +259,10 @@ class Generator:
         self._model = model
         self._no_instance_grace_s = no_instance_grace_s
         self.metrics = metrics
+
+    def new_request_id(self) -> RequestId:
+        """128 random bits, and whose it is: never used again. What its client calls it is its label."""
+        return request_id_of(self._gateway_id, secrets.token_hex(16))
 
     @asynccontextmanager
     async def open(self, job: GenerationJob) -> AsyncGenerator[TextStream]:

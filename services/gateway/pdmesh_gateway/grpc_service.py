@@ -26,7 +26,7 @@ from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_label, check_traceparent, new_request_id
+from pdmesh_gateway.serving import Serving, check_label, check_traceparent
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 GENERATE = f"/{SERVICE}/Generate"
@@ -112,7 +112,7 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """A client that goes away cancels this coroutine, and with it the generation."""
-        received_at, request_id = time.time(), new_request_id()
+        received_at, request_id = time.time(), self._serving.generator.new_request_id()
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
             client = self._serving.keys.check(metadata.get("authorization"))

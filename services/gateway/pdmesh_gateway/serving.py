@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -147,11 +146,6 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, what: str) -> 
     if outside:
         shown = outside[0] if abs(outside[0]) < 2**63 else "a huge number"
         raise invalid(what, f"Token id {shown} is out of vocabulary (0 to {vocab_size - 1}).")
-
-
-def new_request_id() -> str:
-    """128 random bits: what we call a request, never used again. What its client calls it is its label."""
-    return secrets.token_hex(16)
 
 
 def check_label(label: str, *, param: str) -> str:

@@ -14,7 +14,7 @@ from pdmesh.config import SchedulerConfig
 from pdmesh.core.commands import Reject
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import GatewayId, RejectReason, Request
+from pdmesh.model import GatewayId, RejectReason, Request, is_request_of
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
@@ -56,6 +56,9 @@ class GatewayStreams:
         frames = link.frames()
         registered, rest = await registration(frames, RegisterGateway)
         gateway_id = registered.gateway_id
+        waiting = tuple(key for key in registered.waiting if is_request_of(gateway_id, key[0]))
+        if len(waiting) < len(registered.waiting):
+            log.error("a gateway waits for requests of others", gateway_id=gateway_id)
 
         async def read() -> None:
             await self._take(gateway_id, rest)
@@ -67,14 +70,14 @@ class GatewayStreams:
             connection: Connection[GatewayId, GatewayDown] = Connection(gateway_id, link, scope)
             self.peers.add(connection)
             self.leases.renew(gateway_id)
-            log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(registered.waiting), peer=peer)
+            log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(waiting), peer=peer)
             try:
                 welcome = WelcomeGateway(
                     scheduler_id=self.scheduler_id, lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s
                 )
                 link.post(welcome)
                 unbegun = registered.unbegun if registered.scheduler_id == self.scheduler_id else ()
-                self.driver.post(GatewayJoined(gateway_id, registered.waiting, unbegun))
+                self.driver.post(GatewayJoined(gateway_id, waiting, unbegun))
                 await converse(link, read, self.stopping)
             finally:
                 if self.peers.remove(connection):
@@ -129,6 +132,9 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
     generation = submit.generation
     if generation.gateway_id != gateway_id:
         return f"names gateway {generation.gateway_id!r}"
+    request_ids = [generation.request_id, *(other.request_id for other in submit.others)]
+    if not all(is_request_of(gateway_id, request_id) for request_id in request_ids):
+        return "has the id of another gateway's request"
     if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
         return f"has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
     if generation.epoch < 0:

@@ -15,7 +15,6 @@ from pdmesh.testing.dst.services import Gateway
 from pdmesh.testing.dst.timeline import Timeline
 from pdmesh.testing.engine import reference_output
 from pdmesh_gateway.generate import GenerationJob
-from pdmesh_gateway.serving import new_request_id
 
 TOKENS = "tokens as if undisturbed"
 ONE_END = "each request ends once, with a right end"
@@ -49,7 +48,7 @@ class SimulatedClient:
                 connection.deadline = anyio.current_time() + self.ask.hangs_up_s
             try:
                 job = GenerationJob(
-                    request_id=new_request_id(),
+                    request_id=gateway.generator.new_request_id(),
                     label=self.ask.label,
                     prompts=[list(self.ask.prompt)],
                     params=params,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pdmesh.model import Epoch, RequestId, SamplingParams
+from pdmesh.model import Epoch, SamplingParams, request_id_of
 from pdmesh.testing.dst.process import Process
 from pdmesh.testing.dst.services import Gateway
 from pdmesh.wire.messages import Generation, Submit, pack_token_ids
@@ -19,7 +19,7 @@ def meddle(process: Process, others: Iterable[Process]) -> None:
         return
     link = gateway.link
     generation = Generation(
-        request_id=RequestId("nonsense"),
+        request_id=request_id_of(gateway.generator._gateway_id, "nonsense"),
         epoch=Epoch(0),
         gateway_id=gateway.generator._gateway_id,
         token_address="127.0.0.1:1",

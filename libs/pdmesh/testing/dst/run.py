@@ -153,8 +153,6 @@ def _allows(plan: Plan, client: SimulatedClient, error: RequestRejected) -> bool
         return FaultKind.PIECES in kinds
     if error.status == TOO_MANY and plan.max_queue_entries < len(plan.asks) * max(ask.n for ask in plan.asks):
         return True  # perhaps only some of its choices found room
-    if error.status == TOO_MANY and FaultKind.NONSENSE in kinds:
-        return True  # between two attempts no scheduler knows the id, and a gateway that was told it can take it
     return not client.tokens and error.status in MAY_REFUSE and bool(kinds)
 
 

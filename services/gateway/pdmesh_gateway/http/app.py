@@ -15,7 +15,7 @@ from pdmesh_gateway.http.completions import CompletionsEndpoint
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.ui import UiEndpoints
 from pdmesh_gateway.http.utility import UtilityEndpoints
-from pdmesh_gateway.serving import Serving, check_label, new_request_id
+from pdmesh_gateway.serving import Serving, check_label
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -85,7 +85,8 @@ class _Endpoint:
         return Route(self._path, self)  # the method is checked here, for a JSON body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, new_request_id(), dict(scope["headers"]))
+        request_id = self._serving.generator.new_request_id()
+        exchange = Exchange(scope, receive, send, request_id, dict(scope["headers"]))
         metrics = self._serving.metrics
         try:
             await self._answer(exchange)
