@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from pdmesh.config import SecurityConfig
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh, silence
+from pdmesh_gateway import grpc_guard
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.testing import running_gateway
@@ -118,6 +119,42 @@ async def test_health_follows_the_mesh(model: Path) -> None:
         mesh.set_state(msgspec.structs.replace(READY, ready=False, reason="gone"))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
+
+
+async def test_probes_without_a_key_are_few_and_take_no_place_from_requests(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_guard, "MAX_PROBES", 2)
+    async with served(model, SecurityConfig(api_key="secret")) as (channel, _mesh):
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        assert await code_of(health.Watch(health_pb2.HealthCheckRequest())) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await health.Check(health_pb2.HealthCheckRequest())  # a method's places are its own
+        for watch in watches:
+            watch.cancel()
+        while await code_of(again := health.Watch(health_pb2.HealthCheckRequest())) is not grpc.StatusCode.OK:
+            pass  # until the server has heard
+        again.cancel()
+
+
+async def test_a_probe_that_asks_nothing_is_hung_up_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_guard, "PROBE_LIMIT_S", 0.05)
+    async with served(model) as (channel, _mesh):
+        for method in ("Check", "Watch"):
+            call: Any = channel.stream_stream(f"/grpc.health.v1.Health/{method}")()  # sends nothing
+            assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    """OK if it has an answer."""
+    with anyio.fail_after(20):
+        try:
+            assert await call.read() is not grpc.aio.EOF
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
 
 
 async def test_reflection_names_the_services(model: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import pytest
 
+from pdmesh.core.events import RequestCancelled
+from pdmesh.model import Epoch, GatewayId, RequestId
 from pdmesh.ranges import COUNT, FINITE, Range, out_of_range
 
 
@@ -40,3 +42,11 @@ class Whole:
 )
 def test_the_first_number_out_of_its_range_is_named(value: Whole, problem: str | None) -> None:
     assert out_of_range(value) == problem
+
+
+def test_a_cancels_tokens_have_a_range() -> None:
+    def cancel(num_output_tokens: int | None) -> RequestCancelled:
+        return RequestCancelled(GatewayId("g"), RequestId("r"), Epoch(0), num_output_tokens)
+
+    assert [out_of_range(cancel(number)) for number in (None, 0, 7)] == [None, None, None]
+    assert "num_output_tokens is -1" in (out_of_range(cancel(-1)) or "")

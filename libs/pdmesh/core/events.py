@@ -45,7 +45,7 @@ class RequestCancelled:
     gateway_id: GatewayId
     request_id: RequestId
     epoch: Epoch
-    num_output_tokens: int | None = None  # delivered, in all epochs
+    num_output_tokens: NumTokens | None = None  # delivered, in all epochs
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,30 +21,68 @@ from pdmesh_gateway.auth import ApiKeys
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+#: Of each method of the health service, calls at once: whoever probes without a key takes no place from who has one.
+MAX_PROBES = 64
+
+#: For a probe to say what it asks.
+PROBE_LIMIT_S = 5.0
+
+
 class Guard(grpc.aio.ServerInterceptor):
-    """Probes carry no key, as over HTTP; all else needs one, reflection too."""
+    """Probes carry no key, as over HTTP, and are few at once; all else needs one, reflection too."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
+        self._num_probes: Counter[str] = Counter()  # by method
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        if not handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
-            try:
-                self._keys.check(metadata_of(handler_call_details).get("authorization"))
-            except RequestRejected as error:
-                return refusal(grpc.StatusCode.UNAUTHENTICATED, error.message)
+        method = handler_call_details.method
+        if method.startswith(f"/{health.SERVICE_NAME}/"):
+            handler = await continuation(handler_call_details)
+            return None if handler is None else self._probe(method, handler)
+        try:
+            self._keys.check(metadata_of(handler_call_details).get("authorization"))
+        except RequestRejected as error:
+            return refusal(grpc.StatusCode.UNAUTHENTICATED, error.message)
         handler = await continuation(handler_call_details)
         return None if handler is None else _careful(handler)
 
+    def _probe(self, method: str, handler: _Handler) -> _Handler:
+        """``handler`` of one message, which it has to be sent soon, for so many callers at once.
 
-def _careful(handler: _Handler) -> _Handler:
-    """``handler``, which ends a call with INVALID_ARGUMENT where a message is malformed; gRPC itself would log a
-    traceback and answer UNKNOWN.
-    """
+        As a handler of streams, for one of a single message is called when that is there, and has no say until then.
+        """
+        answer: Any = handler.unary_unary or handler.unary_stream
+
+        async def probe(_requests: Any, context: Any) -> None:
+            if self._num_probes[method] >= MAX_PROBES:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PROBES} probes ask at once already.")
+            self._num_probes[method] += 1
+            try:
+                data: Any = grpc.aio.EOF
+                with suppress(TimeoutError):
+                    data = await asyncio.wait_for(context.read(), PROBE_LIMIT_S)
+                request = None if data is grpc.aio.EOF else data
+                if request is None:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
+                if (response := await answer(request, context)) is not None:  # else it has written
+                    await context.write(response)
+            finally:
+                self._num_probes[method] -= 1
+
+        return grpc.stream_stream_rpc_method_handler(probe, _parsed(handler), handler.response_serializer)
+
+
+#: What the end of a call says of a message that was expected.
+NO_MESSAGE = "The message is not of the type that is expected."
+
+
+def _parsed(handler: _Handler) -> Callable[[bytes], Any]:
+    """What reads the messages of a handler: None if one is malformed."""
     parse = handler.request_deserializer
 
     def parsed(data: bytes) -> Any:
@@ -50,9 +91,18 @@ def _careful(handler: _Handler) -> _Handler:
         except DecodeError:
             return None
 
+    return parsed
+
+
+def _careful(handler: _Handler) -> _Handler:
+    """``handler``, which ends a call with INVALID_ARGUMENT where a message is malformed; gRPC itself would log a
+    traceback and answer UNKNOWN.
+    """
+    parsed = _parsed(handler)
+
     async def checked(request: Any, context: Any) -> Any:
         if request is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The message is not of the type that is expected.")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
         return request
 
     if handler.unary_unary is not None:

@@ -21,7 +21,7 @@ from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.auth import Client
 from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
-from pdmesh_gateway.grpc_guard import Guard
+from pdmesh_gateway.grpc_guard import MAX_PROBES, Guard
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol import SamplingFields
@@ -64,7 +64,7 @@ async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio
     options = [option for option in GRPC_OPTIONS if option[0] not in given] + limits
     server = grpc.aio.server(
         options=options,
-        maximum_concurrent_rpcs=serving.config.max_concurrent_requests,
+        maximum_concurrent_rpcs=serving.config.max_concurrent_requests + 2 * MAX_PROBES,  # Check and Watch
         interceptors=[Guard(serving.keys)],
     )
     pb_grpc.add_InferenceServicer_to_server(_Inference(serving), server)  # type: ignore[no-untyped-call]
