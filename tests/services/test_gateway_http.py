@@ -306,6 +306,11 @@ async def test_probes_documents_and_metrics(model: Path) -> None:
         await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
         for path in ("/health", "/ready", "/live", "/ping", "/version", "/docs", "/openapi.json", "/v1/models/tiny"):
             assert (await client.get(path)).status_code == 200, path
+        page = (await client.get("/docs")).text
+        fields, refused = page[: page.index("POST /v1/completions")].split("Refused unless they ask for nothing")
+        assert "<code>temperature</code>" in fields
+        assert "<code>guided_json</code>" in refused
+        assert "guided_json" not in fields
         document = (await client.get("/openapi.json")).json()
         assert "/v1/chat/completions" in document["paths"]
         metrics = (await client.get("/metrics")).text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -67,7 +68,10 @@ def docs_page(document: dict[str, Any]) -> bytes:
             if "requestBody" in operation:
                 schema = operation["requestBody"]["content"]["application/json"]["schema"]
                 properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
-                fields = "<p>Fields: " + ", ".join(f"<code>{html.escape(name)}</code>" for name in properties) + "</p>"
+                known = [name for name in properties if name not in protocol.UNSUPPORTED]
+                fields = f"<p>Fields: {_listed(known)}</p>"
+                if refused := [name for name in properties if name in protocol.UNSUPPORTED]:
+                    fields += f"<p>Refused unless they ask for nothing: {_listed(refused)}</p>"
             sections.append(
                 f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>"
                 f"<p>{html.escape(operation['summary'])}</p>{fields}"
@@ -81,3 +85,7 @@ def docs_page(document: dict[str, Any]) -> bytes:
         + "".join(sections)
     )
     return page.encode()
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"<code>{html.escape(name)}</code>" for name in names)
