@@ -35,6 +35,7 @@ class Mode(StrEnum):
 
 
 def other_mode(mode: Mode) -> Mode:
+    """Of the two that an instance can be in."""
     return Mode.MIXED if mode is Mode.EXCLUSIVE else Mode.EXCLUSIVE
 
 

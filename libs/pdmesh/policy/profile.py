@@ -62,6 +62,7 @@ class Subject:
 
 
 def make_of(instance: InstanceProfile) -> str:
+    """What instances of equal speed have in common, in words: model, number of parameters, dtype and hardware."""
     return Subject.of(instance).make
 
 
@@ -126,6 +127,7 @@ _PASSES = 5
 
 
 def shape_of(step: MeasuredStep) -> StepShape:
+    """What a latency model asks of a step, of one that was measured: one chunk at most, and the decodes beside it."""
     chunks = (ChunkShape(step.num_tokens, step.num_history_tokens),) if step.num_tokens else ()
     return StepShape(chunks, step.num_decodes, step.num_decode_context_tokens)
 

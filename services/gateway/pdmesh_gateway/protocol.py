@@ -16,6 +16,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
+    """``stream_options``: what a stream tells beside the text."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk
     include_obfuscation: bool | None = None
@@ -125,6 +127,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
+    """A part of a message's content; types other than ``text`` are refused by name."""
+
     type: str
     text: str | None = None
 
@@ -194,6 +198,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /detokenize``: token ids to text."""
+
     model: str | None = None
     tokens: list[int]
 
@@ -202,6 +208,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
+    """``count`` is of the tokens; ``token_strs`` only where asked for."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -209,14 +217,20 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeResponse(msgspec.Struct):
+    """The text, under vLLM's name for it."""
+
     prompt: str
 
 
 class PromptTokensDetails(msgspec.Struct):
+    """Of a prompt's tokens, those whose KV was there before."""
+
     cached_tokens: int = 0
 
 
 class Usage(msgspec.Struct, kw_only=True):
+    """Tokens of a whole HTTP request: a prompt counts once, each of its choices' outputs by itself."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -224,12 +238,16 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class ChatTopLogprob(msgspec.Struct):
+    """A token that could have been drawn. Log-probabilities are natural; ``bytes`` are those of its UTF-8."""
+
     token: str
     logprob: float
     bytes: list[int] | None
 
 
 class ChatTokenLogprob(msgspec.Struct):
+    """A token that was drawn, and the most likely ones at its place."""
+
     token: str
     logprob: float
     bytes: list[int] | None
@@ -237,10 +255,14 @@ class ChatTokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
+    """An entry for each token of a choice, or of a chunk of one."""
+
     content: list[ChatTokenLogprob]
 
 
 class CompletionLogprobs(msgspec.Struct):
+    """An entry for each token; offsets are characters of the text. A prompt's first token has no probability."""
+
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
@@ -248,12 +270,16 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class ResponseMessage(msgspec.Struct, kw_only=True):
+    """The answer. It is never a refusal."""
+
     role: str = "assistant"
     content: str
     refusal: None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer. ``finish_reason`` is ``stop`` or ``length``; ``stop_reason`` the string or token id that ended it."""
+
     index: int
     message: ResponseMessage
     logprobs: ChatLogprobs | None
@@ -263,6 +289,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
+    """A whole answer to ``POST /v1/chat/completions``; ``created`` is Unix time in seconds."""
+
     id: str
     object: str = "chat.completion"
     created: int
@@ -273,6 +301,8 @@ class ChatResponse(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
+    """As `ChatChoice`; with several prompts, choices of the first come first."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -283,6 +313,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
+    """A whole answer to ``POST /v1/completions``."""
+
     id: str
     object: str = "text_completion"
     created: int
@@ -292,6 +324,8 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
+    """A model; ``max_model_len`` is in tokens of prompt and answer together."""
+
     id: str
     object: str = "model"
     created: int
@@ -302,11 +336,15 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
+    """The answer to ``GET /v1/models``."""
+
     object: str = "list"
     data: list[ModelCard]
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
+    """What went wrong, in a sentence; ``param`` names the field, ``code`` the case for programs."""
+
     message: str
     type: str
     param: str | None = None
@@ -314,4 +352,6 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 
 class ErrorResponse(msgspec.Struct):
+    """The body of every response of 400 and more, and the last event of a stream that failed."""
+
     error: ErrorBody

@@ -69,6 +69,7 @@ def target_s(name: str, given: float | str | None) -> float | None:
 
 
 def invalid(name: str, message: str) -> RequestRejected:
+    """A 400 that names the field; to be raised by the caller."""
     return RequestRejected(message, param=name, code="invalid_value")
 
 
@@ -84,6 +85,7 @@ def _limit(value: float) -> str:
 
 
 def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
+    """Each once, in the order given. Raises RequestRejected if they are too many, too long in all, or one is empty."""
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS:
         raise invalid("stop", f"`stop` has {len(stops)} strings; {MAX_STOPS} are allowed.")
@@ -95,6 +97,7 @@ def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
 
 
 def num_choices(fields: SamplingFields, *, best_of: int | None, max_n: int) -> int:
+    """How many answers are asked for, 1 to ``max_n``. Raises RequestRejected naming the field."""
     number("n", fields.n, low=1, high=max_n)
     n = 1 if fields.n is None else fields.n
     if best_of is not None and best_of != n:
@@ -197,6 +200,7 @@ def fit_max_tokens(
 
 
 def too_long(num_prompt_tokens: int, max_model_len: int, *, what: str, at_least: bool = False) -> RequestRejected:
+    """A 400 for a prompt that leaves no room for an answer; ``at_least`` where not all of it was counted."""
     qualifier = "at least " if at_least else ""
     return RequestRejected(
         f"This model's maximum context length is {max_model_len} tokens. However, your {what} resulted in "

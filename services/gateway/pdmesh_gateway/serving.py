@@ -142,6 +142,7 @@ def prompt_bytes(num_tokens: int, n: int) -> int:
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, what: str) -> None:
+    """Raises RequestRejected naming the first id that is not in ``[0, vocab_size)``."""
     outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
     if outside:
         shown = outside[0] if abs(outside[0]) < 2**63 else "a huge number"

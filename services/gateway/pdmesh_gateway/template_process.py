@@ -15,6 +15,7 @@ MAX_TEXT_CHARS = 32 * 1024 * 1024
 
 
 def main() -> int:
+    """Render one job and leave; returns the exit code. The kernel ends whoever goes beyond the limits."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     job = msgspec.json.decode(sys.stdin.buffer.read())

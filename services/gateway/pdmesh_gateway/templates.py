@@ -180,6 +180,7 @@ def check_nesting(value: object, param: str) -> None:
 
 
 def nested_too_deep(param: str) -> RequestRejected:
+    """A 400 for values that a template, or Python's own recursion, could not go down into."""
     return RequestRejected(
         f"`{param}` holds values nested more than {MAX_NESTING} deep.", param=param, code="invalid_value"
     )

@@ -26,6 +26,8 @@ INLINE_MESSAGES = 256
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
+    """``POST /v1/chat/completions``: messages rendered by the model's template, and what follows them."""
+
     operation = "chat"
 
     def __init__(self, serving: Serving) -> None:

@@ -29,6 +29,8 @@ from pdmesh_gateway.tokenizer import ModelTokenizer
 
 
 class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
+    """``POST /v1/completions``: one or several prompts, as text or token ids, and what follows each."""
+
     operation = "text_completion"
 
     def __init__(self, serving: Serving) -> None:

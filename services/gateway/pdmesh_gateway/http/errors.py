@@ -17,6 +17,7 @@ def error_json(error: RequestRejected) -> bytes:
 
 
 def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
+    """What goes beside the body: ``Retry-After`` in whole seconds, at least 1, and how to authenticate with a 401."""
     headers: list[tuple[bytes, bytes]] = []
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 
 def main() -> int:
+    """Write the modules beside this one; returns protoc's exit code."""
     source_root = Path(__file__).parents[2]
     protoc = import_module("grpc_tools.protoc")
     arguments = [
