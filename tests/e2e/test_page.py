@@ -50,8 +50,10 @@ async def test_one_sees_the_own_request_travel(mesh: RunningMesh, tmp_path: Path
         assert "finished" in life
         # its step is on the timeline, and the figures have been filled in
         await page.until("pdmesh.timeline.steps.some((step) => step[3] > 0)")
+        await page.until("pdmesh.timeline.steps.some((step) => step[3] === 0 && step[4] > 0)")  # and its decodes
         await page.until("document.getElementById('figures').textContent.includes('ms')")
         background = await page.run("getComputedStyle(document.body).backgroundColor")
+        assert await page.run("(b => b.scrollWidth <= b.clientWidth)(document.querySelector('#life .scroll'))")
         assert background == ("rgb(15, 18, 22)" if dark else "rgb(255, 255, 255)")
         await page.screenshot(tmp_path / "page.png")
         assert (tmp_path / "page.png").stat().st_size > 10_000

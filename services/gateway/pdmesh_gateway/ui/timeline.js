@@ -111,7 +111,7 @@ export class Timeline {
       pen.beginPath();
       for (const [instance, begin_s, end_s, tokens, decodes, urgent] of this.steps) {
         if (end_s < from_s || begin_s > to_s) continue;
-        const is = urgent ? "urgent" : tokens ? (decodes ? "mixed" : "prefill") : "decode";
+        const is = urgent ? "urgent" : decodes ? (tokens ? "mixed" : "decode") : "prefill"; // of a dropped chunk no tokens
         const number = this.rows.get(instance);
         if (is !== kind || number === undefined) continue;
         const left = x(begin_s);
