@@ -7,8 +7,9 @@ A digest is over every ``(now_s, event, commands)`` of a run, in the words of co
 `NEW_EVENTS` and `TRANSLATED` say what has had another name or shape since, and `DECIDED_ANEW` what is decided otherwise
 on purpose, for which digests were taken again; all are printed. The runs are simulations
 of two traces (for mooncake's, some prompts go to groups of instances) and random workloads over modelled instances,
-which lose transfers, instances, gateways and the scheduler, and are drained, given other roles and quarantined. Each is
-run under every bundle. Without ``--all`` it takes the first requests of each trace and the first random workloads.
+which lose transfers, instances, gateways and the scheduler, and are drained, given other roles and quarantined. What a
+receiver fails of is computed again, as it was then (`max_lost_receivers` 0). Each is run under every bundle. Without
+``--all`` it takes the first requests of each trace and the first random workloads.
 
 ``--compare`` (by default with ``benchmarks/command_digest.json``) exits 1 if a digest is another one.
 """
@@ -45,6 +46,7 @@ from pdmesh.core.events import (
     RequestFinished,
     RoleChangeRequested,
     Tick,
+    TransferFailed,
 )
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, RequestId, RequestKey, Role
@@ -79,6 +81,8 @@ ADDED: Sequence[str] = (
     "TransferSent.transfer_id",
     "TransferFailed.transfer_id",
     "PauseTransfer.transfer_id",
+    "FreeKv.transfer_id",
+    "KvReleased.transfer_id",
     "RunStep.plan.holds_decodes",
     "StepDone.num_decode_context_tokens",
     "StepDone.own_steps",
@@ -237,7 +241,7 @@ POLICY = PolicyConfig(
     long_prompt_tokens=20,
     local_step_share=2.0,
 )
-CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=POLICY)
+CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, max_lost_receivers=0, policy=POLICY)
 GATEWAYS = (GatewayId("g0"), GatewayId("g1"))
 MESHES = (
     (Role.PREFILL, Role.DECODE),
@@ -483,7 +487,10 @@ class RandomWorkload:
         transfers = self.mesh.transfers()
         if transfers:
             sender, receiver, key = self.rng.choice(transfers)
-            self.mesh.fail(self.rng.choice((sender, receiver)), key)
+            at = self.rng.choice((sender, receiver))
+            plan = at.holds[key].transfer
+            assert plan is not None
+            at.events.append(TransferFailed(at.instance_id, *key, plan.transfer_id, "modelled"))
 
     def lose_instance(self) -> None:
         if len(self.mesh.instances) > 1 and (instance := self.pick(iter(self.mesh.instances.values()))):

@@ -23,8 +23,9 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.sender import KvDestination, KvSender
+from pdmesh.kv.sender import KvSender
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch
 from pdmesh.testing.kv import EVERYTHING

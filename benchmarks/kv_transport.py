@@ -35,8 +35,8 @@ from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.push import PIECES_IN_FLIGHT, KvDestination
 from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.sender import PIECES_IN_FLIGHT, KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.testing.kv import EVERYTHING
 from pdmesh.transport.ucx import UcxTransport

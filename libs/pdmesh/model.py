@@ -279,6 +279,9 @@ class PrefillGroup(Struct, frozen=True, kw_only=True):
 #: Names a KV transfer, for as long as one scheduler lives.
 TransferId = NewType("TransferId", int)
 
+#: What no KV transfer is called.
+NO_TRANSFER = TransferId(0)
+
 
 class TransferPurpose(StrEnum):
     """What a KV transfer is for."""

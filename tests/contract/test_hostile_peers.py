@@ -27,8 +27,8 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
+from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.sender import KvDestination
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
 from pdmesh.transport import local

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    Command,
     ForgetRequest,
     GrantTransfer,
     GrowKv,
@@ -47,10 +48,12 @@ from pdmesh.core.events import (
     OperationRequested,
     RequestArrived,
     RequestCancelled,
+    RequestDropped,
     RequestFinished,
     RoleChangeRequested,
     StepDone,
     Tick,
+    TransferFailed,
     TransferLanded,
     TransferOffered,
     TransferPaused,
@@ -72,6 +75,7 @@ from pdmesh.model import (
     RequestKey,
     Role,
     StepPlan,
+    TransferId,
     num_blocks_for,
 )
 from pdmesh.policy.base import Bundle, PolicyConfig
@@ -194,6 +198,8 @@ class MeshMachine(RuleBasedStateMachine):
         self.plans: dict[tuple[InstanceId, int], StepPlan] = {}  # in flight
         self.num_unplanned: dict[RequestKey, int] = {}  # of placed requests: prompt tokens
         self.receiver_of: dict[RequestKey, InstanceId] = {}
+        self.transfer_of: dict[RequestKey, TransferId] = {}
+        self.num_receivers: Counter[RequestKey] = Counter()
         self.reserved: set[RequestKey] = set()  # the receiver knows of them
         self.wake_at_s: float | None = None
         self.leader_of: dict[RequestKey, InstanceId] = {}
@@ -220,7 +226,9 @@ class MeshMachine(RuleBasedStateMachine):
             if self.core.is_active(key) and key not in self.offered:
                 self.offered.append(key)
         if isinstance(event, DecodeReserved):
-            self.reserved.add((event.request_id, event.epoch))
+            key = (event.request_id, event.epoch)
+            if self.transfer_of.get(key) == event.transfer_id:
+                self.reserved.add(key)
         if isinstance(event, TransferPaused | TransferLanded | KvReleased):
             key = (event.request_id, event.epoch)
             if isinstance(event, TransferPaused) or self.asked.get(key) == event.instance_id:
@@ -233,6 +241,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.note_what_it_may_do(event)
         preempted = self.preempted()
         commands = self.core.handle(event, self.now_s)
+        self.check_recomputed(event, commands)
         self.note_operations()
         assert self.diligent.handle(event, self.now_s) == commands, "an instance was overlooked"
         for command in commands:
@@ -258,7 +267,11 @@ class MeshMachine(RuleBasedStateMachine):
                     )
                     assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
                     assert self.roles[command.instance_id].can_decode, f"{command} on an instance that does not decode"
-                    self.receiver_of[command.request_id, command.epoch] = command.instance_id
+                    key = (command.request_id, command.epoch)
+                    self.forget_receiver(key)
+                    self.receiver_of[key] = command.instance_id
+                    self.transfer_of[key] = command.transfer.transfer_id
+                    self.num_receivers[key] += 1
                 case GrantTransfer():
                     key = (command.request_id, command.epoch)
                     assert key in self.reserved, f"{key} granted before its receiver knows of it"
@@ -309,7 +322,34 @@ class MeshMachine(RuleBasedStateMachine):
                 case _:
                     pass
             self.mesh.send(command)
+        for key in self.core.unreceived:
+            self.forget_receiver(key)
         self.no_backend_is_held_back()
+
+    def forget_receiver(self, key: RequestKey) -> None:
+        """Its KV has none, or another one from now on; its first offer counts yet."""
+        self.receiver_of.pop(key, None)
+        self.transfer_of.pop(key, None)
+        self.asked.pop(key, None)
+        self.granted.discard(key)
+        self.reserved.discard(key)
+
+    def check_recomputed(self, event: Event, commands: Sequence[Command]) -> None:
+        """What a receiver fails of is computed again only if its source lacks it, or its receivers failed too often."""
+        match event:
+            case TransferFailed() | RequestDropped() | KvReleased() | InstanceLost():
+                failed_id = event.instance_id
+            case InstanceJoined():
+                failed_id = event.profile.instance_id
+            case _:
+                return
+        for command in commands:
+            if isinstance(command, Restart) and not command.preempted:
+                key = (command.request_id, command.epoch)
+                source = self.mesh.instances.get(self.leader_of.get(key, failed_id))
+                has_all = source is not None and key in source.holds and source.holds[key].sends
+                if has_all and self.receiver_of.get(key) == failed_id:
+                    assert self.num_receivers[key] > self.config.max_lost_receivers, f"{key} is computed again"
 
     def note_what_it_may_do(self, event: Event) -> None:
         """Roles and drains, as the core has heard of them."""
@@ -420,7 +460,7 @@ class MeshMachine(RuleBasedStateMachine):
             if key not in self.ended
             and key not in self.granted
             and key in self.reserved
-            and self.receiver_of[key] == receiver_id
+            and self.receiver_of.get(key) == receiver_id
         ]
 
     def no_backend_is_held_back(self) -> None:
@@ -431,7 +471,7 @@ class MeshMachine(RuleBasedStateMachine):
             idle = [
                 key
                 for key in self.granted & preempted
-                if self.receiver_of[key] == receiver_id and key not in self.asked
+                if self.receiver_of.get(key) == receiver_id and key not in self.asked
             ]
             num_asked = sum(receiver == receiver_id for receiver in self.asked.values())
             assert num_due <= num_asked or not idle, f"{idle} keep backends of {receiver_id}"

@@ -268,10 +268,12 @@ def test_a_cancelled_offer_leaves_the_line() -> None:
 
 
 @pytest.mark.parametrize("side", [P, D])
-def test_a_failed_transfer_restarts_the_request_and_frees_both_sides(side: InstanceId) -> None:
-    bench = CoreBench(prefill(), decode())
+def test_a_transfer_that_fails_too_often_restarts_the_request_and_frees_both_sides(side: InstanceId) -> None:
+    bench = CoreBench(prefill(), decode(), config=CoreConfig(max_lost_receivers=1))
     bench.arrive("a")
     bench.offered(P, "a")
+    assert not of(Restart, bench.failed(side, "a", "checksum"))
+    bench.released("d", "a")
     commands = bench.failed(side, "a", "checksum")
     (restart,) = of(Restart, commands)
     assert (restart.gateway_id, restart.epoch) == (GATEWAY, 0)

@@ -85,7 +85,10 @@ def test_a_silent_decode_instance_keeps_its_streams_and_gives_up_what_is_on_its_
     bench.feed(InstanceSuspected(place.instance_id, suspected=False))
     place, step = _placed(bench, "b")
     bench.done("p", step.plan)
-    assert restarted(bench.feed(InstanceSuspected(place.instance_id))) == ["b"], "computed again in no time"
+    commands = bench.feed(InstanceSuspected(place.instance_id))
+    assert not restarted(commands), "its KV is kept"
+    (other,) = of(PlaceDecode, commands)
+    assert {place.instance_id, other.instance_id} == {"d0", "d1"}
 
 
 def test_a_prefill_instance_that_left_after_it_sent_everything_is_not_looked_for() -> None:

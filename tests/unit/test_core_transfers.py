@@ -151,12 +151,11 @@ def test_a_report_of_another_transfer_is_ignored(core: CoreBench) -> None:
     assert core.core.ignored["TransferOffered"] == 1
 
 
-@pytest.mark.parametrize("side", ["p", "d"])
-def test_a_refusal_restarts_the_request_with_the_reason(core: CoreBench, side: str) -> None:
+def test_a_refusal_of_the_source_restarts_the_request_with_the_reason(core: CoreBench) -> None:
     core.arrive("r")
-    dropped = RequestDropped(InstanceId(side), RequestId("r"), Epoch(0), "the instance is stopping")
+    dropped = RequestDropped(InstanceId("p"), RequestId("r"), Epoch(0), "the instance is stopping")
     commands = core.feed(dropped)
     (restart,) = of(Restart, commands)
-    assert restart.reason == f"instance {side} does not serve it: the instance is stopping"
+    assert restart.reason == "instance p does not serve it: the instance is stopping"
     assert {free.instance_id for free in of(FreeKv, commands)} == {"p", "d"}
     assert core.feed(dropped) == []

@@ -17,8 +17,8 @@ from pdmesh.engine.cuda.staging import Staging
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.sender import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId, num_blocks_for
 from pdmesh.testing.cuda import FakeStreams
 from pdmesh.testing.kv import EVERYTHING, SMALL_TRANSFER, ByteStore, TransportMaker

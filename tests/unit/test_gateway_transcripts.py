@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
-from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, pack_token_ids, unpack_token_ids
+from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids, unpack_token_ids
 from pdmesh_gateway.transcripts import (
     BREAK_GRACE_S,
     MAX_AHEAD,
@@ -186,6 +186,76 @@ async def test_the_next_token_comes_from_whom_the_last_one_named() -> None:
     t.offer(token(3), C)
     assert list(t.output) == [100, 101, 102, 103]
     assert t.source == C
+
+
+def turn(index: int, next_: InstanceId, *, epoch: int = 0) -> TurnOver:
+    return TurnOver(request_id=RequestId("r"), epoch=Epoch(epoch), index=index, next_instance_id=next_)
+
+
+@pytest.mark.parametrize("overtakes", [False, True])
+async def test_who_named_one_that_has_not_spoken_may_name_another(overtakes: bool) -> None:
+    """A hands over to B, takes it back, and hands over to C, whose stream may be the faster one."""
+    t = transcript()
+    t.offer(token(0, next_=B), A)
+    t.give_turn(turn(1, A), A)
+    if overtakes:
+        t.offer(token(1), C)
+        t.offer(token(2), C)
+    t.give_turn(turn(1, C), A)
+    if not overtakes:
+        t.offer(token(1), C)
+        t.offer(token(2), C)
+    t.offer(token(3, token_id=666), B)  # it woke up
+    t.offer(token(3), C)
+    assert list(t.output) == [100, 101, 102, 103]
+    assert t.source == C
+
+
+async def test_nobody_is_named_in_the_place_of_one_that_has_spoken() -> None:
+    """B's last words of the turn and A's message crossed: two would go on from here, so nobody does."""
+    t = transcript()
+    t.offer(token(0, next_=B), A)
+    t.offer(token(1), B)
+    t.give_turn(turn(1, C), A)
+    assert (t.source, t.resume_at_s) == (B, t.clock())
+    t.offer(token(1, token_id=666), C)
+    assert list(t.output) == [100, 101]
+
+
+@pytest.mark.parametrize("source", [B, C])
+async def test_a_turn_is_for_its_owner_to_give(source: InstanceId) -> None:
+    t = transcript()
+    t.offer(token(0), A)
+    t.give_turn(turn(1, C), source)
+    t.offer(token(1, token_id=666), C)
+    t.offer(token(1), A)
+    assert list(t.output) == [100, 101]
+
+
+async def test_a_turn_of_an_old_epoch_or_after_the_end_says_nothing() -> None:
+    t = transcript()
+    t.offer(token(0, next_=B), A)
+    assert t.restart()
+    t.give_turn(turn(1, C), A)
+    assert (t.source, t.num_dropped) == (None, 1)
+    t.offer(token(1, epoch=1, finish=FinishReason.LENGTH), A)
+    t.give_turn(turn(2, C, epoch=1), A)
+    assert (t.source, t.num_dropped, t.resume_at_s) == (A, 2, None)
+
+
+async def test_a_stream_that_broke_before_its_instance_spoke_is_given_more_time() -> None:
+    """What it was to receive may be elsewhere yet."""
+    transcripts, t = Transcripts(), transcript()
+    transcripts.add(t)
+    t.offer(token(0, next_=B), A)
+    transcripts.source_lost(B)
+    assert t.resume_at_s == t.clock() + STALL_GRACE_S
+    t.give_turn(turn(1, A), A)
+    assert t.resume_at_s is None
+    t.give_turn(turn(1, C), A)
+    t.offer(token(1), C)
+    transcripts.source_lost(C)
+    assert t.resume_at_s == t.clock() + BREAK_GRACE_S
 
 
 async def test_one_that_computes_and_decodes_keeps_its_stream() -> None:

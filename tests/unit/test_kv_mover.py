@@ -18,8 +18,9 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
+from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.sender import KvDestination, KvSender
+from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
@@ -592,6 +593,8 @@ async def test_leaving_the_mover_ends_what_is_under_way(memory: TransportMaker) 
     async with open_side(memory, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore(SMALL_LAYOUT, NUM_BLOCKS)) as side:
         block_ids = side.pool.allocate(2)
         side.mover.offer(REQUEST, EPOCH, block_ids=block_ids, num_context_tokens=5)
+        side.mover.grant(REQUEST, EPOCH, destinations=[], capability=1)
+        await anyio.wait_all_tasks_blocked()
         assert side.mover.counters().num_sending == 1
     assert side.mover.counters().num_sending == 0
     assert not side.outcomes  # nobody is there to be told

@@ -11,6 +11,7 @@ from anyio import to_thread
 from pdmesh.config import TransferConfig
 from pdmesh.core.events import (
     KvReleased,
+    RequestDropped,
     RequestFinished,
     TransferFailed,
     TransferLanded,
@@ -22,7 +23,7 @@ from pdmesh.model import FinishReason, Role, SamplingParams
 from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
 from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
-from pdmesh.wire.messages import Generation, PeerGone
+from pdmesh.wire.messages import Generation, PeerGone, TurnOver
 
 pytestmark = pytest.mark.anyio
 
@@ -255,10 +256,14 @@ async def test_a_corrupted_piece_fails_the_transfer_on_both_sides() -> None:
         generation = make_generation("r", list(range(21)), GREEDY)
         await hand_over(generation, prefill, decode, [8])
         for instance in pair:
-            await instance.reported(KvReleased, "r")
-            assert len(instance.reports_of(TransferFailed, "r")) == 1
-            instance.assert_all_free()
+            await instance.reported(TransferFailed, "r")
+        await decode.reported(KvReleased, "r")
+        decode.assert_all_free()
         assert decode.tokens == []
+        assert prefill.reports_of(KvReleased, "r") == []  # the sender keeps it for another receiver
+        free(prefill, generation)
+        await prefill.reported(KvReleased, "r")
+        prefill.assert_all_free()
         await check_whole_way(pair, "next", list(range(30)), GREEDY, [7])
 
 
@@ -267,11 +272,12 @@ async def test_an_unreachable_receiver_fails_the_transfer() -> None:
     async with memory_pair(fabric) as (prefill, decode):
         generation = make_generation("r", list(range(21)), GREEDY)
         await hand_over(generation, prefill, decode, [8])
-        await prefill.reported(KvReleased, "r")
+        await prefill.reported(TransferFailed, "r")
+        for instance in (prefill, decode):
+            free(instance, generation)
+            await instance.reported(KvReleased, "r")
+            instance.assert_all_free()
         assert len(prefill.reports_of(TransferFailed, "r")) == 1
-        prefill.assert_all_free()
-        free(decode, generation)
-        decode.assert_all_free()
 
 
 async def test_a_receiver_that_is_gone_fails_the_transfer_at_once() -> None:
@@ -282,9 +288,135 @@ async def test_a_receiver_that_is_gone_fails_the_transfer_at_once() -> None:
         await anyio.wait_all_tasks_blocked()  # pieces are under way, and nobody takes them
         prefill.instance.handle(PeerGone(data_address=decode.address))
         await prefill.reported(TransferFailed, "r")
+        for instance in (prefill, decode):
+            free(instance, generation)
+            await instance.reported(KvReleased, "r")
+            instance.assert_all_free()
+
+
+# --- another receiver ---
+
+
+@asynccontextmanager
+async def memory_three(
+    fabric: MemoryFabric, *, prefill_role: Role = Role.PREFILL, prefill_engine: FakeEngine | None = None
+) -> AsyncGenerator[tuple[RunningInstance, RunningInstance, RunningInstance]]:
+    async with (
+        MemoryTransport(CONFIG, fabric) as other,
+        running_instance(FakeEngine(), other, role=Role.DECODE, instance_id="other", config=CONFIG) as second,
+        MemoryTransport(CONFIG, fabric) as source,
+        MemoryTransport(CONFIG, fabric) as target,
+        running_instance(prefill_engine or FakeEngine(), source, role=prefill_role, config=CONFIG) as prefill,
+        running_instance(FakeEngine(), target, role=Role.DECODE, config=CONFIG) as decode,
+    ):
+        yield prefill, decode, second
+
+
+def turns_of(instance: RunningInstance, request_id: str) -> list[tuple[int, str]]:
+    """Whom it named, and for which index, after the token that names one."""
+    return [
+        (said.index, said.next_instance_id)
+        for said in instance.tokens
+        if isinstance(said, TurnOver) and said.request_id == request_id
+    ]
+
+
+@pytest.mark.parametrize("how", ["the piece fails", "it is withdrawn", "it is another's at once"])
+async def test_what_a_receiver_did_not_take_goes_to_another_one_whole(how: str) -> None:
+    pieces = itertools.count()
+    gate = anyio.Event()
+    faults = MemoryFaults(corrupt=lambda _header: how == "the piece fails" and next(pieces) == 3)
+    if how != "the piece fails":
+        faults = MemoryFaults(gate=gate)
+    async with memory_three(MemoryFabric(faults)) as (prefill, decode, second):
+        generation = make_generation("r", list(range(50, 71)), GREEDY)
+        await hand_over(generation, prefill, decode, [8])
+        await prefill.until(lambda: bool(prefill.tokens_of("r")))
+        if how == "the piece fails":
+            await prefill.reported(TransferFailed, "r")
+        elif how == "it is withdrawn":
+            await anyio.wait_all_tasks_blocked()  # pieces are under way, and nobody takes them
+            prefill.withdraw("r")
+            prefill.withdraw("r")
+            assert turns_of(prefill, "r") == [(1, "prefill")]
+        second.expect(generation, prefill, number=2)
+        prefill.grant(generation, second, number=2)
+        gate.set()
+        await second.reported(RequestFinished, "r")
+        await prefill.reported(KvReleased, "r")
+        assert output_of("r", prefill, second) == reference_output(list(range(50, 71)), GREEDY)
+        assert turns_of(prefill, "r")[-1] == (1, "other")
+        assert decode.tokens == []
+        (sent,) = prefill.reports_of(TransferSent, "r")
+        assert (sent.transfer_id, sent.num_bytes) == (2, second.reports_of(TransferLanded, "r")[0].num_bytes)
+        free(decode, generation)
+        await decode.reported(KvReleased, "r")
+        for instance in (prefill, decode, second):
+            instance.assert_all_free()
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+async def test_a_receiver_may_change_while_the_prompt_is_computed(num_before: int) -> None:
+    async with memory_three(MemoryFabric()) as (prefill, decode, second):
+        prompt = list(range(30))
+        generation = make_generation("r", prompt, GREEDY)
+        decode.expect(generation, prefill)
+        prefill.admit(generation, kv_moves=True)
+        chunks = chunk_plans(generation, [10])
+        for chunk in chunks[:num_before]:
+            prefill.run([chunk])
+        if num_before:
+            await prefill.reported(TransferOffered, "r")
+            prefill.grant(generation, decode)
+        prefill.withdraw("r")
+        second.expect(generation, prefill, number=2)
+        for chunk in chunks[num_before:]:
+            prefill.run([chunk])
+        await prefill.reported(TransferOffered, "r")
+        prefill.grant(generation, second, number=2)
+        await second.reported(RequestFinished, "r")
+        await prefill.reported(KvReleased, "r")
+        assert output_of("r", prefill, second) == reference_output(prompt, GREEDY)
+        assert len(prefill.reports_of(TransferOffered, "r")) == 1
+        free(decode, generation)
+
+
+@pytest.mark.parametrize("num_before", [1, 3])
+async def test_what_nobody_takes_decodes_where_it_is(num_before: int) -> None:
+    async with memory_three(MemoryFabric(), prefill_role=Role.MIXED) as (prefill, decode, _):
+        prompt = list(range(30))
+        generation = make_generation("r", prompt, GREEDY)
+        decode.expect(generation, prefill)
+        prefill.admit(generation, kv_moves=True)
+        chunks = chunk_plans(generation, [10])
+        for chunk in chunks[:num_before]:
+            prefill.run([chunk])
+        await prefill.reported(TransferOffered, "r")
+        await anyio.wait_all_tasks_blocked()
+        prefill.withdraw("r")
+        prefill.keep(generation)
+        for chunk in chunks[num_before:]:
+            prefill.run([chunk])
+        await prefill.reported(KvReleased, "r")
+        assert output_of("r", prefill) == reference_output(prompt, GREEDY)
+        free(decode, generation)
+        for instance in (prefill, decode):
+            await instance.reported(KvReleased, "r")
+            instance.assert_all_free()
+
+
+async def test_what_cannot_be_kept_for_lack_of_room_is_given_up() -> None:
+    engine = FakeEngine(num_blocks=8)
+    async with memory_three(MemoryFabric(), prefill_role=Role.MIXED, prefill_engine=engine) as (prefill, _, _other):
+        generation = make_generation("r", list(range(30)), SamplingParams(max_tokens=20, temperature=0))
+        prefill.admit(generation, kv_moves=True)
+        prefill.run(chunk_plans(generation, [30]))
+        await prefill.until(lambda: bool(prefill.tokens_of("r")))
+        prefill.withdraw("r")
+        prefill.keep(generation)
+        await prefill.reported(RequestDropped, "r")
         await prefill.reported(KvReleased, "r")
         prefill.assert_all_free()
-        free(decode, generation)
 
 
 async def test_a_capability_that_does_not_fit_moves_nothing() -> None:

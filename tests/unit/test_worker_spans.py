@@ -97,6 +97,8 @@ async def test_a_transfer_that_fails_is_an_error() -> None:
     async with pair(MemoryFabric(MemoryFaults(corrupt=lambda _piece: True))) as both:
         await hand_over(traced(), both.prefill, both.decode, [17])
         await both.prefill.reported(TransferFailed, "r")
+        await both.decode.reported(KvReleased, "r")
+        both.prefill.free("r")
         await both.prefill.reported(KvReleased, "r")
         spans = both.spans()
     assert attributes(spans["kv transfer"])["error.type"] == "failed"

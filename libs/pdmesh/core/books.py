@@ -13,16 +13,18 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    KeepKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
+    WithdrawTransfer,
 )
 from pdmesh.core.growth import Growth
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.requests import Phase, RequestState
-from pdmesh.core.state import HoldKind, InstanceBooks
+from pdmesh.core.state import HeldBlocks, HoldKind, InstanceBooks
 from pdmesh.core.transfers import Transfer
 from pdmesh.model import (
     GatewayId,
@@ -41,8 +43,9 @@ from pdmesh.policy.base import Rank
 class Books:
     """Requests by id and by gateway, instances, the queue, the broker; and the commands under way."""
 
-    def __init__(self, rng: random.Random, growth: Growth) -> None:
+    def __init__(self, rng: random.Random, growth: Growth, max_lost_receivers: int = 0) -> None:
         self.growth = growth
+        self._max_lost_receivers = max_lost_receivers
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, InstanceBooks] = {}
@@ -52,6 +55,7 @@ class Books:
         self._groups: dict[str, list[InstanceBooks]] | None = None  # None: to be looked up
         self._kinds: list[InstanceBooks] | None = None
         self.queue = WaitingQueue()
+        self.unreceived: dict[RequestKey, RequestState] = {}  # placed, and their KV has no receiver
         self.broker = TransferBroker(self._is_preempted, rng)
         self.commands: list[Command] = []
         self.ignored: Counter[str] = Counter()
@@ -131,24 +135,11 @@ class Books:
             state.prefill_shards = (prefills[0].shard(prefills[0].num_first_blocks(request)),)
         else:
             state.prefill_shards = (prefills[0].shard(prefills[0].num_prefill_blocks(request)),)
-        state.decode_shards = state.prefill_shards
         plan = None
-        if decode is not None:
-            state.decode_shards = (decode.shard(decode.num_first_blocks(request)),)
-            purpose = TransferPurpose.HAND_OVER
-            state.transfer = self.broker.open(state.key, purpose, state.prefill_shards, state.decode_shards)
-            plan = state.transfer.plan
-            decode.take(
-                state.key,
-                state.decode_shards[0].num_blocks,
-                HoldKind.PROMISED,
-                max_blocks=decode.num_decode_blocks(request),
-                long_tokens=long_tokens,
-                slo_tpot_s=request.slo_tpot_s,
-            )
-            self.commands.append(
-                PlaceDecode(instance_id=decode.instance_id, request_id=request_id, epoch=epoch, transfer=plan)
-            )
+        if decode is None:
+            state.decode_shards = state.prefill_shards
+        else:
+            plan = self.promise(state, decode, long_tokens).plan
         for instance, shard in zip(prefills, state.prefill_shards, strict=True):
             instance.take(
                 state.key,
@@ -168,6 +159,101 @@ class Books:
                 )
             )
             instance.add_prefill(state)
+
+    def promise(self, state: RequestState, decode: InstanceBooks, long_tokens: int) -> Transfer:
+        """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV."""
+        request, (request_id, epoch) = state.request, state.key
+        state.decode_shards = (decode.shard(decode.num_first_blocks(request)),)
+        purpose = TransferPurpose.HAND_OVER
+        transfer = state.transfer = self.broker.open(
+            state.key, purpose, state.prefill_shards, state.decode_shards, state.rank_of_offer
+        )
+        decode.take(
+            state.key,
+            state.decode_shards[0].num_blocks,
+            HoldKind.PROMISED,
+            max_blocks=decode.num_decode_blocks(request),
+            long_tokens=long_tokens,
+            slo_tpot_s=request.slo_tpot_s,
+            transfer_id=transfer.plan.transfer_id,
+        )
+        self.commands.append(
+            PlaceDecode(instance_id=decode.instance_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
+        )
+        return transfer
+
+    # --- its receiver fails ---
+
+    def do_without(self, state: RequestState, instance_id: InstanceId, reason: str) -> None:
+        """An instance fails a request that needs it. If that was to receive its KV, another one will."""
+        if self.has_all_kv(state) and instance_id not in state.prefill_ids:
+            self.lose_receiver(state)
+        else:
+            self.restart(state, reason)
+
+    def has_all_kv(self, state: RequestState) -> bool:
+        """Whether all that is computed of a request that moves is where it was computed, for another receiver."""
+        transfer = state.transfer
+        too_often = state.num_lost_receivers >= self._max_lost_receivers
+        if state.phase is not Phase.PREFILLING or transfer is None or too_often:
+            return False
+        source_ids = transfer.plan.source_ids
+        holds = [self._hold(source_id, state.key) for source_id in source_ids]
+        has_left = any(transfer.was_sent_by(source_id) for source_id in source_ids)
+        return not has_left and all(hold is not None and not hold.freeing for hold in holds)
+
+    def _hold(self, instance_id: InstanceId, key: RequestKey) -> HeldBlocks | None:
+        instance = self.instances.get(instance_id)
+        return None if instance is None else instance.holds.get(key)
+
+    def lose_receiver(self, state: RequestState, *, told_by: InstanceId | None = None) -> None:
+        """Its KV waits where it is computed for another receiver. The source ``told_by`` knows."""
+        transfer = state.transfer
+        assert transfer is not None, f"{state.key} has no receiver to lose"
+        self.broker.withdraw(transfer)
+        for source_id in transfer.plan.source_ids:
+            if source_id != told_by:
+                self.commands.append(
+                    WithdrawTransfer(
+                        instance_id=source_id,
+                        request_id=state.key[0],
+                        epoch=state.key[1],
+                        transfer_id=transfer.plan.transfer_id,
+                    )
+                )
+        for destination_id in transfer.plan.destination_ids:
+            self.free(destination_id, state.key)
+        state.rank_of_offer = transfer.rank
+        state.num_lost_receivers += 1
+        state.transfer, state.decode_shards = None, ()
+        self.unreceived[state.key] = state
+
+    def offer(self, state: RequestState) -> None:
+        """Its KV begins to be computed where it cannot stay: for the receiver that it has, or will have."""
+        if state.transfer is not None:
+            self.grant(self.broker.offer(state.transfer))
+        elif state.rank_of_offer is None:
+            state.rank_of_offer = self.broker.new_rank()
+
+    def receive(self, state: RequestState, decode: InstanceBooks) -> None:
+        """A request without a receiver gets one."""
+        del self.unreceived[state.key]
+        hold = self._hold(state.prefill_ids[0], state.key)
+        assert hold is not None, f"{state.key} has no KV to send"
+        self.promise(state, decode, hold.long_tokens)
+
+    def keep(self, state: RequestState) -> None:
+        """A request without a receiver decodes where it is computed."""
+        del self.unreceived[state.key]
+        request, instance = state.request, self.instances[state.prefill_ids[0]]
+        num_blocks = instance.num_first_blocks(request)
+        instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
+        state.prefill_shards = state.decode_shards = (instance.shard(num_blocks),)
+        self.commands.append(
+            KeepKv(instance_id=instance.instance_id, request_id=state.key[0], epoch=state.key[1], num_blocks=num_blocks)
+        )
+        if state.is_computed:
+            self.land(state)
 
     # --- its KV lands ---
 
@@ -245,6 +331,7 @@ class Books:
         self.of_gateway[state.request.gateway_id].pop(request_id, None)
         if key in self.queue:
             self.queue.remove(state)
+        self.unreceived.pop(key, None)
         for instance_id in state.prefill_ids:
             if instance_id in self.instances:
                 self.instances[instance_id].drop_prefill(state)
@@ -296,7 +383,9 @@ class Books:
         hold = None if instance is None else instance.holds.get(key)
         if hold is not None and not hold.freeing:
             hold.freeing = True
-            self.commands.append(FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1]))
+            self.commands.append(
+                FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1], transfer_id=hold.transfer_id)
+            )
 
     def check_integrity(self) -> None:
         """Every book balances with every other; AssertionError names the numbers."""
@@ -319,7 +408,9 @@ class Books:
         for state in self.requests.values():
             number, counted = num_in_flight[state.key], state.num_chunks_in_flight
             assert number == counted, f"{number} chunks of {state.key} are in flight, books say {counted}"
-            if state.phase is not Phase.WAITING:
+            is_unreceived = state.phase is Phase.PREFILLING and not state.decode_shards
+            assert is_unreceived == (state.key in self.unreceived), f"{state.key} has no receiver: {is_unreceived}"
+            if state.phase is not Phase.WAITING and not is_unreceived:
                 assert state.decode_id is not None, f"{state.key} runs without a decode instance"
                 assert state.key in self.instances[state.decode_id].holds, f"{state.key} has no room to decode"
 

@@ -73,8 +73,9 @@ class TransferBroker:
         purpose: TransferPurpose,
         sources: tuple[KvShard, ...],
         destinations: tuple[KvShard, ...],
+        rank: int | None = None,
     ) -> Transfer:
-        """A new transfer, with a name and a capability of its own."""
+        """A new transfer, with a name and a capability of its own; ``rank`` if its request was offered before."""
         self._num_opened += 1
         plan = TransferPlan(
             transfer_id=TransferId(self._num_opened),
@@ -83,7 +84,7 @@ class TransferBroker:
             destinations=destinations,
             capability=self.new_capability(),
         )
-        transfer = self._transfers[plan.transfer_id] = Transfer(key, plan)
+        transfer = self._transfers[plan.transfer_id] = Transfer(key, plan, rank)
         return transfer
 
     def new_capability(self) -> int:
@@ -99,9 +100,13 @@ class TransferBroker:
         """A source has something to send. A repeated offer changes nothing."""
         if transfer.state is TransferState.GRANTED:
             return []
-        self._num_ranked += transfer.rank is None
-        transfer.offer(self._num_ranked)
+        transfer.offer(self.new_rank() if transfer.rank is None else transfer.rank)
         return self._line_up(transfer)
+
+    def new_rank(self) -> int:
+        """Behind everybody who was offered before."""
+        self._num_ranked += 1
+        return self._num_ranked
 
     def offer_again(self, transfer: Transfer) -> list[Transfer]:
         """A preempted request goes on. Nothing if its transfer has not been offered yet."""

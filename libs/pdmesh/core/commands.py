@@ -7,6 +7,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from pdmesh.model import (
+    NO_TRANSFER,
     Epoch,
     GatewayId,
     InstanceId,
@@ -86,7 +87,10 @@ class PlaceDecode(Struct, frozen=True, kw_only=True):
 
 
 class GrantTransfer(Struct, frozen=True, kw_only=True):
-    """Let a source of ``transfer`` send: a transfer backend of every destination is taken."""
+    """Let a source of ``transfer`` send: a transfer backend of every destination is taken.
+
+    It may be another transfer than the source knew of: then all that is computed goes to its destinations.
+    """
 
     instance_id: InstanceId  # the source
     request_id: RequestId
@@ -103,6 +107,24 @@ class PauseTransfer(Struct, frozen=True, kw_only=True):
     transfer_id: TransferId
 
 
+class WithdrawTransfer(Struct, frozen=True, kw_only=True):
+    """A receiver is lost or gave up: send no more of the request's KV, and keep it for whom a later grant names."""
+
+    instance_id: InstanceId  # the source
+    request_id: RequestId
+    epoch: Epoch
+    transfer_id: TransferId
+
+
+class KeepKv(Struct, frozen=True, kw_only=True):
+    """The request decodes where its prompt is computed after all, and holds ``num_blocks`` there."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    num_blocks: int
+
+
 class GrowKv(Struct, frozen=True, kw_only=True):
     """Let a request hold ``num_blocks`` on the instance in all. Idempotent: it never takes any away."""
 
@@ -115,12 +137,14 @@ class GrowKv(Struct, frozen=True, kw_only=True):
 class FreeKv(Struct, frozen=True, kw_only=True):
     """Stop whatever runs for the request on the instance and free its KV and reservations; answered by KvReleased.
 
-    ``epoch`` and older. Idempotent: an instance that holds nothing answers all the same.
+    ``epoch`` and older. Idempotent: an instance that holds nothing answers all the same, for the ``transfer_id`` that
+    was to bring it KV.
     """
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
+    transfer_id: TransferId = NO_TRANSFER
 
 
 class Reject(Struct, frozen=True, kw_only=True):
@@ -191,7 +215,7 @@ class WakeAt(Struct, frozen=True, kw_only=True):
 GatewayCommand = Reject | Restart | ForgetRequest
 
 #: For an instance; those that need nothing more than they say travel as they are (`pdmesh.wire.messages`).
-PlainInstanceCommand = RunStep | PauseTransfer | GrowKv | FreeKv | SetRole | StopInstance
+PlainInstanceCommand = RunStep | PauseTransfer | WithdrawTransfer | KeepKv | GrowKv | FreeKv | SetRole | StopInstance
 InstanceCommand = AdmitPrefill | SetGroup | PlaceDecode | GrantTransfer | PlainInstanceCommand
 
 Command = InstanceCommand | GatewayCommand | WakeAt

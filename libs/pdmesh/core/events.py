@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pdmesh.model import (
+    NO_TRANSFER,
     ChunkDone,
     Epoch,
     FinishReason,
@@ -254,7 +255,11 @@ class DecodeReserved:
 
 @dataclass(frozen=True, slots=True)
 class TransferOffered:
-    """A source began computing the first chunk that it has of a request whose KV must move."""
+    """A source began computing the first chunk that it has of a request whose KV must move.
+
+    Once for each request: what it offers is offered to later transfers, too. ``transfer_id`` is the one it knew of,
+    `NO_TRANSFER` if there was none.
+    """
 
     instance_id: InstanceId
     request_id: RequestId
@@ -302,7 +307,10 @@ class TransferSent:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """Either side gave a transfer up (deadline, no progress, checksum). The request must be prefilled again."""
+    """Either side gave a transfer up: a deadline, no progress, a checksum. A source keeps its KV.
+
+    A destination does not.
+    """
 
     instance_id: InstanceId
     request_id: RequestId
@@ -338,11 +346,16 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class KvReleased:
-    """An instance gave back the blocks (and the reservation) of a request. The core's books follow this alone."""
+    """An instance gave back the blocks (and the reservation) of a request. The core's books follow this alone.
+
+    It may be told twice, and what was given back be promised anew in between: so it says which ``transfer_id`` that was
+    for, where one was to bring the KV.
+    """
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
+    transfer_id: TransferId = NO_TRANSFER
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     GrowKv,
+    KeepKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
@@ -28,6 +29,7 @@ from pdmesh.core.commands import (
     SetRole,
     StopInstance,
     WakeAt,
+    WithdrawTransfer,
 )
 from pdmesh.core.events import (
     DecodeReserved,
@@ -58,6 +60,7 @@ class Attempt:
     num_done_tokens: int = 0  # of its prompt, computed
     #: Of its chunks in flight, where they start: by instance and plan. Those of several instances end in any order.
     starts: dict[tuple[InstanceId, int], int] = field(default_factory=dict[tuple[InstanceId, int], int])
+    num_receivers: int = 0  # of its KV, one after the other
     outcome: Outcome | None = None  # None while the core cares for it
 
 
@@ -115,6 +118,8 @@ Happening = (
     | PlaceDecode
     | GrantTransfer
     | PauseTransfer
+    | WithdrawTransfer
+    | KeepKv
     | FreeKv
     | Reject
     | Restart
@@ -268,6 +273,8 @@ class Lives:
         | PlaceDecode
         | GrantTransfer
         | PauseTransfer
+        | WithdrawTransfer
+        | KeepKv
         | FreeKv
         | Reject
         | Restart
@@ -290,6 +297,11 @@ class Lives:
                 life.placed_s = now_s if life.placed_s is None else life.placed_s
                 life.prefill_id = command.instance_id
                 life.decode_id = command.decode_instance_id or command.instance_id
+            case PlaceDecode():
+                attempt.num_receivers += 1
+                life.decode_id = command.instance_id
+            case KeepKv():
+                life.decode_id = command.instance_id
             case GrantTransfer() if life.granted_s is None:  # it may be granted again after a pause
                 life.granted_s = now_s
             case ForgetRequest():

@@ -286,7 +286,7 @@ class Operations:
     def _restart(self, key: RequestKey, instance: InstanceBooks) -> None:
         state = self._books.find(key)
         if state is not None and state.needs(instance.instance_id):
-            self._books.restart(state, f"instance {instance.instance_id} is drained")
+            self._books.do_without(state, instance.instance_id, f"instance {instance.instance_id} is drained")
 
     # --- the end of one ---
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
 from pdmesh.core.commands import RunStep
+from pdmesh.core.handover import HandOvers
 from pdmesh.core.openings import Openings
 from pdmesh.core.placing import (
     Placement,
@@ -55,9 +56,10 @@ class Opening:
 class Packer:
     """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
 
-    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle, modes: Modes) -> None:
+    def __init__(self, books: Books, plans_in_flight: int, bundle: Bundle, modes: Modes, handovers: HandOvers) -> None:
         self._books = books
         self._modes = modes
+        self._handovers = handovers
         self._openings = Openings(books, plans_in_flight, bundle, modes)
         self.relays = Relays(books, modes)
 
@@ -66,12 +68,25 @@ class Packer:
         openings = self._openings
         self._modes.look_at(bundle)
         openings.update(bundle)
+        if self._books.unreceived:
+            self._handovers.find_receivers(openings, now_s)
+            openings.update(bundle)
         instances, for_waiting = openings.computing(), openings.for_waiting()
         helped = True
         while instances or for_waiting or helped:
             if instances or for_waiting:
                 # Those that get nothing now get nothing in the next round either: room only shrinks.
-                packed = Round(self._books, openings, self._modes, self.relays, bundle, now_s, instances, for_waiting)
+                packed = Round(
+                    self._books,
+                    openings,
+                    self._modes,
+                    self.relays,
+                    self._handovers,
+                    bundle,
+                    now_s,
+                    instances,
+                    for_waiting,
+                )
                 instances, for_waiting = packed.pack(), False
                 openings.update(bundle)
             if helped := self.relays.help(openings.idle(), bundle, now_s):
@@ -105,6 +120,7 @@ class Round:
         openings: Openings,
         modes: Modes,
         relays: Relays,
+        handovers: HandOvers,
         bundle: Bundle,
         now_s: float,
         instances: Iterable[InstanceBooks],
@@ -114,6 +130,7 @@ class Round:
         self._known = openings
         self._modes = modes
         self._relays = relays
+        self._handovers = handovers
         self._bundle = bundle
         self._now_s = now_s
         self._for_waiting = for_waiting
@@ -171,7 +188,8 @@ class Round:
             if opening.running:
                 line = self._in_order([*opening.running, head])
                 self._plan_running(opening, line[: line.index(head)])
-        placement = place(request, self._offers(head), self._known.decoders, bundle)
+        closed = self._handovers.closed_groups
+        placement = place(request, self._offers(head), self._known.decoders, bundle, closed)
         if placement is Wait.FOR_ROOM:
             wait = room_or_turn(request, self._known.any_long, bundle)
             never = wait is Wait.FOR_ROOM and not could_place(request, books.kinds, books.groups, bundle)
@@ -180,7 +198,7 @@ class Round:
             return placement
         if self._for_waiting and request.num_prompt_tokens <= bundle.local_prompt_tokens:
             spare = (instance for instance in self._known.spare() if instance.instance_id not in self._openings)
-            if (local := place_locally(request, spare, bundle)) is not None:
+            if (local := place_locally(request, spare, bundle, closed)) is not None:
                 return local
         others = bundle.is_long(request) and any(
             opening.step.longest_prompt_tokens >= bundle.long_prompt_tokens for opening in self._openings.values()

@@ -37,10 +37,21 @@ class Placement(NamedTuple):
         return dict.fromkeys([instance.instance_id for instance in (self.prefill, self.decode, *self.members)])
 
 
-def place(request: Request, offers: Iterable[InstanceBooks], decoders: Decoders, bundle: Bundle) -> Placement | Wait:
-    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy."""
+def place(
+    request: Request,
+    offers: Iterable[InstanceBooks],
+    decoders: Decoders,
+    bundle: Bundle,
+    closed: Collection[str] = (),
+) -> Placement | Wait:
+    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy.
+
+    Room in the KV groups ``closed`` is for others.
+    """
     wait = Wait.FOR_OPENING
     firsts = decoders.firsts(request)
+    if closed:
+        firsts = {kv_group: first for kv_group, first in firsts.items() if kv_group not in closed}
     for prefill in offers:
         if not firsts:
             return Wait.FOR_ROOM
@@ -55,9 +66,13 @@ def place(request: Request, offers: Iterable[InstanceBooks], decoders: Decoders,
     return wait
 
 
-def place_locally(request: Request, spare: Iterable[InstanceBooks], bundle: Bundle) -> Placement | None:
+def place_locally(
+    request: Request, spare: Iterable[InstanceBooks], bundle: Bundle, closed: Collection[str] = ()
+) -> Placement | None:
     """Where an instance of ``spare`` that only decodes has room for it: it is computed there, and no KV moves."""
     for instance in spare:
+        if instance.kv_group in closed:
+            continue
         if instance.can_decode(request) and bundle.prefill_placement.takes(request, instance.view):
             return Placement(instance, instance)
     return None

@@ -38,6 +38,8 @@ class RequestState:
     prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed, the leader's first
     decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
     transfer: Transfer | None = None  # that takes its KV from the ones to the others
+    rank_of_offer: int | None = None  # of its KV that has no receiver
+    num_lost_receivers: int = 0
     in_group: bool = False  # the instances of its shards compute its chunks together
     work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     placed_s: float | None = None
@@ -58,6 +60,11 @@ class RequestState:
     def is_preempted(self) -> bool:
         """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
         return self.phase is Phase.PREFILLING and not self.is_planned and not self.num_chunks_in_flight
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its whole prompt is known to be."""
+        return self.is_planned and not self.num_chunks_in_flight
 
     @property
     def view(self) -> RequestView:

@@ -168,7 +168,7 @@ class Reunion:
         for key in keys:
             state = self._books.find(key)
             if state is not None and state.needs(instance_id):
-                self._books.restart(state, reason)
+                self._books.do_without(state, instance_id, reason)
 
     # --- residents ---
 

@@ -11,7 +11,7 @@ Reports from outside may be late, repeated or wrong. They never raise: what does
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain, islice
 from math import inf
@@ -59,6 +59,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.fairness import TenantView
 from pdmesh.core.growth import Growth
+from pdmesh.core.handover import HandOvers
 from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
@@ -67,7 +68,7 @@ from pdmesh.core.pools import DesiredPools, Pools
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import HoldKind, InstanceBooks
-from pdmesh.core.suspicion import start_elsewhere
+from pdmesh.core.suspicion import receive_elsewhere, start_elsewhere
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId, RejectReason, Request, RequestId, RequestKey
@@ -83,13 +84,14 @@ class SchedulerCore:
         self._config = config
         self._bundle = bundle
         growth = Growth(by_credit=config.kv_reservation is KvReservation.CREDIT, risk=config.kv_risk)
-        self._books = Books(rng, growth)
+        self._books = Books(rng, growth, config.max_lost_receivers)
         self._credit = Credit(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._operations = Operations(self._books)
         self._pools = Pools(self._books, self._operations)
         self._modes = Modes(self._books)
-        self._packer = Packer(self._books, config.plans_in_flight, bundle, self._modes)
+        self._handovers = HandOvers(self._books, config.max_queue_s)
+        self._packer = Packer(self._books, config.plans_in_flight, bundle, self._modes, self._handovers)
         self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._admission = Admission(self._books, config)
         self._now_s = 0.0
@@ -114,6 +116,16 @@ class SchedulerCore:
     @property
     def num_running(self) -> int:
         return len(self._books.requests) - len(self._books.queue)
+
+    @property
+    def unreceived(self) -> Collection[RequestKey]:
+        """Placed requests whose KV has no receiver."""
+        return self._books.unreceived.keys()
+
+    @property
+    def num_unreceived_tokens(self) -> int:
+        """Prompt tokens of them."""
+        return sum(state.request.num_prompt_tokens for state in self._books.unreceived.values())
 
     @property
     def instances(self) -> list[InstanceView]:
@@ -196,6 +208,11 @@ class SchedulerCore:
         state = self._books.find(key)
         return state is not None and (state.phase is Phase.WAITING or self._packer.relays.may_be_helped(key))
 
+    def may_change_receiver(self, key: RequestKey) -> bool:
+        """Whether its KV has not landed, so that it may go to another instance yet."""
+        state = self._books.find(key)
+        return state is not None and state.phase is Phase.PREFILLING
+
     # --- events in, commands out ---
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -228,6 +245,7 @@ class SchedulerCore:
             case InstanceUnreachable():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_reachable(False)
+                    receive_elsewhere(self._books, instance)
             case InstanceSuspected():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_suspected(event.suspected)
@@ -416,7 +434,10 @@ class SchedulerCore:
                 self._books.broker.preempted(state.transfer)
 
     def _transfer_offered(self, event: TransferOffered) -> None:
-        if transfer := self._transfer(event, Side.SOURCE):
+        state = self._books.find((event.request_id, event.epoch))
+        if state is not None and state.num_lost_receivers and event.instance_id in state.prefill_ids:
+            self._books.offer(state)  # to whoever receives it now
+        elif transfer := self._transfer(event, Side.SOURCE):
             self._books.grant(self._books.broker.offer(transfer))
 
     def _decode_reserved(self, event: DecodeReserved) -> None:
@@ -454,15 +475,20 @@ class SchedulerCore:
     def _transfer_failed(self, event: TransferFailed) -> None:
         key = (event.request_id, event.epoch)
         state = self._books.find(key)
-        if state is not None and state.needs(event.instance_id):
-            self._books.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}")
-        else:
+        if state is None or not state.needs(event.instance_id):
             self._books.free(event.instance_id, key)  # a sender that missed the acknowledgement still holds its KV
+        elif state.transfer is None or state.transfer.plan.transfer_id != event.transfer_id:
+            self._books.ignore("TransferFailed")  # the other side said so before
+        elif self._books.has_all_kv(state):
+            self._books.lose_receiver(state, told_by=event.instance_id)
+        else:
+            self._books.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}")
 
     def _dropped(self, event: RequestDropped) -> None:
         state = self._books.find((event.request_id, event.epoch))
         if state is not None and state.needs(event.instance_id):
-            self._books.restart(state, f"instance {event.instance_id} does not serve it: {event.reason}")
+            reason = f"instance {event.instance_id} does not serve it: {event.reason}"
+            self._books.do_without(state, event.instance_id, reason)
         else:
             self._books.ignore("RequestDropped")
 
@@ -471,7 +497,7 @@ class SchedulerCore:
         instance = self._instance(event.instance_id, event)
         if instance is None:
             return
-        hold = instance.give_back(key)
+        hold = instance.give_back(key, event.transfer_id)
         if hold is None:
             self._books.ignore("KvReleased")
             return
@@ -486,7 +512,7 @@ class SchedulerCore:
             and state.needs(event.instance_id)
             and not (state.transfer is not None and state.transfer.was_sent_by(event.instance_id))
         ):
-            self._books.restart(state, f"instance {event.instance_id} dropped its KV")
+            self._books.do_without(state, event.instance_id, f"instance {event.instance_id} dropped its KV")
         self._books.grant(self._books.broker.release_of(key, event.instance_id))
 
     # --- an operator's changes ---
@@ -541,6 +567,7 @@ class SchedulerCore:
             else:
                 self._books.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)
         self._reunion.expire(self._now_s)
+        self._handovers.expire(self._now_s)
 
     def _ask_for_wake_up(self) -> None:
         self._due_s = min(
@@ -548,6 +575,7 @@ class SchedulerCore:
             self._reunion.next_deadline_s,
             self._operations.next_deadline_s,
             self._pools.next_deadline_s,
+            self._handovers.next_deadline_s,
             self._modes.wake_s,
         )
         if self._wake_s <= self._now_s:

@@ -14,6 +14,7 @@ from pdmesh.core.batching import BatchingState
 from pdmesh.core.growth import Growth, GrowthSums
 from pdmesh.core.requests import RequestState
 from pdmesh.model import (
+    NO_TRANSFER,
     IndexRange,
     InstanceId,
     InstanceProfile,
@@ -23,6 +24,7 @@ from pdmesh.model import (
     RequestKey,
     Role,
     StepPlan,
+    TransferId,
     num_blocks_for,
 )
 from pdmesh.policy.base import InstanceView
@@ -50,6 +52,11 @@ class HeldBlocks:
     num_tokens: int = 0  # that it was last heard to hold; 0: not yet
     is_open: bool = False  # it may grow by more than requests do in the mean
     freeing: bool = False  # FreeKv was sent
+    transfer_id: TransferId = NO_TRANSFER  # that is to bring its KV, or brought it
+
+    def is_of(self, transfer_id: TransferId) -> bool:
+        """Whether what an instance says of this transfer is about this."""
+        return NO_TRANSFER in (transfer_id, self.transfer_id) or transfer_id == self.transfer_id
 
 
 #: By how much the context of residents must move, relative to what is known of it, for plans to be made by it.
@@ -132,10 +139,12 @@ class InstanceBooks:
         num_tokens: int = 0,
         long_tokens: int = 0,
         slo_tpot_s: float | None = None,
+        transfer_id: TransferId = NO_TRANSFER,
     ) -> None:
         """``max_blocks``: that it may be granted in all, if that is more."""
         max_blocks = max(num_blocks, max_blocks)
-        hold = self.holds[key] = HeldBlocks(kind, num_blocks, long_tokens, slo_tpot_s, max_blocks, num_tokens)
+        hold = HeldBlocks(kind, num_blocks, long_tokens, slo_tpot_s, max_blocks, num_tokens, transfer_id=transfer_id)
+        self.holds[key] = hold
         self._count(hold, 1)
 
     def grow(self, key: RequestKey, num_blocks: int) -> None:
@@ -143,6 +152,13 @@ class InstanceBooks:
         hold = self.holds[key]
         self._count(hold, -1)
         hold.num_blocks = num_blocks
+        self._count(hold, 1)
+
+    def keep(self, key: RequestKey, num_blocks: int, max_blocks: int) -> None:
+        """What was to move away stays, with room for its output and a seat."""
+        hold = self.holds[key]
+        self._count(hold, -1)
+        hold.kind, hold.num_blocks, hold.max_blocks = HoldKind.LOCAL, num_blocks, max(num_blocks, max_blocks)
         self._count(hold, 1)
 
     def settle(self, key: RequestKey) -> None:
@@ -153,7 +169,10 @@ class InstanceBooks:
             hold.kind = HoldKind.RESIDENT
             self._count(hold, 1)
 
-    def give_back(self, key: RequestKey) -> HeldBlocks | None:
+    def give_back(self, key: RequestKey, transfer_id: TransferId = NO_TRANSFER) -> HeldBlocks | None:
+        """None if there is nothing for this transfer."""
+        if key in self.holds and not self.holds[key].is_of(transfer_id):
+            return None
         hold = self.holds.pop(key, None)
         self.low.pop(key, None)
         if hold is not None:
@@ -292,6 +311,24 @@ class InstanceBooks:
             and self.could_decode(request)
             and (first <= self.room.open if is_open else most <= self.room.bounded)
         )
+
+    def can_keep(self, request: Request) -> bool:
+        """Whether the request, whose prompt is held here to move away, can decode here instead."""
+        hold = self.holds.get((request.request_id, request.epoch))
+        if (
+            hold is None
+            or hold.freeing
+            or not self.takes_new
+            or self.num_seats_taken >= self.profile.max_num_seqs
+            or not self.could_decode(request)
+        ):
+            return False
+        first, most = self.num_first_blocks(request), self.num_decode_blocks(request)
+        if not self._growth.by_credit:
+            return most - hold.num_blocks <= self.num_free_blocks
+        is_open = (most - first) * self.block_size > self._growth.mean_tokens
+        first, most = first - hold.num_blocks, most - hold.num_blocks
+        return first <= self.room.open if is_open else most <= self.room.bounded
 
     def can_prefill(self, request: Request) -> bool:
         """Whether the prompt fits now."""

@@ -3,7 +3,7 @@
 Silence is a suspicion, no knowledge: the instance may only be busy. So what has begun there is left alone until it
 speaks again or its lease runs out. What it has not begun, and what is computed again in less time than the silence
 lasted, moves to another that can take it: under the next epoch, so that whatever the silent one still says of it is
-late.
+late. Of what it was only to receive, the KV stays where it is computed, and goes to another receiver.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pdmesh.core.books import Books
 from pdmesh.core.placing import could_place
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import InstanceBooks
+from pdmesh.core.transfers import TransferState
+from pdmesh.model import InstanceId
 from pdmesh.policy.base import Bundle
 
 #: Of predicted work on a prompt: not more than the silence that makes an instance suspected.
@@ -34,14 +36,41 @@ def start_elsewhere(books: Books, bundle: Bundle) -> None:
         for key in list(instance.holds):
             state = books.find(key)
             if (
-                state is not None
-                and state.phase is Phase.PREFILLING
-                and state.needs(instance.instance_id)
-                and state.request.epoch <= MAX_EPOCH
-                and _loses_nothing(state, [books.instances.get(name) for name in state.prefill_ids])
-                and could_place(state.request, others, groups, bundle)
+                state is None
+                or state.phase is not Phase.PREFILLING
+                or not state.needs(instance.instance_id)
+                or not could_place(state.request, others, groups, bundle)
             ):
+                continue
+            loses_nothing = _loses_nothing(state, [books.instances.get(name) for name in state.prefill_ids])
+            if _only_receives(state, instance.instance_id) and books.has_all_kv(state):
+                if loses_nothing or not _may_have_landed(state):
+                    books.lose_receiver(state)
+            elif loses_nothing and state.request.epoch <= MAX_EPOCH:
                 books.restart(state, f"instance {instance.instance_id} is silent")
+
+
+def receive_elsewhere(books: Books, instance: InstanceBooks) -> None:
+    """An instance that cannot be reached drops what has not landed when it registers again: others receive that."""
+    for key in list(instance.holds):
+        state = books.find(key)
+        if (
+            state is not None
+            and state.needs(instance.instance_id)
+            and _only_receives(state, instance.instance_id)
+            and books.has_all_kv(state)
+            and not _may_have_landed(state)
+        ):
+            books.lose_receiver(state)
+
+
+def _only_receives(state: RequestState, instance_id: InstanceId) -> bool:
+    return instance_id not in state.prefill_ids
+
+
+def _may_have_landed(state: RequestState) -> bool:
+    """Whether its whole KV may be there already, and not be heard of."""
+    return state.is_computed and state.transfer is not None and state.transfer.state is TransferState.GRANTED
 
 
 def _loses_nothing(state: RequestState, members: Sequence[InstanceBooks | None]) -> bool:

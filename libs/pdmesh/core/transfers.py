@@ -32,11 +32,12 @@ class Side(Enum):
 class Transfer:
     """One KV transfer. Its methods are its transitions; each may come late, or twice, from outside."""
 
-    def __init__(self, key: RequestKey, plan: TransferPlan) -> None:
+    def __init__(self, key: RequestKey, plan: TransferPlan, rank: int | None = None) -> None:
+        """``rank`` is that of its request's first offer, if that was offered to an earlier receiver."""
         self.key = key
         self.plan = plan
-        self.rank: int | None = None  # by first offer, among all transfers
-        self.in_line = False  # offered, and not granted since
+        self.rank = rank  # by first offer, among all requests
+        self.in_line = rank is not None  # offered, and not granted since
         self.withdrawn = False
         self.backends: dict[InstanceId, None] = {}  # of these destinations
         self._unreserved = set(plan.destination_ids)

@@ -10,9 +10,10 @@ What a worker runtime needs to know::
 **Sending** (prefill). ``sending = mover.offer(...)`` when the request is admitted; it holds no resources until there is
 something to send. From the engine's thread, for each layer of each chunk, ``sending.blocks_ready(...)`` (about a
 microsecond). ``mover.grant(...)`` when the scheduler says so, before or after. ``sending.commit(...)`` at the end, with
-the first token if it was drawn here. Exactly one outcome follows: `SentTransfer` or `FailedTransfer`; then the blocks
-may be freed. Before, ``mover.pause(...)`` stops it until the next grant, and `PausedTransfer` says that no piece is
-under way.
+the first token if it was drawn here. Exactly one outcome follows each grant of another transfer: `SentTransfer`, and
+the blocks may be freed; or `FailedTransfer`, and everything is kept for the next grant. ``mover.withdraw(...)`` ends
+one without an outcome. Before, ``mover.pause(...)`` stops it until it is granted again, and `PausedTransfer` says that
+no piece is under way.
 
 **Receiving** (decode). ``mover.expect(...)`` with the reserved blocks. Exactly one outcome follows: `LandedTransfer`
 (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
@@ -22,8 +23,7 @@ when it is told who the members are (`pdmesh.kv.exchange`). The only outcome is 
 
 **Freeing.** ``mover.cancel(request_id, epoch)`` first (idempotent, unknown requests are fine, no outcome follows), then
 ``pool.free(block_ids, on_released=...)``: blocks that a running copy still touches stay quarantined until it ends,
-and ``on_released`` is called when the last one is free (at once if none is). After a `FailedTransfer` or `SentTransfer`
-only ``pool.free`` is needed.
+and ``on_released`` is called when the last one is free (at once if none is).
 
 ``on_outcome`` is called on the event loop and must not block. Everything but ``blocks_ready`` belongs to the event
 loop.
@@ -52,8 +52,9 @@ from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome, PausedTransfer
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
+from pdmesh.kv.push import KvDestination, KvPush
 from pdmesh.kv.receiver import KvReceiver
-from pdmesh.kv.sender import KvDestination, KvSender
+from pdmesh.kv.sender import KvSender
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.transport.base import KvTransport, ReceivedPiece
@@ -112,7 +113,8 @@ class KvMover:
         self._key = MeshKey(mesh_token)
         self._on_outcome = on_outcome
         self._clock = clock
-        self._senders: dict[bytes, tuple[KvSender, anyio.CancelScope]] = {}
+        self._senders: dict[bytes, KvSender] = {}
+        self._pushes: dict[bytes, KvPush] = {}  # of these, those that are granted
         self._receivers: dict[bytes, KvReceiver] = {}
         self._dropped: Counter[str] = Counter()
         self._num_pieces_sent = self._num_bytes_sent = 0
@@ -150,6 +152,7 @@ class KvMover:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tasks.cancel_scope.cancel()
+        self._senders.clear()
         await self._stack.__aexit__(kind, error, trace)
 
     # --- for the worker runtime ---------------------------------------------------------------------------------------
@@ -177,35 +180,55 @@ class KvMover:
             source=source,
             blocks=blocks,
             store=self._store,
-            transport=self._transport,
-            config=self._config,
-            key=self._key,
-            copies=self._copies,
+            blocks_per_piece=self._transport.max_payload_bytes // self._store.layout.block_bytes,
             call_soon=self._call_soon,
             clock=self._clock,
-            on_paused=self._paused,
         )
         self._cancel_sender(sender.key, epoch)
-        scope = anyio.CancelScope()
-        self._senders[sender.key] = (sender, scope)
-        self._tasks.start_soon(self._send, sender, scope)
+        self._senders[sender.key] = sender
         return sender
 
     def grant(
         self, request_id: RequestId, epoch: Epoch, *, destinations: Sequence[KvDestination], capability: int
     ) -> None:
-        """Let an offered transfer start. Ignored if it is not there (the request was freed meanwhile)."""
-        sender, _ = self._senders.get(request_key(request_id), (None, None))
-        if sender is not None and sender.epoch == epoch:
-            for destination in destinations:
-                self._admit(destination.address)
-            sender.grant(destinations, capability)
+        """Let an offered transfer start, or go on. Ignored if it is not there (the request was freed meanwhile).
+
+        Another ``capability`` than before is another transfer: it begins with all that is computed.
+        """
+        sender = self._sender(request_id, epoch)
+        if sender is None:
+            return
+        for destination in destinations:
+            self._admit(destination.address)
+        push = self._pushes.get(sender.key)
+        if push is not None and push.capability == capability:
+            push.grant_again()
+            return
+        self._end_push(sender.key)
+        push = self._pushes[sender.key] = KvPush(
+            sender,
+            destinations,
+            capability,
+            store=self._store,
+            transport=self._transport,
+            config=self._config,
+            key=self._key,
+            copies=self._copies,
+            clock=self._clock,
+            on_paused=self._paused,
+        )
+        self._tasks.start_soon(self._push, push)
 
     def pause(self, request_id: RequestId, epoch: Epoch) -> None:
         """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if it is not there."""
-        sender, _ = self._senders.get(request_key(request_id), (None, None))
-        if sender is not None and sender.epoch == epoch:
-            sender.pause()
+        push = self._pushes.get(request_key(request_id))
+        if push is not None and push.epoch == epoch:
+            push.pause()
+
+    def withdraw(self, request_id: RequestId, epoch: Epoch) -> None:
+        """End what is granted, without an outcome; everything is kept for another grant. Idempotent."""
+        if self._sender(request_id, epoch) is not None:
+            self._end_push(request_key(request_id))
 
     def expect(
         self,
@@ -252,8 +275,8 @@ class KvMover:
 
     def counters(self) -> TransferCounters:
         return TransferCounters(
-            num_pieces_sent=self._num_pieces_sent + sum(sender.num_pieces for sender, _ in self._senders.values()),
-            num_bytes_sent=self._num_bytes_sent + sum(sender.num_bytes for sender, _ in self._senders.values()),
+            num_pieces_sent=self._num_pieces_sent + sum(push.num_pieces for push in self._pushes.values()),
+            num_bytes_sent=self._num_bytes_sent + sum(push.num_bytes for push in self._pushes.values()),
             num_pieces_received=self._num_pieces_received,
             num_bytes_received=self._num_bytes_received,
             num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.num_bytes_received),
@@ -278,47 +301,55 @@ class KvMover:
         except KvTransferError as error:  # then nothing comes from there, and sending there fails
             log.warning("the scheduler named a peer that cannot be", reason=str(error))
 
+    def _sender(self, request_id: RequestId, epoch: Epoch) -> KvSender | None:
+        sender = self._senders.get(request_key(request_id))
+        return sender if sender is not None and sender.epoch == epoch else None
+
     def _cancel_sender(self, key: bytes, epoch: Epoch) -> None:
-        sender, scope = self._senders.get(key, (None, None))
-        if sender is not None and scope is not None and sender.epoch <= epoch:
-            scope.cancel()
-            self._forget_sender(sender)
+        sender = self._senders.get(key)
+        if sender is not None and sender.epoch <= epoch:
+            self._end_push(key)
+            del self._senders[key]
 
-    def _forget_sender(self, sender: KvSender) -> None:
-        """Take the sender out of the table; its task may still be ending."""
-        current, _ = self._senders.get(sender.key, (None, None))
-        if current is sender:
-            del self._senders[sender.key]
+    def _end_push(self, key: bytes) -> None:
+        push = self._pushes.get(key)
+        if push is not None:
+            push.scope.cancel()
+            self._forget_push(push)
 
-    async def _send(self, sender: KvSender, scope: anyio.CancelScope) -> None:
+    def _forget_push(self, push: KvPush) -> None:
+        """Take it out of the table; its task may still be ending."""
+        if self._pushes.get(push.key) is push:
+            del self._pushes[push.key]
+            self._num_pieces_sent += push.num_pieces
+            self._num_bytes_sent += push.num_bytes
+
+    async def _push(self, push: KvPush) -> None:
         try:
-            with scope:
+            with push.scope:
                 try:
-                    outcome = await sender.run()
+                    outcome = await push.run()
                 except KvTransferError as error:
-                    self._forget_sender(sender)
-                    self._fail(sender.request_id, sender.epoch, sending=True, reason=str(error))
-                    for index, destination in enumerate(sender.destinations):
-                        await self._tell(PieceKind.ABORT, sender, destination.address, destination=index)
+                    self._forget_push(push)
+                    self._fail(push.request_id, push.epoch, sending=True, reason=str(error))
+                    for index, destination in enumerate(push.destinations):
+                        await self._tell(PieceKind.ABORT, push, destination.address, destination=index)
                 else:
-                    self._forget_sender(sender)
+                    self._forget_push(push)
+                    if self._senders.get(push.key) is push.sender:
+                        del self._senders[push.key]
                     self._on_outcome(outcome)
         finally:
-            sender.close()
-            self._forget_sender(sender)
-            self._num_pieces_sent += sender.num_pieces
-            self._num_bytes_sent += sender.num_bytes
+            self._forget_push(push)
 
-    def _paused(self, sender: KvSender) -> None:
-        self._on_outcome(PausedTransfer(request_id=sender.request_id, epoch=sender.epoch))
+    def _paused(self, push: KvPush) -> None:
+        self._on_outcome(PausedTransfer(request_id=push.request_id, epoch=push.epoch))
 
     async def _tell_sources(self, kind: PieceKind, receiver: KvReceiver) -> None:
         for address in receiver.source_addresses:
             await self._tell(kind, receiver, address, destination=receiver.destination)
 
-    async def _tell(
-        self, kind: PieceKind, transfer: KvSender | KvReceiver, address: bytes, *, destination: int
-    ) -> None:
+    async def _tell(self, kind: PieceKind, transfer: KvPush | KvReceiver, address: bytes, *, destination: int) -> None:
         """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
         header = PieceHeader(
             kind=kind,
@@ -370,20 +401,20 @@ class KvMover:
         self._dropped[reason] += 1
 
     def _take_landed(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        sender, _ = self._senders.get(header.request_key, (None, None))
-        if sender is None:
+        push = self._pushes.get(header.request_key)
+        if push is None:
             self._drop(piece, "unknown")
-        elif reason := _mismatch(sender, header):
+        elif reason := _mismatch(push, header):
             self._drop(piece, reason)
         else:
             piece.release()
-            sender.landed(header.destination)
+            push.landed(header.destination)
 
     def _take_abort(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        sender, _ = self._senders.get(header.request_key, (None, None))
+        push = self._pushes.get(header.request_key)
         receiver = self._receivers.get(header.request_key)
-        if sender is not None and _mismatch(sender, header) is None:
-            sender.fail("the receiver gave up")
+        if push is not None and _mismatch(push, header) is None:
+            push.fail("the receiver gave up")
         elif receiver is not None and _mismatch(receiver, header) is None:
             self._give_up(receiver, "the sender gave up", tell=False)
         else:
@@ -455,7 +486,7 @@ class KvMover:
         self._fail(receiver.request_id, receiver.epoch, sending=False, reason=reason)
 
 
-def _mismatch(transfer: KvSender | KvReceiver, header: PieceHeader) -> str | None:
+def _mismatch(transfer: KvPush | KvReceiver, header: PieceHeader) -> str | None:
     """Why a piece does not belong to a transfer of its request."""
     if header.epoch != transfer.epoch:
         return "epoch"

@@ -12,8 +12,8 @@ from pdmesh.model import Epoch, RequestId
 class SentTransfer:
     """Sender's side: the receiver acknowledged the whole KV.
 
-    ``duration_s`` runs from the first grant, ``exposed_s`` from the moment the prompt was computed and its first token
-    drawn (decode could start, had it the KV), both to the acknowledgement.
+    ``duration_s`` runs from the transfer's first grant, ``exposed_s`` from the moment the prompt was computed and its
+    first token drawn (decode could start, had it the KV), both to the acknowledgement.
     """
 
     request_id: RequestId
@@ -37,7 +37,7 @@ class LandedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedTransfer:
-    """Either side gave the transfer up; the request must be prefilled again."""
+    """Either side gave the transfer up. A sender has everything yet, for another one."""
 
     request_id: RequestId
     epoch: Epoch

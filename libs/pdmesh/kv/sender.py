@@ -1,42 +1,27 @@
-"""One request's KV on its way out: layers are pushed as they are computed."""
+"""One request's KV on its way out: a source's side of its transfers.
+
+What is computed is noted here once. A transfer pushes it, layer by layer as it is computed (`pdmesh.kv.push.KvPush`).
+If its receiver fails, all of it is here for the next one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import anyio
 
-from pdmesh.config import TransferConfig
-from pdmesh.errors import KvTransferError
-from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.outgoing import Blocks, PieceWriter
-from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
+from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.piece import request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
-from pdmesh.transport.base import KvTransport
-from pdmesh.transport.seal import MeshKey
-
-#: Pieces of one transfer under way at once: one is copied and checked while others travel.
-PIECES_IN_FLIGHT = 4
 
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
 
 
-class KvDestination(NamedTuple):
-    """Where a transfer goes: a data address, and what of the request's KV is to be there."""
-
-    address: bytes
-    part: KvPart
-
-
 class KvSender:
-    """A source's side of a transfer; made by `pdmesh.kv.mover.KvMover.offer`, which also runs it.
-
-    Each destination gets what it and this source have in common.
-    """
+    """What a source has of a request's KV to send; made by `pdmesh.kv.mover.KvMover.offer`."""
 
     def __init__(
         self,
@@ -48,13 +33,9 @@ class KvSender:
         source: int,
         blocks: IndexRange | None,
         store: KvStore,
-        transport: KvTransport,
-        config: TransferConfig,
-        key: MeshKey,
-        copies: anyio.CapacityLimiter,
+        blocks_per_piece: int,
         call_soon: CallSoon,
         clock: Callable[[], float],
-        on_paused: Callable[[KvSender], None],
     ) -> None:
         layout = store.layout
         num_blocks = num_blocks_for(num_context_tokens, layout.block_size)
@@ -63,39 +44,19 @@ class KvSender:
         self.epoch = epoch
         self.key = request_key(request_id)
         self.source = source
-        self.destinations: tuple[KvDestination, ...] = ()  # once granted
-        self.capability = 0
-        self._num_context_tokens = num_context_tokens
+        self.num_context_tokens = num_context_tokens
+        self.block_ids = list(block_ids[:num_blocks])
+        own = IndexRange(0, num_blocks) if blocks is None else blocks.common(IndexRange(0, num_blocks))
+        self.part = KvPart(own, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
+        self.ready: list[Blocks] = []  # in the order in which they were computed
+        self.committed_s: float | None = None  # when all was computed that this source computes
+        self.first_token: FirstToken | None = None  # if it drew it
         self._store = store
-        self._writer = PieceWriter(block_ids[:num_blocks], store=store, transport=transport, key=key, copies=copies)
-        self._config = config
+        self._blocks_per_piece = blocks_per_piece
         self._call_soon = call_soon
         self._clock = clock
-        self._on_paused = on_paused
-        self._blocks_per_piece = transport.max_payload_bytes // layout.block_bytes
-        own = IndexRange(0, num_blocks) if blocks is None else blocks.common(IndexRange(0, num_blocks))
-        self._part = KvPart(own, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
-        self._num_awaited = self._part.num_pages  # not yet computed
-        self._computed_s = 0.0
-        # A piece has one block at least, so that this bound is never reached.
-        self._ready_in, self._ready_out = anyio.create_memory_object_stream[Blocks](self._num_awaited)
-        self._first_token: FirstToken | None = None
-        self._failure: str | None = None
-        self._granted = anyio.Event()
-        self._pausing = False  # asked to stop, with pieces under way
-        self._num_under_way = 0
-        self._committed = anyio.Event()
-        self._unlanded: set[int] = set()  # destinations that have not acknowledged, once granted
-        self._landed = anyio.Event()
-        self._work = anyio.CancelScope()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._writer.num_bytes
-
-    @property
-    def num_pieces(self) -> int:
-        return self._writer.num_pieces
+        self._num_awaited = self.part.num_pages  # not yet computed
+        self._news = anyio.Event()
 
     # --- called by the worker runtime ---------------------------------------------------------------------------------
 
@@ -117,136 +78,38 @@ class KvSender:
 
         From here on, the transfer is what decode waits for: its exposed seconds begin.
         """
-        self._computed_s = self._clock()
-        self._first_token = first_token
-        self._committed.set()
+        self.committed_s = self._clock()
+        self.first_token = first_token
+        self._tell()
 
-    # --- called by the mover ------------------------------------------------------------------------------------------
+    # --- called by its pushes -----------------------------------------------------------------------------------------
 
-    def grant(self, destinations: Sequence[KvDestination], capability: int) -> None:
-        self.destinations = tuple(destinations)
-        self.capability = capability
-        self._unlanded = set(range(len(self.destinations)))
-        self._granted.set()
+    @property
+    def has_all(self) -> bool:
+        """Whether `ready` is complete."""
+        return self._num_awaited == 0
 
-    def pause(self) -> None:
-        """Begin no piece until granted again. Ignored if it was not granted, or has all it waits for."""
-        if self._granted.is_set() and not self._committed.is_set():
-            self._granted = anyio.Event()
-            self._pausing = True
-            self._check_paused()
+    async def news(self) -> None:
+        """Wait until there is more in `ready`, or all is computed."""
+        await self._news.wait()
 
-    def _check_paused(self) -> None:
-        if self._pausing and self._num_under_way == 0:
-            self._pausing = False
-            self._on_paused(self)
-
-    def landed(self, destination: int) -> None:
-        """A destination has all that goes there."""
-        self._unlanded.discard(destination)
-        if self.destinations and not self._unlanded:
-            self._landed.set()
-
-    def fail(self, reason: str) -> None:
-        """End `run` with a KvTransferError."""
-        if self._failure is None:
-            self._failure = reason
-            self._work.cancel()
-
-    def close(self) -> None:
-        self._ready_in.close()
-        self._ready_out.close()
-
-    async def run(self) -> SentTransfer:
-        """Send everything and wait for the acknowledgement. Raises KvTransferError.
-
-        The deadline runs once the transfer is granted and the whole KV is there: until then it waits for the
-        computation, which may be long or preempted. A piece under way has the transport's no-progress limit.
-        """
-        limit_s = self._config.deadline_s
-        with self._work:
-            await self._wait_for_grant()
-            granted_s = self._clock()
-            async with anyio.create_task_group() as lanes:
-                for _ in range(PIECES_IN_FLIGHT):
-                    lanes.start_soon(self._send_ready)
-                await self._committed.wait()
-                await self._wait_for_grant()
-                self._work.deadline = anyio.current_time() + limit_s
-            for index, destination in enumerate(self.destinations):
-                await self._send_commit(index, destination)
-            await self._landed.wait()
-            landed_s = self._clock()
-            return SentTransfer(
-                request_id=self.request_id,
-                epoch=self.epoch,
-                num_bytes=self.num_bytes,
-                duration_s=landed_s - granted_s,
-                exposed_s=landed_s - self._computed_s,
-            )
-        raise KvTransferError(self._failure or f"the KV did not land within {limit_s:g} s")
+    async def committed(self) -> float:
+        """Wait until all is computed that this source computes; when that was."""
+        while self.committed_s is None:
+            await self.news()
+        return self.committed_s
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _add_ready(self, blocks: Blocks) -> None:
         assert blocks.layer < self._store.layout.num_layers, f"layer {blocks.layer}"
-        own = self._part.blocks
+        own = self.part.blocks
         assert own.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {own}"
         self._num_awaited -= blocks.num_blocks
         assert self._num_awaited >= 0, "a block was named twice"
-        try:
-            for piece in blocks.cut(self._blocks_per_piece):
-                self._ready_in.send_nowait(piece)
-        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-            return  # the transfer has ended; the engine does not know yet
-        if self._num_awaited == 0:
-            self._ready_in.close()
+        self.ready += blocks.cut(self._blocks_per_piece)
+        self._tell()
 
-    async def _wait_for_grant(self) -> None:
-        while not self._granted.is_set():  # a pause takes it back, perhaps before this task has its turn
-            await self._granted.wait()
-
-    async def _send_ready(self) -> None:
-        try:
-            async for blocks in self._ready_out:
-                await self._wait_for_grant()
-                self._num_under_way += 1
-                for index, destination in enumerate(self.destinations):
-                    await self._send_to(index, destination, blocks)
-                self._num_under_way -= 1
-                self._check_paused()
-        except KvTransferError as error:
-            self.fail(str(error))
-
-    async def _send_to(self, index: int, destination: KvDestination, blocks: Blocks) -> None:
-        """What of ``blocks`` goes to a destination."""
-        wanted = destination.part.blocks.common(IndexRange(blocks.first_block, blocks.end))
-        if wanted.size == 0 or not destination.part.layers.holds(IndexRange(blocks.layer, blocks.layer + 1)):
-            return
-        wanted_blocks = blocks._replace(first_block=wanted.start, num_blocks=wanted.size)
-        about = PieceHeader(
-            kind=PieceKind.KV,
-            request_key=self.key,
-            epoch=self.epoch,
-            capability=self.capability,
-            source=self.source,
-            destination=index,
-        )
-        await self._writer.send(destination.address, wanted_blocks, about)
-
-    async def _send_commit(self, index: int, destination: KvDestination) -> None:
-        token = self._first_token
-        header = PieceHeader(
-            kind=PieceKind.COMMIT,
-            request_key=self.key,
-            epoch=self.epoch,
-            capability=self.capability,
-            source=self.source,
-            destination=index,
-            part=self._part.common(destination.part),
-            num_context_tokens=self._num_context_tokens,
-            has_token=token is not None,
-            token_id=0 if token is None else token.token_id,
-            token_index=0 if token is None else token.token_index,
-        )
-        await self._writer.tell(destination.address, header)
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()

@@ -16,6 +16,7 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     GrowKv,
+    KeepKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
@@ -26,6 +27,7 @@ from pdmesh.core.commands import (
     SetRole,
     StopInstance,
     WakeAt,
+    WithdrawTransfer,
 )
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, Tick
 from pdmesh.model import (
@@ -224,6 +226,8 @@ class Simulator:
                 | RunStep()
                 | GrantTransfer()
                 | PauseTransfer()
+                | WithdrawTransfer()
+                | KeepKv()
                 | GrowKv()
                 | FreeKv()
                 | SetRole()

@@ -18,12 +18,14 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     GrowKv,
+    KeepKv,
     PauseTransfer,
     PlaceDecode,
     RunStep,
     SetGroup,
     SetRole,
     StopInstance,
+    WithdrawTransfer,
 )
 from pdmesh.core.events import (
     CreditLow,
@@ -45,6 +47,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.own_steps import OwnSteps
 from pdmesh.model import (
+    NO_TRANSFER,
     ChunkDone,
     FinishReason,
     GatewayId,
@@ -57,6 +60,7 @@ from pdmesh.model import (
     ResidentContext,
     Role,
     StepPlan,
+    TransferId,
     TransferPlan,
 )
 from pdmesh.policy.credit import is_low
@@ -124,6 +128,11 @@ class ModelledHold:
     group: PrefillGroup | None = None  # that computes it in turn, as the instance was told
     asked: tuple[int, bool] = (0, False)  # for more than so many blocks, and whether it waited
 
+    @property
+    def received_by(self) -> TransferId:
+        """The transfer that brings its KV here, or did."""
+        return NO_TRANSFER if self.sends or self.transfer is None else self.transfer.transfer_id
+
 
 class ModelledInstance:
     """One worker. Reports appear in ``events``, in order."""
@@ -148,13 +157,17 @@ class ModelledInstance:
         self.admits = True  # False: it is stopping
         self.is_told_to_stop = False
         self.copies_run = False  # whatever is freed now is still touched, and quarantined until `end_copies`
-        self.quarantined: dict[RequestKey, int] = {}  # blocks
+        self.quarantined: dict[RequestKey, ModelledHold] = {}
         self.own = OwnSteps()
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return sum(hold.num_blocks for hold in self.quarantined.values())
 
     @property
     def num_free_blocks(self) -> int:
         num_held = sum(hold.num_blocks for hold in self.holds.values())
-        return self.profile.num_blocks - num_held - sum(self.quarantined.values())
+        return self.profile.num_blocks - num_held - self.num_quarantined_blocks
 
     def take_command(self) -> None:
         """Receive the next command."""
@@ -205,7 +218,8 @@ class ModelledInstance:
                 if hold is not None:
                     assert hold.offered, f"{grant} without an offer"
                     assert not hold.granted, f"{grant} twice"
-                    assert hold.transfer == grant.transfer, f"{grant} of another transfer"
+                    assert hold.transfer in (grant.transfer, None), f"{grant} of another transfer"
+                    hold.transfer = grant.transfer
                     hold.granted = True
             case PauseTransfer() as pause:
                 hold = self.holds.get((pause.request_id, pause.epoch))
@@ -216,6 +230,21 @@ class ModelledInstance:
                     self.events.append(
                         TransferPaused(self.instance_id, pause.request_id, pause.epoch, pause.transfer_id)
                     )
+            case WithdrawTransfer() as withdraw:
+                hold = self.holds.get((withdraw.request_id, withdraw.epoch))
+                if hold is not None and hold.transfer is not None:
+                    assert hold.transfer.transfer_id == withdraw.transfer_id, f"{withdraw} of another transfer"
+                    self.lose_receiver(hold)
+            case KeepKv() as keep:
+                hold = self.holds.get((keep.request_id, keep.epoch))
+                if hold is not None:
+                    assert hold.sends, f"{keep}, and its KV is to stay"
+                    assert hold.transfer is None, f"{keep}, and its KV moves"
+                    num_more = max(0, keep.num_blocks - hold.num_blocks)
+                    assert num_more <= self.num_free_blocks, f"{self.instance_id}: no room for {keep}"
+                    hold.num_blocks += num_more
+                    hold.sends, hold.seated, hold.decoding = False, True, hold.computed
+                    hold.max_total_tokens = self.max_total_of.get((keep.request_id, keep.epoch), 0)
             case GrowKv() as grow:
                 hold = self.holds.get((grow.request_id, grow.epoch))
                 if hold is not None:
@@ -227,7 +256,7 @@ class ModelledInstance:
                 if key in self.holds:
                     self.release(key)
                 elif key not in self.quarantined:
-                    self.events.append(KvReleased(self.instance_id, *key))
+                    self.events.append(KvReleased(self.instance_id, *key, free.transfer_id))
             case SetRole(role=role):
                 self.role = role
             case StopInstance():
@@ -243,11 +272,15 @@ class ModelledInstance:
             assert set(known.member_ids) <= set(group.member_ids), f"{group} after {known}"
         hold.group = group
 
+    def lose_receiver(self, hold: ModelledHold) -> None:
+        """Keep its KV for another one."""
+        hold.granted, hold.transfer = False, None
+
     def _hold(self, key: RequestKey, hold: ModelledHold) -> bool:
         """False if the instance is stopping, and has said so."""
         if not self.admits:
             self.events.append(RequestDropped(self.instance_id, *key, "the instance is stopping"))
-            self.events.append(KvReleased(self.instance_id, *key))
+            self.events.append(KvReleased(self.instance_id, *key, hold.received_by))
             return False
         assert key not in self.holds, f"{self.instance_id} holds {key} already"
         assert hold.num_blocks <= self.num_free_blocks, f"{self.instance_id}: no room for {key}"
@@ -270,11 +303,10 @@ class ModelledInstance:
         self.own.planned(plan)
         for chunk in plan.chunks:
             hold = self.holds.get((chunk.request_id, chunk.epoch))
-            if hold is not None and hold.transfer is not None and not hold.offered:
+            if hold is not None and hold.sends and not hold.offered:
                 hold.offered = True
-                self.events.append(
-                    TransferOffered(self.instance_id, chunk.request_id, chunk.epoch, hold.transfer.transfer_id)
-                )
+                transfer_id = NO_TRANSFER if hold.transfer is None else hold.transfer.transfer_id
+                self.events.append(TransferOffered(self.instance_id, chunk.request_id, chunk.epoch, transfer_id))
         return plan
 
     def _check_relay(self, plan: StepPlan) -> None:
@@ -322,7 +354,7 @@ class ModelledInstance:
                 self.relayed.done(key, chunk.start, hold.num_computed_tokens)
                 if chunk.is_last:
                     hold.computed = True
-                    hold.decoding = hold.transfer is None and hold.leads
+                    hold.decoding = not hold.sends and hold.leads
                     if ended_by_first_token and hold.leads:
                         finished.append(key)
             results.append(
@@ -398,23 +430,22 @@ class ModelledInstance:
         """Give a request's blocks back: at once, or when the copies that touch them have ended."""
         hold = self.holds.pop(key)
         if self.copies_run:
-            self.quarantined[key] = hold.num_blocks
+            self.quarantined[key] = hold
         else:
-            self.events.append(KvReleased(self.instance_id, *key))
+            self.events.append(KvReleased(self.instance_id, *key, hold.received_by))
 
     def end_copies(self) -> None:
         """No copy runs any more: what was quarantined is free."""
         self.copies_run = False
-        for key in self.quarantined:
-            self.events.append(KvReleased(self.instance_id, *key))
+        for key, hold in self.quarantined.items():
+            self.events.append(KvReleased(self.instance_id, *key, hold.received_by))
         self.quarantined.clear()
 
     def report_load(self) -> None:
         num_held = sum(hold.num_blocks for hold in self.holds.values())
-        num_quarantined = sum(self.quarantined.values())
         num_decoding = sum(hold.decoding for hold in self.holds.values())
         self.events.append(
-            LoadReported(self.instance_id, self.num_free_blocks, num_held, num_quarantined, num_decoding)
+            LoadReported(self.instance_id, self.num_free_blocks, num_held, self.num_quarantined_blocks, num_decoding)
         )
 
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
@@ -462,6 +493,8 @@ class ModelledMesh:
                 | RunStep()
                 | GrantTransfer()
                 | PauseTransfer()
+                | WithdrawTransfer()
+                | KeepKv()
                 | GrowKv()
                 | FreeKv()
                 | SetRole()
@@ -482,7 +515,8 @@ class ModelledMesh:
                 peer_id = hold.transfer.destination_ids[0] if hold.transfer is not None and hold.sends else None
                 receiver = None if peer_id is None else self.instances.get(peer_id)
                 target = None if receiver is None else receiver.holds.get(key)
-                if hold.granted and receiver is not None and target is not None and not target.decoding:
+                expects = target is not None and not target.decoding and target.transfer == hold.transfer
+                if hold.granted and receiver is not None and expects:
                     found.append((sender, receiver, key))
         for receiver in self.instances.values():
             num_transfers = sum(to is receiver for _, to, _ in found)
@@ -501,7 +535,11 @@ class ModelledMesh:
         sender.release(key)
 
     def fail(self, at: ModelledInstance, key: RequestKey) -> None:
-        """One side gives a transfer up."""
-        plan = at.holds[key].transfer
-        assert plan is not None, f"{key} has no transfer to fail"
-        at.events.append(TransferFailed(at.instance_id, *key, plan.transfer_id, "modelled"))
+        """One side gives a transfer up: a receiver with what it has of it, a sender keeps all."""
+        hold = at.holds[key]
+        assert hold.transfer is not None, f"{key} has no transfer to fail"
+        at.events.append(TransferFailed(at.instance_id, *key, hold.transfer.transfer_id, "modelled"))
+        if hold.sends:
+            at.lose_receiver(hold)
+        else:
+            at.release(key)

@@ -12,7 +12,16 @@ import anyio
 import msgspec
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import AdmitPrefill, FreeKv, GrantTransfer, PauseTransfer, PlaceDecode, RunStep
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    FreeKv,
+    GrantTransfer,
+    KeepKv,
+    PauseTransfer,
+    PlaceDecode,
+    RunStep,
+    WithdrawTransfer,
+)
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.engine.base import Engine
 from pdmesh.kv.blocks import BlockPool
@@ -129,7 +138,9 @@ class RunningInstance:
         )
         self.instance.handle(Admit(command=command, generation=generation))
 
-    def expect(self, generation: Generation, source: RunningInstance, *, with_tokens: bool = False) -> None:
+    def expect(
+        self, generation: Generation, source: RunningInstance, *, with_tokens: bool = False, number: int = 1
+    ) -> None:
         num_tokens = generation.num_tokens
         bare = generation if with_tokens else msgspec.structs.replace(generation, token_ids=b"")
         num_blocks = num_blocks_for(num_tokens + generation.max_tokens_left - 1, self.block_size)
@@ -138,7 +149,7 @@ class RunningInstance:
             instance_id=self.instance.instance_id,
             request_id=generation.request_id,
             epoch=generation.epoch,
-            transfer=a_transfer(sent, self.shard(num_blocks)),
+            transfer=a_transfer(sent, self.shard(num_blocks), number),
         )
         self.instance.handle(
             ExpectKv(
@@ -156,13 +167,13 @@ class RunningInstance:
         self.instance.handle(RunStep(instance_id=self.instance.instance_id, plan=plan))
         return plan_id
 
-    def grant(self, generation: Generation, destination: RunningInstance) -> None:
+    def grant(self, generation: Generation, destination: RunningInstance, *, number: int = 1) -> None:
         num_blocks = num_blocks_for(generation.num_tokens, self.block_size)
         command = GrantTransfer(
             instance_id=self.instance.instance_id,
             request_id=generation.request_id,
             epoch=generation.epoch,
-            transfer=a_transfer(self.shard(num_blocks), destination.shard(num_blocks)),
+            transfer=a_transfer(self.shard(num_blocks), destination.shard(num_blocks), number),
         )
         self.instance.handle(Grant(command=command, destination_addresses=(destination.address,)))
 
@@ -173,6 +184,27 @@ class RunningInstance:
                 request_id=RequestId(request_id),
                 epoch=Epoch(epoch),
                 transfer_id=TransferId(1),
+            )
+        )
+
+    def withdraw(self, request_id: str, *, number: int = 1) -> None:
+        self.instance.handle(
+            WithdrawTransfer(
+                instance_id=self.instance.instance_id,
+                request_id=RequestId(request_id),
+                epoch=Epoch(0),
+                transfer_id=TransferId(number),
+            )
+        )
+
+    def keep(self, generation: Generation) -> None:
+        num_tokens = generation.num_tokens + generation.max_tokens_left - 1
+        self.instance.handle(
+            KeepKv(
+                instance_id=self.instance.instance_id,
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                num_blocks=num_blocks_for(num_tokens, self.block_size),
             )
         )
 
@@ -252,13 +284,14 @@ def a_shard(instance_id: str, num_blocks: int, layout: KvLayout | None = None) -
     return KvShard(instance_id=InstanceId(instance_id), part=part)
 
 
-def a_transfer(source: KvShard, destination: KvShard) -> TransferPlan:
+def a_transfer(source: KvShard, destination: KvShard, number: int = 1) -> TransferPlan:
+    """The ``number`` th of its request, with a capability of its own."""
     return TransferPlan(
-        transfer_id=TransferId(1),
+        transfer_id=TransferId(number),
         purpose=TransferPurpose.HAND_OVER,
         sources=(source,),
         destinations=(destination,),
-        capability=CAPABILITY,
+        capability=CAPABILITY + number - 1,
     )
 
 

@@ -13,7 +13,17 @@ from typing import assert_never
 
 import structlog
 
-from pdmesh.core.commands import FreeKv, GrowKv, PauseTransfer, PlainInstanceCommand, RunStep, SetRole, StopInstance
+from pdmesh.core.commands import (
+    FreeKv,
+    GrowKv,
+    KeepKv,
+    PauseTransfer,
+    PlainInstanceCommand,
+    RunStep,
+    SetRole,
+    StopInstance,
+    WithdrawTransfer,
+)
 from pdmesh.core.events import (
     CreditLow,
     DecodeReserved,
@@ -42,9 +52,10 @@ from pdmesh.kv.outcome import (
     TransferOutcome,
 )
 from pdmesh.kv.presence import Bell
+from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.sender import KvDestination
 from pdmesh.model import (
+    NO_TRANSFER,
     Epoch,
     FinishReason,
     InstanceId,
@@ -55,7 +66,7 @@ from pdmesh.model import (
     TransferId,
 )
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, Regroup, TokensUp
+from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, Regroup, TokensUp, TurnOver
 from pdmesh.worker.admission import check_group, check_members, check_request, join_group, transcript
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.metrics import WorkerMetrics
@@ -124,10 +135,14 @@ class Instance:
                 self._grant(message)
             case PauseTransfer(request_id=request_id, epoch=epoch):
                 self._mover.pause(request_id, epoch)
+            case WithdrawTransfer(request_id=request_id, epoch=epoch, transfer_id=transfer_id):
+                self._withdraw(request_id, epoch, transfer_id)
+            case KeepKv():
+                self._keep(message)
             case GrowKv():
                 self._grow(message)
-            case FreeKv(request_id=request_id, epoch=epoch):
-                self._free(request_id, epoch)
+            case FreeKv():
+                self._free(message)
             case SetRole(role=role):
                 self.role = role
             case StopInstance():
@@ -147,7 +162,7 @@ class Instance:
             num_output_tokens_kept = generation.max_tokens_left - 1 if decodes else 0
             hold = self._hold(generation, token_ids, command.num_blocks, num_tokens + num_output_tokens_kept)
         except PdmeshError as error:
-            self._refuse(generation.request_id, generation.epoch, str(error))
+            self._refuse(generation, str(error))
             return
         if command.transfer is not None:
             hold.transfer = command.transfer
@@ -195,7 +210,7 @@ class Instance:
             max_kv_tokens = num_context_tokens + max_tokens_left - 1
             hold = self._hold(generation, token_ids, message.command.num_blocks, max_kv_tokens)
         except PdmeshError as error:
-            self._refuse(generation.request_id, generation.epoch, str(error))
+            self._refuse(generation, str(error), transfer.transfer_id)
             return
         hold.stage = Stage.RECEIVING
         hold.transfer = transfer
@@ -222,8 +237,64 @@ class Instance:
             capability=command.transfer.capability,
         )
         hold = self._sequences.get(command.request_id, command.epoch)
-        if hold is not None and hold.trace is not None:
+        if hold is None:
+            return
+        if hold.transfer is None or hold.transfer.transfer_id != command.transfer.transfer_id:
+            hold.transfer = command.transfer
+            self._give_turn(hold, command.transfer.destination_ids[0])
+        if hold.trace is not None:
             hold.trace.transfer_granted()
+
+    def _withdraw(self, request_id: RequestId, epoch: Epoch, transfer_id: TransferId) -> None:
+        hold = self._sequences.get(request_id, epoch)
+        if hold is not None and hold.transfer is not None and hold.transfer.transfer_id == transfer_id:
+            self._mover.withdraw(request_id, epoch)
+            self._lose_receiver(hold)
+
+    def _lose_receiver(self, hold: Hold) -> None:
+        """Keep its KV for another one."""
+        log.info("kv kept for another receiver", request_id=hold.request_id, epoch=hold.epoch)
+        hold.transfer = None
+        if hold.trace is not None:
+            hold.trace.receiver_lost()
+        self._give_turn(hold, self.instance_id)
+
+    def _give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
+        """Tell the gateway who draws the next token, unless that is said with the first one."""
+        if hold.stage is Stage.SENDING:
+            self._send(
+                hold,
+                TurnOver(
+                    request_id=hold.request_id,
+                    epoch=hold.epoch,
+                    index=hold.sequence.num_output_tokens,
+                    next_instance_id=instance_id,
+                ),
+            )
+
+    def _keep(self, command: KeepKv) -> None:
+        """Decode here what was to move away."""
+        hold = self._sequences.get(command.request_id, command.epoch)
+        if hold is None or hold.sender is None:
+            return  # it was freed meanwhile
+        generation = hold.generation
+        num_tokens = len(hold.sequence.token_ids) - (hold.stage is Stage.SENDING)
+        hold.max_kv_tokens = num_tokens + generation.max_tokens_left - 1
+        hold.transfer = hold.sender = None
+        self._mover.withdraw(hold.request_id, hold.epoch)
+        try:
+            if hold.max_kv_tokens > self._max_model_len:
+                raise ProtocolError(f"{hold.max_kv_tokens} tokens are more than the {self._max_model_len} of the model")
+            num_missing = max(0, command.num_blocks - len(hold.sequence.block_table))
+            hold.sequence.block_table.extend(self._pool.allocate(num_missing))
+        except PdmeshError as error:
+            self._drop(hold, str(error))
+            return
+        if hold.stage is Stage.SENDING:
+            self._give_turn(hold, self.instance_id)
+            self._start_decoding(hold)
+            self._tell_of_credit([hold])
+            self.plans.wake()
 
     def _hold(self, generation: Generation, token_ids: array.array[int], num_blocks: int, max_kv_tokens: int) -> Hold:
         """Take the blocks of a request. Raises PdmeshError if that cannot be."""
@@ -289,17 +360,19 @@ class Instance:
         if low:
             self._report(CreditLow(self.instance_id, low))
 
-    def _refuse(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:
+    def _refuse(self, generation: Generation, reason: str, transfer_id: TransferId = NO_TRANSFER) -> None:
+        request_id, epoch = generation.request_id, generation.epoch
         log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
         self._metrics.refused_requests.inc()
         self._report(RequestDropped(self.instance_id, request_id, epoch, reason))
         if self._sequences.get(request_id, epoch) is None:
-            self._report(KvReleased(self.instance_id, request_id, epoch))
+            self._report(KvReleased(self.instance_id, request_id, epoch, transfer_id))
 
-    def _free(self, request_id: RequestId, epoch: Epoch) -> None:
+    def _free(self, command: FreeKv) -> None:
+        request_id, epoch = command.request_id, command.epoch
         holds = self._sequences.up_to(request_id, epoch)
         if not self._sequences.is_leaving(request_id, epoch) and all(hold.epoch != epoch for hold in holds):
-            self._report(KvReleased(self.instance_id, request_id, epoch))
+            self._report(KvReleased(self.instance_id, request_id, epoch, command.transfer_id))
         for hold in holds:
             self._sequences.release(hold)
 
@@ -428,8 +501,12 @@ class Instance:
                 self._sequences.release(hold)
             case PausedTransfer():
                 self._report(TransferPaused(self.instance_id, hold.request_id, hold.epoch, transfer_id))
-            case FailedTransfer(sending=sending, reason=reason):
-                self._metrics.failed_transfers.labels("out" if sending else "in").inc()
+            case FailedTransfer(sending=True, reason=reason):
+                self._metrics.failed_transfers.labels("out").inc()
+                self._report(TransferFailed(self.instance_id, hold.request_id, hold.epoch, transfer_id, reason))
+                self._lose_receiver(hold)
+            case FailedTransfer(reason=reason):
+                self._metrics.failed_transfers.labels("in").inc()
                 self._fail(hold, transfer_id, reason)
             case _:
                 assert_never(outcome)
@@ -450,7 +527,7 @@ class Instance:
         self.plans.wake()
 
     def _fail(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
-        """Its KV transfer failed."""
+        """Its KV cannot be received."""
         self._report(TransferFailed(self.instance_id, hold.request_id, hold.epoch, transfer_id, reason))
         self._give_up(hold, reason)
 
@@ -522,7 +599,7 @@ class Instance:
     def _released(self, hold: Hold) -> None:
         self._end_trace(hold, FREED)  # of what was still open when it was cancelled or dropped
         log.debug("request released", request_id=hold.request_id, epoch=hold.epoch, stage=hold.stage.name.lower())
-        self._report(KvReleased(self.instance_id, hold.request_id, hold.epoch))
+        self._report(KvReleased(self.instance_id, hold.request_id, hold.epoch, hold.received_by))
 
     def _send(self, hold: Hold, message: TokensUp) -> None:
         self._tokens.send(hold.generation.token_address, message)

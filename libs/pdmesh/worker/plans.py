@@ -16,7 +16,7 @@ import structlog
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.kv.presence import Bell
-from pdmesh.model import ChunkPlan, InstanceId, StepPlan
+from pdmesh.model import NO_TRANSFER, ChunkPlan, InstanceId, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.replies import step_done
 from pdmesh.worker.sequences import Hold, Sequences, Stage
@@ -160,9 +160,9 @@ class Plans:
                 hold, f"chunk {part.start}…{end} does not follow {hold.num_computed_tokens} of {num_tokens} tokens"
             )
             return None
-        if hold.transfer is not None and hold.num_chunks == 0:
-            offered = TransferOffered(self._instance_id, hold.request_id, hold.epoch, hold.transfer.transfer_id)
-            self._report(offered)
+        if hold.sender is not None and hold.num_chunks == 0:
+            transfer_id = NO_TRANSFER if hold.transfer is None else hold.transfer.transfer_id
+            self._report(TransferOffered(self._instance_id, hold.request_id, hold.epoch, transfer_id))
         if hold.trace is not None and hold.num_chunks == 0:
             hold.trace.prefill_began()
         hold.num_chunks += 1

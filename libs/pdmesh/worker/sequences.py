@@ -17,7 +17,17 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.sender import KvSender
-from pdmesh.model import ChunkPlan, Epoch, InstanceId, RequestId, Resident, TransferPlan, num_blocks_for
+from pdmesh.model import (
+    NO_TRANSFER,
+    ChunkPlan,
+    Epoch,
+    InstanceId,
+    RequestId,
+    Resident,
+    TransferId,
+    TransferPlan,
+    num_blocks_for,
+)
 from pdmesh.policy.credit import is_low
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import HoldTrace
@@ -27,7 +37,7 @@ class Stage(Enum):
     """How far a request has come on this instance."""
 
     PREFILLING = auto()
-    SENDING = auto()  # computed; its KV is on the way
+    SENDING = auto()  # computed; its KV is on the way, or waits for a receiver
     RECEIVING = auto()
     DECODING = auto()
 
@@ -63,7 +73,7 @@ class Hold:
 
     @property
     def next_instance_id(self) -> InstanceId | None:
-        """Where it decodes, if that is another instance."""
+        """Where it decodes, if that is another instance and known."""
         return None if self.sender is None or self.transfer is None else self.transfer.destination_ids[0]
 
     def begins(self, part: ChunkPlan) -> bool:
@@ -77,6 +87,11 @@ class Hold:
         if not part.is_last and end % self.block_size:
             return False
         return self.exchange.begin(first, num_blocks_for(end, self.block_size) - first)
+
+    @property
+    def received_by(self) -> TransferId:
+        """The transfer that brings its KV here, or did."""
+        return NO_TRANSFER if self.sender is not None or self.transfer is None else self.transfer.transfer_id
 
     @property
     def has_credit(self) -> bool:

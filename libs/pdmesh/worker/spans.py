@@ -69,6 +69,12 @@ class HoldTrace:
         self._record(TRANSFER, now - outcome.duration_s, now, attributes, DONE)
         self._granted_at = None
 
+    def receiver_lost(self) -> None:
+        """What was granted ends here; the KV may go elsewhere."""
+        if self._granted_at is not None:
+            self._record(TRANSFER, self._granted_at, time.time(), {}, FAILED)
+            self._granted_at = None
+
     def decode_began(self) -> None:
         self._decode_began_at = time.time()
 

@@ -18,6 +18,7 @@ from pdmesh.wire.messages import (
     TokensAccepted,
     TokensDown,
     TokensUp,
+    TurnOver,
 )
 from pdmesh.wire.session import converse, registration
 from pdmesh_gateway.transcripts import Transcripts
@@ -61,7 +62,7 @@ async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, tran
         transcripts.source_lost(instance_id)
 
 
-def _tokens(frame: list[TokensUp]) -> list[TokenOut | PromptLogprobs]:
+def _tokens(frame: list[TokensUp]) -> list[TokenOut | PromptLogprobs | TurnOver]:
     tokens = [message for message in frame if not isinstance(message, RegisterTokens)]
     if len(tokens) != len(frame):
         raise ProtocolError("RegisterTokens twice")

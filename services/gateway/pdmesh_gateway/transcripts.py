@@ -2,7 +2,8 @@
 
 A token is delivered if its epoch is current, its index is the next one, and it comes from the instance whose turn it
 is: an epoch belongs to whoever opens it, and passes to another only if the one whose turn it was has named it with its
-last token (`TokenOut.next_instance_id`). An older epoch or index is dropped. A later index waits for the missing ones:
+last token (`TokenOut.next_instance_id`). Until that one has spoken, the one that named it may name another (`TurnOver`:
+the receiver of its KV failed). An older epoch or index is dropped. A later index waits for the missing ones:
 the first token comes from the prefill instance and the second from the decode instance, on another stream, so they can
 overtake each other. If what is missing does not come within a grace period it is lost, and the request is resumed from
 its transcript under the next epoch.
@@ -22,7 +23,7 @@ import anyio
 from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
-from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, TokenOut, pack_token_ids
+from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids
 
 #: Tokens of one instance that wait for an earlier one. More than that and the earlier one is lost: its request would be
 #: resumed anyway.
@@ -106,6 +107,7 @@ class Transcript:
     submitted_to: str | None = None  # which scheduler process was last sent this epoch
     all_drawn: bool = False  # its instance says that there will be no more tokens: what is not here is late or lost
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
+    giver: InstanceId | None = None  # who named the source, until that speaks
     num_dropped: int = 0
     num_restarts: int = 0
     num_fruitless: int = 0  # restarts since the last token
@@ -124,6 +126,14 @@ class Transcript:
     def stall_grace_s(self) -> float:
         """How late a missing token may be."""
         return min(STALL_GRACE_S * (1 << self.num_fruitless), MAX_STALL_GRACE_S)
+
+    @property
+    def break_grace_s(self) -> float:
+        """How late the next token may be once the stream that it was to come on broke.
+
+        What had only been named may have nothing yet: then the one that named it, and still has all, names another.
+        """
+        return BREAK_GRACE_S if self.giver in (None, self.source) else STALL_GRACE_S
 
     @property
     def age_s(self) -> float:
@@ -150,17 +160,24 @@ class Transcript:
         is_turn = self.source is None or self.source == source
         if token.epoch != self.epoch or self.finished or (token.token_id is not None and token.index < num_next):
             self.num_dropped += 1
-        elif token.token_id is not None and token.index > num_next:
+        elif token.token_id is not None and (token.index > num_next or not is_turn):
             self._keep(token, source)
         elif is_turn:
             self._deliver(token, source)
-            while self._ahead and not self.finished and (following := self._pop_ahead()) is not None:
-                self._deliver(following, self.source)
-            is_missing = (self._ahead or self.all_drawn) and not self.finished
-            self.resume_at_s = self.clock() + STALL_GRACE_S if is_missing else None
-            self.mailbox.put(self)
+            self._deliver_ahead()
         else:
             self.num_dropped += 1
+
+    def give_turn(self, turn: TurnOver, source: InstanceId) -> None:
+        """The one whose turn it is, or who gave it away, names who goes on."""
+        if turn.epoch != self.epoch or self.finished:
+            self.num_dropped += 1
+        elif turn.index == len(self.output) and source in (self.source, self.giver):
+            self.source, self.giver = turn.next_instance_id, source
+            self._deliver_ahead()
+        else:
+            self.num_dropped += 1
+            self.suspect(0.0)
 
     def offer_prompt_logprobs(self, message: PromptLogprobs, source: InstanceId) -> None:
         """Log-probabilities of prompt tokens; the same ones come again after a restart."""
@@ -198,7 +215,7 @@ class Transcript:
         self.resume_at_s = None
         self.submitted_on = self.submitted_to = None
         self.all_drawn = False
-        self.source = None
+        self.source = self.giver = None
         return True
 
     def fail(self, error: RequestRejected) -> None:
@@ -229,7 +246,16 @@ class Transcript:
             ahead = self._ahead[source] = {}
         if len(ahead) < MAX_AHEAD:
             ahead[token.index] = token
-            self.suspect(self.stall_grace_s)
+            if token.index > len(self.output):
+                self.suspect(self.stall_grace_s)
+
+    def _deliver_ahead(self) -> None:
+        """What waited for the token, or the turn, that has just come."""
+        while self._ahead and not self.finished and (following := self._pop_ahead()) is not None:
+            self._deliver(following, self.source)
+        is_missing = (self._ahead or self.all_drawn) and not self.finished
+        self.resume_at_s = self.clock() + STALL_GRACE_S if is_missing else None
+        self.mailbox.put(self)
 
     def _pop_ahead(self) -> TokenOut | None:
         """The next token, if it is here already; what can no longer be next is dropped."""
@@ -237,7 +263,7 @@ class Transcript:
         for source, ahead in list(self._ahead.items()):
             if source == self.source:
                 following = ahead.pop(num_next, None)
-            for index in [index for index in ahead if index <= num_next]:
+            for index in [index for index in ahead if index < num_next]:
                 del ahead[index]
                 self.num_dropped += 1
             if not ahead:
@@ -245,7 +271,7 @@ class Transcript:
         return following
 
     def _deliver(self, token: TokenOut, source: InstanceId | None) -> None:
-        self.source = token.next_instance_id or source
+        self.source, self.giver = token.next_instance_id or source, source if token.next_instance_id else None
         if token.token_id is not None:
             self.output.append(token.token_id)
             self.num_fruitless = 0
@@ -281,7 +307,7 @@ class Transcripts:
             return None
         return transcript
 
-    def deliver(self, messages: Iterable[TokenOut | PromptLogprobs], source: InstanceId) -> None:
+    def deliver(self, messages: Iterable[TokenOut | PromptLogprobs | TurnOver], source: InstanceId) -> None:
         """One frame of a worker."""
         by_id = self._by_id
         for message in messages:
@@ -290,10 +316,13 @@ class Transcripts:
                 self.num_stray += 1
                 continue
             try:
-                if isinstance(message, TokenOut):
-                    transcript.offer(message, source)
-                else:
-                    transcript.offer_prompt_logprobs(message, source)
+                match message:
+                    case TokenOut():
+                        transcript.offer(message, source)
+                    case PromptLogprobs():
+                        transcript.offer_prompt_logprobs(message, source)
+                    case TurnOver():
+                        transcript.give_turn(message, source)
             except Exception as error:  # other requests share the frame
                 transcript.break_off(error)
 
@@ -301,7 +330,7 @@ class Transcripts:
         """A worker's stream broke."""
         for transcript in self._by_id.values():
             if transcript.source == source:
-                transcript.suspect(BREAK_GRACE_S)
+                transcript.suspect(transcript.break_grace_s)
 
     def fail_all(self, error: RequestRejected) -> None:
         """The gateway stops: no request goes on."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import anyio
 import anyio.lowlevel
@@ -24,6 +24,7 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     GrowKv,
+    KeepKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
@@ -34,6 +35,7 @@ from pdmesh.core.commands import (
     SetRole,
     StopInstance,
     WakeAt,
+    WithdrawTransfer,
 )
 from pdmesh.core.events import (
     DrainRequested,
@@ -50,6 +52,7 @@ from pdmesh.core.events import (
     RoleChangeRequested,
     StepDone,
     Tick,
+    TransferLanded,
 )
 from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
@@ -95,6 +98,20 @@ class _Queued:
     applied: anyio.Event | None = None  # set after
 
 
+class _Moving(NamedTuple):
+    """What a receiver of a request's KV has to know of it."""
+
+    generation: Generation  # without its tokens, unless sampling looks at them
+    num_context_tokens: int
+
+    @classmethod
+    def of(cls, generation: Generation) -> _Moving:
+        num_context_tokens = generation.num_tokens
+        if not needs_prompt_tokens(generation.params) and generation.num_output_tokens == 0:
+            generation = msgspec.structs.replace(generation, token_ids=b"")
+        return cls(generation, num_context_tokens)
+
+
 class Driver:
     """Owns the core. `submit` and `post` give it events; `run` applies them."""
 
@@ -122,6 +139,7 @@ class Driver:
         self._filled = anyio.Event()
         self._emptied = anyio.Event()
         self._waiting: dict[RequestKey, Generation] = {}  # with the prompts that instances may still need
+        self._moving: dict[RequestKey, _Moving] = {}  # what a receiver needs of those whose KV has not landed
         self._profiles: dict[InstanceId, InstanceProfile] = {}
         self._loads: dict[InstanceId, LoadReported] = {}
         self._wake_at_s: float | None = None
@@ -231,6 +249,11 @@ class Driver:
             case _:
                 pass
 
+    def _forget_landed(self, key: RequestKey) -> None:
+        """Its KV is where it decodes: no other receiver will need what it was asked for."""
+        if key in self._moving and not self._core.may_change_receiver(key):
+            del self._moving[key]
+
     def _follow_up(self, event: Event) -> None:
         match event:
             case RequestArrived():
@@ -241,6 +264,8 @@ class Driver:
                 for key in [(chunk.request_id, chunk.epoch) for chunk in event.chunks if chunk.is_last]:
                     if not self._core.needs_prompt(key):  # nobody will help with it any more
                         self._waiting.pop(key, None)
+            case TransferLanded():
+                self._forget_landed((event.request_id, event.epoch))
             case GatewayJoined():
                 self._gateways.post(event.gateway_id, self.state())
             case InstanceJoined():
@@ -269,6 +294,8 @@ class Driver:
                 generation = self._waiting[key]
                 if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
                     del self._waiting[key]  # all that need the prompt have it
+                if command.transfer is not None:
+                    self._moving[key] = _Moving.of(generation)
                 member_ids = () if command.group is None else command.group.member_ids
                 admit = Admit(command=command, generation=generation, member_addresses=self._addresses(member_ids))
                 self._workers.post(command.instance_id, admit)
@@ -283,7 +310,7 @@ class Driver:
             case SetRole():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
                 self._tell_readiness()
-            case RunStep() | PauseTransfer() | GrowKv() | FreeKv() | StopInstance():
+            case RunStep() | PauseTransfer() | WithdrawTransfer() | KeepKv() | GrowKv() | FreeKv() | StopInstance():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
             case SetGroup():
                 addresses = self._addresses(command.group.member_ids)
@@ -300,6 +327,7 @@ class Driver:
                     # Its last token goes to the gateway on another way, and may be lost there with its instance.
                     self._gateways.post(command.gateway_id, CommandMessage.of(command))
                 self._waiting.pop((command.request_id, command.epoch), None)
+                self._moving.pop((command.request_id, command.epoch), None)
                 log.debug(
                     "request ended", request_id=command.request_id, epoch=command.epoch, outcome=str(command.outcome)
                 )
@@ -316,14 +344,12 @@ class Driver:
                 self._workers.post(instance_id, PeerGone(data_address=profile.data_address))
 
     def _expect_kv(self, command: PlaceDecode) -> None:
-        generation = self._waiting[command.request_id, command.epoch]
-        num_context_tokens = generation.num_tokens
-        if not needs_prompt_tokens(generation.params) and generation.num_output_tokens == 0:
-            generation = msgspec.structs.replace(generation, token_ids=b"")
+        key = (command.request_id, command.epoch)
+        moving = self._moving[key] if key in self._moving else _Moving.of(self._waiting[key])
         expect = ExpectKv(
             command=command,
-            generation=generation,
-            num_context_tokens=num_context_tokens,
+            generation=moving.generation,
+            num_context_tokens=moving.num_context_tokens,
             source_addresses=self._addresses(command.transfer.source_ids),
         )
         self._workers.post(command.instance_id, expect)

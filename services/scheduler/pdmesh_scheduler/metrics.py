@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, Reject, Restart
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, KeepKv, PlaceDecode, Reject, Restart
 from pdmesh.core.events import (
     InstanceJoined,
     InstanceLost,
@@ -85,6 +85,18 @@ class SchedulerMetrics:
         self._failed = Counter(
             "pdmesh:num_transfer_failed_reqs", "Transfers that either side gave up", registry=registry
         )
+        self._received_again = Counter(
+            "pdmesh:kv_received_again",
+            "Prompts not computed again when a receiver failed: their KV went to another one, or stayed to decode",
+            ["where"],
+            registry=registry,
+        )
+        for where in ("receiver", "source"):
+            self._received_again.labels(where)
+        unreceived = Gauge(
+            "pdmesh:kv_waiting_tokens", "Prompt tokens of placed requests whose KV has no receiver", registry=registry
+        )
+        unreceived.set_function(lambda: core.num_unreceived_tokens)
         waiting = Gauge("pdmesh:num_requests_waiting", "Requests in the queue", registry=registry)
         waiting.set_function(lambda: core.num_waiting)
         running = Gauge("pdmesh:num_requests_running", "Requests placed and not ended", registry=registry)
@@ -128,6 +140,10 @@ class SchedulerMetrics:
                     request = attempt.request
                     self._queue_time.labels(self._models[what.instance_id]).observe(handled.now_s - request.arrival_s)
                     self._prompt_tokens.inc(request.num_prompt_tokens)
+                case PlaceDecode() if attempt.num_receivers > 1:
+                    self._received_again.labels("receiver").inc()
+                case KeepKv() if attempt.num_receivers > 0:
+                    self._received_again.labels("source").inc()
                 case Chunk(is_last=True) if what.instance_id == life.prefill_id and attempt.outcome is None:
                     self._prefilled(attempt, what.instance_id, handled.now_s)
                 case _:

@@ -15,12 +15,14 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    KeepKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
     SetGroup,
+    WithdrawTransfer,
 )
 from pdmesh.core.events import (
     DecodeReserved,
@@ -284,6 +286,10 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             return None  # the new members' own lines tell of it
         case GrantTransfer():
             return _Line("granted", f"to {', '.join(what.transfer.destination_ids)}", what.instance_id)
+        case WithdrawTransfer():
+            return _Line("receiver lost", "its KV is kept for another one", what.instance_id)
+        case KeepKv():
+            return _Line("stays to decode", f"{what.num_blocks} blocks", what.instance_id)
         case FreeKv():
             return _Line("freed", "", what.instance_id)
         case Reject():

@@ -74,6 +74,7 @@ from pdmesh.wire.messages.tokens import (
     TokensAccepted,
     TokensDown,
     TokensUp,
+    TurnOver,
 )
 from pdmesh.wire.messages.workers import (
     Admit,
@@ -150,6 +151,7 @@ __all__ = [
     "TokensAccepted",
     "TokensDown",
     "TokensUp",
+    "TurnOver",
     "WaitOperation",
     "WelcomeGateway",
     "WelcomeWorker",

@@ -54,7 +54,20 @@ class PromptLogprobs(Message, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-TokensUp = RegisterTokens | TokenOut | PromptLogprobs
+class TurnOver(Message, frozen=True, kw_only=True):
+    """The token ``index`` comes from ``next_instance_id``, whoever was named before.
+
+    It is for the instance whose turn it is to say, or for the one that gave the turn to another that has not spoken
+    since. If that has, two would go on from there: the gateway then goes on under the next epoch.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    index: int
+    next_instance_id: InstanceId
+
+
+TokensUp = RegisterTokens | TokenOut | PromptLogprobs | TurnOver
 
 
 class TokensAccepted(Message, frozen=True, kw_only=True):

@@ -1,0 +1,206 @@
+"""One transfer of a request's KV, at a source: what is computed is pushed to the destinations until they have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import anyio
+
+from pdmesh.config import TransferConfig
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.outcome import SentTransfer
+from pdmesh.kv.outgoing import Blocks, PieceWriter
+from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.sender import KvSender
+from pdmesh.kv.store import KvStore
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
+from pdmesh.transport.base import KvTransport
+from pdmesh.transport.seal import MeshKey
+
+#: Pieces of one transfer under way at once: one is copied and checked while others travel.
+PIECES_IN_FLIGHT = 4
+
+
+class KvDestination(NamedTuple):
+    """Where a transfer goes: a data address, and what of the request's KV is to be there."""
+
+    address: bytes
+    part: KvPart
+
+
+class KvPush:
+    """A granted transfer. Each destination gets what it and ``sender`` have in common.
+
+    Made by `pdmesh.kv.mover.KvMover.grant`, which also runs it.
+    """
+
+    def __init__(
+        self,
+        sender: KvSender,
+        destinations: Sequence[KvDestination],
+        capability: int,
+        *,
+        store: KvStore,
+        transport: KvTransport,
+        config: TransferConfig,
+        key: MeshKey,
+        copies: anyio.CapacityLimiter,
+        clock: Callable[[], float],
+        on_paused: Callable[[KvPush], None],
+    ) -> None:
+        self.sender = sender
+        self.destinations = tuple(destinations)
+        self.capability = capability
+        self.scope = anyio.CancelScope()  # left without an outcome if it is cancelled
+        self._writer = PieceWriter(sender.block_ids, store=store, transport=transport, key=key, copies=copies)
+        self._config = config
+        self._clock = clock
+        self._on_paused = on_paused
+        self._num_begun = 0  # of the sender's ready blocks
+        self._failure: str | None = None
+        self._granted = anyio.Event()
+        self._granted.set()
+        self._pausing = False  # asked to stop, with pieces under way
+        self._num_under_way = 0
+        self._unlanded = set(range(len(self.destinations)))  # have not acknowledged
+        self._landed = anyio.Event()
+        self._work = anyio.CancelScope()
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.sender.request_id
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.sender.epoch
+
+    @property
+    def key(self) -> bytes:
+        return self.sender.key
+
+    @property
+    def num_bytes(self) -> int:
+        return self._writer.num_bytes
+
+    @property
+    def num_pieces(self) -> int:
+        return self._writer.num_pieces
+
+    # --- called by the mover ------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Begin no piece until granted again. Ignored if it is paused, or has all it waits for."""
+        if self._granted.is_set() and self.sender.committed_s is None:
+            self._granted = anyio.Event()
+            self._pausing = True
+            self._check_paused()
+
+    def grant_again(self) -> None:
+        self._granted.set()
+
+    def _check_paused(self) -> None:
+        if self._pausing and self._num_under_way == 0:
+            self._pausing = False
+            self._on_paused(self)
+
+    def landed(self, destination: int) -> None:
+        """A destination has all that goes there."""
+        self._unlanded.discard(destination)
+        if not self._unlanded:
+            self._landed.set()
+
+    def fail(self, reason: str) -> None:
+        """End `run` with a KvTransferError."""
+        if self._failure is None:
+            self._failure = reason
+            self._work.cancel()
+
+    async def run(self) -> SentTransfer:
+        """Send everything and wait for the acknowledgement. Raises KvTransferError.
+
+        The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
+        preempted. A piece under way has the transport's no-progress limit.
+        """
+        limit_s = self._config.deadline_s
+        with self._work:
+            granted_s = self._clock()
+            async with anyio.create_task_group() as lanes:
+                for _ in range(PIECES_IN_FLIGHT):
+                    lanes.start_soon(self._send_ready)
+                await self.sender.committed()
+                await self._wait_for_grant()
+                self._work.deadline = anyio.current_time() + limit_s
+            for index, destination in enumerate(self.destinations):
+                await self._send_commit(index, destination)
+            await self._landed.wait()
+            landed_s = self._clock()
+            return SentTransfer(
+                request_id=self.request_id,
+                epoch=self.epoch,
+                num_bytes=self.num_bytes,
+                duration_s=landed_s - granted_s,
+                exposed_s=landed_s - await self.sender.committed(),
+            )
+        raise KvTransferError(self._failure or f"the KV did not land within {limit_s:g} s")
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _wait_for_grant(self) -> None:
+        while not self._granted.is_set():  # a pause takes it back, perhaps before this task has its turn
+            await self._granted.wait()
+
+    async def _next(self) -> Blocks | None:
+        """The next blocks to send, when they are computed and may be sent; None after the last."""
+        while True:
+            await self._wait_for_grant()
+            if self._num_begun < len(self.sender.ready):
+                self._num_begun += 1
+                return self.sender.ready[self._num_begun - 1]
+            if self.sender.has_all:
+                return None
+            await self.sender.news()
+
+    async def _send_ready(self) -> None:
+        try:
+            while (blocks := await self._next()) is not None:
+                self._num_under_way += 1
+                for index, destination in enumerate(self.destinations):
+                    await self._send_to(index, destination, blocks)
+                self._num_under_way -= 1
+                self._check_paused()
+        except KvTransferError as error:
+            self.fail(str(error))
+
+    async def _send_to(self, index: int, destination: KvDestination, blocks: Blocks) -> None:
+        """What of ``blocks`` goes to a destination."""
+        wanted = destination.part.blocks.common(IndexRange(blocks.first_block, blocks.end))
+        if wanted.size == 0 or not destination.part.layers.holds(IndexRange(blocks.layer, blocks.layer + 1)):
+            return
+        wanted_blocks = blocks._replace(first_block=wanted.start, num_blocks=wanted.size)
+        about = PieceHeader(
+            kind=PieceKind.KV,
+            request_key=self.key,
+            epoch=self.epoch,
+            capability=self.capability,
+            source=self.sender.source,
+            destination=index,
+        )
+        await self._writer.send(destination.address, wanted_blocks, about)
+
+    async def _send_commit(self, index: int, destination: KvDestination) -> None:
+        token = self.sender.first_token
+        header = PieceHeader(
+            kind=PieceKind.COMMIT,
+            request_key=self.key,
+            epoch=self.epoch,
+            capability=self.capability,
+            source=self.sender.source,
+            destination=index,
+            part=self.sender.part.common(destination.part),
+            num_context_tokens=self.sender.num_context_tokens,
+            has_token=token is not None,
+            token_id=0 if token is None else token.token_id,
+            token_index=0 if token is None else token.token_index,
+        )
+        await self._writer.tell(destination.address, header)
