@@ -1,13 +1,14 @@
 """EB+ is never worse than the better of its modes: simulated, closed loop, against `mb` and against `eb` at its best.
 
-Usage: python benchmarks/modes.py [--full] [--seeds N] [--only TEXT] [--requests-per-client N]
+Usage: python benchmarks/modes.py [--full [--sample N]] [--seeds N] [--only TEXT] [--requests-per-client N]
 
 Every cell has so many clients at once, lengths of one law, steps of one set of costs. It is simulated under `mb`, under
 `eb` at several thresholds and under `ebplus`, with the same requests. What is compared is the *rate*: seconds of work
 that every request costs under any mode (its prompt tokens and decodes times what one costs), for each second of the
 steady part of the run. Exits 1 if `ebplus` has less than 0.995 of the better of the two anywhere, less than 0.99 where
 lengths and clients change on the way, or if one of the two named cases is not decided as the theory has it. Without
-``--full`` a part of the grid is run. Each figure is a ratio: it says nothing of a machine.
+``--full`` a part of the grid is run, with ``--sample`` so many cells of the whole. Each figure is a ratio: it says
+nothing of a machine.
 """
 
 from __future__ import annotations
@@ -235,8 +236,9 @@ def named(per_client: int) -> Iterator[bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the whole grid, which takes hours")
+    parser.add_argument("--sample", type=int, help="so many cells of each part of the grid, drawn at random")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", default="", help="cells whose name has this")
     parser.add_argument("--requests-per-client", type=int, default=30)
@@ -247,7 +249,10 @@ def main() -> int:
         if not options.only:
             met += list(named(per_client))
         for cells, least in ((grid, LEAST), (shifting, LEAST_WITH_SHIFTS)):
-            for cell in cells(options.full, options.seeds):
+            chosen = list(cells(options.full, options.seeds))
+            if options.sample is not None:
+                chosen = random.Random(options.sample).sample(chosen, min(len(chosen), options.sample))
+            for cell in chosen:
                 if options.only in cell.name:
                     thresholds = (0.05, 0.1, 0.2, 0.35, 0.5) if least == LEAST else ()
                     met.append(compare(cell, thresholds, per_client, least))

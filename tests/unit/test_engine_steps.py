@@ -144,6 +144,48 @@ def test_a_resumed_request_goes_on_as_if_nothing_happened(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=24, temperature=0.0, logprobs=4, frequency_penalty=1.1, presence_penalty=0.4),
+        SamplingParams(
+            max_tokens=24,
+            temperature=1.2,
+            top_p=0.95,
+            seed=11,
+            logprobs=2,
+            repetition_penalty=1.4,
+            frequency_penalty=0.7,
+            logit_bias=((7, 3.0), (9, -2.0)),
+            min_tokens=20,
+            stop_token_ids=(40, 41, 42, 43),
+        ),
+    ],
+    ids=["greedy", "sampled"],
+)
+def test_penalties_and_logprobs_are_the_same_through_a_preemption_at_every_token(
+    tmp_path: Path, params: SamplingParams
+) -> None:
+    """A preempted request computes its prompt and what it drew as one prompt, on any instance: nobody can tell."""
+    write_checkpoint(tmp_path, num_layers=2)
+    engine = TorchEngine(tmp_path, num_blocks=32, num_threads=1, device="cpu", deterministic=True)
+    undisturbed = generate(engine, PROMPT, 24, params=params)
+    drawn: list[int] = []
+    results: list[SliceResult] = []
+    for number in range(24):
+        table = block_table(engine, len(PROMPT) + 24, first=number % 3)
+        sequence = new_sequence(PROMPT, table, params)
+        sequence.token_ids.extend(drawn)
+        resumed = SteppedRequest(sequence, number + 1)
+        while not resumed.done:
+            step(engine, [(resumed, 16 + number)])
+        results.append(resumed.results[-1])
+        drawn = resumed.output_ids
+    assert drawn == undisturbed.output_ids
+    assert [result.logprobs for result in results] == [result.logprobs for result in undisturbed.results]
+    assert all(result.logprobs is not None for result in results)
+
+
+@pytest.mark.parametrize(
     ("changes", "reason", "stop_token_id"),
     [
         ({"max_tokens": 1}, FinishReason.LENGTH, None),

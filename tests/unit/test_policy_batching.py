@@ -66,6 +66,8 @@ def a_phase(num_busy: int, num_fillable: int, **fields: Any) -> DecodePhase:
 def test_where_mixed_steps_cost_nothing_more_it_is_mixed_at_every_size(number: int) -> None:
     choice = FREE.choose(a_load(ALIKE, number), Mode.MIXED)
     assert choice.mode is Mode.MIXED
+    assert not choice.is_open
+    assert FREE.choose(a_load(NAMED, number), Mode.MIXED).is_open
     assert choice.gain is not None
     assert choice.gain < 0
 

@@ -138,7 +138,7 @@ class Modes:
         if gain is None or batching.choice.reason:
             return
         predicted = log1p(gain) - probing.correction.log_gain
-        probed = probing.passed(tally, log1p(gain))
+        probed = probing.passed(tally, log1p(gain)) if batching.choice.is_open else None
         if probed is None:
             return
         there_s = probed.decode_s(model, load.costs, load.lengths)

@@ -76,6 +76,7 @@ class ModeChoice(NamedTuple):
     reason: str = ""  # why a faster mode is not chosen
     cycle_s: float = 0.0  # predicted, of a prefill phase and a decode phase
     max_prompt_tokens: float = inf  # a longer prompt is computed beside decodes
+    is_open: bool = True  # whether the other mode could be the faster one, if the prediction is a little wrong
 
 
 class Batching(Protocol):
@@ -238,6 +239,7 @@ class SwitchingBatching:
             reason,
             prediction.cycle_s,
             self._tokens_within(load, self.slo_ttft_s),
+            prediction.gain > 0 or load.costs.mixing_costs,
         )
 
     def _share_of_stall(self, load: Load, least_share: float) -> float:

@@ -37,6 +37,11 @@ class StepCosts:
     decode_token_s: float
     interference_s: float = 0.0
 
+    @property
+    def mixing_costs(self) -> bool:
+        """Whether a mixed step takes longer than its parts: else nothing is gained by keeping them apart."""
+        return self.interference_s > 0 or self.mixed_step_s > self.decode_step_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthMoments:
