@@ -17,7 +17,8 @@ on the instance's clock, from the second `SETTLE_S` of a window on; under eb ove
 scheduler says of its instance while it is under eb, from what it has measured itself.
 
 Of each mix: the mean log ratio of eb over mb with its 95 % interval over rounds, and the prediction. Exits 1 if
-an interval excludes 0 and the prediction has the other sign. A run takes rounds x 4 x window a mix, and half a minute.
+an interval excludes 0 and the prediction has the other sign, or if a mix has no two rounds with a whole cycle in every
+window: then make these longer. A run takes rounds x 4 x window a mix, and half a minute.
 """
 
 from __future__ import annotations
@@ -248,13 +249,19 @@ class Verdict:
         return not self.is_clear or (self.measured > 0) == (self.predicted > 0)
 
 
+class NothingToJudge(Exception):
+    """Why a run says nothing."""
+
+
 def verdict(windows: Sequence[Window], model: LinearLatencyModel) -> Verdict:
-    """Raises SystemExit if there is nothing to judge by."""
+    """Raises NothingToJudge."""
     size = len(ROUND)
     rounds = [windows[at : at + size] for at in range(0, len(windows) - size + 1, size)]
     tallies = [[window.tally(model) for window in turns] for turns in rounds if all(w.is_whole for w in turns)]
     if len(tallies) < 2:
-        raise SystemExit(f"{len(tallies)} of {len(rounds)} rounds have a whole cycle in all windows: make these longer")
+        raise NothingToJudge(
+            f"{len(tallies)} of {len(rounds)} rounds have a whole cycle in all windows: make these longer"
+        )
     # Seconds that a decode takes with its share of all else, had every window had the same prompts and outputs.
     every = [tally for turns in tallies for tally in turns]
     mean_work_s = sum(tally.work_s for tally in every) / sum(tally.num_decodes for tally in every)
@@ -264,7 +271,7 @@ def verdict(windows: Sequence[Window], model: LinearLatencyModel) -> Verdict:
         ratios.append((b + c - a - d) / 2)
     gains = [view.gain for window in windows if window.mode == "eb" and (view := window.view) and view.gain is not None]
     if not gains:
-        raise SystemExit("nothing was predicted: the windows are too short, or there are too few clients")
+        raise NothingToJudge("nothing was predicted: the windows are too short, or there are too few clients")
     freedom = len(ratios) - 1
     quantile = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 2.0
     half_width = quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
@@ -310,7 +317,12 @@ def main() -> None:
     limits = Limits()
     for mix in options.mixes:
         began_s = time.perf_counter()
-        found = measure(mix, options)
+        try:
+            found = measure(mix, options)
+        except NothingToJudge as reason:
+            limits.at_least(f"anything of {mix.prompt}/{mix.output}", 0.0, 1.0)
+            print(f"{mix.prompt:>5}/{mix.output:<5} MISSED: {reason}", flush=True)
+            continue
         limits.at_least(f"the sign of {mix.prompt}/{mix.output}", float(found.agrees), 1.0)
         print(
             f"{mix.prompt:>5}/{mix.output:<5} measured {found.measured:+.2%} +- {found.half_width:.2%}"

@@ -8,6 +8,7 @@ import random
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def live() -> ModuleType:
         sys.path.remove(folder)
 
 
-def a_window(live: ModuleType, mode: str, overhead_s: float, rng: random.Random) -> object:
+def a_window(live: ModuleType, mode: str, overhead_s: float, rng: random.Random) -> Any:
     """Steps of 32 decodes and of prompts, as many as come by chance; each decode costs so much beside its work."""
     spans, now_s = [], rng.random()
     for _ in range(40):
@@ -62,3 +63,12 @@ def test_a_difference_within_the_noise_judges_no_prediction(live: ModuleType) ->
     found = live.verdict(windows, MODEL)
     assert not found.is_clear
     assert found.agrees
+
+
+def test_windows_without_a_cycle_are_not_judged(live: ModuleType) -> None:
+    rng = random.Random(2)
+    windows = [a_window(live, mode, 0.00025, rng) for mode in live.ROUND * 3]
+    for at in (1, 5):
+        windows[at].spans = windows[at].spans[:3]
+    with pytest.raises(live.NothingToJudge, match="1 of 3 rounds"):
+        live.verdict(windows, MODEL)
