@@ -81,6 +81,7 @@ class OperationKind(StrEnum):
     UNDRAIN = "undrain"  # it is used again
     ROLE = "role"  # it gets another role, once all that this does not do has left
     RESTART = "restart"  # once everything has left its process ends; whoever looks after it starts it again
+    MOVE = "move"  # a request that decodes elsewhere goes on there, with its KV
     RESIZE = "resize"  # of the pools: instances get other roles, are started and leave
 
 
@@ -287,6 +288,7 @@ class TransferPurpose(StrEnum):
     """What a KV transfer is for."""
 
     HAND_OVER = "hand_over"  # of a prompt, from where it is computed to where it decodes
+    MOVE = "move"  # of a request that decodes, and goes on elsewhere
 
 
 class TransferPlan(Struct, frozen=True, kw_only=True):

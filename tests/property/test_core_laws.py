@@ -44,6 +44,7 @@ from pdmesh.core.events import (
     InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
+    MoveSent,
     OperationCancelled,
     OperationRequested,
     RequestArrived,
@@ -76,6 +77,7 @@ from pdmesh.model import (
     Role,
     StepPlan,
     TransferId,
+    TransferPurpose,
     num_blocks_for,
 )
 from pdmesh.policy.base import Bundle, PolicyConfig
@@ -201,6 +203,8 @@ class MeshMachine(RuleBasedStateMachine):
         self.transfer_of: dict[RequestKey, TransferId] = {}
         self.num_receivers: Counter[RequestKey] = Counter()
         self.reserved: set[RequestKey] = set()  # the receiver knows of them
+        self.reserved_moves: set[TransferId] = set()  # the same of running decodes
+        self.target_of: dict[TransferId, InstanceId] = {}  # of running decodes that move
         self.wake_at_s: float | None = None
         self.leader_of: dict[RequestKey, InstanceId] = {}
         self.draining: set[InstanceId] = set()  # as they say themselves
@@ -225,10 +229,16 @@ class MeshMachine(RuleBasedStateMachine):
             key = (event.request_id, event.epoch)
             if self.core.is_active(key) and key not in self.offered:
                 self.offered.append(key)
-        if isinstance(event, DecodeReserved):
+        if isinstance(event, DecodeReserved) and event.transfer_id in self.target_of:
+            self.reserved_moves.add(event.transfer_id)
+        elif isinstance(event, DecodeReserved):
             key = (event.request_id, event.epoch)
             if self.transfer_of.get(key) == event.transfer_id:
                 self.reserved.add(key)
+        if isinstance(event, TransferLanded | MoveSent) and event.transfer_id in self.target_of:
+            self.receiver_of[event.request_id, event.epoch] = self.target_of[event.transfer_id]
+        if isinstance(event, KvReleased):
+            self.granted_blocks.pop((event.instance_id, (event.request_id, event.epoch)), None)
         if isinstance(event, TransferPaused | TransferLanded | KvReleased):
             key = (event.request_id, event.epoch)
             if isinstance(event, TransferPaused) or self.asked.get(key) == event.instance_id:
@@ -268,10 +278,15 @@ class MeshMachine(RuleBasedStateMachine):
                     assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
                     assert self.roles[command.instance_id].can_decode, f"{command} on an instance that does not decode"
                     key = (command.request_id, command.epoch)
-                    self.forget_receiver(key)
-                    self.receiver_of[key] = command.instance_id
-                    self.transfer_of[key] = command.transfer.transfer_id
-                    self.num_receivers[key] += 1
+                    if command.transfer.purpose is TransferPurpose.MOVE:
+                        self.target_of[command.transfer.transfer_id] = command.instance_id
+                    else:
+                        self.forget_receiver(key)
+                        self.receiver_of[key] = command.instance_id
+                        self.transfer_of[key] = command.transfer.transfer_id
+                        self.num_receivers[key] += 1
+                case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
+                    assert transfer.transfer_id in self.reserved_moves, f"{command} before its target knows of it"
                 case GrantTransfer():
                     key = (command.request_id, command.epoch)
                     assert key in self.reserved, f"{key} granted before its receiver knows of it"
@@ -374,12 +389,12 @@ class MeshMachine(RuleBasedStateMachine):
         """Instances that operators took out of use, as the operations say that run or ran."""
         self.closed: set[InstanceId] = set()
         for view in self.core.operations:
-            if view.state is OperationState.DONE and view.kind is not OperationKind.ROLE:
+            if view.state is OperationState.DONE and view.kind not in (OperationKind.ROLE, OperationKind.MOVE):
                 (self.closed.add if view.kind is OperationKind.DRAIN else self.closed.discard)(view.instance_id)
         self.closed.update(
             view.instance_id
             for view in self.core.operations
-            if view.state is OperationState.RUNNING and view.kind is not OperationKind.UNDRAIN
+            if view.state is OperationState.RUNNING and view.kind not in (OperationKind.UNDRAIN, OperationKind.MOVE)
         )
         self.closed &= {view.instance_id for view in self.core.instances}
 
@@ -643,6 +658,38 @@ class MeshMachine(RuleBasedStateMachine):
                 while instance.events:
                     self.deliver(instance)
 
+    @rule(data=st.data(), num_requests=st.integers(1, 3), drains=st.booleans(), is_granted=st.booleans())
+    def decodes_leave(self, data: st.DataObject, num_requests: int, drains: bool, is_granted: bool) -> None:
+        """Some requests come to decode, and then one of them, or all of an instance's, are to move."""
+        for _ in range(num_requests):
+            self.request_arrives(5, 20, GATEWAYS[0], 0, None)
+        for _ in range(3):
+            self.all_goes_well()
+        decoding = [i for i in self.mesh.instances.values() if self.decoding(i)]
+        if source := self.pick(data, decoding):
+            if drains:
+                self.feed(DrainRequested(source.instance_id))
+            else:
+                key = data.draw(st.sampled_from(self.decoding(source)))
+                for other_id in self.mesh.instances:
+                    self.operate(OperationKind.MOVE, other_id, role=Role.MIXED, timeout_s=60.0, request_id=key[0])
+            if is_granted:
+                self.all_goes_well()
+
+    def all_goes_well(self) -> None:
+        """For a round; what moves stays under way."""
+        for instance in self.mesh.instances.values():
+            while instance.commands:
+                instance.take_command()
+            if instance.running or instance.can_begin:
+                self.run_step(instance, ended_by_first_token=False)
+        for transfer in self.mesh.transfers():
+            if transfer[0].holds[transfer[2]].computed:
+                self.mesh.land(*transfer)
+        for instance in self.mesh.instances.values():
+            while instance.events:
+                self.deliver(instance)
+
     def deliver(self, instance: ModelledInstance) -> None:
         self.feed(instance.events.popleft())
 
@@ -689,6 +736,27 @@ class MeshMachine(RuleBasedStateMachine):
         if transfers:
             sender, receiver, key = data.draw(st.sampled_from(transfers))
             self.mesh.fail(sender if at_sender else receiver, key)
+
+    @rule(data=st.data(), how=st.sampled_from(("lands", "lands", "commits", "fails", "fails there", "is acknowledged")))
+    def a_move_goes_on(self, data: st.DataObject, how: str) -> None:
+        if how == "is acknowledged":
+            if landed := self.mesh.landed_moves():
+                self.mesh.acknowledge_move(*data.draw(st.sampled_from(landed)))
+            return
+        if not (moves := self.mesh.moves()):
+            return
+        source, target, key = data.draw(st.sampled_from(moves))
+        hold = source.holds[key]
+        match how:
+            case "lands":
+                self.mesh.land_move(source, target, key)
+            case "commits":
+                self.mesh.commit_move(source, key)
+            case "fails":
+                assert hold.leaving is not None
+                source.stop_move(key, hold.leaving.transfer_id)
+            case _:
+                self.mesh.fail(target, key)
 
     @rule(data=st.data(), num_steps=st.sampled_from((1, 40)))
     def instance_decodes(self, data: st.DataObject, num_steps: int) -> None:
@@ -816,8 +884,22 @@ class MeshMachine(RuleBasedStateMachine):
         if instance := self.pick(data, list(self.mesh.instances.values())):
             self.operate(kind, instance.instance_id, role=role, timeout_s=timeout_s, force=force)
 
+    @rule(data=st.data(), timeout_s=st.sampled_from((4.0, 60.0)))
+    def operator_moves_a_request(self, data: st.DataObject, timeout_s: float) -> None:
+        decoding = [view.request_id for view in self.core.requests(1000) if view.phase is Phase.DECODING]
+        if decoding and (target := self.pick(data, list(self.mesh.instances.values()))):
+            request_id, move = data.draw(st.sampled_from(decoding)), OperationKind.MOVE
+            self.operate(move, target.instance_id, role=Role.MIXED, timeout_s=timeout_s, request_id=request_id)
+
     def operate(
-        self, kind: OperationKind, instance_id: InstanceId, *, role: Role, timeout_s: float, force: bool
+        self,
+        kind: OperationKind,
+        instance_id: InstanceId,
+        *,
+        role: Role,
+        timeout_s: float,
+        force: bool = False,
+        request_id: RequestId | None = None,
     ) -> None:
         self.num_operations += 1
         operation_id = OperationId(f"o{self.num_operations}")
@@ -829,6 +911,7 @@ class MeshMachine(RuleBasedStateMachine):
                 timeout_s=timeout_s,
                 role=role if kind is OperationKind.ROLE else None,
                 force=force,
+                request_id=request_id,
             )
         )
 
@@ -922,6 +1005,12 @@ class MeshMachine(RuleBasedStateMachine):
             if transfer[0].holds[transfer[2]].computed:
                 self.mesh.land(*transfer)
                 busy = True
+        for move in self.mesh.moves():
+            self.mesh.land_move(*move)
+            busy = True
+        for source, key in self.mesh.landed_moves():
+            self.mesh.acknowledge_move(source, key)
+            busy = True
         for instance in self.mesh.instances.values():
             while instance.events:
                 self.deliver(instance)

@@ -1,4 +1,4 @@
-"""`pdmesh drain|undrain|role|restart|pool resize|ops`: an operator's operations on a running mesh."""
+"""`pdmesh drain|undrain|role|move|restart|pool resize|ops`: an operator's operations on a running mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh.cli.terminal import terminal
 from pdmesh.core.events import OperationRequested
 from pdmesh.core.operations import OperationState
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestId, Role
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
@@ -57,6 +57,7 @@ def start(
     timeout_s: float = 0.0,
     force: bool = False,
     wait: bool = True,
+    request: str | None = None,
 ) -> int:
     """Ask for an operation and, unless told otherwise, wait until it is over. Returns the exit code.
 
@@ -69,6 +70,7 @@ def start(
         timeout_s=timeout_s,
         role=role,
         force=force,
+        request_id=None if request is None else RequestId(request),
     )
     return anyio.run(_run, asked, StartOperation(wish=wish), wait)
 
@@ -212,4 +214,6 @@ def _line(status: OperationStatus) -> str:
 def _what(status: OperationStatus) -> str:
     if status.pools is not None:
         return f"pool {status.kind} to {status.pools}"
+    if status.request_id is not None:
+        return f"{status.kind} {status.request_id} to"
     return status.kind if status.role is None else f"{status.kind} {status.role}"

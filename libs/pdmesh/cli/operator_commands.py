@@ -1,4 +1,4 @@
-"""The commands that change what instances and pools do: `drain`, `undrain`, `role`, `restart`, `pool`, `ops`."""
+"""Commands that change what instances and pools do: `drain`, `undrain`, `role`, `move`, `restart`, `pool`, `ops`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until it is done."
 def drain(
     asked: Asked, instance: Instance, timeout: Timeout = DEFAULT_TIMEOUT_S, force: Force = False, wait: Wait = True
 ) -> None:
-    """Take an instance out of use: nothing new goes there, and what is there ends or goes on elsewhere."""
+    """Take an instance out of use: nothing new goes there, and what decodes there moves to others with its KV."""
     _operate(asked, OperationKind.DRAIN, instance, timeout, force, wait)
 
 
@@ -61,6 +61,21 @@ def role(
 ) -> None:
     """Give an instance another role, once what this does not do has ended or gone on elsewhere."""
     _operate(asked, OperationKind.ROLE, instance, timeout, force, wait, role=to)
+
+
+@app.command()
+@asks_scheduler
+def move(
+    asked: Asked,
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Its id, a response's, or its client's label.")],
+    instance: Annotated[str, typer.Argument(metavar="INSTANCE", help="Where it is to go on.")],
+    timeout: Annotated[
+        float, typer.Option(min=0, max=MAX_OPERATION_S, help="Seconds; then it stays where it is.")
+    ] = DEFAULT_TIMEOUT_S,
+    wait: Wait = True,
+) -> None:
+    """Move a request that decodes to another instance, with its KV: its stream goes on as if nothing had happened."""
+    _operate(asked, OperationKind.MOVE, instance, timeout, wait=wait, request=request)
 
 
 @app.command()
@@ -170,7 +185,10 @@ def _operate(
     wait: bool = True,
     *,
     role: Role | None = None,
+    request: str | None = None,
 ) -> None:
     from pdmesh.cli.operations import start
 
-    raise typer.Exit(start(asked, kind, instance, role=role, timeout_s=timeout_s, force=force, wait=wait))
+    raise typer.Exit(
+        start(asked, kind, instance, role=role, timeout_s=timeout_s, force=force, wait=wait, request=request)
+    )

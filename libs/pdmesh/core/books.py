@@ -57,6 +57,7 @@ class Books:
         self.queue = WaitingQueue()
         self.unreceived: dict[RequestKey, RequestState] = {}  # placed, and their KV has no receiver
         self.broker = TransferBroker(self._is_preempted, rng)
+        self.moving: dict[RequestKey, RequestState] = {}  # decode, and are on their way to another instance
         self.commands: list[Command] = []
         self.ignored: Counter[str] = Counter()
 
@@ -304,6 +305,31 @@ class Books:
         for helper_id in helper_ids:
             self.free(helper_id, state.key)
 
+    def land_move(self, state: RequestState) -> None:
+        """Its target goes on with a request that moved. One that was told to free it, or is gone, will not for long."""
+        move = state.move
+        assert move is not None, f"{state.key} lands without a move"
+        if move.given_up or state.key not in self.instances[move.target_id].holds:
+            self.restart(state, f"it was lost on {move.target_id}, where it had moved")
+            return
+        self.end_move(state, landed=True)
+        target = self.instances[move.target_id]
+        if (source := self.instances.get(move.source_id)) is not None:
+            if (before := source.holds.get(state.key)) is not None:
+                target.holds[state.key].num_tokens = before.num_tokens
+            source.leave(state.key)
+        state.transfer, state.group = move.transfer, None
+        state.prefill_shards, state.decode_shards = move.transfer.plan.sources, move.transfer.plan.destinations
+        target.settle(state.key)
+
+    def end_move(self, state: RequestState, *, landed: bool = False) -> None:
+        """The request is on its way nowhere any more."""
+        if state.move is not None:
+            del self.moving[state.key]
+            if not landed:
+                self.broker.withdraw(state.move.transfer)
+            state.move = None
+
     def drop_plans(self, instance: InstanceBooks) -> None:
         """Nobody will report the plans that were in flight on an instance that has gone, or has begun anew."""
         for plan in instance.plans.values():
@@ -337,7 +363,11 @@ class Books:
                 self.instances[instance_id].drop_prefill(state)
         if state.transfer is not None:
             self.broker.withdraw(state.transfer)
-        for instance_id in dict.fromkeys(state.prefill_ids + state.decode_ids + state.asked_ids):
+        held_by = state.prefill_ids + state.decode_ids + state.asked_ids
+        if state.move is not None:
+            held_by += (state.move.target_id,)
+            self.end_move(state)
+        for instance_id in dict.fromkeys(held_by):
             if instance_id not in spare:
                 self.free(instance_id, key)
         goes_on = outcome in (Outcome.RESTARTED, Outcome.PREEMPTED, Outcome.SUPERSEDED)

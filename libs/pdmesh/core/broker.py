@@ -23,6 +23,9 @@ from pdmesh.model import InstanceId, KvShard, RequestKey, TransferId, TransferPl
 
 _RANK = attrgetter("rank")
 
+#: Of a receiver's backends, that running decodes which move there may have: prompts are waited for, these are not.
+MAX_MOVE_BACKENDS = 2
+
 
 @dataclass(slots=True)
 class _Receiver:
@@ -33,6 +36,13 @@ class _Receiver:
     @property
     def is_full(self) -> bool:
         return len(self.granted) == self.num_backends
+
+    def may_begin(self, transfer: Transfer) -> bool:
+        """Whether its kind may have one more of the backends."""
+        if not transfer.is_move:
+            return True
+        limit = max(1, min(MAX_MOVE_BACKENDS, self.num_backends - 1))
+        return sum(granted.is_move for granted in self.granted.values()) < limit
 
     @property
     def num_returning(self) -> int:
@@ -180,7 +190,8 @@ class TransferBroker:
 
     def _num_wanted(self, receiver: _Receiver) -> int:
         """Backends that requests wait for which are being computed, beyond those that are on their way back."""
-        return sum(not self._is_preempted(transfer.key) for transfer in receiver.line) - receiver.num_returning
+        wanted = (t for t in receiver.line if not self._is_preempted(t.key) and receiver.may_begin(t))
+        return sum(1 for _ in wanted) - receiver.num_returning
 
     def _idle(self, receiver: _Receiver) -> list[Transfer]:
         """With a backend, and of a request that was preempted."""
@@ -238,10 +249,16 @@ class TransferBroker:
         return granted
 
     def _next_grantable(self, receiver: _Receiver) -> Transfer | None:
-        """The earliest offer, of a preempted request only if there is no other; if its destinations have backends."""
+        """The earliest offer, of a preempted request only if there is no other; if its destinations have backends.
+
+        Moves are passed over while as many are under way as may be.
+        """
         if receiver.is_full or not receiver.line:
             return None
-        first = next((transfer for transfer in receiver.line if not self._is_preempted(transfer.key)), receiver.line[0])
+        line = [transfer for transfer in receiver.line if receiver.may_begin(transfer)]
+        first = next((transfer for transfer in line if not self._is_preempted(transfer.key)), line[0] if line else None)
+        if first is None:
+            return None
         others = (self._receivers[destination_id] for destination_id in first.plan.destination_ids)
         return None if any(other.is_full for other in others) else first
 

@@ -72,7 +72,10 @@ class RunStep(Struct, frozen=True, kw_only=True):
 
 
 class PlaceDecode(Struct, frozen=True, kw_only=True):
-    """Reserve blocks on a destination of ``transfer``, and expect the request's KV there."""
+    """Reserve blocks on a destination of ``transfer``, and expect the request's KV there.
+
+    Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws.
+    """
 
     instance_id: InstanceId
     request_id: RequestId
@@ -90,6 +93,7 @@ class GrantTransfer(Struct, frozen=True, kw_only=True):
     """Let a source of ``transfer`` send: a transfer backend of every destination is taken.
 
     It may be another transfer than the source knew of: then all that is computed goes to its destinations.
+    The source of a move decodes on while it sends, until little is left.
     """
 
     instance_id: InstanceId  # the source
@@ -100,6 +104,15 @@ class GrantTransfer(Struct, frozen=True, kw_only=True):
 
 class PauseTransfer(Struct, frozen=True, kw_only=True):
     """Stop sending a preempted request's KV until the next grant; answered by TransferPaused."""
+
+    instance_id: InstanceId  # the source
+    request_id: RequestId
+    epoch: Epoch
+    transfer_id: TransferId
+
+
+class CancelMove(Struct, frozen=True, kw_only=True):
+    """Stop moving a running decode away, and go on with it unless the other may have begun; answered by MoveFailed."""
 
     instance_id: InstanceId  # the source
     request_id: RequestId
@@ -123,6 +136,15 @@ class KeepKv(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     epoch: Epoch
     num_blocks: int
+
+
+class ResumeDecode(Struct, frozen=True, kw_only=True):
+    """Go on decoding a request that was to move: the other instance never began, and never will."""
+
+    instance_id: InstanceId  # the source
+    request_id: RequestId
+    epoch: Epoch
+    transfer_id: TransferId
 
 
 class GrowKv(Struct, frozen=True, kw_only=True):
@@ -215,7 +237,18 @@ class WakeAt(Struct, frozen=True, kw_only=True):
 GatewayCommand = Reject | Restart | ForgetRequest
 
 #: For an instance; those that need nothing more than they say travel as they are (`pdmesh.wire.messages`).
-PlainInstanceCommand = RunStep | PauseTransfer | WithdrawTransfer | KeepKv | GrowKv | FreeKv | SetRole | StopInstance
+PlainInstanceCommand = (
+    RunStep
+    | PauseTransfer
+    | WithdrawTransfer
+    | KeepKv
+    | CancelMove
+    | ResumeDecode
+    | GrowKv
+    | FreeKv
+    | SetRole
+    | StopInstance
+)
 InstanceCommand = AdmitPrefill | SetGroup | PlaceDecode | GrantTransfer | PlainInstanceCommand
 
 Command = InstanceCommand | GatewayCommand | WakeAt

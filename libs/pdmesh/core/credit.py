@@ -161,7 +161,7 @@ class Credit:
         found: list[_Victim] = []
         for key, hold in instance.holds.items():
             state = self._books.find(key)
-            if state is None or hold.freeing or hold.kind is not HoldKind.RESIDENT or state.in_group:
+            if state is None or hold.freeing or hold.kind is not HoldKind.RESIDENT or state.in_group or state.move:
                 continue
             if _age_of(state) > age and self._can_resume(instance, state, hold, bundle):
                 cost_s = self._cost_s(instance, state, hold, latency) / hold.num_blocks

@@ -128,8 +128,8 @@ class RoleChangeRequested:
 class OperationRequested:
     """An operator asks for an operation on an instance, or (``again``) a scheduler that is gone had taken it on.
 
-    What has not left the instance ``timeout_s`` after it began starts again elsewhere. ``force`` is for the last
-    instance of its kind.
+    A move brings ``request_id``, which decodes elsewhere, to the instance. Of others: what has not left the instance
+    ``timeout_s`` after it began starts again elsewhere. ``force`` is for the last instance of its kind.
     """
 
     operation_id: OperationId
@@ -140,6 +140,7 @@ class OperationRequested:
     force: bool = False
     again: bool = False
     stopped_pid: int | None = None  # of the process that a restart had stopped already
+    request_id: RequestId | None = None  # of a move
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +321,37 @@ class TransferFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveSent:
+    """A running decode went on elsewhere, as its new instance acknowledged; the old one frees its KV now.
+
+    ``frozen_s`` is how long the old one had stood still with it.
+    """
+
+    instance_id: InstanceId  # the old one
+    request_id: RequestId
+    epoch: Epoch
+    transfer_id: TransferId
+    num_bytes: Annotated[int, ANY_COUNT]
+    duration_s: Annotated[float, SECONDS]
+    frozen_s: Annotated[float, FINITE]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFailed:
+    """An instance has stopped moving a running decode away.
+
+    It decodes on by itself, unless the new instance may have begun: then (``committed``) it waits for ResumeDecode.
+    """
+
+    instance_id: InstanceId  # the old one
+    request_id: RequestId
+    epoch: Epoch
+    transfer_id: TransferId
+    committed: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestDropped:
     """An instance does not take a request, or gives it up: it stops, has no room, or was told what cannot be.
 
@@ -397,6 +429,8 @@ InstanceEvent = (
     | TransferLanded
     | TransferSent
     | TransferFailed
+    | MoveSent
+    | MoveFailed
     | RequestDropped
     | RequestFinished
     | KvReleased

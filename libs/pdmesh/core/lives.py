@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    CancelMove,
     Command,
     ForgetRequest,
     FreeKv,
@@ -24,6 +25,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Reject,
     Restart,
+    ResumeDecode,
     RunStep,
     SetGroup,
     SetRole,
@@ -36,6 +38,8 @@ from pdmesh.core.events import (
     Event,
     HelperJoined,
     KvReleased,
+    MoveFailed,
+    MoveSent,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
@@ -47,7 +51,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
-from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey
+from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, TransferId, TransferPurpose
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +84,8 @@ class Life:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_output_tokens: int | None = None  # of all epochs; known once it finished
+    moves: set[TransferId] = field(default_factory=set[TransferId])  # of its decode, begun
+    num_moved: int = 0  # of these, landed
 
 
 class Chunk(NamedTuple):
@@ -110,6 +116,8 @@ Happening = (
     | TransferLanded
     | TransferSent
     | TransferFailed
+    | MoveSent
+    | MoveFailed
     | RequestDropped
     | RequestFinished
     | KvReleased
@@ -120,6 +128,8 @@ Happening = (
     | PauseTransfer
     | WithdrawTransfer
     | KeepKv
+    | CancelMove
+    | ResumeDecode
     | FreeKv
     | Reject
     | Restart
@@ -170,6 +180,8 @@ class Lives:
                 | TransferLanded()
                 | TransferSent()
                 | TransferFailed()
+                | MoveSent()
+                | MoveFailed()
                 | RequestDropped()
                 | RequestFinished()
                 | KvReleased()
@@ -242,6 +254,8 @@ class Lives:
         | TransferLanded
         | TransferSent
         | TransferFailed
+        | MoveSent
+        | MoveFailed
         | RequestDropped
         | RequestFinished
         | KvReleased,
@@ -256,6 +270,8 @@ class Lives:
             case RequestCancelled():
                 if attempt.outcome is not None or attempt.request.gateway_id != event.gateway_id:
                     return  # too late, or of another gateway's request
+            case TransferLanded() if event.transfer_id in life.moves:
+                life.decode_id, life.num_moved = event.instance_id, life.num_moved + 1
             case TransferLanded():
                 life.landed_s = now_s
             case TransferSent():
@@ -275,6 +291,8 @@ class Lives:
         | PauseTransfer
         | WithdrawTransfer
         | KeepKv
+        | CancelMove
+        | ResumeDecode
         | FreeKv
         | Reject
         | Restart
@@ -297,6 +315,8 @@ class Lives:
                 life.placed_s = now_s if life.placed_s is None else life.placed_s
                 life.prefill_id = command.instance_id
                 life.decode_id = command.decode_instance_id or command.instance_id
+            case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
+                life.moves.add(command.transfer.transfer_id)
             case PlaceDecode():
                 attempt.num_receivers += 1
                 life.decode_id = command.instance_id

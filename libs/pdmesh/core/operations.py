@@ -1,7 +1,9 @@
 """Operators' operations: an instance is drained, used again, or given another role, and nobody's stream breaks.
 
 An operation is refused before it changes anything, or runs until nothing is left on the instance that has to leave it.
-What is still there at its time limit starts again elsewhere, under the next epoch and with the same tokens.
+What decodes there moves to other instances with its KV, where there is room (`pdmesh.core.moves`). What is still there
+at its time limit starts again elsewhere, under the next epoch and with the same tokens. An operator may also move one
+request.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from typing import NamedTuple
 from pdmesh.core.books import Books
 from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.events import OperationRequested
+from pdmesh.core.moves import Moves
 from pdmesh.core.placing import have_pair
-from pdmesh.core.requests import Phase
+from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import HoldKind, InstanceBooks
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestKey, Role
+from pdmesh.core.transfers import Move
+from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestId, RequestKey, Role
 
 #: Operations that are over and still told of.
 MAX_ENDED = 256
@@ -53,6 +57,7 @@ class OperationView(NamedTuple):
     timeout_s: float
     pools: PoolCounts | None = None  # of a resize, which is on no instance
     needs_actuator: bool = False  # refused since nobody starts and stops processes
+    request_id: RequestId | None = None  # of a move
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +71,8 @@ class _Operation:
     has_moved_all: bool = False  # what was left at its time limit
     stopped_pid: int | None = None  # of the process that was told to end
     back_by_s: float = inf  # then the next one has joined
+    moving: tuple[RequestState, Move] | None = None  # of a move
+    is_taken_back: bool = False
 
     @property
     def deadline_s(self) -> float:
@@ -89,14 +96,17 @@ class _Operation:
             began_s=self.began_s,
             ended_s=self.ended_s,
             timeout_s=wish.timeout_s,
+            request_id=wish.request_id,
         )
 
 
 class Operations:
     """At most one runs on an instance. What operators want of instances outlives these, and schedulers."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, moves: Moves) -> None:
         self._books = books
+        self._moves = moves
+        self._moving: dict[OperationId, _Operation] = {}  # that move one request
         self._operations: dict[OperationId, _Operation] = {}  # in the order in which they came
         self._running: dict[InstanceId, _Operation] = {}
         #: The operations whose outcome still holds, by instance: what a new scheduler has to be told.
@@ -116,8 +126,27 @@ class Operations:
         return list(dict.fromkeys([*self._roles.values(), *self._drains.values(), *running]))
 
     @property
+    def leaving(self) -> list[InstanceId]:
+        """Instances that everything leaves that decodes there."""
+        running = [name for name, operation in self._running.items() if self._empties(operation)]
+        return list(dict.fromkeys((*self._drains, *running)))
+
+    @staticmethod
+    def _empties(operation: _Operation) -> bool:
+        match operation.wish.kind:
+            case OperationKind.DRAIN:
+                return True
+            case OperationKind.RESTART:
+                return operation.stopped_pid is None
+            case OperationKind.ROLE:
+                return operation.wish.role is Role.PREFILL
+            case OperationKind.UNDRAIN | OperationKind.MOVE | OperationKind.RESIZE:
+                return False
+
+    @property
     def next_deadline_s(self) -> float:
-        return min((operation.deadline_s for operation in self._running.values()), default=inf)
+        running = (*self._running.values(), *self._moving.values())
+        return min((operation.deadline_s for operation in running), default=inf)
 
     def find(self, operation_id: OperationId) -> OperationView | None:
         operation = self._operations.get(operation_id)
@@ -135,6 +164,9 @@ class Operations:
         self.num_changes += 1
         operation = self._operations[wish.operation_id] = _Operation(wish, now_s)
         self._forget()
+        if wish.kind is OperationKind.MOVE:
+            self._begin_move(operation, now_s)
+            return
         refusal = None if wish.again else self._refusal(wish)
         if refusal is not None:
             self._end(operation, OperationState.REFUSED, refusal, now_s)
@@ -161,6 +193,10 @@ class Operations:
         if operation is None or operation.state is not OperationState.RUNNING:
             self._books.ignore("OperationCancelled")
             return
+        if operation.moving is not None:
+            self._moves.cancel(operation.moving[0])
+            operation.is_taken_back = True
+            return  # it may have landed all the same
         self._end(operation, OperationState.CANCELLED, "an operator took it back", now_s)
         if instance := self._books.instances.get(operation.wish.instance_id):
             instance.set_closed(instance.instance_id in self._drains)
@@ -200,6 +236,8 @@ class Operations:
 
     def advance(self, now_s: float) -> None:
         """Look what has left the instances since; after any event."""
+        for operation in list(self._moving.values()):
+            self._look_at_move(operation, now_s)
         for operation in list(self._running.values()):
             instance = self._books.instances.get(operation.wish.instance_id)
             if instance is None:
@@ -288,6 +326,39 @@ class Operations:
         if state is not None and state.needs(instance.instance_id):
             self._books.do_without(state, instance.instance_id, f"instance {instance.instance_id} is drained")
 
+    # --- of one request ---
+
+    def _begin_move(self, operation: _Operation, now_s: float) -> None:
+        wish = operation.wish
+        state = self._books.requests.get(RequestId(wish.request_id or ""))
+        target = self._books.instances.get(wish.instance_id)
+        if state is None or target is None:
+            missing = (
+                f"request {wish.request_id!r} runs" if state is None else f"instance {wish.instance_id!r} is there"
+            )
+            self._end(operation, OperationState.REFUSED, f"no {missing}", now_s)
+        elif (why_not := self._moves.why_not(state, target)) is not None:
+            self._end(operation, OperationState.REFUSED, f"request {wish.request_id} {why_not}", now_s)
+        else:
+            operation.moving, operation.num_left = (state, self._moves.begin(state, target)), 1
+            self._moving[wish.operation_id] = operation
+
+    def _look_at_move(self, operation: _Operation, now_s: float) -> None:
+        assert operation.moving is not None
+        state, move = operation.moving
+        if self._books.find(state.key) is not state:
+            self._end(
+                operation, OperationState.FAILED, "the request ended, or started again, before it had moved", now_s
+            )
+        elif state.move is not move and state.decode_id == move.target_id:
+            self._end(operation, OperationState.DONE, "", now_s)
+        elif state.move is not move:
+            outcome = OperationState.CANCELLED if operation.is_taken_back else OperationState.FAILED
+            self._end(operation, outcome, f"the request stays on {state.decode_id}", now_s)
+        elif operation.deadline_s <= now_s and not operation.has_moved_all:
+            operation.has_moved_all = True
+            self._moves.cancel(state)
+
     # --- the end of one ---
 
     def _complete(self, operation: _Operation, instance: InstanceBooks, now_s: float) -> None:
@@ -308,6 +379,8 @@ class Operations:
                 instance.set_closed(wish.instance_id in self._drains)
             case OperationKind.RESIZE:
                 pass  # of pools, not of an instance (`pdmesh.core.pools`)
+            case OperationKind.MOVE:
+                raise AssertionError("a move ends with its request")
         self._end(operation, OperationState.DONE, "", now_s)
 
     def _stop(self, operation: _Operation, instance: InstanceBooks, now_s: float) -> None:
@@ -333,6 +406,7 @@ class Operations:
     def _end(self, operation: _Operation, state: OperationState, detail: str, now_s: float) -> None:
         self.num_changes += 1
         operation.state, operation.detail, operation.ended_s, operation.num_left = state, detail, now_s, 0
+        self._moving.pop(operation.wish.operation_id, None)
         if self._running.get(operation.wish.instance_id) is operation:
             del self._running[operation.wish.instance_id]
 
@@ -345,4 +419,5 @@ class Operations:
         for instance_id, operation in self._running.items():
             assert operation.state is OperationState.RUNNING, f"{instance_id}: {operation.wish.operation_id} is over"
         running = sum(operation.state is OperationState.RUNNING for operation in self._operations.values())
-        assert running == len(self._running), f"{running} operations run, books say {len(self._running)}"
+        counted = len(self._running) + len(self._moving)
+        assert running == counted, f"{running} operations run, books say {counted}"

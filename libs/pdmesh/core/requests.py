@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import NamedTuple
 
-from pdmesh.core.transfers import Transfer
+from pdmesh.core.transfers import Move, Transfer
 from pdmesh.model import InstanceId, KvShard, PrefillGroup, Request, RequestId, RequestKey
 from pdmesh.policy.base import PrefillOrder, Rank
 
@@ -40,6 +40,8 @@ class RequestState:
     transfer: Transfer | None = None  # that takes its KV from the ones to the others
     rank_of_offer: int | None = None  # of its KV that has no receiver
     num_lost_receivers: int = 0
+    move: Move | None = None  # while it decodes: its way to another instance
+    num_failed_moves: int = 0
     in_group: bool = False  # the instances of its shards compute its chunks together
     work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     placed_s: float | None = None

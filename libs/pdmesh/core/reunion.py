@@ -143,6 +143,9 @@ class Reunion:
                 num_tokens=resident.num_context_tokens,
             )
             being_freed = old is not None and key in old.holds and old.holds[key].freeing
+            known = books.find(key)
+            if resident.decoding and known is not None and known.move and known.move.target_id == instance_id:
+                books.land_move(known)  # unheard of until now
             if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
                 books.free(instance_id, key)
         if old is not None:

@@ -41,6 +41,8 @@ from pdmesh.core.events import (
     InstanceUnreachable,
     KvReleased,
     LoadReported,
+    MoveFailed,
+    MoveSent,
     OperationCancelled,
     OperationRequested,
     RequestArrived,
@@ -61,6 +63,7 @@ from pdmesh.core.fairness import TenantView
 from pdmesh.core.growth import Growth
 from pdmesh.core.handover import HandOvers
 from pdmesh.core.learning import LatencyLearner
+from pdmesh.core.moves import Moves
 from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
@@ -87,7 +90,8 @@ class SchedulerCore:
         self._books = Books(rng, growth, config.max_lost_receivers)
         self._credit = Credit(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
-        self._operations = Operations(self._books)
+        self._moves = Moves(self._books)
+        self._operations = Operations(self._books, self._moves)
         self._pools = Pools(self._books, self._operations)
         self._modes = Modes(self._books)
         self._handovers = HandOvers(self._books, config.max_queue_s)
@@ -240,6 +244,7 @@ class SchedulerCore:
                 self._credit.joined(self._books.instances[event.profile.instance_id])
                 if self._learner.joined(event.profile):
                     self._rebuild_bundle(self._bundle.name)
+                self._moves.joined(event.profile.instance_id, stopping=event.stopping)
                 self._operations.joined(event.profile.instance_id, now_s)
                 start_elsewhere(self._books, self._bundle)
             case InstanceUnreachable():
@@ -249,14 +254,18 @@ class SchedulerCore:
             case InstanceSuspected():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_suspected(event.suspected)
+                    if event.suspected:
+                        self._moves.suspected(event.instance_id)
                     start_elsewhere(self._books, self._bundle)
             case InstanceLost():
                 self._reunion.instance_lost(event.instance_id)
+                self._moves.lost(event.instance_id)
                 self._operations.lost(event.instance_id, now_s)
                 self._pools.lost(event.instance_id)
             case DrainRequested():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_draining(event.enabled)
+                    self._moves.stops(event.instance_id, event.enabled)
             case RoleChangeRequested():
                 self._role_change_requested(event)
             case OperationRequested():
@@ -290,6 +299,10 @@ class SchedulerCore:
                 self._transfer_sent(event)
             case TransferFailed():
                 self._transfer_failed(event)
+            case MoveSent():
+                self._moves.sent(event)
+            case MoveFailed():
+                self._moves.failed(event)
             case RequestDropped():
                 self._dropped(event)
             case RequestFinished():
@@ -309,6 +322,7 @@ class SchedulerCore:
         self._operations.advance(now_s)
         while self._pools.advance(now_s):
             self._operations.advance(now_s)
+        self._moves.evacuate(self._operations.leaving, self._bundle.decode_placement)
         self._credit.serve(self._bundle, self._learner.model)
         self._packer.pack(self._bundle, now_s)
         self._admission.note(commands)
@@ -386,6 +400,8 @@ class SchedulerCore:
         self._credit.ended(state, event.instance_id, event.num_output_tokens)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
+        if state.move is not None:  # perhaps back to where it came from
+            spare = tuple([name for name in spare if name != state.move.target_id])
         self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
 
     # --- steps and transfers ---
@@ -455,7 +471,10 @@ class SchedulerCore:
     def _transfer_landed(self, event: TransferLanded) -> None:
         if transfer := self._transfer(event, Side.DESTINATION):
             self._books.grant(self._books.broker.land(transfer, event.instance_id))
-            if transfer.state is TransferState.LANDED:
+            state = self._books.requests[event.request_id]
+            if state.move is not None and state.move.transfer is transfer:
+                self._books.land_move(state)
+            elif transfer.state is TransferState.LANDED and not transfer.is_move:
                 self._books.land(self._books.requests[event.request_id])
 
     def _transfer_sent(self, event: TransferSent) -> None:
@@ -476,7 +495,7 @@ class SchedulerCore:
         key = (event.request_id, event.epoch)
         state = self._books.find(key)
         if state is None or not state.needs(event.instance_id):
-            self._books.free(event.instance_id, key)  # a sender that missed the acknowledgement still holds its KV
+            self._books.free(event.instance_id, key)  # a move's target, or a sender without acknowledgement
         elif state.transfer is None or state.transfer.plan.transfer_id != event.transfer_id:
             self._books.ignore("TransferFailed")  # the other side said so before
         elif self._books.has_all_kv(state):
@@ -489,7 +508,7 @@ class SchedulerCore:
         if state is not None and state.needs(event.instance_id):
             reason = f"instance {event.instance_id} does not serve it: {event.reason}"
             self._books.do_without(state, event.instance_id, reason)
-        else:
+        elif state is None or state.move is None or state.move.target_id != event.instance_id:
             self._books.ignore("RequestDropped")
 
     def _released(self, event: KvReleased) -> None:
@@ -504,6 +523,7 @@ class SchedulerCore:
         if hold.kind is not HoldKind.PREFILL:
             self._modes.released(instance, self._bundle, self._learner.estimate(instance.make))
         self._reunion.released(event.instance_id, key)
+        self._moves.released(event.instance_id, key)
         state = self._books.find(key)
         # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
         # that nobody asked for leaves a request without its KV.
@@ -596,6 +616,7 @@ class SchedulerCore:
         """Every book balances with every other; AssertionError names the numbers."""
         self._books.check_integrity()
         self._operations.check_integrity()
+        self._moves.check_integrity()
         for instance in self._books.instances.values():
             num_plans = instance.num_regular_plans
             assert num_plans <= self._config.plans_in_flight, f"{instance.instance_id}: {num_plans} plans in flight"

@@ -36,7 +36,7 @@ from pdmesh.policy.switching import SwitchTimes
 class HoldKind(IntEnum):
     """What a request has on an instance."""
 
-    PREFILL = auto()  # its prompt's KV, which moves away
+    PREFILL = auto()  # KV that moves away: its prompt's, or all of it once the decode that moved has landed elsewhere
     LOCAL = auto()  # its prompt's KV, which stays; room for its output, a seat
     PROMISED = auto()  # room and a seat for KV on its way (virtual usage)
     RESIDENT = auto()  # its KV and its seat: it decodes here
@@ -167,6 +167,15 @@ class InstanceBooks:
         if hold is not None and hold.kind in (HoldKind.PROMISED, HoldKind.LOCAL):
             self._count(hold, -1)
             hold.kind = HoldKind.RESIDENT
+            self._count(hold, 1)
+
+    def leave(self, key: RequestKey) -> None:
+        """The request decodes elsewhere: what it still has here is soon given back."""
+        hold = self.holds.get(key)
+        self.low.pop(key, None)
+        if hold is not None and hold.kind is HoldKind.RESIDENT:
+            self._count(hold, -1)
+            hold.kind, hold.long_tokens = HoldKind.PREFILL, 0
             self._count(hold, 1)
 
     def give_back(self, key: RequestKey, transfer_id: TransferId = NO_TRANSFER) -> HeldBlocks | None:
@@ -329,6 +338,13 @@ class InstanceBooks:
         is_open = (most - first) * self.block_size > self._growth.mean_tokens
         first, most = first - hold.num_blocks, most - hold.num_blocks
         return first <= self.room.open if is_open else most <= self.room.bounded
+
+    def can_take_over(self, key: RequestKey, num_blocks: int, max_blocks: int) -> bool:
+        """Whether a request that decodes elsewhere fits now, with ``num_blocks`` of the ``max_blocks`` it may need."""
+        if key in self.holds or self.num_decode_tokens == 0 or max_blocks > self.profile.num_blocks:
+            return False
+        is_open = self._growth.by_credit and (max_blocks - num_blocks) * self.block_size > self._growth.mean_tokens
+        return num_blocks <= self.room.open if is_open else max_blocks <= self.room.bounded
 
     def can_prefill(self, request: Request) -> bool:
         """Whether the prompt fits now."""

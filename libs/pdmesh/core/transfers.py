@@ -9,9 +9,10 @@ What has happened is kept as facts; `Transfer.state` follows from them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 
-from pdmesh.model import InstanceId, RequestKey, TransferPlan
+from pdmesh.model import InstanceId, RequestKey, TransferPlan, TransferPurpose
 
 
 class TransferState(Enum):
@@ -74,6 +75,10 @@ class Transfer:
         """Whether it landed, or is not wanted any more."""
         return self.withdrawn or not self._unlanded
 
+    @property
+    def is_move(self) -> bool:
+        return self.plan.purpose is TransferPurpose.MOVE
+
     def ids_of(self, side: Side) -> tuple[InstanceId, ...]:
         return self.plan.source_ids if side is Side.SOURCE else self.plan.destination_ids
 
@@ -132,3 +137,19 @@ class Transfer:
         """Its request ended."""
         self.withdrawn = True
         self.in_line = False
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """A running decode on its way to another instance; until it has landed, it decodes where it was."""
+
+    transfer: Transfer
+    given_up: bool = False  # its target is told to free it, or is gone
+
+    @property
+    def source_id(self) -> InstanceId:
+        return self.transfer.plan.source_ids[0]
+
+    @property
+    def target_id(self) -> InstanceId:
+        return self.transfer.plan.destination_ids[0]

@@ -15,6 +15,8 @@ the blocks may be freed; or `FailedTransfer`, and everything is kept for the nex
 one without an outcome. Before, ``mover.pause(...)`` stops it until it is granted again, and `PausedTransfer` says that
 no piece is under way.
 
+**Moving** a running decode. ``sending = mover.move(...)`` when the scheduler grants it; then as `MoveSender` says.
+
 **Receiving** (decode). ``mover.expect(...)`` with the reserved blocks. Exactly one outcome follows: `LandedTransfer`
 (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
 
@@ -49,6 +51,7 @@ from pdmesh.errors import ConfigError, KvTransferError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.groups import KvGroups
 from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, OnOutcome, PausedTransfer
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
@@ -114,7 +117,7 @@ class KvMover:
         self._on_outcome = on_outcome
         self._clock = clock
         self._senders: dict[bytes, KvSender] = {}
-        self._pushes: dict[bytes, KvPush] = {}  # of these, those that are granted
+        self._pushes: dict[bytes, KvPush | MoveSender] = {}  # what is granted, of these and of what decodes
         self._receivers: dict[bytes, KvReceiver] = {}
         self._dropped: Counter[str] = Counter()
         self._num_pieces_sent = self._num_bytes_sent = 0
@@ -188,6 +191,42 @@ class KvMover:
         self._senders[sender.key] = sender
         return sender
 
+    def move(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        block_ids: Sequence[int],
+        transcript: bytes,
+        destination: KvDestination,
+        capability: int,
+        on_caught_up: Callable[[], None],
+    ) -> MoveSender:
+        """Begin to move a running decode away. ``block_ids`` is its block table itself, which grows as it goes on.
+
+        Exactly one outcome follows: `SentTransfer` or `FailedTransfer`.
+        """
+        self._admit(destination.address)
+        writer = PieceWriter(
+            block_ids, store=self._store, transport=self._transport, key=self._key, copies=self._copies
+        )
+        sender = MoveSender(
+            request_id,
+            epoch,
+            writer=writer,
+            blocks_per_piece=self._transport.max_payload_bytes // self._store.layout.block_bytes,
+            destination=destination,
+            capability=capability,
+            transcript=transcript,
+            layout=self._store.layout,
+            clock=self._clock,
+            on_caught_up=on_caught_up,
+        )
+        self._end_push(sender.key)
+        self._pushes[sender.key] = sender
+        self._tasks.start_soon(self._push, sender)
+        return sender
+
     def grant(
         self, request_id: RequestId, epoch: Epoch, *, destinations: Sequence[KvDestination], capability: int
     ) -> None:
@@ -201,7 +240,7 @@ class KvMover:
         for destination in destinations:
             self._admit(destination.address)
         push = self._pushes.get(sender.key)
-        if push is not None and push.capability == capability:
+        if isinstance(push, KvPush) and push.capability == capability:
             push.grant_again()
             return
         self._end_push(sender.key)
@@ -222,7 +261,7 @@ class KvMover:
     def pause(self, request_id: RequestId, epoch: Epoch) -> None:
         """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if it is not there."""
         push = self._pushes.get(request_key(request_id))
-        if push is not None and push.epoch == epoch:
+        if isinstance(push, KvPush) and push.epoch == epoch:
             push.pause()
 
     def withdraw(self, request_id: RequestId, epoch: Epoch) -> None:
@@ -237,13 +276,14 @@ class KvMover:
         *,
         capability: int,
         block_ids: Sequence[int],
-        num_context_tokens: int,
+        num_context_tokens: int | None,
         source_addresses: tuple[bytes, ...],
         destination: int = 0,
     ) -> None:
         """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
 
-        This is the transfer's destination number ``destination``. An older epoch of the request is cancelled.
+        None for ``num_context_tokens`` is a move, whose commit tells how many there are. This is the transfer's
+        destination number ``destination``. An older epoch of the request is cancelled.
         """
         receiver = KvReceiver(
             request_id,
@@ -282,7 +322,7 @@ class KvMover:
             num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.num_bytes_received),
             dropped=dict(self._dropped),
             num_exchanging=len(self.groups),
-            num_sending=len(self._senders),
+            num_sending=len(self._senders.keys() | self._pushes.keys()),
             num_receiving=len(self._receivers),
         )
 
@@ -306,9 +346,10 @@ class KvMover:
         return sender if sender is not None and sender.epoch == epoch else None
 
     def _cancel_sender(self, key: bytes, epoch: Epoch) -> None:
-        sender = self._senders.get(key)
-        if sender is not None and sender.epoch <= epoch:
+        push, sender = self._pushes.get(key), self._senders.get(key)
+        if push is not None and push.epoch <= epoch:
             self._end_push(key)
+        if sender is not None and sender.epoch <= epoch:
             del self._senders[key]
 
     def _end_push(self, key: bytes) -> None:
@@ -317,14 +358,14 @@ class KvMover:
             push.scope.cancel()
             self._forget_push(push)
 
-    def _forget_push(self, push: KvPush) -> None:
+    def _forget_push(self, push: KvPush | MoveSender) -> None:
         """Take it out of the table; its task may still be ending."""
         if self._pushes.get(push.key) is push:
             del self._pushes[push.key]
             self._num_pieces_sent += push.num_pieces
             self._num_bytes_sent += push.num_bytes
 
-    async def _push(self, push: KvPush) -> None:
+    async def _push(self, push: KvPush | MoveSender) -> None:
         try:
             with push.scope:
                 try:
@@ -336,7 +377,7 @@ class KvMover:
                         await self._tell(PieceKind.ABORT, push, destination.address, destination=index)
                 else:
                     self._forget_push(push)
-                    if self._senders.get(push.key) is push.sender:
+                    if isinstance(push, KvPush) and self._senders.get(push.key) is push.sender:
                         del self._senders[push.key]
                     self._on_outcome(outcome)
         finally:
@@ -349,7 +390,9 @@ class KvMover:
         for address in receiver.source_addresses:
             await self._tell(kind, receiver, address, destination=receiver.destination)
 
-    async def _tell(self, kind: PieceKind, transfer: KvPush | KvReceiver, address: bytes, *, destination: int) -> None:
+    async def _tell(
+        self, kind: PieceKind, transfer: KvPush | MoveSender | KvReceiver, address: bytes, *, destination: int
+    ) -> None:
         """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
         header = PieceHeader(
             kind=kind,
@@ -437,6 +480,8 @@ class KvMover:
                 self._give_up(receiver, reason)
             else:
                 self._check_landed(receiver)
+        elif header.kind is PieceKind.TRANSCRIPT:
+            self._take_transcript(receiver, header, piece)
         elif reason := receiver.claim(header, len(piece.payload)):
             self._drop(piece, reason)
         else:
@@ -447,6 +492,15 @@ class KvMover:
                 is_wanted=lambda: self._receivers.get(receiver.key) is receiver,
                 on_read=partial(self._read, receiver, header),
             )
+
+    def _take_transcript(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece) -> None:
+        if self._key.checksum(piece.payload) != header.checksum:
+            self._drop(piece, "checksum")
+            self._give_up(receiver, "a piece of its transcript was damaged on the way")
+        elif reason := receiver.take_transcript(header, piece.payload):
+            self._drop(piece, reason)
+        else:
+            piece.release()
 
     def _read(self, receiver: KvReceiver, header: PieceHeader, fault: str | None) -> None:
         if fault is not None:
@@ -474,6 +528,7 @@ class KvMover:
                 token_index=receiver.first_token.token_index,
                 num_bytes=receiver.num_bytes,
                 duration_s=self._clock() - receiver.first_piece_s,
+                transcript=bytes(receiver.transcript),
             )
         )
 
@@ -486,7 +541,7 @@ class KvMover:
         self._fail(receiver.request_id, receiver.epoch, sending=False, reason=reason)
 
 
-def _mismatch(transfer: KvPush | KvReceiver, header: PieceHeader) -> str | None:
+def _mismatch(transfer: KvPush | MoveSender | KvReceiver, header: PieceHeader) -> str | None:
     """Why a piece does not belong to a transfer of its request."""
     if header.epoch != transfer.epoch:
         return "epoch"

@@ -13,7 +13,8 @@ class SentTransfer:
     """Sender's side: the receiver acknowledged the whole KV.
 
     ``duration_s`` runs from the transfer's first grant, ``exposed_s`` from the moment the prompt was computed and its
-    first token drawn (decode could start, had it the KV), both to the acknowledgement.
+    first token drawn (decode could start, had it the KV), both to the acknowledgement. Of a move
+    ``duration_s`` is all of it, and ``exposed_s`` how long the request stood still.
     """
 
     request_id: RequestId
@@ -33,6 +34,7 @@ class LandedTransfer:
     token_index: int
     num_bytes: int
     duration_s: float  # from the first piece
+    transcript: bytes = b""  # of a move: see `pdmesh.kv.transcript`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.piece import PieceHeader, pack_header
+from pdmesh.kv.piece import NO_PART, PieceHeader, pack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.transport.base import KvTransport, SendBuffer
@@ -61,6 +61,24 @@ class PieceWriter:
         for piece in blocks.cut(self._blocks_taken(address)):
             async with self._transport.lend() as buffer:
                 await self._send_piece(address, piece, about, buffer)
+
+    async def send_bytes(self, address: bytes, start: int, data: bytes, about: PieceHeader) -> None:
+        """Send bytes that are no KV, from number ``start`` on, one piece after the other. Raises KvTransferError."""
+        size = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
+        for offset in range(0, len(data), size):
+            taken = data[offset : offset + size]
+            header = replace(
+                about,
+                part=NO_PART._replace(blocks=IndexRange(start + offset, start + offset + len(taken))),
+                payload_bytes=len(taken),
+                checksum=self._key.checksum(memoryview(taken)),
+            )
+            async with self._transport.lend() as buffer:
+                buffer.payload[: len(taken)] = taken
+                pack_header(header, buffer.header, self._key)
+                await self._transport.send(address, buffer, len(taken))
+            self.num_pieces += 1
+            self.num_bytes += len(taken)
 
     async def tell(self, address: bytes, header: PieceHeader) -> None:
         """Send a header alone. Raises KvTransferError."""

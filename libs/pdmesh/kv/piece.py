@@ -35,6 +35,7 @@ class PieceKind(IntEnum):
     ABORT = 4  # either way: the other side gave up
     HELLO = 5  # one member of a prefill group to another: KV may be sent here
     WELCOME = 6  # the same, in answer to it
+    TRANSCRIPT = 7  # of a move: bytes of what the request is, and has drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ class PieceHeader:
     destination: int = 0
     num_members: int = 0  # KV between members of a group: so many of them are sent it by who computed it
     chunk: int = 0
-    part: KvPart = NO_PART  # KV: what the payload is, of one layer; COMMIT: all that this source has sent
+    part: KvPart = NO_PART  # KV: what the payload is, of one layer; COMMIT: all that this source has sent;
+    # TRANSCRIPT: ``blocks`` are bytes
     payload_bytes: int = 0
     checksum: int = 0  # of the payload: `MeshKey.checksum`
     num_context_tokens: int = 0  # COMMIT: tokens of the request's context

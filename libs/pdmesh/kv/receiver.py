@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdmesh.kv.piece import PieceHeader, request_key
+from pdmesh.kv.transcript import is_complete
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
+
+#: Of a move's transcript, beside its tokens: how they are drawn, and for whom.
+MAX_TRANSCRIPT_HEAD_BYTES = 1 << 20
 
 
 class FirstToken(NamedTuple):
@@ -30,12 +34,16 @@ class KvReceiver:
         *,
         capability: int,
         block_ids: Sequence[int],
-        num_context_tokens: int,
+        num_context_tokens: int | None,
         source_addresses: tuple[bytes, ...],
         destination: int,
         layout: KvLayout,
     ) -> None:
-        num_blocks = num_blocks_for(num_context_tokens, layout.block_size)
+        """``num_context_tokens`` is None for a move: as many as the blocks hold at most, which the commit tells."""
+        most_tokens = len(block_ids) * layout.block_size
+        num_blocks = num_blocks_for(
+            most_tokens if num_context_tokens is None else num_context_tokens, layout.block_size
+        )
         assert 0 < num_blocks <= len(block_ids), f"{num_context_tokens} tokens in {len(block_ids)} blocks"
         self.request_id = request_id
         self.epoch = epoch
@@ -46,6 +54,7 @@ class KvReceiver:
         self.first_piece_s: float | None = None
         self.first_token: FirstToken | None = None
         self.num_bytes = 0
+        self.transcript = bytearray()
         self._block_ids = list(block_ids[:num_blocks])
         self._num_context_tokens = num_context_tokens
         self._layout = layout
@@ -82,6 +91,22 @@ class KvReceiver:
         self._num_unclaimed -= blocks.size
         return None
 
+    def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
+        """Take the next bytes of a move's transcript, or say why they must be dropped."""
+        start, stop = header.part.blocks
+        most_bytes = self._part.blocks.size * self._layout.block_size * 4 + MAX_TRANSCRIPT_HEAD_BYTES
+        if (
+            self._num_context_tokens is not None
+            or stop - start != len(payload)
+            or stop > most_bytes
+            or start > len(self.transcript)
+        ):
+            return "range"
+        if start < len(self.transcript):
+            return "duplicate"
+        self.transcript += payload
+        return None
+
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
         self._num_unplaced -= header.part.blocks.size
@@ -91,6 +116,8 @@ class KvReceiver:
         """Take a source's commit, or say why the transfer has failed. It sends it after all of its KV was taken."""
         if header.source >= len(self.source_addresses) or header.destination != self.destination:
             return f"a commit of source {header.source} for destination {header.destination}"
+        if self._num_context_tokens is None and (reason := self._end_move(header)):
+            return reason
         if header.num_context_tokens != self._num_context_tokens:
             return f"the sender moved {header.num_context_tokens} tokens, {self._num_context_tokens} were expected"
         num_missing = header.part.num_pages - self._num_claimed_of[header.source]
@@ -103,6 +130,24 @@ class KvReceiver:
             return f"{self._num_unclaimed} blocks are missing"
         if not self._uncommitted and self.first_token is None:
             return "no source drew the first token"
+        return None
+
+    def _end_move(self, header: PieceHeader) -> str | None:
+        """Expect no more than the commit names. None, or why it cannot be."""
+        num_tokens = header.num_context_tokens
+        num_blocks = num_blocks_for(num_tokens, self._layout.block_size)
+        part = self._part._replace(blocks=IndexRange(0, num_blocks))
+        if not 0 < num_blocks <= self._part.blocks.size or header.part != part:
+            return f"a commit of {num_tokens} tokens in {header.part}"
+        if not is_complete(self.transcript, num_tokens):
+            return "a part of its transcript is missing"
+        if any(any(claimed[num_blocks:]) for claimed in self._claimed):
+            return "more blocks came than the commit names"
+        num_beyond = self._part.num_pages - part.num_pages
+        self._num_unclaimed -= num_beyond
+        self._num_unplaced -= num_beyond
+        self._part, self._num_context_tokens = part, num_tokens
+        self._claimed = [claimed[:num_blocks] for claimed in self._claimed]
         return None
 
     @property

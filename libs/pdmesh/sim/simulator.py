@@ -11,6 +11,7 @@ from typing import Protocol, assert_never
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    CancelMove,
     Command,
     ForgetRequest,
     FreeKv,
@@ -22,6 +23,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Reject,
     Restart,
+    ResumeDecode,
     RunStep,
     SetGroup,
     SetRole,
@@ -217,7 +219,7 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case StopInstance():
+            case StopInstance() | CancelMove() | ResumeDecode():
                 raise AssertionError("a simulated mesh has no operators")
             case (
                 AdmitPrefill()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    CancelMove,
     Command,
     FreeKv,
     GrantTransfer,
@@ -21,6 +22,7 @@ from pdmesh.core.commands import (
     KeepKv,
     PauseTransfer,
     PlaceDecode,
+    ResumeDecode,
     RunStep,
     SetGroup,
     SetRole,
@@ -36,6 +38,8 @@ from pdmesh.core.events import (
     InstanceJoined,
     KvReleased,
     LoadReported,
+    MoveFailed,
+    MoveSent,
     RequestDropped,
     RequestFinished,
     StepDone,
@@ -62,6 +66,7 @@ from pdmesh.model import (
     StepPlan,
     TransferId,
     TransferPlan,
+    TransferPurpose,
 )
 from pdmesh.policy.credit import is_low
 
@@ -126,6 +131,10 @@ class ModelledHold:
     granted: bool = False
     decoding: bool = False
     group: PrefillGroup | None = None  # that computes it in turn, as the instance was told
+    leaving: TransferPlan | None = None  # while it decodes: that moves it to another instance
+    committed: bool = False  # that: nobody goes on here before the core says so
+    given_up: bool = False  # that: no acknowledgement is waited for
+    landed: bool = False  # that: where it goes it is decoded
     asked: tuple[int, bool] = (0, False)  # for more than so many blocks, and whether it waited
 
     @property
@@ -213,6 +222,23 @@ class ModelledInstance:
                     self.plans.appendleft(plan)
                 else:
                     self.plans.append(plan)
+            case GrantTransfer(transfer=transfer) as grant if transfer.purpose is TransferPurpose.MOVE:
+                hold = self.holds.get((grant.request_id, grant.epoch))
+                if hold is not None:
+                    assert hold.decoding, f"{grant}, which does not decode"
+                    assert hold.leaving is None, f"{grant} of one that moves already"
+                    hold.leaving = transfer
+            case CancelMove() as cancel:
+                hold = self.holds.get((cancel.request_id, cancel.epoch))
+                if hold is not None:
+                    is_of = hold.leaving is not None and hold.leaving.transfer_id == cancel.transfer_id
+                    self.stop_move((cancel.request_id, cancel.epoch), cancel.transfer_id, ends=is_of)
+            case ResumeDecode() as resume:
+                hold = self.holds.get((resume.request_id, resume.epoch))
+                if hold is not None and hold.leaving is not None and hold.leaving.transfer_id == resume.transfer_id:
+                    assert not hold.landed, f"{resume}, which is decoded elsewhere"
+                    hold.leaving, hold.committed, hold.given_up = None, False, False
+                    hold.decoding = hold.seated = True
             case GrantTransfer() as grant:
                 hold = self.holds.get((grant.request_id, grant.epoch))
                 if hold is not None:
@@ -275,6 +301,16 @@ class ModelledInstance:
     def lose_receiver(self, hold: ModelledHold) -> None:
         """Keep its KV for another one."""
         hold.granted, hold.transfer = False, None
+
+    def stop_move(self, key: RequestKey, transfer_id: TransferId, *, ends: bool = True) -> None:
+        """Send no more of a request that moves, and say whether it goes on here; not ``ends``: it is another move."""
+        hold = self.holds[key]
+        committed = ends and hold.committed
+        if committed:
+            hold.given_up = True
+        elif ends:
+            hold.leaving = None
+        self.events.append(MoveFailed(self.instance_id, *key, transfer_id, committed, "modelled"))
 
     def _hold(self, key: RequestKey, hold: ModelledHold) -> bool:
         """False if the instance is stopping, and has said so."""
@@ -457,6 +493,8 @@ class ModelledInstance:
         self.running.clear()
         self.own.held = False
         self.holds = {key: hold for key, hold in self.holds.items() if hold.decoding}
+        for hold in self.holds.values():
+            hold.leaving = None
         residents = tuple(
             Resident(
                 request_id=key[0],
@@ -495,6 +533,8 @@ class ModelledMesh:
                 | PauseTransfer()
                 | WithdrawTransfer()
                 | KeepKv()
+                | CancelMove()
+                | ResumeDecode()
                 | GrowKv()
                 | FreeKv()
                 | SetRole()
@@ -518,8 +558,9 @@ class ModelledMesh:
                 expects = target is not None and not target.decoding and target.transfer == hold.transfer
                 if hold.granted and receiver is not None and expects:
                     found.append((sender, receiver, key))
+        moves = self.moves()
         for receiver in self.instances.values():
-            num_transfers = sum(to is receiver for _, to, _ in found)
+            num_transfers = sum(to is receiver for _, to, _ in (*found, *moves))
             assert num_transfers <= receiver.profile.num_transfer_backends, f"{receiver.instance_id}: no backend"
         return found
 
@@ -533,6 +574,51 @@ class ModelledMesh:
         receiver.events.append(TransferLanded(receiver.instance_id, *key, plan.transfer_id, 1, 0.0))
         sender.events.append(TransferSent(sender.instance_id, *key, plan.transfer_id, 1, 0.0, 0.0))
         sender.release(key)
+
+    def moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
+        """Running decodes on their way, as (source, target that expects it, request)."""
+        found: list[tuple[ModelledInstance, ModelledInstance, RequestKey]] = []
+        for source in self.instances.values():
+            for key, hold in source.holds.items():
+                plan = hold.leaving
+                target = None if plan is None else self.instances.get(plan.destination_ids[0])
+                expected = None if target is None else target.holds.get(key)
+                if target is not None and expected is not None and expected.transfer == plan and not expected.decoding:
+                    found.append((source, target, key))
+        return found
+
+    @staticmethod
+    def commit_move(source: ModelledInstance, key: RequestKey) -> None:
+        """It stands still from here on."""
+        hold = source.holds[key]
+        hold.committed, hold.decoding, hold.seated = True, False, False
+
+    def land_move(self, source: ModelledInstance, target: ModelledInstance, key: RequestKey) -> None:
+        """It is decoded where it moved, which the source does not know yet."""
+        hold, there = source.holds[key], target.holds[key]
+        if not hold.committed:
+            self.commit_move(source, key)
+        assert hold.leaving is not None
+        hold.landed = there.decoding = True
+        there.num_computed_tokens = hold.num_computed_tokens
+        target.events.append(TransferLanded(target.instance_id, *key, hold.leaving.transfer_id, 1, 0.0))
+
+    @staticmethod
+    def acknowledge_move(source: ModelledInstance, key: RequestKey) -> None:
+        """The source hears of it, and frees its side."""
+        plan = source.holds[key].leaving
+        assert plan is not None, f"{key} is acknowledged and did not move"
+        source.events.append(MoveSent(source.instance_id, *key, plan.transfer_id, 1, 0.0, 0.0))
+        source.release(key)
+
+    def landed_moves(self) -> list[tuple[ModelledInstance, RequestKey]]:
+        """What sources will soon be told has landed."""
+        return [
+            (source, key)
+            for source in self.instances.values()
+            for key, hold in source.holds.items()
+            if hold.landed and not hold.given_up
+        ]
 
     def fail(self, at: ModelledInstance, key: RequestKey) -> None:
         """One side gives a transfer up: a receiver with what it has of it, a sender keeps all."""

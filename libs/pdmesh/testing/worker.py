@@ -50,6 +50,7 @@ from pdmesh.transport.base import KvTransport
 from pdmesh.wire.messages import (
     Admit,
     ExpectKv,
+    ExpectMove,
     Generation,
     Grant,
     TokenOut,
@@ -126,9 +127,10 @@ class RunningInstance:
             if isinstance(token, TokenOut) and token.request_id == request_id and token.epoch == epoch
         ]
 
-    def admit(self, generation: Generation, *, kv_moves: bool) -> None:
+    def admit(self, generation: Generation, *, kv_moves: bool, num_blocks: int | None = None) -> None:
+        """With room for all of it, unless ``num_blocks`` are given."""
         num_kept = 0 if kv_moves else generation.max_tokens_left - 1
-        shard = self.shard(num_blocks_for(generation.num_tokens + num_kept, self.block_size))
+        shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_kept, self.block_size))
         command = AdmitPrefill(
             instance_id=self.instance.instance_id,
             request_id=generation.request_id,
@@ -176,6 +178,26 @@ class RunningInstance:
             transfer=a_transfer(self.shard(num_blocks), destination.shard(num_blocks), number),
         )
         self.instance.handle(Grant(command=command, destination_addresses=(destination.address,)))
+
+    def move(
+        self, request_id: str, target: RunningInstance, num_blocks: int, *, number: int = 2, epoch: int = 0
+    ) -> None:
+        """What a scheduler says of a move to ``target``, to both sides; ``number`` names it."""
+        plan = self.plan_of_move(target, num_blocks, number)
+        what = RequestId(request_id), Epoch(epoch)
+        place = PlaceDecode(instance_id=target.instance.instance_id, request_id=what[0], epoch=what[1], transfer=plan)
+        target.instance.handle(ExpectMove(command=place, source_addresses=(self.address,)))
+        grant = GrantTransfer(instance_id=self.instance.instance_id, request_id=what[0], epoch=what[1], transfer=plan)
+        self.instance.handle(Grant(command=grant, destination_addresses=(target.address,)))
+
+    def plan_of_move(self, target: RunningInstance, num_blocks: int, number: int = 2) -> TransferPlan:
+        return TransferPlan(
+            transfer_id=TransferId(number),
+            purpose=TransferPurpose.MOVE,
+            sources=(self.shard(num_blocks),),
+            destinations=(target.shard(num_blocks),),
+            capability=CAPABILITY + number,
+        )
 
     def pause(self, request_id: str, epoch: int = 0) -> None:
         self.instance.handle(

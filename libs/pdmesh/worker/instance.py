@@ -14,11 +14,14 @@ from typing import assert_never
 import structlog
 
 from pdmesh.core.commands import (
+    CancelMove,
     FreeKv,
     GrowKv,
     KeepKv,
     PauseTransfer,
+    PlaceDecode,
     PlainInstanceCommand,
+    ResumeDecode,
     RunStep,
     SetRole,
     StopInstance,
@@ -64,12 +67,24 @@ from pdmesh.model import (
     ResidentContext,
     Role,
     TransferId,
+    TransferPurpose,
 )
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, PeerGone, Regroup, TokensUp, TurnOver
+from pdmesh.wire.messages import (
+    Admit,
+    ExpectKv,
+    ExpectMove,
+    Generation,
+    Grant,
+    PeerGone,
+    Regroup,
+    TokensUp,
+    TurnOver,
+)
 from pdmesh.worker.admission import check_group, check_members, check_request, join_group, transcript
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.moves import Moves
 from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import TokenSink, error_out, finished, prompt_logprobs, step_done, token_out
 from pdmesh.worker.sequences import Hold, Sequences, Stage
@@ -79,7 +94,7 @@ from pdmesh.worker.times import StepTime
 log = structlog.get_logger()
 
 #: What the scheduler tells an instance: core commands, some of them with what only the services know.
-Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | Grant | PeerGone
+Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | ExpectMove | Grant | PeerGone
 
 
 class Instance:
@@ -116,6 +131,17 @@ class Instance:
         self._sequences = Sequences(pool, mover, on_released=self._released)
         self._own = OwnSteps()
         self.plans = Plans(instance_id, self._sequences, self._own, bell=bell, report=report, drop=self._drop)
+        self._moves = Moves(
+            instance_id,
+            sequences=self._sequences,
+            mover=mover,
+            pool=pool,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            report=report,
+            send=self._send,
+            wake=self.plans.wake,
+        )
         self._admits = True
 
     # --- what the scheduler says ----------------------------------------------------------------------------
@@ -131,8 +157,16 @@ class Instance:
                 self._expect(message)
             case Regroup():
                 self._regroup(message)
+            case ExpectMove():
+                self._expect_move(message)
+            case Grant() if message.command.transfer.purpose is TransferPurpose.MOVE:
+                self._moves.grant(message)
             case Grant():
                 self._grant(message)
+            case CancelMove():
+                self._moves.cancel(message)
+            case ResumeDecode():
+                self._moves.resume(message)
             case PauseTransfer(request_id=request_id, epoch=epoch):
                 self._mover.pause(request_id, epoch)
             case WithdrawTransfer(request_id=request_id, epoch=epoch, transfer_id=transfer_id):
@@ -224,6 +258,12 @@ class Instance:
             destination=transfer.destination_ids.index(self.instance_id),
         )
         self._report(DecodeReserved(self.instance_id, hold.request_id, hold.epoch, transfer.transfer_id))
+
+    def _expect_move(self, message: ExpectMove) -> None:
+        try:
+            self._moves.expect(message, admits=self._admits)
+        except PdmeshError as error:
+            self._refuse(message.command, str(error), message.command.transfer.transfer_id)
 
     def _grant(self, message: Grant) -> None:
         command = message.command
@@ -323,8 +363,7 @@ class Instance:
             block_size=self._block_size,
             max_kv_tokens=max_kv_tokens,
         )
-        if self._tracing.on and generation.traceparent is not None:
-            hold.trace = HoldTrace(self._tracing, generation.traceparent, generation, self.instance_id)
+        self._trace(hold)
         self._sequences.add(hold)
         log.debug(
             "request held",
@@ -335,6 +374,11 @@ class Instance:
         )
         self._tokens.open(generation.token_address)
         return hold
+
+    def _trace(self, hold: Hold) -> None:
+        generation = hold.generation
+        if self._tracing.on and generation.traceparent is not None:
+            hold.trace = HoldTrace(self._tracing, generation.traceparent, generation, self.instance_id)
 
     def _grow(self, command: GrowKv) -> None:
         hold = self._sequences.get(command.request_id, command.epoch)
@@ -360,7 +404,7 @@ class Instance:
         if low:
             self._report(CreditLow(self.instance_id, low))
 
-    def _refuse(self, generation: Generation, reason: str, transfer_id: TransferId = NO_TRANSFER) -> None:
+    def _refuse(self, generation: Generation | PlaceDecode, reason: str, transfer_id: TransferId = NO_TRANSFER) -> None:
         request_id, epoch = generation.request_id, generation.epoch
         log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
         self._metrics.refused_requests.inc()
@@ -443,10 +487,13 @@ class Instance:
         """Send a drawn token to the gateway; release the request if it ends with it."""
         assert result.token_id is not None, "a slice that samples gave no token"
         self._metrics.generation_tokens.inc()
-        self._send(hold, token_out(hold, result))
+        successor = self._moves.successor(hold)
+        self._send(hold, token_out(hold, result, successor))
         hold.sequence.token_ids.append(result.token_id)
         if result.finish_reason is not None:
             self._finish(hold, result.finish_reason)
+        else:
+            self._moves.stepped(hold, successor)
 
     def stop_waiting(self) -> None:
         """Nobody will use what the running step waits for: it is to end."""
@@ -475,12 +522,18 @@ class Instance:
         if isinstance(outcome, FailedExchange):
             self._drop(hold, outcome.reason)
             return
-        if hold.transfer is None:
+        transfer = hold.transfer if hold.leaving is None else hold.leaving.transfer
+        if transfer is None:
             return
-        transfer_id = hold.transfer.transfer_id
+        transfer_id = transfer.transfer_id
         match outcome:
             case LandedTransfer():
                 self._landed(hold, transfer_id, outcome)
+            case SentTransfer() if hold.leaving is not None:
+                self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
+                self._moves.sent(hold, outcome)
+                self._end_trace(hold, DONE)
+                self._sequences.release(hold)
             case SentTransfer():
                 self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
                 self._metrics.transfer_s.observe(outcome.duration_s)
@@ -501,6 +554,9 @@ class Instance:
                 self._sequences.release(hold)
             case PausedTransfer():
                 self._report(TransferPaused(self.instance_id, hold.request_id, hold.epoch, transfer_id))
+            case FailedTransfer(sending=True) if hold.leaving is not None:
+                self._metrics.failed_transfers.labels("out").inc()
+                self._moves.failed(hold, outcome)
             case FailedTransfer(sending=True, reason=reason):
                 self._metrics.failed_transfers.labels("out").inc()
                 self._report(TransferFailed(self.instance_id, hold.request_id, hold.epoch, transfer_id, reason))
@@ -512,6 +568,14 @@ class Instance:
                 assert_never(outcome)
 
     def _landed(self, hold: Hold, transfer_id: TransferId, outcome: LandedTransfer) -> None:
+        if outcome.transcript:
+            try:
+                self._moves.arrived(hold, outcome)
+            except ProtocolError as error:
+                self._fail(hold, transfer_id, str(error))
+                return
+            self._tokens.open(hold.generation.token_address)
+            self._trace(hold)
         if outcome.token_index != hold.sequence.num_output_tokens:
             self._fail(hold, transfer_id, f"the first token came with index {outcome.token_index}")
             return
@@ -567,6 +631,7 @@ class Instance:
         A scheduler that we register with knows nothing of them; gateways start them again.
         """
         self.plans.clear()
+        self._moves.stay_all()
         for hold in self._sequences:
             if hold.stage is not Stage.DECODING:
                 self._sequences.release(hold)

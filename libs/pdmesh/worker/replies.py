@@ -57,8 +57,8 @@ def step_done(
     )
 
 
-def token_out(hold: Hold, result: SliceResult) -> TokenOut:
-    """The drawn token, before it joins the sequence."""
+def token_out(hold: Hold, result: SliceResult, successor: InstanceId | None = None) -> TokenOut:
+    """The drawn token, before it joins the sequence. ``successor`` goes on after it, of a running decode that moves."""
     return TokenOut(
         request_id=hold.request_id,
         epoch=hold.epoch,
@@ -67,7 +67,7 @@ def token_out(hold: Hold, result: SliceResult) -> TokenOut:
         logprobs=None if result.logprobs is None else _on_wire(result.logprobs),
         finish_reason=result.finish_reason,
         stop_token_id=result.stop_token_id,
-        next_instance_id=hold.next_instance_id if result.finish_reason is None else None,
+        next_instance_id=(successor or hold.next_instance_id) if result.finish_reason is None else None,
     )
 
 

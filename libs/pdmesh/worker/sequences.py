@@ -16,6 +16,7 @@ from pdmesh.engine.base import EngineSequence
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
+from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import (
     NO_TRANSFER,
@@ -40,6 +41,36 @@ class Stage(Enum):
     SENDING = auto()  # computed; its KV is on the way, or waits for a receiver
     RECEIVING = auto()
     DECODING = auto()
+    LEAVING = auto()  # stands still at the end of its move to another instance
+
+
+@dataclass(slots=True, eq=False)
+class Leaving:
+    """A move of a running decode away from this instance."""
+
+    transfer: TransferPlan
+    sender: MoveSender | None  # None: it has given up, after its commit
+    num_tokens_told: int  # of the transcript that was sent first
+    is_frozen: bool = False
+
+    @property
+    def target_id(self) -> InstanceId:
+        return self.transfer.destination_ids[0]
+
+    @property
+    def committed(self) -> bool:
+        """Whether the target may have begun: then nobody goes on here before the core says so."""
+        return self.sender is None or self.sender.committed
+
+    @property
+    def can_freeze(self) -> bool:
+        return not self.is_frozen and self.sender is not None and self.sender.has_caught_up
+
+    def is_of(self, transfer_id: TransferId) -> bool:
+        return self.transfer.transfer_id == transfer_id
+
+    def stop_sending(self) -> None:
+        self.sender = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,6 +85,7 @@ class Hold:
     transfer: TransferPlan | None = None  # that moves its KV on, or brings it
     sender: KvSender | None = None  # set if its KV moves on after its prefill
     exchange: KvExchange | None = None  # set if a group computes its prompt
+    leaving: Leaving | None = None  # set while it decodes, and moves to another instance
     trace: HoldTrace | None = None  # set if the request is traced
     num_computed_tokens: int = 0
     num_chunks: int = 0  # begun
@@ -184,6 +216,11 @@ class Sequences:
     def start_decoding(self, hold: Hold) -> None:
         hold.stage = Stage.DECODING
         self._decoding[hold.request_id, hold.epoch] = hold
+
+    def stop_decoding(self, hold: Hold) -> None:
+        """It stands still from here on."""
+        hold.stage = Stage.LEAVING
+        del self._decoding[hold.request_id, hold.epoch]
 
     def release(self, hold: Hold) -> None:
         """Stop what runs for the request and give its blocks back, at once or when the step that uses them ends."""

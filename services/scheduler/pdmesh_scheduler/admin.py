@@ -6,7 +6,7 @@ Who shows the mesh token may ask. Changes are for who shows the operators' token
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 from urllib.parse import unquote
 
@@ -18,7 +18,7 @@ import structlog
 from pdmesh.config import SecurityConfig
 from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, OperationCancelled, ResizeRequested
 from pdmesh.errors import ConfigError
-from pdmesh.model import OperationKind, Role
+from pdmesh.model import OperationKind, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BATCHINGS, BUNDLES, make_batching, make_bundle
 from pdmesh.ranges import out_of_range
@@ -193,6 +193,14 @@ class Admin:
                     return AdminError(message="a role belongs to a change of roles, and to nothing else")
                 if wish.kind is OperationKind.RESIZE:
                     return AdminError(message="pools are resized, not an instance")
+                if (wish.kind is OperationKind.MOVE) is (wish.request_id is None):
+                    return AdminError(message="a request belongs to a move, and to nothing else")
+                if wish.request_id is not None:
+                    records = self.records.find(wish.request_id)
+                    if len(records) > 1:
+                        return AdminError(message=f"{len(records)} requests are called {wish.request_id!r}: name one")
+                    if records:
+                        wish = replace(wish, request_id=RequestId(records[0].request_id))
                 if not _is_id(wish.operation_id):
                     return AdminError(message=_WANTED_ID)
                 if wish.kind is OperationKind.RESTART and self.actuators.takes(wish.instance_id):

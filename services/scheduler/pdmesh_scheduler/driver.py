@@ -19,6 +19,7 @@ import structlog
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    CancelMove,
     Command,
     ForgetRequest,
     FreeKv,
@@ -30,6 +31,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Reject,
     Restart,
+    ResumeDecode,
     RunStep,
     SetGroup,
     SetRole,
@@ -58,7 +60,7 @@ from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
-from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey, Role
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey, Role, TransferPurpose
 from pdmesh.policy.base import InstanceView
 from pdmesh.policy.batching import Mode
 from pdmesh.wire.messages import (
@@ -66,6 +68,7 @@ from pdmesh.wire.messages import (
     BatchingStatus,
     CommandMessage,
     ExpectKv,
+    ExpectMove,
     GatewayDown,
     Generation,
     Grant,
@@ -310,11 +313,16 @@ class Driver:
             case SetRole():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
                 self._tell_readiness()
-            case RunStep() | PauseTransfer() | WithdrawTransfer() | KeepKv() | GrowKv() | FreeKv() | StopInstance():
+            case RunStep() | PauseTransfer() | WithdrawTransfer() | KeepKv() | CancelMove() | ResumeDecode():
+                self._workers.post(command.instance_id, CommandMessage.of(command))
+            case GrowKv() | FreeKv() | StopInstance():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
             case SetGroup():
                 addresses = self._addresses(command.group.member_ids)
                 self._workers.post(command.instance_id, Regroup(command=command, member_addresses=addresses))
+            case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
+                addresses = self._addresses(command.transfer.source_ids)
+                self._workers.post(command.instance_id, ExpectMove(command=command, source_addresses=addresses))
             case PlaceDecode():
                 self._expect_kv(command)
             case GrantTransfer():

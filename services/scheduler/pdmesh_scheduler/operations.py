@@ -148,6 +148,7 @@ class OperationsDesk:
             timeout_s=view.timeout_s,
             pools=view.pools,
             needs_actuator=view.needs_actuator,
+            request_id=view.request_id,
         )
 
     # --- the next scheduler ---

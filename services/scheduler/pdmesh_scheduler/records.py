@@ -12,6 +12,7 @@ import msgspec
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    CancelMove,
     ForgetRequest,
     FreeKv,
     GrantTransfer,
@@ -21,6 +22,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Reject,
     Restart,
+    ResumeDecode,
     SetGroup,
     WithdrawTransfer,
 )
@@ -28,6 +30,8 @@ from pdmesh.core.events import (
     DecodeReserved,
     HelperJoined,
     KvReleased,
+    MoveFailed,
+    MoveSent,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
@@ -40,7 +44,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.lives import Chunk, Forgotten, Happening, Life, Milestone
 from pdmesh.metrics import NO_SLO, Slo, keeps_slo, tpot_between_s
-from pdmesh.model import InstanceId, RequestId
+from pdmesh.model import InstanceId, RequestId, TransferPurpose
 from pdmesh.wire.messages import RecordEntry, RequestRecord
 from pdmesh_scheduler.observing import Handled
 
@@ -264,6 +268,13 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             exposed = f"{_ms(what.exposed_s)} after the prompt was computed"
             detail = f"{what.num_bytes} bytes in {_ms(what.duration_s)}, {exposed}"
             return _Line("sent", detail, what.instance_id, figures)
+        case MoveSent():
+            figures = {"num_bytes": float(what.num_bytes), "duration_s": what.duration_s, "frozen_s": what.frozen_s}
+            detail = f"{what.num_bytes} bytes in {_ms(what.duration_s)}, stood still for {_ms(what.frozen_s)}"
+            return _Line("moved away", detail, what.instance_id, figures)
+        case MoveFailed():
+            where = "its target may have begun" if what.committed else "it goes on here"
+            return _Line("move failed", f"{what.reason}; {where}", what.instance_id)
         case TransferFailed():
             return _Line("transfer failed", what.reason, what.instance_id)
         case RequestDropped():
@@ -274,6 +285,8 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             return _Line("finished", detail, what.instance_id, figures)
         case KvReleased():
             return _Line("released", "", what.instance_id)
+        case PlaceDecode() if what.transfer.purpose is TransferPurpose.MOVE:
+            return _Line("moves here", f"{what.num_blocks} blocks", what.instance_id)
         case PlaceDecode():
             return _Line("placed for decode", f"{what.num_blocks} blocks", what.instance_id)
         case AdmitPrefill(leads=False, group=group) if group is not None:
@@ -298,7 +311,9 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             return _Line("preempted" if what.preempted else "restarted", what.reason)
         case ForgetRequest():
             return None if what.outcome in _GOES_ON else _Line("ended", what.outcome)
-        case DecodeReserved() | PauseTransfer() | Forgotten():
+        case ResumeDecode():
+            return _Line("decodes on", "its move is over", what.instance_id)
+        case DecodeReserved() | PauseTransfer() | CancelMove() | Forgotten():
             return None
         case _:
             assert_never(what)

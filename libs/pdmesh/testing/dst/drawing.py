@@ -43,6 +43,7 @@ WEIGHTS = {
     FaultKind.PIECES: 2,
     FaultKind.BREAK: 1,
     FaultKind.DRAIN: 1,
+    FaultKind.MOVE: 3,
     FaultKind.ROLE: 1,
     FaultKind.BUNDLE: 1,
     FaultKind.NONSENSE: 2,
@@ -193,6 +194,8 @@ def _fault(rng: random.Random, swarm: _Swarm, at_s: float) -> Fault:
             if rng.random() < 0.3:
                 target, other = SCHEDULER, rng.choice(swarm.gateways)
             duration_s = rng.uniform(0, swarm.stop_s)
+        case FaultKind.MOVE:
+            other = rng.choice(swarm.instances)
         case FaultKind.ROLE:
             other = rng.choice(tuple(Role))
         case FaultKind.BUNDLE:

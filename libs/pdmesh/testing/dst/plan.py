@@ -31,6 +31,7 @@ class FaultKind(StrEnum):
     PIECES = "pieces"  # pieces are lost, damaged, repeated and late
     BREAK = "break"  # an instance's device fails, which ends it; it is started again at the end
     DRAIN = "drain"  # an operator gives an instance no new work
+    MOVE = "move"  # an operator moves what decodes on an instance to another
     ROLE = "role"  # an operator gives an instance another role
     BUNDLE = "bundle"  # an operator switches the policies
     NONSENSE = "nonsense"  # a gateway submits what no gateway may, and meddles with the requests of others

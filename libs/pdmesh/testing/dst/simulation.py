@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from pdmesh.core.events import BundleChangeRequested, OperationRequested, RoleChangeRequested
+from pdmesh.core.requests import Phase
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.model import InstanceId, OperationId, OperationKind, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
 from pdmesh.service import ServiceContext
 from pdmesh.testing.dst.clients import SimulatedClient
 from pdmesh.testing.dst.data_plane import DataPlane
@@ -25,6 +26,9 @@ from pdmesh_scheduler.driver import Driver
 
 #: How long an operator lets a drain take, before what is left starts again elsewhere.
 DRAIN_S = 2.0
+
+#: Between two looks of an operator who moves what decodes.
+MOVE_EVERY_S = 0.02
 
 Serve = Callable[[ServiceContext], Awaitable[None]]
 
@@ -178,6 +182,8 @@ class Simulation:
                 process.parts["engine"].breaks = True
             case FaultKind.DRAIN:
                 self._ask_for(OperationKind.DRAIN, self._instance_id(fault.target))
+            case FaultKind.MOVE:
+                self._move(fault, self.now_s + fault.duration_s)
             case FaultKind.ROLE:
                 self._operate(RoleChangeRequested(self._instance_id(fault.target), Role(fault.other)))
             case FaultKind.BUNDLE:
@@ -238,14 +244,30 @@ class Simulation:
         if any(view.draining for view in views if view.instance_id == instance.instance_id):
             self._ask_for(OperationKind.UNDRAIN, instance.instance_id)
 
-    def _ask_for(self, kind: OperationKind, instance_id: InstanceId) -> None:
+    def _ask_for(self, kind: OperationKind, instance_id: InstanceId, request_id: RequestId | None = None) -> None:
         """As an operator who insists."""
         operation_id = OperationId(f"operation {self._rng.getrandbits(32):08x}")
         self._operate(
             OperationRequested(
-                operation_id=operation_id, kind=kind, instance_id=instance_id, timeout_s=DRAIN_S, force=True
+                operation_id=operation_id,
+                kind=kind,
+                instance_id=instance_id,
+                timeout_s=DRAIN_S,
+                force=True,
+                request_id=request_id,
             )
         )
+
+    def _move(self, fault: Fault, until_s: float) -> None:
+        """Ask, again and again while it lasts, for all that decodes on an instance to go on on another."""
+        scheduler = self.processes.get(SCHEDULER)
+        driver: Driver | None = None if scheduler is None else scheduler.parts.get("driver")
+        source, target = self._instance_id(fault.target), self._instance_id(fault.other)
+        for view in () if driver is None else driver._core.requests(100):
+            if view.phase is Phase.DECODING and view.instance_ids[-1] == source != target:
+                self._ask_for(OperationKind.MOVE, target, view.request_id)
+        if self.now_s + MOVE_EVERY_S < until_s:
+            self._later(MOVE_EVERY_S, partial(self._move, fault, until_s))
 
     def _operate(self, event: OperationRequested | RoleChangeRequested | BundleChangeRequested) -> None:
         scheduler = self.processes.get(SCHEDULER)

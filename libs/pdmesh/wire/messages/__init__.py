@@ -79,6 +79,7 @@ from pdmesh.wire.messages.tokens import (
 from pdmesh.wire.messages.workers import (
     Admit,
     ExpectKv,
+    ExpectMove,
     Goodbye,
     Grant,
     PeerGone,
@@ -105,6 +106,7 @@ __all__ = [
     "EventMessage",
     "ExpectInstances",
     "ExpectKv",
+    "ExpectMove",
     "FailedStart",
     "FollowPools",
     "GatewayDown",

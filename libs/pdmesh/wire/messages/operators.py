@@ -12,6 +12,7 @@ from pdmesh.model import (
     OperationId,
     OperationKind,
     PoolCounts,
+    RequestId,
     Role,
 )
 from pdmesh.ranges import Range
@@ -127,6 +128,7 @@ class OperationStatus(Message, frozen=True, kw_only=True):
     timeout_s: float
     pools: PoolCounts | None = None  # of a resize, which is on no instance
     needs_actuator: bool = False  # refused since nobody starts and stops processes
+    request_id: RequestId | None = None  # of a move
 
 
 class OperationList(Message, frozen=True, kw_only=True):

@@ -58,6 +58,13 @@ class ExpectKv(Message, frozen=True, kw_only=True):
     source_addresses: tuple[bytes, ...]  # data addresses of the transfer's sources, for the acknowledgement
 
 
+class ExpectMove(Message, frozen=True, kw_only=True):
+    """A `PlaceDecode` of a move: the source sends the request with its KV."""
+
+    command: PlaceDecode
+    source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
+
+
 class Grant(Message, frozen=True, kw_only=True):
     """A `GrantTransfer` with the data addresses of the transfer's destinations."""
 
@@ -71,4 +78,4 @@ class PeerGone(Message, frozen=True, kw_only=True):
     data_address: bytes
 
 
-WorkerDown = WelcomeWorker | CommandMessage | Admit | Regroup | ExpectKv | Grant | PeerGone
+WorkerDown = WelcomeWorker | CommandMessage | Admit | Regroup | ExpectKv | ExpectMove | Grant | PeerGone

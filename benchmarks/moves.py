@@ -1,0 +1,318 @@
+"""Running decodes move to and fro between the decode instances of a real mesh, and their streams are what they were.
+
+    python benchmarks/moves.py [--moves 1000] [--dtype float32|bfloat16]
+    python benchmarks/moves.py --drain [--streams 32] [--context 4096]
+
+The first asks for the same requests twice: undisturbed, and while random ones of them are told to move, again and
+again: greedy, seeded and filtered, every penalty, log-probabilities, stop strings, two choices, contexts around block ends. It
+prints how many streams differ, and how long a stream stands still for a move (from the step after which it stands
+still to the acknowledgement) beside two decode steps and 10 ms. The second drains an instance, and prints how long that
+took beside the time that its bytes would take at the rate of the hand-overs of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+from report import heading
+
+from pdmesh.cli.admin import target
+from pdmesh.cli.state import state_folder
+from pdmesh.config import MeshConfig
+from pdmesh.core.events import OperationRequested
+from pdmesh.errors import PdmeshError
+from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId
+from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh.testing.exactness import random_prompts
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import (
+    AdminRequest,
+    AdminResponse,
+    GetRequest,
+    ListRequests,
+    OperationStatus,
+    RequestList,
+    RequestRecord,
+    StartOperation,
+    WaitOperation,
+)
+
+SHAPE = CheckpointShape(vocab_size=2048, hidden_size=128, intermediate_size=256, num_layers=4, head_dim=64)
+BLOCK_SIZE = 16
+
+#: How requests are drawn, in turns.
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9},
+    {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "min_p": 0.02},
+    {"temperature": 0.8, "top_k": 50, "n": 2},
+    {"temperature": 0, "stop": ["qzx", "7!"], "logprobs": 3},
+]
+
+
+class Operator:
+    """Asks the scheduler of a mesh."""
+
+    def __init__(self, mesh: RunningMesh) -> None:
+        _, self._address, self._security = target(MeshConfig(), state_folder(mesh.environ, mesh.record.name))
+        self.operations: Counter[str] = Counter()
+        self._num = 0
+
+    async def ask(self, question: AdminRequest) -> AdminResponse:
+        return await ask_scheduler(self._address, self._security, question)
+
+    async def operate(self, kind: OperationKind, instance: str, request: str | None = None) -> OperationStatus:
+        """An operation, once it is over."""
+        self._num += 1
+        wish = OperationRequested(
+            operation_id=OperationId(f"o{self._num}"),
+            kind=kind,
+            instance_id=InstanceId(instance),
+            timeout_s=120.0,
+            request_id=None if request is None else RequestId(request),
+        )
+        status = await self.ask(StartOperation(wish=wish))
+        assert isinstance(status, OperationStatus)
+        while status.state == "running":
+            question = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=4.0)
+            answer = await self.ask(question)
+            assert isinstance(answer, OperationStatus)
+            status = answer
+        self.operations[status.state] += 1
+        return status
+
+    async def running(self) -> list[str]:
+        answer = await self.ask(ListRequests(limit=256))
+        assert isinstance(answer, RequestList)
+        return [record.request_id for record in answer.requests if record.state == "placed"]
+
+    async def record(self, request_id: str) -> RequestRecord:
+        answer = await self.ask(GetRequest(request_id=request_id))
+        assert isinstance(answer, RequestRecord)
+        return answer
+
+
+async def ask_all(
+    mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens: int, concurrency: int
+) -> list[list[tuple[Any, ...]]]:
+    """Of each prompt, the tokens, log-probabilities and ends of its choices, in order."""
+    limiter = anyio.CapacityLimiter(concurrency)
+    found: list[list[tuple[Any, ...]]] = [[] for _ in prompts]
+
+    async def ask(place: int) -> None:
+        body = {
+            "model": mesh.model,
+            "prompt": list(prompts[place]),
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 1,
+            "seed": place,
+            **WAYS[place % len(WAYS)],
+        }
+        async with limiter:
+            response = await client.post("/v1/completions", json=body, timeout=900)
+        response.raise_for_status()
+        choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+        found[place] = [
+            (choice["token_ids"], choice["text"], choice["finish_reason"], json.dumps(choice["logprobs"]))
+            for choice in choices
+        ]
+
+    async with mesh.client() as client, anyio.create_task_group() as tasks:
+        for place in range(len(prompts)):
+            tasks.start_soon(ask, place)
+    return found
+
+
+async def move_at_random(operator: Operator, instances: Sequence[str], num_moves: int, rng: random.Random) -> None:
+    """Several at a time, until so many have landed."""
+
+    async def mover(seed: int) -> None:
+        own = random.Random(seed)
+        while operator.operations["done"] < num_moves:
+            running = await operator.running()
+            if not running:
+                await anyio.sleep(0.05)
+                continue
+            await operator.operate(OperationKind.MOVE, own.choice(instances), own.choice(running))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(6):
+            tasks.start_soon(mover, rng.getrandbits(32))
+
+
+def share(values: Sequence[float], at: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(at * len(values)))] if values else float("nan")
+
+
+async def disturbed(
+    mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens: int, num_moves: int, concurrency: int
+) -> tuple[list[list[tuple[Any, ...]]], Operator, int]:
+    """The streams while their requests move; asked for again until so many moves were made."""
+    operator = Operator(mesh)
+    instances = [service.name for service in mesh.record.services if service.name.startswith("decode")]
+    found: list[list[tuple[Any, ...]]] = []
+    num_rounds = 0
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(move_at_random, operator, instances, num_moves, random.Random(5))
+        while operator.operations["done"] < num_moves:
+            found += await ask_all(mesh, prompts, num_tokens, concurrency)
+            num_rounds += 1
+            print(f"  round {num_rounds}: {dict(operator.operations)}", flush=True)
+        tasks.cancel_scope.cancel()
+    return found, operator, num_rounds
+
+
+async def figures(operator: Operator) -> tuple[list[float], list[float], int, int]:
+    """Seconds that streams stood still, and that moves took; bytes; the most moves of one request."""
+    answer = await operator.ask(ListRequests(limit=2000))
+    assert isinstance(answer, RequestList)
+    frozen: list[float] = []
+    seconds: list[float] = []
+    num_bytes = most = 0
+    for known in answer.requests:
+        record = await operator.record(known.request_id)
+        moves = [entry.figures for entry in record.entries if entry.what == "moved away"]
+        frozen += [each["frozen_s"] for each in moves]
+        seconds += [each["duration_s"] for each in moves]
+        num_bytes += int(sum(each["num_bytes"] for each in moves))
+        most = max(most, len(moves))
+    return frozen, seconds, num_bytes, most
+
+
+def exact(options: argparse.Namespace) -> int:
+    print(heading(f"{options.moves} moves of running decodes, {options.dtype}"), flush=True)
+    rng = random.Random(1)
+    ends = [BLOCK_SIZE * blocks + off for blocks in (1, 3, 8) for off in (-1, 0, 1)]
+    lengths = [ends[place % len(ends)] if place % 4 else rng.randint(20, 300) for place in range(options.requests)]
+    lengths[: options.long] = [options.context - options.tokens - 8 - place for place in range(options.long)]
+    prompts = random_prompts(lengths, SHAPE.vocab_size, seed=3)
+    settings = {"WORKER_DETERMINISTIC": "true", "WORKER_DTYPE": options.dtype}
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = write_checkpoint(
+            Path(name) / "model", architecture="llama", shape=SHAPE, dtype=options.dtype, seed=1
+        )
+        with running_mesh(Path(name), model=checkpoint, decode=2, settings=settings) as mesh:
+            began_s = time.monotonic()
+            expected = anyio.run(ask_all, mesh, prompts, options.tokens, options.concurrency)
+            took_s = time.monotonic() - began_s
+            num_drawn = sum(len(choice[0]) for choices in expected for choice in choices)
+            print(f"undisturbed: {num_drawn} tokens in {took_s:.0f} s", flush=True)
+            found, operator, num_rounds = anyio.run(
+                disturbed, mesh, prompts, options.tokens, options.moves, options.concurrency
+            )
+            differ = [index for index, got in enumerate(found) if got != expected[index % len(expected)]]
+            frozen, seconds, num_bytes, most = anyio.run(figures, operator)
+            mesh.wait_until_idle(30.0)
+            metrics = mesh.metrics()["decode-0"]
+    step_s = _mean(metrics, "pdmesh:step_seconds", 'kind="decode"')
+    print(f"moves: {dict(operator.operations)}, at most {most} of one request, {num_rounds} rounds")
+    print(f"streams: {len(found)} requests, {len(differ)} differ {differ[:10]}")
+    print(
+        f"stood still: p50 {share(frozen, 0.5) * 1e3:.1f} ms, p99 {share(frozen, 0.99) * 1e3:.1f} ms; "
+        f"two decode steps and 10 ms: {(2 * step_s + 0.01) * 1e3:.1f} ms"
+    )
+    print(f"of the last {len(frozen)}: {num_bytes} bytes, {share(seconds, 0.5) * 1e3:.1f} ms each at p50")
+    return 1 if differ else 0
+
+
+def _mean(metrics: str, name: str, label: str) -> float:
+    """Of a histogram."""
+    values = dict(
+        line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith(name) and (label in line or not label)
+    )
+    total = sum(float(value) for key, value in values.items() if "_sum" in key)
+    count = sum(float(value) for key, value in values.items() if "_count" in key)
+    return total / count if count else float("nan")
+
+
+def drain(options: argparse.Namespace) -> int:
+    print(heading(f"An instance with {options.streams} streams of {options.context} tokens is drained"), flush=True)
+    prompts = random_prompts([options.context - options.tokens - 16] * options.streams, SHAPE.vocab_size, seed=3)
+    settings = {"WORKER_DTYPE": options.dtype, "WORKER_MAX_NUM_SEQS": str(2 * options.streams)}
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = write_checkpoint(
+            Path(name) / "model", architecture="llama", shape=SHAPE, dtype=options.dtype, seed=1
+        )
+        with running_mesh(Path(name), model=checkpoint, decode=2, settings=settings) as mesh:
+            return anyio.run(_drain, mesh, prompts, options.tokens)
+
+
+async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens: int) -> int:
+    operator = Operator(mesh)
+    await operator.operate(OperationKind.DRAIN, "decode-1")
+    failed = 0
+
+    async def ask(place: int) -> None:
+        nonlocal failed
+        body = {"model": mesh.model, "prompt": list(prompts[place]), "max_tokens": num_tokens, "ignore_eos": True}
+        response = await client.post("/v1/completions", json={**body, "temperature": 0}, timeout=900)
+        failed += response.status_code != 200
+
+    async with mesh.client() as client, anyio.create_task_group() as tasks:
+        for place in range(len(prompts)):
+            tasks.start_soon(ask, place)
+        names = await _all_decode(operator, len(prompts))
+        await operator.operate(OperationKind.UNDRAIN, "decode-1")
+        began_s = time.monotonic()
+        status = await operator.operate(OperationKind.DRAIN, "decode-0")
+        took_s = time.monotonic() - began_s
+        records = [await operator.record(name) for name in names]
+        moves = [e.figures for record in records for e in record.entries if e.what == "moved away"]
+        sent = [e.figures for record in records for e in record.entries if e.what == "sent"]
+        tasks.cancel_scope.cancel()
+    num_bytes = sum(each["num_bytes"] for each in moves)
+    rate = max(each["num_bytes"] / each["duration_s"] for each in [*moves, *sent])
+    print(f"{status.state}: {len(moves)} of {len(prompts)} moved, {failed} failed, in {took_s:.2f} s")
+    print(
+        f"{num_bytes / 1e6:.0f} MB; at the best rate of one transfer, {rate / 1e6:.0f} MB/s, {num_bytes / rate:.2f} s"
+    )
+    return 0 if len(moves) == len(prompts) and not failed else 1
+
+
+async def _all_decode(operator: Operator, num_requests: int) -> list[str]:
+    """The requests, once all of them decode."""
+    while True:
+        names = await operator.running()
+        records = [await operator.record(name) for name in names]
+        has_landed = [any(entry.what == "landed" for entry in record.entries) for record in records]
+        if len(names) == num_requests and all(has_landed):
+            return names
+        with anyio.move_on_after(0.2):
+            await anyio.Event().wait()  # the scheduler tells of no such thing by itself
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Moves of running decodes")
+    parser.add_argument("--moves", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=36)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--concurrency", type=int, default=12)
+    parser.add_argument("--long", type=int, default=2, help="requests whose context comes to --context")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--drain", action="store_true")
+    parser.add_argument("--streams", type=int, default=32)
+    options = parser.parse_args()
+    try:
+        sys.exit(drain(options) if options.drain else exact(options))
+    except PdmeshError as error:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
+
+
+if __name__ == "__main__":
+    main()

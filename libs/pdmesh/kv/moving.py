@@ -1,0 +1,215 @@
+"""A running decode's KV on its way out: it decodes on while full blocks go over, and stands still for the rest.
+
+See `docs/architecture.md`, "Moving a running decode".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import anyio
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.outcome import SentTransfer
+from pdmesh.kv.outgoing import Blocks, PieceWriter
+from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
+from pdmesh.kv.push import PIECES_IN_FLIGHT, KvDestination
+from pdmesh.kv.receiver import FirstToken
+from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
+
+#: A request that stands still for longer than this before its commit goes on where it is.
+FREEZE_LIMIT_S = 0.25
+
+#: For the acknowledgement of a commit. Then the core asks the target, which answers for itself.
+LANDED_LIMIT_S = 2.0
+
+
+class MoveSender:
+    """A source's side of a move; made by `pdmesh.kv.mover.KvMover.move`, which also runs it.
+
+    ``advance`` after each step names what has become complete; once ``has_caught_up``, ``freeze`` ends it with the last
+    of it. Until ``committed`` whoever holds the request may go on with it by itself.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        writer: PieceWriter,
+        blocks_per_piece: int,
+        destination: KvDestination,
+        capability: int,
+        transcript: bytes,
+        layout: KvLayout,
+        clock: Callable[[], float],
+        on_caught_up: Callable[[], None],
+    ) -> None:
+        """``on_caught_up`` is called each time that nothing is left to send of what was named."""
+        self.request_id = request_id
+        self.epoch = epoch
+        self.key = request_key(request_id)
+        self.capability = capability
+        self.destinations = (destination,)
+        self.committed = False
+        self._writer = writer
+        self._address = destination.address
+        self._about = PieceHeader(kind=PieceKind.KV, request_key=self.key, epoch=epoch, capability=capability)
+        self._num_tokens_taken = destination.part.blocks.size * layout.block_size
+        self._transcript = transcript
+        self._layout = layout
+        self._clock = clock
+        self._on_caught_up = on_caught_up
+        self._blocks_per_piece = blocks_per_piece
+        self._num_named = 0  # blocks of each layer
+        self._ready: deque[Blocks] = deque()  # named, and not begun
+        self._num_under_way = 0
+        self._has_told = False  # the transcript as it was when the move began
+        self._wanted = anyio.Event()  # there is something to send, or no more will come
+        self._frozen = anyio.Event()
+        self._frozen_s = 0.0
+        self._tail = b""
+        self._num_kv_tokens = 0  # in all, once it is frozen, and the token after them
+        self._next_token = FirstToken(0, 0)
+        self._failure: str | None = None
+        self._landed = anyio.Event()
+        self.scope = anyio.CancelScope()  # left without an outcome if it is cancelled
+        self._work = anyio.CancelScope()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._writer.num_bytes
+
+    @property
+    def num_pieces(self) -> int:
+        return self._writer.num_pieces
+
+    # --- called by the worker runtime, on the event loop --------------------------------------------------------------
+
+    def advance(self, num_kv_tokens: int) -> None:
+        """So many tokens of the request have their KV by now: what they fill of blocks can go."""
+        if num_kv_tokens > self._num_tokens_taken:
+            self.fail(f"{num_kv_tokens} tokens are more than the {self._num_tokens_taken} that it has room for there")
+            return
+        self._name(num_kv_tokens // self._layout.block_size)
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether at most a block of each layer is left to send, and the tokens since it began."""
+        return self._has_told and not self._ready and not self._num_under_way and self._failure is None
+
+    def freeze(self, *, num_kv_tokens: int, tail: bytes, next_token: FirstToken) -> None:
+        """Nothing more is computed of it: send the rest, and commit.
+
+        ``tail`` is the transcript's end, since the move began; ``next_token`` is drawn, and has no KV yet.
+        """
+        self._frozen_s = self._clock()
+        self._tail = tail
+        self._num_kv_tokens, self._next_token = num_kv_tokens, next_token
+        self._name(num_blocks_for(num_kv_tokens, self._layout.block_size))
+        self._work.deadline = anyio.current_time() + FREEZE_LIMIT_S
+        self._frozen.set()
+        self._wanted.set()
+
+    # --- called by the mover ------------------------------------------------------------------------------------------
+
+    def landed(self, destination: int) -> None:
+        """The target has all of it, and goes on."""
+        if self.committed and destination == 0:
+            self._landed.set()
+
+    def fail(self, reason: str) -> None:
+        """End `run` with a KvTransferError."""
+        if self._failure is None:
+            self._failure = reason
+            self._work.cancel()
+
+    async def run(self) -> SentTransfer:
+        """Send everything and wait for the acknowledgement. Raises KvTransferError; then see ``committed``."""
+        started_s = self._clock()
+        with self._work:
+            async with anyio.create_task_group() as lanes:
+                lanes.start_soon(self._send_transcript)
+                for _ in range(PIECES_IN_FLIGHT):
+                    lanes.start_soon(self._send_blocks)
+            self._work.deadline = anyio.current_time() + LANDED_LIMIT_S
+            self.committed = True  # from here on it may have arrived
+            await self._writer.tell(self._address, self._commit)
+            await self._landed.wait()
+            landed_s = self._clock()
+            return SentTransfer(
+                request_id=self.request_id,
+                epoch=self.epoch,
+                num_bytes=self.num_bytes,
+                duration_s=landed_s - started_s,
+                exposed_s=landed_s - self._frozen_s,
+            )
+        if self._failure is not None:
+            raise KvTransferError(self._failure)
+        if self.committed:
+            raise KvTransferError(f"not acknowledged within {LANDED_LIMIT_S:g} s of the commit")
+        raise KvTransferError(f"it stood still for {FREEZE_LIMIT_S:g} s")
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _name(self, num_blocks: int) -> None:
+        """The first ``num_blocks`` of every layer are complete."""
+        first, self._num_named = self._num_named, max(self._num_named, num_blocks)
+        for layer in range(self._layout.num_layers):
+            self._ready += Blocks(0, layer, first, self._num_named - first).cut(self._blocks_per_piece)
+        if self._ready:
+            self._wanted.set()
+
+    @property
+    def _commit(self) -> PieceHeader:
+        layout = self._layout
+        return replace(
+            self._about,
+            kind=PieceKind.COMMIT,
+            part=KvPart(
+                IndexRange(0, num_blocks_for(self._num_kv_tokens, layout.block_size)),
+                IndexRange(0, layout.num_layers),
+                IndexRange(0, layout.num_kv_heads),
+            ),
+            num_context_tokens=self._num_kv_tokens,
+            has_token=True,
+            token_id=self._next_token.token_id,
+            token_index=self._next_token.token_index,
+        )
+
+    async def _send_transcript(self) -> None:
+        about = replace(self._about, kind=PieceKind.TRANSCRIPT)
+        try:
+            await self._writer.send_bytes(self._address, 0, self._transcript, about)
+            self._has_told = True
+            self._check_caught_up()
+            await self._frozen.wait()
+            await self._writer.send_bytes(self._address, len(self._transcript), self._tail, about)
+        except KvTransferError as error:
+            self.fail(str(error))
+
+    async def _send_blocks(self) -> None:
+        try:
+            while True:
+                while self._ready:
+                    blocks = self._ready.popleft()
+                    self._num_under_way += 1
+                    await self._writer.send(self._address, blocks, self._about)
+                    self._num_under_way -= 1
+                if not self._frozen.is_set():
+                    self._check_caught_up()  # which may freeze it
+                if self._ready:
+                    continue
+                if self._frozen.is_set():
+                    return
+                if self._wanted.is_set():
+                    self._wanted = anyio.Event()
+                await self._wanted.wait()
+        except KvTransferError as error:
+            self.fail(str(error))
+
+    def _check_caught_up(self) -> None:
+        if self.has_caught_up and not self._frozen.is_set():
+            self._on_caught_up()

@@ -1,0 +1,264 @@
+"""Running decodes that move to another instance, on both sides: see `docs/architecture.md`.
+
+The source decodes on until the sender has caught up, names the target with the token after which it stands still, and
+goes on by itself only before the commit. The target takes the request with its KV, and decodes once all has landed.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Callable
+
+import structlog
+
+from pdmesh.core.commands import CancelMove, ResumeDecode
+from pdmesh.core.events import DecodeReserved, InstanceEvent, MoveFailed, MoveSent
+from pdmesh.engine.base import EngineSequence
+from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
+from pdmesh.kv.push import KvDestination
+from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.transcript import pack_transcript, unpack_transcript
+from pdmesh.model import GatewayId, InstanceId, SamplingParams, TransferId
+from pdmesh.wire.messages import ExpectMove, Generation, Grant, TurnOver, pack_token_ids
+from pdmesh.worker.sequences import Hold, Leaving, Sequences, Stage
+
+log = structlog.get_logger()
+
+
+class Moves:
+    """What of an instance moves. ``send`` is for gateways; ``wake`` is told that there is more to decode."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        *,
+        sequences: Sequences,
+        mover: KvMover,
+        pool: BlockPool,
+        max_model_len: int,
+        block_size: int,
+        report: Callable[[InstanceEvent], None],
+        send: Callable[[Hold, TurnOver], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._instance_id = instance_id
+        self._sequences = sequences
+        self._mover = mover
+        self._pool = pool
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._report = report
+        self._send = send
+        self._wake = wake
+
+    # --- away from here ---
+
+    def grant(self, message: Grant) -> None:
+        """Begin to send a request that decodes here."""
+        command = message.command
+        hold = self._sequences.get(command.request_id, command.epoch)
+        if hold is None:
+            return  # it ended meanwhile
+        transfer = command.transfer
+        if hold.stage is not Stage.DECODING or len(message.destination_addresses) != 1:
+            self._failed(hold, transfer.transfer_id, committed=False, reason="it does not decode here")
+            return
+        num_kv_tokens = len(hold.sequence.token_ids) - 1
+        sender = self._mover.move(
+            hold.request_id,
+            hold.epoch,
+            block_ids=hold.sequence.block_table,
+            transcript=pack_transcript(hold.generation, hold.sequence.token_ids[:num_kv_tokens]),
+            destination=KvDestination(message.destination_addresses[0], transfer.destinations[0].part),
+            capability=transfer.capability,
+            on_caught_up=lambda: self._caught_up(hold),
+        )
+        hold.leaving = Leaving(transfer, sender, num_kv_tokens)
+        sender.advance(num_kv_tokens)
+
+    def successor(self, hold: Hold) -> InstanceId | None:
+        """Who goes on after the token that a step has just drawn; None: this instance."""
+        leaving = hold.leaving
+        return leaving.target_id if leaving is not None and leaving.can_freeze else None
+
+    def stepped(self, hold: Hold, successor: InstanceId | None) -> None:
+        """A step has drawn a token more, and named who goes on."""
+        leaving = hold.leaving
+        if leaving is None or leaving.sender is None:
+            return
+        if successor is not None:
+            self._freeze(hold, leaving)
+        else:
+            leaving.sender.advance(len(hold.sequence.token_ids) - 1)
+
+    def _caught_up(self, hold: Hold) -> None:
+        """Little is left to send. One that no step computes now need not wait for a step."""
+        leaving = hold.leaving
+        if leaving is not None and leaving.can_freeze and not hold.in_step and not hold.doomed:
+            self._give_turn(hold, leaving.target_id)
+            self._freeze(hold, leaving)
+
+    def _freeze(self, hold: Hold, leaving: Leaving) -> None:
+        assert leaving.sender is not None
+        token_ids = hold.sequence.token_ids
+        num_kv_tokens = len(token_ids) - 1
+        leaving.is_frozen = True
+        self._sequences.stop_decoding(hold)
+        leaving.sender.freeze(
+            num_kv_tokens=num_kv_tokens,
+            tail=pack_token_ids(token_ids[leaving.num_tokens_told : num_kv_tokens]),
+            next_token=FirstToken(token_ids[-1], hold.sequence.num_output_tokens - 1),
+        )
+
+    def _give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
+        """Name who draws the next token, to the gateway."""
+        self._send(
+            hold,
+            TurnOver(
+                request_id=hold.request_id,
+                epoch=hold.epoch,
+                index=hold.sequence.num_output_tokens,
+                next_instance_id=instance_id,
+            ),
+        )
+
+    # --- it does not leave after all ---
+
+    def cancel(self, command: CancelMove) -> None:
+        """Send no more of it, and say whether it goes on here."""
+        hold = self._sequences.get(command.request_id, command.epoch)
+        if hold is None:
+            return  # it ended, or was released: that was told
+        leaving = hold.leaving
+        committed = leaving is not None and leaving.is_of(command.transfer_id) and leaving.committed
+        if leaving is not None and leaving.is_of(command.transfer_id) and not committed:
+            self._stay(hold)
+        self._failed(hold, command.transfer_id, committed=committed, reason="it was taken back")
+
+    def resume(self, command: ResumeDecode) -> None:
+        """The target never began: go on here."""
+        hold = self._sequences.get(command.request_id, command.epoch)
+        if hold is not None and hold.leaving is not None and hold.leaving.is_of(command.transfer_id):
+            self._stay(hold)
+
+    def stay_all(self) -> None:
+        """Everything goes on here that has not been committed: the scheduler is to hear of it as decoding."""
+        for hold in self._sequences:
+            if hold.leaving is not None and not hold.leaving.committed:
+                self._stay(hold)
+
+    def _stay(self, hold: Hold) -> None:
+        assert hold.leaving is not None
+        leaving, hold.leaving = hold.leaving, None
+        self._mover.cancel(hold.request_id, hold.epoch)
+        if leaving.is_frozen:
+            self._give_turn(hold, self._instance_id)
+            self._sequences.start_decoding(hold)
+            self._wake()
+
+    # --- how it went ---
+
+    def sent(self, hold: Hold, outcome: SentTransfer) -> None:
+        """The target has acknowledged it, and goes on."""
+        assert hold.leaving is not None
+        transfer_id = hold.leaving.transfer.transfer_id
+        self._report(
+            MoveSent(
+                self._instance_id,
+                hold.request_id,
+                hold.epoch,
+                transfer_id,
+                outcome.num_bytes,
+                outcome.duration_s,
+                outcome.exposed_s,
+            )
+        )
+
+    def failed(self, hold: Hold, outcome: FailedTransfer) -> None:
+        """It could not be sent, or was not acknowledged: before the commit it goes on here."""
+        leaving = hold.leaving
+        assert leaving is not None
+        committed, transfer_id = leaving.committed, leaving.transfer.transfer_id
+        if committed:
+            leaving.stop_sending()
+        else:
+            self._stay(hold)
+        self._failed(hold, transfer_id, committed=committed, reason=outcome.reason)
+
+    def _failed(self, hold: Hold, transfer_id: TransferId, *, committed: bool, reason: str) -> None:
+        log.info("a move failed", request_id=hold.request_id, epoch=hold.epoch, committed=committed, reason=reason)
+        self._report(MoveFailed(self._instance_id, hold.request_id, hold.epoch, transfer_id, committed, reason))
+
+    # --- to here ---
+
+    def expect(self, message: ExpectMove, *, admits: bool) -> Hold:
+        """Make room for a request that comes with its KV. Raises PdmeshError if that cannot be."""
+        command = message.command
+        transfer = command.transfer
+        if not admits:
+            raise InstanceUnavailable("the instance is stopping")
+        if self._sequences.get(command.request_id, command.epoch) is not None:
+            raise ProtocolError("the request is held here already")
+        if command.num_blocks <= 0:
+            raise ProtocolError("no room is asked for")
+        nobody = Generation(  # until its own comes
+            request_id=command.request_id,
+            epoch=command.epoch,
+            gateway_id=GatewayId(""),
+            token_address="",
+            token_ids=b"",
+            num_prompt_tokens=0,
+            params=SamplingParams(max_tokens=1),
+        )
+        hold = Hold(
+            generation=nobody,
+            sequence=EngineSequence(
+                request_id=command.request_id,
+                params=nobody.params,
+                token_ids=array.array("i"),
+                num_prompt_tokens=0,
+                block_table=self._pool.allocate(command.num_blocks),
+            ),
+            stage=Stage.RECEIVING,
+            block_size=self._block_size,
+            max_kv_tokens=command.num_blocks * self._block_size,
+            transfer=transfer,
+        )
+        self._sequences.add(hold)
+        self._mover.expect(
+            hold.request_id,
+            hold.epoch,
+            capability=transfer.capability,
+            block_ids=hold.sequence.block_table,
+            num_context_tokens=None,
+            source_addresses=message.source_addresses,
+        )
+        self._report(DecodeReserved(self._instance_id, hold.request_id, hold.epoch, transfer.transfer_id))
+        return hold
+
+    def arrived(self, hold: Hold, outcome: LandedTransfer) -> None:
+        """Give the hold the request that came with its KV. Raises ProtocolError if that is none that it could be."""
+        generation, token_ids = unpack_transcript(outcome.transcript)
+        params, num_prompt_tokens = generation.params, generation.num_prompt_tokens
+        num_tokens_left = params.max_tokens - (len(token_ids) + 1 - num_prompt_tokens)
+        if (
+            (generation.request_id, generation.epoch) != (hold.request_id, hold.epoch)
+            or not 1 <= num_prompt_tokens <= len(token_ids) < self._max_model_len
+            or num_tokens_left < 1
+            or len(token_ids) > len(hold.sequence.block_table) * self._block_size
+        ):
+            raise ProtocolError(
+                f"{len(token_ids)} tokens, {num_prompt_tokens} of them prompt, are not what is expected"
+            )
+        hold.generation = generation
+        hold.max_kv_tokens = num_prompt_tokens + params.max_tokens - 1
+        hold.sequence = EngineSequence(
+            request_id=hold.request_id,
+            params=params,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            block_table=hold.sequence.block_table,
+        )

@@ -1,0 +1,390 @@
+"""Moves of running decodes as the core decides them: a row of the architecture's table each."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.commands import (
+    CancelMove,
+    Command,
+    ForgetRequest,
+    FreeKv,
+    GrantTransfer,
+    Outcome,
+    PlaceDecode,
+    Restart,
+    ResumeDecode,
+    RunStep,
+)
+from pdmesh.core.events import (
+    DrainRequested,
+    GatewayLost,
+    InstanceJoined,
+    InstanceLost,
+    InstanceSuspected,
+    MoveFailed,
+    MoveSent,
+    OperationCancelled,
+    OperationRequested,
+    RequestCancelled,
+    RequestDropped,
+    Tick,
+    TransferFailed,
+)
+from pdmesh.core.operations import OperationState, OperationView
+from pdmesh.model import (
+    Epoch,
+    InstanceId,
+    InstanceProfile,
+    OperationId,
+    OperationKind,
+    RequestId,
+    Resident,
+    Role,
+    TransferPurpose,
+)
+from pdmesh.testing.core import GATEWAY, CoreBench, of
+from pdmesh.testing.modelled import modelled_profile
+
+
+def profile(name: str, num_transfer_backends: int = 2) -> InstanceProfile:
+    role = Role.PREFILL if name[0] == "p" else Role.DECODE
+    return modelled_profile(name, role, num_transfer_backends=num_transfer_backends)
+
+
+def bench_of(*names: str) -> CoreBench:
+    return CoreBench(*(profile(name) for name in names))
+
+
+def decoding(bench: CoreBench, request_id: str = "a") -> str:
+    """A request that decodes on the instance that is returned."""
+    commands = bench.arrive(request_id)
+    (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+    bench.done(step.instance_id, step.plan)
+    bench.landed(place.instance_id, request_id)
+    bench.sent(step.instance_id, request_id)
+    bench.released(step.instance_id, request_id)
+    return place.instance_id
+
+
+class Move:
+    """A request ``a`` on its way from ``source`` to ``target``, as granted."""
+
+    def __init__(self) -> None:
+        self.bench = bench_of("p0", "d0", "d1")
+        self.source = decoding(self.bench)
+        self.target = "d1" if self.source == "d0" else "d0"
+        self.commands = self.move("x")
+
+    def move(
+        self, name: str, request_id: str = "a", target: str | None = None, timeout_s: float = 10.0
+    ) -> list[Command]:
+        return self.bench.feed(
+            OperationRequested(
+                operation_id=OperationId(name),
+                kind=OperationKind.MOVE,
+                instance_id=InstanceId(target or self.target),
+                timeout_s=timeout_s,
+                request_id=RequestId(request_id),
+            )
+        )
+
+    @property
+    def operation(self) -> OperationView:
+        return self.bench.core.operations[-1]
+
+    def is_(self, state: OperationState) -> bool:
+        return self.operation.state is state
+
+    def landed(self) -> list[Command]:
+        return self.bench.landed(self.target, "a")
+
+    def sent(self) -> list[Command]:
+        return self.bench.feed(MoveSent(*self.bench._transfer(self.source, "a"), 1, 0.1, 0.001))
+
+    def failed(self, *, committed: bool) -> list[Command]:
+        return self.bench.feed(MoveFailed(*self.bench._transfer(self.source, "a"), committed, "why"))
+
+    def finished(self, instance_id: str) -> None:
+        """Ends on the instance; nothing is left anywhere."""
+        assert not of(Restart, self.bench.commands)
+        self.bench.finish(instance_id, "a")
+        self.bench.released(instance_id, "a")
+        self.assert_empty()
+
+    def assert_empty(self) -> None:
+        for view in self.bench.core.instances:
+            assert (view.num_free_blocks, view.num_seats_taken) == (view.num_blocks, 0), view
+
+    def restarted(self) -> bool:
+        return bool(of(Restart, self.bench.commands))
+
+
+def test_a_move_is_reserved_granted_landed_and_done() -> None:
+    move = Move()
+    (place,), (grant,) = of(PlaceDecode, move.commands), of(GrantTransfer, move.commands)
+    assert (place.instance_id, grant.instance_id) == (move.target, move.source)
+    assert place.transfer == grant.transfer
+    assert place.transfer.purpose is TransferPurpose.MOVE
+    assert move.is_(OperationState.RUNNING)
+    move.landed()
+    assert move.is_(OperationState.DONE)
+    move.sent()
+    move.bench.released(move.source, "a")
+    move.finished(move.target)
+    assert not set(move.bench.core.ignored) - {"TransferSent"}, "of the prompt, after it had landed"
+
+
+def test_the_source_may_tell_first() -> None:
+    move = Move()
+    move.sent()
+    move.bench.released(move.source, "a")
+    move.landed()
+    assert move.is_(OperationState.DONE)
+    move.finished(move.target)
+    assert not set(move.bench.core.ignored) - {"TransferSent"}, "of the prompt, after it had landed"
+
+
+def test_a_request_moves_back_once_its_source_is_free() -> None:
+    move = Move()
+    move.landed()
+    assert not of(PlaceDecode, move.move("too soon", target=move.source))
+    assert move.is_(OperationState.REFUSED)
+    move.sent()
+    move.bench.released(move.source, "a")
+    move.source, move.target = move.target, move.source
+    assert of(GrantTransfer, move.move("back"))
+    move.landed()
+    move.sent()
+    move.bench.released(move.source, "a")
+    move.finished(move.target)
+
+
+def test_what_ends_on_its_way_back_is_freed_there() -> None:
+    move = Move()
+    move.landed()
+    move.sent()
+    move.bench.released(move.source, "a")
+    move.move("back", target=move.source)
+    assert [free.instance_id for free in of(FreeKv, move.bench.finish(move.target, "a"))] == [move.source]
+    for name in (move.source, move.target):
+        move.bench.released(name, "a")
+    move.assert_empty()
+
+
+def test_before_the_commit_the_source_goes_on_and_its_target_is_freed() -> None:
+    move = Move()
+    assert [free.instance_id for free in of(FreeKv, move.failed(committed=False))] == [move.target]
+    assert move.is_(OperationState.RUNNING)
+    move.bench.released(move.target, "a")
+    assert (move.operation.state, move.restarted()) == (OperationState.FAILED, False)
+    move.finished(move.source)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_target_that_refuses_or_gives_up_leaves_it_where_it_is(refuses: bool) -> None:
+    move = Move()
+    who, request_id, epoch, transfer_id = move.bench._transfer(move.target, "a")
+    move.bench.feed(
+        RequestDropped(who, request_id, epoch, "stopping")
+        if refuses
+        else TransferFailed(who, request_id, epoch, transfer_id, "damaged")
+    )
+    (resume,) = of(ResumeDecode, move.bench.released(move.target, "a"))
+    assert resume.instance_id == move.source
+    move.finished(move.source)
+
+
+def test_after_the_commit_a_target_that_is_freed_before_it_landed_never_began() -> None:
+    move = Move()
+    assert [free.instance_id for free in of(FreeKv, move.failed(committed=True))] == [move.target]
+    assert [resume.instance_id for resume in of(ResumeDecode, move.bench.released(move.target, "a"))] == [move.source]
+    move.finished(move.source)
+
+
+def test_after_the_commit_a_target_that_landed_before_it_was_freed_is_the_next_epoch() -> None:
+    move = Move()
+    move.failed(committed=True)
+    assert of(Restart, move.landed())
+    move.bench.released(move.target, "a")
+    move.bench.released(move.source, "a")
+    assert not of(ResumeDecode, move.bench.commands)
+    move.assert_empty()
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_target_that_dies_costs_an_epoch_only_after_the_commit(committed: bool) -> None:
+    move = Move()
+    commands = move.bench.feed(InstanceLost(InstanceId(move.target)))
+    assert [cancel.instance_id for cancel in of(CancelMove, commands)] == [move.source]
+    move.failed(committed=committed)
+    assert move.restarted() is committed
+    if committed:
+        move.bench.released(move.source, "a")
+        move.assert_empty()
+    else:
+        move.finished(move.source)
+
+
+def test_a_target_that_died_after_it_acknowledged_costs_an_epoch() -> None:
+    move = Move()
+    move.bench.feed(InstanceLost(InstanceId(move.target)))
+    assert of(Restart, move.sent())
+    move.bench.released(move.source, "a")
+    move.assert_empty()
+
+
+def test_a_target_that_falls_silent_lets_the_source_go_on() -> None:
+    move = Move()
+    commands = move.bench.feed(InstanceSuspected(InstanceId(move.target)))
+    assert [cancel.instance_id for cancel in of(CancelMove, commands)] == [move.source]
+
+
+@pytest.mark.parametrize("has_landed", [True, False])
+def test_a_target_that_registers_again_says_by_that_whether_it_began(has_landed: bool) -> None:
+    move = Move()
+    resident = Resident(
+        request_id=RequestId("a"),
+        epoch=Epoch(0),
+        gateway_id=GATEWAY,
+        num_blocks=3,
+        num_context_tokens=9,
+        decoding=True,
+        max_total_tokens=11,
+    )
+    again = move.bench.feed(InstanceJoined(profile(move.target), (resident,) if has_landed else ()))
+    assert bool(of(ResumeDecode, again)) is not has_landed
+    if has_landed:
+        move.sent()
+        move.bench.released(move.source, "a")
+    move.finished(move.target if has_landed else move.source)
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_source_that_registers_again_goes_on_if_it_still_decodes(is_freed: bool) -> None:
+    move = Move()
+    resident = Resident(
+        request_id=RequestId("a"),
+        epoch=Epoch(0),
+        gateway_id=GATEWAY,
+        num_blocks=3,
+        num_context_tokens=9,
+        decoding=True,
+        max_total_tokens=11,
+    )
+    commands = move.bench.feed(InstanceJoined(profile(move.source), () if is_freed else (resident,)))
+    assert [free.instance_id for free in of(FreeKv, commands)] == [move.target]
+    assert bool(of(Restart, commands)) is is_freed
+    move.bench.released(move.target, "a")
+    if is_freed:
+        move.assert_empty()
+    else:
+        move.finished(move.source)
+
+
+def test_a_source_that_dies_before_it_landed_costs_an_epoch_and_after_that_nothing() -> None:
+    move = Move()
+    commands = move.bench.feed(InstanceLost(InstanceId(move.source)))
+    assert of(Restart, commands)
+    assert [free.instance_id for free in of(FreeKv, commands)] == [move.target]
+    move.bench.released(move.target, "a")
+    move.assert_empty()
+
+    after = Move()
+    after.landed()
+    after.bench.feed(InstanceLost(InstanceId(after.source)))
+    after.finished(after.target)
+
+
+@pytest.mark.parametrize("how", ["cancel", "gateway", "finish"])
+def test_what_ends_on_its_way_is_freed_on_both_sides(how: str) -> None:
+    move = Move()
+    match how:
+        case "cancel":
+            commands = move.bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0)))
+        case "gateway":
+            commands = move.bench.feed(GatewayLost(GATEWAY))
+        case _:
+            commands = move.bench.finish(move.source, "a")
+    freed = {free.instance_id for free in of(FreeKv, commands)}
+    assert freed == {move.target} | ({move.source} if how != "finish" else set())
+    assert of(ForgetRequest, commands)[0].outcome is not Outcome.RESTARTED
+    for name in (move.source, move.target):
+        move.bench.released(name, "a")
+    move.assert_empty()
+    assert not of(ResumeDecode, move.bench.commands)
+    assert move.is_(OperationState.FAILED)
+
+
+def test_an_operator_takes_a_move_back() -> None:
+    move = Move()
+    assert of(CancelMove, move.bench.feed(OperationCancelled(OperationId("x"))))
+    move.failed(committed=False)
+    move.bench.released(move.target, "a")
+    assert move.is_(OperationState.CANCELLED)
+    move.finished(move.source)
+
+
+def test_a_move_that_takes_too_long_is_taken_back() -> None:
+    move = Move()
+    move.bench.now_s += 10.0
+    assert of(CancelMove, move.bench.feed(Tick()))
+    move.failed(committed=False)
+    move.bench.released(move.target, "a")
+    assert move.is_(OperationState.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "target", "reason"),
+    [
+        ("b", "d1", "no request 'b' runs"),
+        ("a", "d9", "no instance 'd9' is there"),
+        ("a", "d0", "decodes on d0 already"),
+        ("a", "p0", "has no room on p0"),
+        ("a", "d2", "has KV of another model or layout than d2"),
+        ("w", "d1", "is prefilling, and only what decodes can move"),
+    ],
+)
+def test_what_cannot_move_is_refused_in_one_sentence(request_id: str, target: str, reason: str) -> None:
+    bench = CoreBench(profile("p0"), profile("d0"), profile("d1"), modelled_profile("d2", Role.DECODE, model="other"))
+    move = Move.__new__(Move)
+    move.bench = bench
+    assert decoding(bench) == "d0"
+    bench.arrive("w")
+    assert not of(PlaceDecode, move.move("x", request_id, target))
+    assert move.is_(OperationState.REFUSED)
+    assert reason in move.operation.detail
+
+
+def test_a_drain_moves_what_decodes_and_a_stopping_process_does_the_same() -> None:
+    for event in (
+        OperationRequested(
+            operation_id=OperationId("x"),
+            kind=OperationKind.DRAIN,
+            instance_id=InstanceId("d0"),
+            timeout_s=10.0,
+        ),
+        DrainRequested(InstanceId("d0")),
+    ):
+        bench = bench_of("p0", "d0", "d1")
+        assert decoding(bench) == "d0"
+        (place,) = of(PlaceDecode, bench.feed(event))
+        assert (place.instance_id, place.transfer.purpose) == ("d1", TransferPurpose.MOVE)
+        bench.landed("d1", "a")
+        bench.released("d0", "a")
+        if bench.core.operations:
+            assert bench.core.operations[-1].state is OperationState.DONE
+        bench.finish("d1", "a")
+
+
+def test_only_a_few_leave_at_a_time_and_fewer_are_sent() -> None:
+    bench = CoreBench(profile("p0"), profile("d0", num_transfer_backends=4))
+    for number in range(6):
+        decoding(bench, f"r{number}")
+    bench.feed(InstanceJoined(profile("d1", num_transfer_backends=4), ()))
+    commands = bench.feed(DrainRequested(InstanceId("d0")))
+    assert len(of(PlaceDecode, commands)) == 4
+    assert len(of(GrantTransfer, commands)) == 2
+    commands = bench.landed("d1", "r0")
+    assert len(of(PlaceDecode, commands)) == 1
+    assert len(of(GrantTransfer, commands)) == 1

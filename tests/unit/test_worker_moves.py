@@ -1,0 +1,369 @@
+"""A request that decodes on one instance and goes on on another: both sides, over the memory transport."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from pdmesh.config import TransferConfig
+from pdmesh.core.commands import CancelMove, ResumeDecode
+from pdmesh.core.events import (
+    DecodeReserved,
+    KvReleased,
+    MoveFailed,
+    MoveSent,
+    RequestDropped,
+    RequestFinished,
+    TransferFailed,
+    TransferLanded,
+)
+from pdmesh.kv.piece import PieceKind
+from pdmesh.model import Epoch, RequestId, Role, SamplingParams, TransferId, num_blocks_for
+from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, reference_output
+from pdmesh.testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
+from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
+from pdmesh.wire.messages import TurnOver
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = TransferConfig(max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=0.3)
+LONG = SamplingParams(max_tokens=300, temperature=0)
+BLOCK = FAKE_LAYOUT.block_size
+
+Pair = tuple[RunningInstance, RunningInstance, MemoryFabric]
+
+
+@asynccontextmanager
+async def pair(*, step_s: float = 0.0, num_blocks: int = 512) -> AsyncGenerator[Pair]:
+    fabric = MemoryFabric()
+
+    def engine() -> FakeEngine:
+        return FakeEngine(num_blocks=num_blocks, step_s=(lambda _: step_s) if step_s else None)
+
+    async with (
+        MemoryTransport(CONFIG, fabric) as one,
+        MemoryTransport(CONFIG, fabric) as other,
+        running_instance(engine(), one, role=Role.MIXED, config=CONFIG) as source,
+        running_instance(engine(), other, role=Role.DECODE, config=CONFIG) as target,
+    ):
+        yield source, target, fabric
+
+
+def is_kind(header: bytes, kind: PieceKind) -> bool:
+    return header[4] == kind
+
+
+def start(source: RunningInstance, name: str, prompt: list[int], params: SamplingParams) -> int:
+    """The request is computed, and decodes, on ``source``; the blocks that it may need."""
+    generation = make_generation(name, prompt, params)
+    source.admit(generation, kv_moves=False)
+    for chunk in chunk_plans(generation, [64]):
+        source.run([chunk])
+    return num_blocks_for(len(prompt) + params.max_tokens - 1, BLOCK)
+
+
+async def drawn(instance: RunningInstance, name: str, count: int) -> None:
+    await instance.until(lambda: len(instance.tokens_of(name)) >= count)
+
+
+def stream(name: str, first: str, *instances: RunningInstance) -> list[int]:
+    """The tokens as a gateway takes them: each from the instance that the word of the last one names."""
+    said = {str(instance.instance.instance_id): instance for instance in instances}
+    whose, ids = first, list[int]()
+    while True:
+        index = len(ids)
+        token = next((t for t in said[whose].tokens_of(name) if t.index == index), None)
+        assert token is not None, f"token {index} is not said by {whose}"
+        assert token.token_id is not None
+        ids.append(token.token_id)
+        if token.finish_reason is not None:
+            return ids
+        whose = _next(name, whose, token.next_instance_id, index + 1, said)
+
+
+def _next(name: str, whose: str, named: str | None, index: int, said: dict[str, RunningInstance]) -> str:
+    turns = [t for t in said[whose].tokens if isinstance(t, TurnOver) and (t.request_id, t.index) == (name, index)]
+    return turns[-1].next_instance_id if turns else named or whose
+
+
+def assert_one_speaker(name: str, *instances: RunningInstance) -> None:
+    """No index comes from two instances."""
+    indices = [token.index for instance in instances for token in instance.tokens_of(name)]
+    assert len(indices) == len(set(indices))
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [4 * n + d for n in (1, 5) for d in (-1, 0, 1)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        LONG,
+        SamplingParams(max_tokens=300, temperature=1.0, seed=7),
+        SamplingParams(max_tokens=300, temperature=0, repetition_penalty=1.1, logprobs=2),
+    ],
+    ids=["greedy", "seeded", "penalized"],
+)
+async def test_a_moved_stream_is_the_stream(num_prompt_tokens: int, params: SamplingParams) -> None:
+    prompt = list(range(1, num_prompt_tokens + 1))
+    async with pair() as (source, target, _):
+        num_blocks = start(source, "r", prompt, params)
+        await drawn(source, "r", 5)
+        source.move("r", target, num_blocks)
+        await target.reported(RequestFinished, "r")
+        await source.reported(KvReleased, "r")
+        assert len(source.reports_of(MoveSent, "r")) == len(target.reports_of(TransferLanded, "r")) == 1
+        assert stream("r", "mixed", source, target) == reference_output(prompt, params)
+        assert_one_speaker("r", source, target)
+        if params.logprobs is not None:
+            assert all(t.logprobs is not None for i in (source, target) for t in i.tokens_of("r"))
+        for instance in (source, target):
+            instance.assert_all_free()
+
+
+async def test_a_stream_that_moves_to_and_fro_is_the_stream() -> None:
+    rng = random.Random(1)
+    prompt, params = list(range(1, 30)), SamplingParams(max_tokens=600, temperature=1.0, seed=3)
+    async with pair() as (one, other, _):
+        num_blocks = start(one, "r", prompt, params)
+        source, target = one, other
+        for number in range(20):
+            before = len(source.tokens_of("r"))
+            await drawn(source, "r", before + rng.randrange(1, 6))
+            source.move("r", target, num_blocks, number=number + 2)
+            await target.reported(TransferLanded, "r", count=len(target.reports_of(TransferLanded, "r")) + 1)
+            await source.reported(KvReleased, "r", count=number // 2 + 1)
+            source, target = target, source
+        await source.reported(RequestFinished, "r")
+        assert stream("r", "mixed", one, other) == reference_output(prompt, params)
+        assert_one_speaker("r", one, other)
+
+
+async def test_many_move_at_once_while_others_stay() -> None:
+    params = SamplingParams(max_tokens=400, temperature=0)
+    async with pair(num_blocks=2048) as (source, target, _):
+        names = [f"r{number}" for number in range(12)]
+        blocks = {name: start(source, name, [number + 1] * (number + 3), params) for number, name in enumerate(names)}
+        for name in names:
+            await drawn(source, name, 2)
+        for name in names[::2]:
+            source.move(name, target, blocks[name])
+        for number, name in enumerate(names):
+            await (target if number % 2 == 0 else source).reported(RequestFinished, name)
+            assert stream(name, "mixed", source, target) == reference_output([number + 1] * (number + 3), params)
+
+
+# --- what goes wrong ---
+
+
+def resume(source: RunningInstance, name: str = "r", number: int = 2) -> None:
+    """The scheduler says that the target never began."""
+    what = RequestId(name), Epoch(0), TransferId(number)
+    source.instance.handle(
+        ResumeDecode(instance_id=source.instance.instance_id, request_id=what[0], epoch=what[1], transfer_id=what[2])
+    )
+
+
+def cancel(source: RunningInstance, name: str = "r", number: int = 2) -> None:
+    what = RequestId(name), Epoch(0), TransferId(number)
+    source.instance.handle(
+        CancelMove(instance_id=source.instance.instance_id, request_id=what[0], epoch=what[1], transfer_id=what[2])
+    )
+
+
+PROMPT = list(range(1, 22))
+
+
+async def ends_where_it_was(source: RunningInstance, target: RunningInstance, params: SamplingParams = LONG) -> None:
+    """The stream is what it should be, and comes from the source alone; the target has nothing."""
+    await source.reported(RequestFinished, "r")
+    assert stream("r", "mixed", source, target) == reference_output(PROMPT, params)
+    assert not target.tokens_of("r")
+    target.free("r")
+    await source.reported(KvReleased, "r")
+    await target.reported(KvReleased, "r")
+    for instance in (source, target):
+        instance.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        MemoryFaults(refuse=True),
+        MemoryFaults(corrupt=lambda header: is_kind(header, PieceKind.KV)),
+        MemoryFaults(corrupt=lambda header: is_kind(header, PieceKind.TRANSCRIPT)),
+        MemoryFaults(gate=anyio.Event()),
+    ],
+    ids=["unreachable", "damaged KV", "damaged transcript", "stopped"],
+)
+async def test_before_the_commit_it_goes_on_by_itself(fault: MemoryFaults) -> None:
+    params = SamplingParams(max_tokens=3000, temperature=0)
+    async with pair(num_blocks=1024) as (source, target, fabric):
+        num_blocks = start(source, "r", PROMPT, params)
+        await drawn(source, "r", 3)
+        fabric.faults = fault
+        source.move("r", target, num_blocks)
+        assert not (await source.reported(MoveFailed, "r")).committed
+        fabric.faults = MemoryFaults()
+        await ends_where_it_was(source, target, params)
+
+
+@pytest.mark.parametrize("kind", [PieceKind.KV, PieceKind.TRANSCRIPT, PieceKind.COMMIT])
+async def test_after_the_commit_it_waits_for_the_word_that_the_target_never_began(
+    kind: PieceKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh.kv.moving.LANDED_LIMIT_S", 0.1)
+    async with pair() as (source, target, fabric):
+        num_blocks = start(source, "r", PROMPT, LONG)
+        await drawn(source, "r", 3)
+        fabric.faults = MemoryFaults(drop=lambda header: is_kind(header, kind))
+        source.move("r", target, num_blocks)
+        assert (await source.reported(MoveFailed, "r")).committed
+        count = len(source.tokens_of("r"))
+        target.free("r")
+        await target.reported(KvReleased, "r")
+        cancel(source)
+        await source.reported(MoveFailed, "r", count=2)
+        assert (source.reports_of(MoveFailed, "r")[1]).committed
+        assert len(source.tokens_of("r")) == count < LONG.max_tokens
+        resume(source)
+        await ends_where_it_was(source, target)
+        assert bool(target.reports_of(TransferFailed, "r")) is (kind is not PieceKind.COMMIT)
+
+
+async def test_an_acknowledgement_that_is_lost_leaves_the_source_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh.kv.moving.LANDED_LIMIT_S", 0.1)
+    async with pair() as (source, target, fabric):
+        num_blocks = start(source, "r", PROMPT, LONG)
+        await drawn(source, "r", 3)
+        fabric.faults = MemoryFaults(drop=lambda header: is_kind(header, PieceKind.LANDED))
+        source.move("r", target, num_blocks)
+        assert (await source.reported(MoveFailed, "r")).committed
+        await target.reported(RequestFinished, "r")
+        assert stream("r", "mixed", source, target) == reference_output(PROMPT, LONG)
+        assert_one_speaker("r", source, target)
+        source.free("r")
+        for instance in (source, target):
+            await instance.reported(KvReleased, "r")
+            instance.assert_all_free()
+
+
+async def test_what_stands_still_for_too_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdmesh.kv.moving import MoveSender
+
+    freeze = MoveSender.freeze
+    async with pair() as (source, target, fabric):
+
+        def freeze_and_stop(self: MoveSender, **what: object) -> None:
+            fabric.faults = MemoryFaults(gate=anyio.Event())
+            freeze(self, **what)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(MoveSender, "freeze", freeze_and_stop)
+        monkeypatch.setattr("pdmesh.kv.moving.FREEZE_LIMIT_S", 0.05)
+        num_blocks = start(source, "r", PROMPT, LONG)
+        await drawn(source, "r", 3)
+        source.move("r", target, num_blocks)
+        failed = await source.reported(MoveFailed, "r")
+        assert (failed.committed, "stood still" in failed.reason) == (False, True)
+        fabric.faults = MemoryFaults()
+        await ends_where_it_was(source, target)
+        assert [t.next_instance_id for t in source.tokens if isinstance(t, TurnOver)] == ["mixed"]
+
+
+async def test_what_outgrows_its_room_on_the_way_stays() -> None:
+    async with pair() as (source, target, fabric):
+        start(source, "r", PROMPT, LONG)
+        await drawn(source, "r", 3)
+        fabric.faults = MemoryFaults(gate=anyio.Event())
+        source.move("r", target, num_blocks_for(len(PROMPT) + 8, BLOCK))
+        assert "more than" in (await source.reported(MoveFailed, "r")).reason
+        fabric.faults = MemoryFaults()
+        await ends_where_it_was(source, target)
+
+
+async def test_a_target_without_room_or_that_stops_refuses() -> None:
+    async with pair(num_blocks=100) as (source, target, _):
+        start(source, "r", PROMPT, LONG)
+        await drawn(source, "r", 3)
+        source.move("r", target, 101)
+        await target.reported(RequestDropped, "r")
+        target.instance.stop_admitting()
+        source.move("r", target, 90, number=3)
+        await target.reported(RequestDropped, "r", count=2)
+        assert not target.reports_of(DecodeReserved, "r")
+        resume(source, number=3)
+        await ends_where_it_was(source, target)
+
+
+async def test_a_source_that_registers_again_says_that_it_decodes() -> None:
+    params = SamplingParams(max_tokens=3000, temperature=0)
+    async with pair(num_blocks=1024) as (source, target, fabric):
+        num_blocks = start(source, "r", PROMPT, params)
+        await drawn(source, "r", 3)
+        fabric.faults = MemoryFaults(gate=anyio.Event())
+        source.move("r", target, num_blocks)
+        await anyio.wait_all_tasks_blocked()
+        for instance in (source, target):
+            await instance.instance.drop_all_but_decoding()
+        assert [resident.decoding for resident in source.instance.residents()] == [True]
+        assert not target.instance.residents()
+        await ends_where_it_was(source, target, params)
+
+
+async def test_a_move_that_was_not_begun_is_taken_back() -> None:
+    async with pair() as (source, target, _):
+        start(source, "r", PROMPT, LONG)
+        await drawn(source, "r", 3)
+        cancel(source)
+        assert not (await source.reported(MoveFailed, "r")).committed
+        resume(source)
+        await ends_where_it_was(source, target)
+
+
+async def test_one_that_no_step_computes_moves_at_once() -> None:
+    """It waits for memory, and gets it where it goes."""
+    params = SamplingParams(max_tokens=60, temperature=0)
+    async with pair() as (source, target, _):
+        generation = make_generation("r", PROMPT, params)
+        source.admit(generation, kv_moves=False, num_blocks=num_blocks_for(len(PROMPT) + 8, BLOCK))
+        for chunk in chunk_plans(generation, [64]):
+            source.run([chunk])
+        await source.until(lambda: source.instance.num_of_stage()["out_of_credit"] == 1)
+        source.move("r", target, num_blocks_for(len(PROMPT) + 60, BLOCK))
+        await target.reported(RequestFinished, "r")
+        assert stream("r", "mixed", source, target) == reference_output(PROMPT, params)
+        assert [t.next_instance_id for t in source.tokens if isinstance(t, TurnOver)] == ["decode"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_whenever_it_is_taken_back_or_freed_nothing_leaks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a random moment: what the core could say then leaves one stream, or none, and everything free."""
+    monkeypatch.setattr("pdmesh.kv.moving.LANDED_LIMIT_S", 0.05)
+    rng = random.Random(seed)
+    params = SamplingParams(max_tokens=200, temperature=0)
+    async with pair() as (source, target, _):
+        num_blocks = start(source, "r", PROMPT, params)
+        await drawn(source, "r", rng.randrange(1, 30))
+        source.move("r", target, num_blocks)
+        for _ in range(rng.randrange(60)):
+            await anyio.lowlevel.checkpoint()
+        if rng.random() < 0.5:
+            source.free("r")
+            target.free("r")
+        else:
+            cancel(source)
+            target.free("r")
+            await target.reported(KvReleased, "r")
+            if target.reports_of(TransferLanded, "r"):
+                source.free("r")
+            else:
+                resume(source)
+                await source.reported(RequestFinished, "r")
+                assert stream("r", "mixed", source, target) == reference_output(PROMPT, params)
+        for instance in (source, target):
+            await instance.reported(KvReleased, "r")
+            instance.assert_all_free()
+        assert_one_speaker("r", source, target)
