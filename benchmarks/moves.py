@@ -4,10 +4,10 @@
     python benchmarks/moves.py --drain [--streams 32] [--context 4096]
 
 The first asks for the same requests twice: undisturbed, and while random ones of them are told to move, again and
-again: greedy, seeded and filtered, every penalty, log-probabilities, stop strings, two choices, contexts around block ends. It
-prints how many streams differ, and how long a stream stands still for a move (from the step after which it stands
-still to the acknowledgement) beside two decode steps and 10 ms. The second drains an instance, and prints how long that
-took beside the time that its bytes would take at the rate of the hand-overs of the same run.
+again: greedy, seeded and filtered, every penalty, log-probabilities, stop strings, two choices, contexts around block
+ends. It prints how many streams differ, and how long a stream stands still for a move (from the step after which it
+stands still to the acknowledgement) beside two decode steps and 10 ms. The second drains an instance, and prints how
+long that took beside the time that its bytes would take at the best rate of a transfer in the same run.
 """
 
 from __future__ import annotations
