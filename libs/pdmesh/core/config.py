@@ -34,6 +34,7 @@ class CoreConfig:
     refuses_early: bool = False  # what would not keep its own target, as predicted; studies let every request wait
     admission_ttft_s: float | None = None  # the target of those without one, where this is asked; None: max_queue_s
     max_lost_receivers: int = 4  # of one request's KV: after that it is computed again, as perhaps what they fail at
+    evacuates: bool = True  # what decodes where everything has to leave moves away with its KV
     kv_reservation: KvReservation = KvReservation.FULL
     kv_risk: float = 0.01  # by credit: of needing more blocks than there are, where a request is admitted
     learning: LatencyLearning = LatencyLearning.FIXED

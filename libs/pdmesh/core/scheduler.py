@@ -322,7 +322,8 @@ class SchedulerCore:
         self._operations.advance(now_s)
         while self._pools.advance(now_s):
             self._operations.advance(now_s)
-        self._moves.evacuate(self._operations.leaving, self._bundle.decode_placement)
+        if self._config.evacuates:
+            self._moves.evacuate(self._operations.leaving, self._bundle.decode_placement)
         self._credit.serve(self._bundle, self._learner.model)
         self._packer.pack(self._bundle, now_s)
         self._admission.note(commands)

@@ -84,7 +84,7 @@ from pdmesh.wire.messages import (
 from pdmesh.worker.admission import check_group, check_members, check_request, join_group, transcript
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.metrics import WorkerMetrics
-from pdmesh.worker.moves import Moves
+from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import TokenSink, error_out, finished, prompt_logprobs, step_done, token_out
 from pdmesh.worker.sequences import Hold, Sequences, Stage
@@ -131,7 +131,7 @@ class Instance:
         self._sequences = Sequences(pool, mover, on_released=self._released)
         self._own = OwnSteps()
         self.plans = Plans(instance_id, self._sequences, self._own, bell=bell, report=report, drop=self._drop)
-        self._moves = Moves(
+        self._moves = MovingDecodes(
             instance_id,
             sequences=self._sequences,
             mover=mover,

@@ -28,7 +28,7 @@ from pdmesh.worker.sequences import Hold, Leaving, Sequences, Stage
 log = structlog.get_logger()
 
 
-class Moves:
+class MovingDecodes:
     """What of an instance moves. ``send`` is for gateways; ``wake`` is told that there is more to decode."""
 
     def __init__(
