@@ -256,6 +256,10 @@ async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens
     operator = Operator(mesh)
     await operator.operate(OperationKind.DRAIN, "decode-1")
     failed = 0
+    status: OperationStatus | None = None
+    took_s = float("nan")
+    moves: list[dict[str, float]] = []
+    sent: list[dict[str, float]] = []
 
     async def ask(place: int) -> None:
         nonlocal failed
@@ -277,7 +281,7 @@ async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens
         tasks.cancel_scope.cancel()
     num_bytes = sum(each["num_bytes"] for each in moves)
     rate = max(each["num_bytes"] / each["duration_s"] for each in [*moves, *sent])
-    print(f"{status.state}: {len(moves)} of {len(prompts)} moved, {failed} failed, in {took_s:.2f} s")
+    print(f"{status and status.state}: {len(moves)} of {len(prompts)} moved, {failed} failed, in {took_s:.2f} s")
     print(
         f"{num_bytes / 1e6:.0f} MB; at the best rate of one transfer, {rate / 1e6:.0f} MB/s, {num_bytes / rate:.2f} s"
     )
