@@ -211,6 +211,35 @@ async def test_a_group_may_be_formed_while_its_leader_computes(maker: TransportM
         decode.assert_all_free()
 
 
+async def test_a_leader_that_was_alone_may_go_on_between_blocks(memory: TransportMaker) -> None:
+    """The block that it had begun is its own, and goes to the helper once it is full."""
+    prompt = list(range(60, 110))
+    async with members(memory, 2) as running:
+        leader, helper = running
+        generation = make_generation("r", prompt, GREEDY)
+        leader.admit(generation, kv_moves=False)
+        pieces = [(0, 6), (6, 6), (12, 20), (32, 18)]
+        first, second, third, last = (
+            ChunkPlan(
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                start=start,
+                num_tokens=num_tokens,
+                is_last=start + num_tokens == len(prompt),
+            )
+            for start, num_tokens in pieces
+        )
+        leader.run([first])
+        await leader.until(lambda: len(step_reports(leader)) == 1)
+        admit_member(helper, generation, running)
+        regroup(leader, generation, running)
+        helper.run([third])
+        leader.run([second])
+        leader.run([last])
+        await check_output(leader, "r", prompt, GREEDY)
+        await free_all(running, generation)
+
+
 async def test_prompt_logprobs_come_from_whoever_computed_the_chunk(memory: TransportMaker) -> None:
     prompt = list(range(50, 90))
     params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)

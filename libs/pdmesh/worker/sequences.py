@@ -112,12 +112,14 @@ class Hold:
         """Whether a chunk can be the next one here: it follows what is computed, or a group leaves gaps for others."""
         if self.exchange is None:
             return part.start == self.num_computed_tokens
-        first, begins_between = divmod(part.start, self.block_size)
         end = part.start + part.num_tokens
-        if begins_between or (part.is_last and not self.exchange.leads):
+        if part.is_last and not self.exchange.leads:
             return False
-        if not part.is_last and end % self.block_size:
+        if part.start % self.block_size and part.start != self.num_begun_tokens:  # a page has one writer
             return False
+        if end % self.block_size and not part.is_last:
+            return False
+        first = num_blocks_for(part.start, self.block_size)
         return self.exchange.begin(first, num_blocks_for(end, self.block_size) - first)
 
     @property
