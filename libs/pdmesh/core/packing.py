@@ -72,8 +72,9 @@ class Packer:
             self._handovers.find_receivers(openings, now_s)
             openings.update(bundle)
         instances, for_waiting = openings.computing(), openings.for_waiting()
-        helped = True
-        while instances or for_waiting or helped:
+        if not for_waiting and self.relays.help(openings.idle(), bundle, now_s):
+            openings.update(bundle)
+        while True:
             if instances or for_waiting:
                 # Those that get nothing now get nothing in the next round either: room only shrinks.
                 packed = Round(
@@ -89,8 +90,11 @@ class Packer:
                 )
                 instances, for_waiting = packed.pack(), False
                 openings.update(bundle)
-            if helped := self.relays.help(openings.idle(), bundle, now_s):
+            if self.relays.help(openings.idle(), bundle, now_s):
                 openings.update(bundle)
+                instances = openings.computing()  # it may be a leader's turn
+            elif not instances:
+                break
         if self._books.holding:
             self._end_prefill_phases(now_s)
             openings.update(bundle)

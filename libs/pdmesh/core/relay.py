@@ -96,6 +96,8 @@ class Relays:
             return 0
         if state.num_chunks_in_flight and any(self._books.instances[name].takes_new for name in self._awaited(state)):
             return 0  # they answer at once, and the next chunk is for one of them
+        if self._had_last(state, leader.instance_id):
+            return 0
         return self._cut(leader, state, most, bundle.relay)
 
     def awaits_others(self, state: RequestState) -> bool:
@@ -103,6 +105,16 @@ class Relays:
         if state.group is None:
             return False
         return any(self._in_flight(state, helper_id) for helper_id in state.group.member_ids[1:])
+
+    def _had_last(self, state: RequestState, member_id: InstanceId) -> bool:
+        """Whether the chunk before the next one is in flight there, and others could take turns with it.
+
+        Who has two chunks one after the other computes the second when the other member has computed the first of its
+        own: from then on everybody is a layer's time late for each chunk.
+        """
+        assert state.group is not None
+        ends = [chunk.start + chunk.num_tokens for chunk in self._in_flight(state, member_id)]
+        return len(state.group.member_ids) > 1 and state.num_planned_tokens in ends
 
     def _in_flight(self, state: RequestState, member_id: InstanceId) -> list[ChunkPlan]:
         """Chunks of it that this instance has in flight."""
@@ -231,6 +243,8 @@ class Relays:
                 continue  # what it is sent of the tokens before arrives later than they are computed to here
             start = state.num_planned_tokens
             if start % leader.block_size or state.is_planned or not self._may_relay(leader):
+                continue
+            if self._had_last(state, helper.instance_id):
                 continue
             most = bundle.packing.num_tokens(helper.view, PartialStep(now_s), state.request, start)
             num_tokens = self._cut(leader, state, most, relay)

@@ -223,7 +223,7 @@ class PolicyConfig:
     )
     relay_members: Annotated[
         int, COUNT, "`pdmesh` has up to so many instances compute a long prompt in turn, where others idle; 1: never"
-    ] = 8
+    ] = 4
     relay_improvement: Annotated[
         float, Range(0, 0.9), "...each more of them only if it brings the first token forward by this share"
     ] = 0.1

@@ -1,0 +1,125 @@
+"""One long prompt on several prefill instances in turn: its time to first token against one instance's.
+
+With the stand-in engine, whose steps sleep for what a latency model says, so that cores do not count: 2, 4 and 8
+prefill instances. With the 82M-parameter model, bf16, an engine thread an instance: 2 instances, beside the ceiling
+that they reach in the same run with a prompt each and no relay. One decode instance, one prompt of 16K tokens at a
+time, one output token, one HTTP client; the median of the rounds, after a prompt that warms up.
+
+    python benchmarks/relay.py [--rounds 3] [--only stand-in|model] [--members 2 4 8] [--tokens 16384]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio
+import httpx
+from report import Limits, heading
+
+from pdmesh.testing.checkpoints import LLAMA_82M, TINY, write_checkpoint
+from pdmesh.testing.exactness import complete, random_prompts
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+#: Of the stand-in: 16K tokens take 8.6 s alone, in steps of 0.2 s.
+STEPS = "a_s=0.004,b_s=4e-4,c_s=1.5e-8,d_s=7.5e-9"
+
+#: How many times faster the stand-in is to be, by the number of members.
+STAND_IN_TARGETS = {2: 1.8, 4: 3.5, 8: 6.5}
+
+#: The model with two members, over one, and over what two independent engines reach.
+MODEL_TARGET, CEILING_TARGET = 1.8, 0.95
+
+ALONE = {"POLICY_RELAY_MEMBERS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    mesh: RunningMesh
+    num_tokens: int
+    vocab_size: int
+    num_rounds: int
+
+    def ttft_s(self, num_prompts: int = 1) -> float:
+        """Until all of so many prompts, sent at once, have their token. Each round has other prompts."""
+        return asyncio.run(self._ttft_s(num_prompts))
+
+    async def _ttft_s(self, num_prompts: int) -> float:
+        prompts = random_prompts([self.num_tokens] * num_prompts * (self.num_rounds + 1), self.vocab_size, seed=1)
+        seen_s: list[float] = []
+        async with self.mesh.client() as client:
+            for index in range(self.num_rounds + 1):
+                began_s = time.monotonic()
+                async with anyio.create_task_group() as tasks:
+                    for prompt in prompts[index * num_prompts : (index + 1) * num_prompts]:
+                        tasks.start_soon(self._ask, client, prompt)
+                seen_s.append(time.monotonic() - began_s)
+        return statistics.median(seen_s[1:])
+
+    async def _ask(self, client: httpx.AsyncClient, prompt: list[int]) -> None:
+        await complete(client, self.mesh.model, prompt, 1)
+
+
+def stand_in(members: list[int], num_tokens: int, num_rounds: int, limits: Limits) -> None:
+    settings = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": STEPS, "WORKER_KV_CACHE_BYTES": str(256 << 20)}
+
+    def ttft_s(num_prefill: int) -> float:
+        extra = {"POLICY_RELAY_MEMBERS": str(num_prefill)}
+        with tempfile.TemporaryDirectory() as name:
+            shape = replace(TINY, max_position_embeddings=2 * num_tokens)
+            tokenizer = write_checkpoint(Path(name) / "model", shape=shape)
+            with running_mesh(Path(name), model=tokenizer, prefill=num_prefill, settings=settings | extra) as mesh:
+                return Load(mesh, num_tokens, shape.vocab_size, num_rounds).ttft_s()
+
+    alone_s = ttft_s(1)
+    print(f"stand-in ({STEPS}), alone: {alone_s:.2f} s")
+    for num_members in members:
+        together_s = ttft_s(num_members)
+        gain, target = alone_s / together_s, STAND_IN_TARGETS.get(num_members, 1.0)
+        stands = limits.at_least(f"{num_members} stand-ins", gain, target)
+        print(f"  {num_members} prefill instances: {together_s:.2f} s, {gain:.2f} x ({stands} of {target})", flush=True)
+
+
+def model(num_tokens: int, num_rounds: int, limits: Limits) -> None:
+    settings = {"WORKER_KV_CACHE_BYTES": str(1 << 30)}
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = write_checkpoint(Path(name) / "model", shape=LLAMA_82M, dtype="bfloat16")
+
+        def load(mesh: RunningMesh) -> Load:
+            return Load(mesh, num_tokens, LLAMA_82M.vocab_size, num_rounds)
+
+        with running_mesh(Path(name) / "alone", model=checkpoint, prefill=2, settings=settings | ALONE) as mesh:
+            alone_s, side_by_side_s = load(mesh).ttft_s(), load(mesh).ttft_s(num_prompts=2)
+        with running_mesh(Path(name) / "together", model=checkpoint, prefill=2, settings=settings) as mesh:
+            together_s = load(mesh).ttft_s()
+    gain, ceiling = alone_s / together_s, 2 * alone_s / side_by_side_s
+    print(f"82M bf16, alone: {alone_s:.2f} s; two side by side: {side_by_side_s:.2f} s, a ceiling of {ceiling:.2f} x")
+    stands = limits.at_least("the model, 2 instances", gain, MODEL_TARGET)
+    print(f"  2 prefill instances: {together_s:.2f} s, {gain:.2f} x ({stands} of {MODEL_TARGET})")
+    stands = limits.at_least("of the ceiling", gain / ceiling, CEILING_TARGET)
+    print(f"  {gain / ceiling:.1%} of the ceiling ({stands} of {CEILING_TARGET:.0%})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=16 * 1024)
+    parser.add_argument("--members", type=int, nargs="+", default=sorted(STAND_IN_TARGETS))
+    parser.add_argument("--only", choices=["stand-in", "model"])
+    options = parser.parse_args()
+    print(heading(f"A prompt of {options.tokens} tokens on several prefill instances in turn"))
+    limits = Limits()
+    if options.only != "model":
+        stand_in(options.members, options.tokens, options.rounds, limits)
+    if options.only != "stand-in":
+        model(options.tokens, options.rounds, limits)
+    limits.end()
+
+
+if __name__ == "__main__":
+    main()
