@@ -97,7 +97,7 @@ class Operator:
     async def running(self) -> list[str]:
         answer = await self.ask(ListRequests(limit=256))
         assert isinstance(answer, RequestList)
-        return [record.request_id for record in answer.requests if record.state == "placed"]
+        return [record.request_id for record in answer.requests if record.state == "decoding"]
 
     async def record(self, request_id: str) -> RequestRecord:
         answer = await self.ask(GetRequest(request_id=request_id))
