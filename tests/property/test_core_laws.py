@@ -394,7 +394,9 @@ class MeshMachine(RuleBasedStateMachine):
         self.closed.update(
             view.instance_id
             for view in self.core.operations
-            if view.state is OperationState.RUNNING and view.kind not in (OperationKind.UNDRAIN, OperationKind.MOVE)
+            if view.state is OperationState.RUNNING
+            and view.kind not in (OperationKind.UNDRAIN, OperationKind.MOVE)
+            and not view.detail.startswith("judged by")  # it is in use meanwhile
         )
         self.closed &= {view.instance_id for view in self.core.instances}
 
@@ -912,6 +914,7 @@ class MeshMachine(RuleBasedStateMachine):
                 role=role if kind is OperationKind.ROLE else None,
                 force=force,
                 request_id=request_id,
+                judged=self.num_operations % 2 == 0,
             )
         )
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli.advise import AdviceOptions, advise, command_of
+from pdmesh.cli.auto import next_flip
 from pdmesh.cli.options import Output
 from pdmesh.core.config import CoreConfig
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
-from pdmesh.model import PoolCounts
+from pdmesh.model import InstanceId, PoolCounts, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.sim.advice import recent, splits
 from pdmesh.sim.mesh import MeshShape
@@ -23,6 +24,7 @@ from pdmesh.sim.simulator import Simulator
 from pdmesh.sim.workload import Arrival
 from pdmesh.testing.recorded import RecordedCore
 from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL
+from pdmesh.wire.messages import InstanceStatus
 
 OPTIONS = AdviceOptions(log=None, last_s=300.0, slo=Slo(ttft_s=2.0), min_gain=0.03)
 
@@ -105,3 +107,32 @@ def test_splits_are_all_ways_to_share_instances_out() -> None:
     assert [str(pools) for pools in splits(1)] == ["1 mixed"]
     assert all(pools.total == 100 for pools in splits(100))
     assert recent([], 1.0) == []
+
+
+def row(name: str, *, num_decoding: int = 0, draining: bool = False) -> InstanceStatus:
+    role = Role(name.partition("-")[0])
+    return InstanceStatus(
+        instance_id=InstanceId(name),
+        role=role,
+        model="m",
+        device="cpu",
+        pid=1,
+        draining=draining,
+        num_blocks=1,
+        num_free_blocks=1,
+        num_held_blocks=0,
+        num_quarantined_blocks=0,
+        num_prefilling=0,
+        num_decoding=num_decoding,
+        num_queued_tokens=0,
+    )
+
+
+def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
+    there = [row("prefill-0"), row("decode-0", num_decoding=3), row("decode-1", num_decoding=1), row("decode-2")]
+    wanted = PoolCounts(prefill=3, decode=1)
+    assert next_flip(there, wanted, 1) == ("decode-2", Role.PREFILL)
+    there[3] = row("decode-2", draining=True)
+    assert next_flip(there, wanted, 1) == ("decode-1", Role.PREFILL), "one that is drained is left alone"
+    assert next_flip(there, wanted, 3) is None, "within its bounds"
+    assert next_flip(there, PoolCounts(prefill=1, decode=3), 1) is None, "it is there"

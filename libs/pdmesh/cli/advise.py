@@ -98,15 +98,18 @@ class _Mesh:
 
 def run_advise(asked: Asked, options: AdviceOptions) -> None:
     """Print what would have been better. Raises ConfigError if the log does not tell."""
-    advice = advise(_log_file(asked, options), options, asked.output)
+    advice = advise(log_file(asked, options), options, asked.output)
     if asked.output is Output.JSON:
         typer.echo(json.dumps(_as_json(advice), indent=2))
     else:
         _print(advice)
 
 
-def advise(path: Path, options: AdviceOptions, output: Output) -> Advice:
-    """Simulate all proposals on the end of a log. Raises ConfigError if it does not tell enough."""
+def advise(path: Path, options: AdviceOptions, output: Output, *, same_bundle: bool = False) -> Advice:
+    """Simulate all proposals on the end of a log, those with the ``same_bundle`` alone if told so.
+
+    Raises ConfigError if it does not tell enough.
+    """
     try:
         with EventLogReader(path) as log:
             decisions = Replay(log, None)
@@ -125,10 +128,13 @@ def advise(path: Path, options: AdviceOptions, output: Output) -> Advice:
         )
     if options.slo == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):
         raise ConfigError("the requests have no targets: give --slo-ttft or --slo-tpot")
-    return _compared(header, run, mesh, options, output)
+    bundles = dict.fromkeys((mesh.bundle, *(() if same_bundle else BUNDLES)))
+    return _compared(header, run, mesh, tuple(bundles), options, output)
 
 
-def _compared(header: Header, run: RecordedRun, mesh: _Mesh, options: AdviceOptions, output: Output) -> Advice:
+def _compared(
+    header: Header, run: RecordedRun, mesh: _Mesh, bundles: Sequence[str], options: AdviceOptions, output: Output
+) -> Advice:
     try:
         latency = fitted_model(run)
     except ValueError:
@@ -137,7 +143,6 @@ def _compared(header: Header, run: RecordedRun, mesh: _Mesh, options: AdviceOpti
     like = next(iter(mesh.profiles.values()))
     long_tokens = header.config.policy.long_prompt_tokens
     now = Proposal(mesh.pools, mesh.bundle)
-    bundles = dict.fromkeys((mesh.bundle, *BUNDLES))
     proposals = dict.fromkeys([now, *(Proposal(p, b) for p in splits(now.pools.total) for b in bundles)])
     outlooks: dict[Proposal, Foretold] = {}
     with rare_collections(), progress_bar(output) as progress:
@@ -157,7 +162,8 @@ def _compared(header: Header, run: RecordedRun, mesh: _Mesh, options: AdviceOpti
     )
 
 
-def _log_file(asked: Asked, options: AdviceOptions) -> Path:
+def log_file(asked: Asked, options: AdviceOptions) -> Path:
+    """The event log to learn from. Raises ConfigError if there is none."""
     if options.log is not None:
         return options.log
     record = asked.state.read()

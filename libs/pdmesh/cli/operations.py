@@ -56,6 +56,7 @@ def start(
     role: Role | None = None,
     timeout_s: float = 0.0,
     force: bool = False,
+    judged: bool = False,
     wait: bool = True,
     request: str | None = None,
 ) -> int:
@@ -71,6 +72,7 @@ def start(
         role=role,
         force=force,
         request_id=None if request is None else RequestId(request),
+        judged=judged,
     )
     return anyio.run(_run, asked, StartOperation(wish=wish), wait)
 
@@ -79,7 +81,7 @@ def resize(
     asked: Asked, sizes: Mapping[Role, int | None], *, timeout_s: float, start_timeout_s: float, wait: bool
 ) -> int:
     """The same for the sizes of the pools; one that is not said stays."""
-    now = Counter(row.role for row in _state(asked).instances)
+    now = Counter(row.role for row in current_state(asked).instances)
     wanted = {role: now[role] if size is None else size for role, size in sizes.items()}
     pools = PoolCounts(prefill=wanted[Role.PREFILL], decode=wanted[Role.DECODE], mixed=wanted[Role.MIXED])
     question = StartResize(operation_id=_new_id(), pools=pools, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
@@ -91,7 +93,7 @@ def restart_all(asked: Asked, *, timeout_s: float, force: bool) -> int:
 
     Returns its exit code, or 0. Without an actuator, only instances. Raises PdmeshError as `start` does.
     """
-    state = _state(asked)
+    state = current_state(asked)
     instances = [row.instance_id for row in state.instances]
     others = sorted({each.name for each in state.services} - set(instances))  # gateways come before the scheduler
     for name in (*instances, *others):
@@ -133,7 +135,8 @@ def cancel_operation(asked: Asked, operation_id: str) -> int:
     return 0 if answer.state == OperationState.CANCELLED else 1
 
 
-def _state(asked: Asked) -> MeshState:
+def current_state(asked: Asked) -> MeshState:
+    """Of the mesh. Raises PdmeshError if none can be asked."""
     _, address, security = target(asked.config, asked.state)
     answer = anyio.run(ask_scheduler, address, security, GetStatus())
     if not isinstance(answer, MeshState):

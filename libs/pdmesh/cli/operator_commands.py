@@ -30,6 +30,14 @@ Timeout = Annotated[
 StartTimeout = Annotated[float, typer.Option(min=0, max=MAX_OPERATION_S, help="Seconds for an instance to register.")]
 PoolSize = Annotated[int | None, typer.Option(min=0, max=1024, help="So many. [default: as now]")]
 Force = Annotated[bool, typer.Option("--force", help="Even if no other instance does what this one does.")]
+LogFile = Annotated[
+    Path | None, typer.Option("--log", metavar="FILE", help="A scheduler's event log. [default: this mesh's]")
+]
+Last = Annotated[float, typer.Option("--last", min=1, metavar="SECONDS", help="So much of its end.")]
+MinGain = Annotated[
+    float,
+    typer.Option("--min-gain", min=0, max=100, metavar="POINTS", help="More requests in time, to act on."),
+]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until it is done.")]
 
 
@@ -57,10 +65,13 @@ def role(
     to: Annotated[Role, typer.Argument(metavar="ROLE", help="prefill, decode or mixed.")],
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     force: Force = False,
+    judge: Annotated[
+        bool, typer.Option("--judge/--no-judge", help="Take it back if fewer requests are in time then, or they wait.")
+    ] = True,
     wait: Wait = True,
 ) -> None:
     """Give an instance another role, once what this does not do has ended or gone on elsewhere."""
-    _operate(asked, OperationKind.ROLE, instance, timeout, force, wait, role=to)
+    _operate(asked, OperationKind.ROLE, instance, timeout, force, wait, role=to, judged=judge)
 
 
 @app.command()
@@ -129,15 +140,11 @@ def pool_resize(
 @asks_scheduler
 def pool_advise(
     asked: Asked,
-    log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A scheduler's event log. [default: this mesh's]")
-    ] = None,
-    last: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="So much of its end.")] = 300.0,
+    log: LogFile = None,
+    last: Last = 300.0,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
-    min_gain: Annotated[
-        float, typer.Option(min=0, max=100, metavar="POINTS", help="More requests in time, to change anything.")
-    ] = 3.0,
+    min_gain: MinGain = 3.0,
 ) -> None:
     """Simulate other pools and bundles on the last minutes, and print what would have met the targets."""
     from pdmesh.cli.advise import AdviceOptions, run_advise
@@ -145,6 +152,29 @@ def pool_advise(
 
     slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot)
     run_advise(asked, AdviceOptions(log=log, last_s=last, slo=slo, min_gain=min_gain / 100))
+
+
+@pool_app.command("auto")
+@asks_scheduler
+def pool_auto(
+    asked: Asked,
+    log: LogFile = None,
+    last: Last = 300.0,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    min_gain: MinGain = 3.0,
+    every: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Between two looks.")] = 60.0,
+    least: Annotated[int, typer.Option(min=1, help="So many prefill and decode instances stay.")] = 1,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    once: Annotated[bool, typer.Option("--once", help="Look once, do at most one thing, and leave.")] = False,
+) -> None:
+    """Follow the advice, one role at a time; what makes things worse is taken back. Ctrl-C leaves."""
+    from pdmesh.cli.advise import AdviceOptions
+    from pdmesh.cli.auto import run_auto
+    from pdmesh.metrics import Slo
+
+    options = AdviceOptions(log=log, last_s=last, slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot), min_gain=min_gain / 100)
+    raise typer.Exit(run_auto(asked, options, every_s=every, least=least, timeout_s=timeout, once=once))
 
 
 @ops_app.callback()
@@ -186,9 +216,19 @@ def _operate(
     *,
     role: Role | None = None,
     request: str | None = None,
+    judged: bool = False,
 ) -> None:
     from pdmesh.cli.operations import start
 
-    raise typer.Exit(
-        start(asked, kind, instance, role=role, timeout_s=timeout_s, force=force, wait=wait, request=request)
+    code = start(
+        asked,
+        kind,
+        instance,
+        role=role,
+        timeout_s=timeout_s,
+        force=force,
+        judged=judged,
+        wait=wait,
+        request=request,
     )
+    raise typer.Exit(code)

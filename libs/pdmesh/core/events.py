@@ -141,6 +141,7 @@ class OperationRequested:
     again: bool = False
     stopped_pid: int | None = None  # of the process that a restart had stopped already
     request_id: RequestId | None = None  # of a move
+    judged: bool = False  # a change of roles that makes things worse is taken back
 
 
 @dataclass(frozen=True, slots=True)

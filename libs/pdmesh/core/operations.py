@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pdmesh.core.books import Books
 from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.events import OperationRequested
+from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, is_told, why_worse
 from pdmesh.core.moves import Moves
 from pdmesh.core.placing import have_pair
 from pdmesh.core.requests import Phase, RequestState
@@ -73,9 +74,14 @@ class _Operation:
     back_by_s: float = inf  # then the next one has joined
     moving: tuple[RequestState, Move] | None = None  # of a move
     is_taken_back: bool = False
+    role_before: Role | None = None  # of an instance that gets another one
+    changed_s: float | None = None  # when it got that; it is judged from then on
+    before: Standing | None = None  # how requests had fared by then
 
     @property
     def deadline_s(self) -> float:
+        if self.changed_s is not None:
+            return self.changed_s + JUDGE_S
         return self.back_by_s if self.has_moved_all else self.began_s + self.wish.timeout_s
 
     @property
@@ -103,10 +109,12 @@ class _Operation:
 class Operations:
     """At most one runs on an instance. What operators want of instances outlives these, and schedulers."""
 
-    def __init__(self, books: Books, moves: Moves) -> None:
+    def __init__(self, books: Books, moves: Moves, judge: Judge) -> None:
         self._books = books
         self._moves = moves
         self._moving: dict[OperationId, _Operation] = {}  # that move one request
+        self._judge = judge
+        self._taken_back_s: dict[InstanceId, float] = {}  # when a change of its role was
         self._operations: dict[OperationId, _Operation] = {}  # in the order in which they came
         self._running: dict[InstanceId, _Operation] = {}
         #: The operations whose outcome still holds, by instance: what a new scheduler has to be told.
@@ -167,7 +175,9 @@ class Operations:
         if wish.kind is OperationKind.MOVE:
             self._begin_move(operation, now_s)
             return
-        refusal = None if wish.again else self._refusal(wish)
+        refusal = None if wish.again else self._refusal(wish, now_s)
+        if wish.kind is OperationKind.RESIZE:
+            refusal = "pools are resized, not an instance"
         if refusal is not None:
             self._end(operation, OperationState.REFUSED, refusal, now_s)
             return
@@ -197,9 +207,9 @@ class Operations:
             self._moves.cancel(operation.moving[0])
             operation.is_taken_back = True
             return  # it may have landed all the same
-        self._end(operation, OperationState.CANCELLED, "an operator took it back", now_s)
         if instance := self._books.instances.get(operation.wish.instance_id):
-            instance.set_closed(instance.instance_id in self._drains)
+            self._restore(operation, instance)
+        self._end(operation, OperationState.CANCELLED, "an operator took it back", now_s)
 
     def forget(self, instance_id: InstanceId) -> None:
         """What was wanted of it: the next one under its name is another one."""
@@ -221,6 +231,8 @@ class Operations:
             instance.set_closed(True)
         if (operation := self._running.get(instance_id)) is None:
             return
+        if operation.changed_s is not None:
+            return  # it goes on being judged
         if operation.stopped_pid is None:
             self._begin(operation, now_s)
         elif operation.stopped_pid != instance.profile.pid:
@@ -244,6 +256,9 @@ class Operations:
                 if operation.deadline_s <= now_s:
                     self._end(operation, OperationState.FAILED, "the instance did not come back", now_s)
                 continue
+            if operation.changed_s is not None:
+                self._look_how_it_goes(operation, instance, now_s)
+                continue
             if operation.stopped_pid is not None:
                 if operation.deadline_s <= now_s:
                     instance.set_closed(instance.instance_id in self._drains)
@@ -261,7 +276,7 @@ class Operations:
 
     # --- what is asked for ---
 
-    def _refusal(self, wish: OperationRequested) -> str | None:
+    def _refusal(self, wish: OperationRequested, now_s: float) -> str | None:
         instances = self._books.instances
         instance = instances.get(wish.instance_id)
         if instance is None:
@@ -275,6 +290,12 @@ class Operations:
             )
         if wish.kind is OperationKind.UNDRAIN or wish.force:
             return None
+        taken_back_s = self._taken_back_s.get(wish.instance_id)
+        if wish.judged and taken_back_s is not None and now_s < taken_back_s + COOL_DOWN_S:
+            return (
+                f"a change of {wish.instance_id}'s role was taken back {now_s - taken_back_s:.0f} s ago since it made "
+                f"things worse: wait until {COOL_DOWN_S:g} s have passed, or --force"
+            )
         others = [other for other in instances.values() if other is not instance and other.is_usable]
         if self._leaves_at_once(wish, instance):
             return None
@@ -293,6 +314,8 @@ class Operations:
             operation.detail = "waits for the instance to come back"
             return
         operation.detail = ""
+        if operation.role_before is None and operation.wish.kind is OperationKind.ROLE:
+            operation.role_before = instance.role
         if operation.wish.kind is not OperationKind.UNDRAIN and not self._leaves_at_once(operation.wish, instance):
             instance.set_closed(True)
             for key in self._left(operation, instance):
@@ -377,6 +400,11 @@ class Operations:
                 self._roles[wish.instance_id] = wish
                 self._set_role(instance, wish.role)
                 instance.set_closed(wish.instance_id in self._drains)
+                if wish.judged and operation.role_before is not wish.role:
+                    operation.changed_s, operation.before = now_s, self._judge.before(now_s)
+                    operation.detail = f"judged by {NUM_TO_JUDGE} requests, or for {JUDGE_S:g} s"
+                    self.num_changes += 1
+                    return
             case OperationKind.RESIZE:
                 pass  # of pools, not of an instance (`pdmesh.core.pools`)
             case OperationKind.MOVE:
@@ -396,6 +424,39 @@ class Operations:
     def _drained(self, operation: _Operation, detail: str, now_s: float) -> None:
         self._drains[operation.wish.instance_id] = operation.wish
         self._end(operation, OperationState.DONE, detail, now_s)
+
+    def _look_how_it_goes(self, operation: _Operation, instance: InstanceBooks, now_s: float) -> None:
+        """Take a change of roles back once it can be told that things are worse."""
+        assert operation.changed_s is not None
+        assert operation.before is not None
+        after = self._judge.after(operation.changed_s)
+        if not is_told(after, operation.changed_s, now_s):
+            return
+        first = self._books.queue.first
+        longest_wait_s = 0.0 if first is None or first.request.epoch else now_s - first.request.arrival_s
+        worse = why_worse(operation.before, after, longest_wait_s)
+        if worse is None:
+            self._end(operation, OperationState.DONE, "", now_s)
+            return
+        assert operation.role_before is not None
+        self._taken_back_s[instance.instance_id] = now_s
+        self._end(operation, OperationState.FAILED, f"taken back: {worse}", now_s)
+        back = replace(
+            operation.wish,
+            operation_id=OperationId(f"{operation.wish.operation_id}/back"),
+            role=operation.role_before,
+            judged=False,
+            force=True,
+        )
+        self.request(back, now_s)
+
+    def _restore(self, operation: _Operation, instance: InstanceBooks) -> None:
+        """The instance is used as before."""
+        instance.set_closed(instance.instance_id in self._drains)
+        if operation.role_before is not None and instance.role is not operation.role_before:
+            if operation.changed_s is not None:
+                self._roles.pop(instance.instance_id, None)
+            self._set_role(instance, operation.role_before)
 
     def _set_role(self, instance: InstanceBooks, role: Role) -> None:
         instance.set_role(role)

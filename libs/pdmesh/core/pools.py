@@ -135,7 +135,10 @@ class Pools:
         resize = self._running
         if resize is None:
             return inf
-        started = all(member.instance_id in self._books.instances for member in resize.wish.starts)
+        instances = self._books.instances
+        if any((each := instances.get(m.instance_id)) and each.role is not m.role for m in resize.wish.flips):
+            return inf  # each is an operation of its own, with its own limit
+        started = all(member.instance_id in instances for member in resize.wish.starts)
         return resize.gone_by_s if started else resize.began_s + resize.wish.start_timeout_s
 
     def knows(self, operation_id: OperationId) -> bool:

@@ -100,6 +100,11 @@ class WaitingQueue:
         """Of who has waited longest; infinite if nobody waits."""
         return next(iter(self._deadlines.values()))[0] if self._deadlines else inf
 
+    @property
+    def first(self) -> RequestState | None:
+        """Who has waited longest; None if nobody waits."""
+        return next(iter(self._deadlines.values()))[1] if self._deadlines else None
+
     def first_due(self, now_s: float) -> RequestState | None:
         """The request that has waited longest, if its time is over."""
         if not self._deadlines:

@@ -45,6 +45,7 @@ class RequestState:
     in_group: bool = False  # the instances of its shards compute its chunks together
     work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     placed_s: float | None = None
+    first_token_s: float | None = None  # as its last chunk's step was reported
     num_planned_tokens: int = 0
     num_chunks_in_flight: int = 0  # a group's chunk counts at every member
     group: PrefillGroup | None = None  # that computes its chunks in turn: its leader, and the helpers that have joined

@@ -62,6 +62,7 @@ from pdmesh.core.events import (
 from pdmesh.core.fairness import TenantView
 from pdmesh.core.growth import Growth
 from pdmesh.core.handover import HandOvers
+from pdmesh.core.judging import Judge
 from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.moves import Moves
 from pdmesh.core.operations import Operations, OperationView
@@ -91,7 +92,8 @@ class SchedulerCore:
         self._credit = Credit(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._moves = Moves(self._books)
-        self._operations = Operations(self._books, self._moves)
+        self._judge = Judge()
+        self._operations = Operations(self._books, self._moves, self._judge)
         self._pools = Pools(self._books, self._operations)
         self._modes = Modes(self._books)
         self._handovers = HandOvers(self._books, config.max_queue_s)
@@ -351,6 +353,7 @@ class SchedulerCore:
         if instance_id is not None:
             books.adopt(state, instance_id)
         elif self._is_full_for(request):
+            self._judge.refused(request, self._now_s)
             message = f"{len(books.queue)} requests are waiting"
             books.reject(
                 state,
@@ -362,6 +365,7 @@ class SchedulerCore:
             message = f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate fit no instance"
             books.reject(state, RejectReason.TOO_LONG, message, None)
         elif (refusal := self._admission.refusal(state, self._bundle.order, self._now_s)) is not None:
+            self._judge.refused(request, self._now_s)
             message = (
                 f"its first token is predicted {refusal.predicted_s:.2g} s from now, later than {refusal.limit_s:g} s"
             )
@@ -399,6 +403,7 @@ class SchedulerCore:
             return
         self._modes.finished(state, event.num_output_tokens)
         self._credit.ended(state, event.instance_id, event.num_output_tokens)
+        self._judge.finished(state.request, state.placed_s, state.first_token_s, event.num_output_tokens, self._now_s)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
         if state.move is not None:  # perhaps back to where it came from
@@ -439,6 +444,7 @@ class SchedulerCore:
             if state.phase is not Phase.PREFILLING:
                 continue
             if chunk.is_last:
+                state.first_token_s = self._now_s
                 self._admission.first_token(state, self._now_s)
             if done.get(state.key) != chunk.num_tokens:
                 if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
@@ -583,6 +589,7 @@ class SchedulerCore:
             if unready is None and state.request.epoch > 0:  # it was let in before, and half of its answer may be out
                 self._books.queue.postpone(state, self._now_s + self._config.max_queue_s)
             elif unready is None:
+                self._judge.refused(state.request, self._now_s)
                 message = f"no room for {self._config.max_queue_s:g} s"
                 self._books.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
             else:

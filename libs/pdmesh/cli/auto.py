@@ -1,0 +1,82 @@
+"""`pdmesh pool auto`: the advice is followed, one role at a time, and what made things worse is taken back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import typer
+
+from pdmesh.cli.advise import AdviceOptions, advise, log_file
+from pdmesh.cli.operations import current_state, start
+from pdmesh.cli.options import Asked, Output
+from pdmesh.errors import ConfigError
+from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
+from pdmesh.wire.messages import InstanceStatus
+
+
+class Flip(NamedTuple):
+    """One instance gets another role."""
+
+    instance_id: InstanceId
+    role: Role
+
+
+def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts, least: int) -> Flip | None:
+    """One step towards ``wanted``: the instance that does least, of a kind of which there are too many.
+
+    None if it is there already, or only ``least`` are left of every kind that would have to give one.
+    """
+    counts = {role: sum(row.role is role for row in there) for role in Role}
+    missing = [role for role in Role if counts[role] < wanted.of(role)]
+    spare = [
+        row
+        for row in there
+        if counts[row.role] > wanted.of(row.role)
+        and (counts[row.role] > least or row.role is Role.MIXED)
+        and row.state == "up"
+    ]
+    if not missing or not spare:
+        return None
+    chosen = min(spare, key=lambda row: (row.num_prefilling + row.num_decoding, row.instance_id))
+    return Flip(chosen.instance_id, missing[0])
+
+
+def run_auto(asked: Asked, options: AdviceOptions, *, every_s: float, least: int, timeout_s: float, once: bool) -> int:
+    """Look every ``every_s`` seconds until interrupted; ``once`` looks once and returns the exit code of what it did.
+
+    Bundles are left alone, and no process is started or stopped. Raises PdmeshError if no mesh can be asked.
+    """
+    while True:
+        began_s = time.monotonic()
+        code = _look(asked, options, least, timeout_s)
+        if once:
+            return code
+        time.sleep(max(0.0, began_s + every_s - time.monotonic()))
+
+
+def _look(asked: Asked, options: AdviceOptions, least: int, timeout_s: float) -> int:
+    there = current_state(asked).instances
+    try:
+        advice = advise(log_file(asked, options), options, Output.JSON, same_bundle=True)
+    except ConfigError as error:
+        _say(str(error))
+        return 0
+    if advice.best is None:
+        _say(f"nothing is better by {100 * options.min_gain:g} points than {advice.now.proposal.pools}")
+        return 0
+    best = advice.best
+    flip = next_flip(there, best.proposal.pools, least)
+    if flip is None:
+        _say(f"{best.proposal.pools} would be better, and leaves fewer than {least} of a kind")
+        return 0
+    _say(
+        f"{best.proposal.pools} would have had {best.attainment:.1%} in time, {advice.now.proposal.pools} "
+        f"{advice.now.attainment:.1%}: {flip.instance_id} becomes {flip.role}"
+    )
+    return start(asked, OperationKind.ROLE, flip.instance_id, role=flip.role, timeout_s=timeout_s, judged=True)
+
+
+def _say(what: str) -> None:
+    typer.echo(f"pdmesh: {what}")
