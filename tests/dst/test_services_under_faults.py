@@ -35,6 +35,15 @@ def test_the_laws_hold_under_what_once_broke_them(seed: int) -> None:
     assert run(draw(seed)).broken is None
 
 
+def test_nobody_is_refused_because_processes_stand_still() -> None:
+    """Of seed 701059 one was, who came while the only decode instance was stopped."""
+    plans = [draw(seed) for seed in range(701_040, 701_080)]
+    stops = [tuple(fault for fault in plan.faults if fault.kind is FaultKind.STOP) for plan in plans]
+    runs = [run(replace(plan, faults=faults)) for plan, faults in zip(plans, stops, strict=True) if faults]
+    assert not [result.broken for result in runs if result.broken]
+    assert any(fault.duration_s > 6.0 for result in runs for fault in result.plan.faults)
+
+
 def test_the_same_plan_runs_the_same_way_twice() -> None:
     digests = [
         hashlib.sha256("\n".join(run(draw(seed), with_timeline=True).timeline).encode()).hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TypeVar
 
@@ -32,6 +32,9 @@ BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
 
 #: How likely a plan has each kind of faults, and how often it is then drawn beside others.
 SHARE_OF_PLANS = 0.35
+
+#: An absence of which everybody has heard: longer than leases.
+LONG_S = 6.0
 WEIGHTS = {
     FaultKind.KILL: 4,
     FaultKind.TERMINATE: 2,
@@ -93,6 +96,7 @@ def draw(seed: int) -> Plan:
     )
     asks = tuple(_ask(rng, swarm) for _ in range(rng.choice((1, 1, 2, 2, 3, 4, 6))))
     faults = _faults(rng, swarm, asks)
+    asks += _late_asks(random.Random(f"late {seed}"), swarm, faults)
     is_roomy = rng.random() < 0.5  # else little of everything
     return Plan(
         seed=seed,
@@ -137,6 +141,18 @@ def _ask(rng: random.Random, swarm: _Swarm) -> Ask:
         priority=mostly(Way.DIFFER_IN_PRIORITY, 0, 1, otherwise=0),
         hangs_up_s=mostly(Way.HANG_UP, rng.uniform(0, 0.08), rng.uniform(0, 0.4), rng.uniform(0, 1.5), otherwise=None),
     )
+
+
+def _late_asks(rng: random.Random, swarm: _Swarm, faults: Sequence[Fault]) -> tuple[Ask, ...]:
+    """What comes while somebody has been away for long, in a third of the plans where somebody is.
+
+    Of chance of its own, so that all other plans are as they were.
+    """
+    long = [fault for fault in faults if fault.duration_s > LONG_S]
+    if not long or rng.random() > SHARE_OF_PLANS:
+        return ()
+    times = [rng.uniform(fault.at_s + LONG_S, fault.end_s) for fault in rng.choices(long, k=2)]
+    return tuple(replace(_ask(rng, swarm), at_s=at_s) for at_s in times)
 
 
 def _faults(rng: random.Random, swarm: _Swarm, asks: Sequence[Ask]) -> list[Fault]:

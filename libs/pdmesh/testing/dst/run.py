@@ -26,6 +26,9 @@ from pdmesh.testing.dst.timeline import LawBroken, Timeline
 PROGRESS_S = 90.0
 FREE_S = 60.0
 
+#: Stops that last for less in all, virtual seconds, refuse nobody.
+WAITED_FOR_S = 35.0
+
 #: How often processes are looked at from outside, virtual seconds.
 LOOK_S = 0.25
 
@@ -153,6 +156,8 @@ def _allows(plan: Plan, client: SimulatedClient, error: RequestRejected) -> bool
         return FaultKind.PIECES in kinds
     if error.status == TOO_MANY and plan.max_queue_entries < len(plan.asks) * max(ask.n for ask in plan.asks):
         return True  # perhaps only some of its choices found room
+    if kinds == {FaultKind.STOP} and sum(fault.duration_s for fault in plan.faults) < WAITED_FOR_S:
+        return False  # who stands still is waited for
     return not client.tokens and error.status in MAY_REFUSE and bool(kinds)
 
 
