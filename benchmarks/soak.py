@@ -2,18 +2,21 @@
 
 Usage: python benchmarks/soak.py [--minutes M] [--streams N] [--prefill N] [--decode N]
 
-Real processes with a tiny checkpoint. The load is a Poisson stream at 0.8 of the rate that a closed loop reached just
-before. Every half minute it takes down each process's resident memory, descriptors and event-loop tasks; at the end,
-when all is idle, every block must be free again. Exits with 1 if anything grew: memory by more than 8 % and 24 MiB from
-the second quarter of the run to its last, descriptors or tasks by more than 20 when idle, or if a request failed.
+Real processes with a tiny checkpoint; for the streams others, that decode all of them at once. The load is a Poisson
+stream at 0.8 of the rate that a closed loop reached just before. Every half minute it takes down each process's
+resident memory, descriptors and event-loop tasks; at the end, when all is idle, every block must be free again. Exits
+with 1 if anything grew: memory by more than 8 % and 24 MiB from the second quarter of the run to its last, descriptors
+or tasks by more than 20 when idle, if a request failed, or if not all of the streams were open at one moment.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -32,6 +35,12 @@ CANCELLED_SHARE = 0.3
 SAMPLE_S = 30.0
 CALIBRATION_S = 20.0
 CALIBRATION_CLIENTS = 16
+
+#: So that none waits for the seat of one that has ended and is about to be reported.
+SEATS_PER_STREAM = 2
+
+#: Of each of the many streams: enough for the last one to have its first token long before the first ends.
+STREAM_TOKENS = 384
 
 
 @dataclass(slots=True)
@@ -120,28 +129,65 @@ async def soak(mesh: RunningMesh, rate: float, seconds: float, outcomes: Outcome
     return samples
 
 
-async def many_streams(mesh: RunningMesh, count: int) -> tuple[int, int]:
-    """Streams that were open at one moment, and those that ended well."""
-    open_now = most_open = ended = 0
+async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
+    """As server-sent events have them. ``aiter_lines`` also ends them within a text, at U+0085 or U+2028."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
+@dataclass(slots=True)
+class Streams:
+    """Many at once. One is open from its first token, which its client has read, until its last."""
+
+    num_open: int = 0
+    most_open: int = 0
+    ended: int = 0
+    num_tokens: int = 0
+    num_tokens_when_most: int = 0  # delivered before the last of them opened
+    duration_s: float = 0.0
+
+
+async def many_streams(mesh: RunningMesh, count: int) -> Streams:
+    """So many, each long enough for the last to open before the first ends."""
+    streams = Streams()
 
     async def stream(number: int) -> None:
-        nonlocal open_now, most_open, ended
-        body = {"model": mesh.model, "prompt": [number % 256] * 8, "max_tokens": 48, "ignore_eos": True, "stream": True}
+        body = {
+            "model": mesh.model,
+            "prompt": [number % 256] * 8,
+            "max_tokens": STREAM_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 return
-            open_now += 1
-            most_open = max(most_open, open_now)
-            last = ""
-            async for line in response.aiter_lines():
-                last = line or last
-            open_now -= 1
-            ended += last == "data: [DONE]"
+            num_tokens = 0
+            async for line in lines_of(response):
+                if line == b"data: [DONE]":
+                    streams.ended += num_tokens == STREAM_TOKENS
+                elif line.startswith(b"data: "):
+                    (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+                    num_new = len(choice["token_ids"])
+                    if num_new and not num_tokens:
+                        streams.num_open += 1
+                    num_tokens += num_new
+                    streams.num_tokens += num_new
+                    if streams.num_open > streams.most_open:
+                        streams.most_open, streams.num_tokens_when_most = streams.num_open, streams.num_tokens
+                    if choice["finish_reason"] is not None:
+                        streams.num_open -= 1
 
+    began_s = time.monotonic()
     async with mesh.client() as client, anyio.create_task_group() as tasks:
         for number in range(count):
             tasks.start_soon(stream, number)
-    return most_open, ended
+    streams.duration_s = time.monotonic() - began_s
+    return streams
 
 
 def grown(samples: list[Sample]) -> list[str]:
@@ -175,11 +221,18 @@ def main() -> int:
             samples = anyio.run(soak, mesh, rate, 60 * options.minutes, outcomes)
             mesh.wait_until_idle(60)
             after, tasks_after = sampled(mesh), mesh.event_loop_tasks()
-            most_open, ended = anyio.run(many_streams, mesh, options.streams)
-            mesh.wait_until_idle(60)
             restarted = mesh.logs().count("is started again")
-    pools = f"{options.prefill}P+{options.decode}D"
-    print(heading(f"Soak, {pools}, {options.minutes:g} minutes at {rate:.0f} requests a second"))
+        pools = {"prefill": options.prefill, "decode": options.decode}
+        seats = {"WORKER_MAX_NUM_SEQS": str(SEATS_PER_STREAM * options.streams)}
+        with running_mesh(folder / "streams", model=checkpoint, **pools, settings=seats) as mesh:
+            streams = anyio.run(many_streams, mesh, options.streams)
+            mesh.wait_until_idle(60)
+            restarted += mesh.logs().count("is started again")
+    print(
+        heading(
+            f"Soak, {options.prefill}P+{options.decode}D, {options.minutes:g} minutes at {rate:.0f} requests a second"
+        )
+    )
     print(f"{outcomes.finished} finished, {outcomes.cancelled} cancelled, {len(outcomes.failed)} failed")
     for reason in outcomes.failed[:5]:
         print(f"  {reason}")
@@ -190,10 +243,16 @@ def main() -> int:
     print(f"tasks when idle, after less before: {tasks}")
     print("blocks: every one is free when idle")
     print(
-        f"{options.streams} streams at once: {most_open} were open together, {ended} ended well; {restarted} restarts"
+        f"{options.streams} streams of {STREAM_TOKENS} tokens: {streams.most_open} were open at one moment, all with "
+        f"tokens read ({streams.num_tokens_when_most} by then) and more to come; {streams.ended} ended well: "
+        f"{streams.num_tokens} tokens in {streams.duration_s:.0f} s; {restarted} restarts"
     )
     bad = [name for name, change in (*fds.items(), *tasks.items()) if change > 20]
-    return int(bool(leaking or bad or outcomes.failed or ended < options.streams))
+    return int(
+        bool(
+            leaking or bad or outcomes.failed or streams.most_open < options.streams or streams.ended < options.streams
+        )
+    )
 
 
 if __name__ == "__main__":
