@@ -59,7 +59,7 @@ def failures(place: PlaceDecode) -> dict[str, Event]:
         "begins anew": InstanceJoined(modelled_profile(place.instance_id, Role.DECODE), ()),
         "refuses": RequestDropped(*key, "no room"),
         "fails": TransferFailed(*key, place.transfer.transfer_id, "checksum"),
-        "frees": KvReleased(*key),
+        "frees": KvReleased(*key, place.transfer.transfer_id),
         "times out": TransferFailed(P, *key[1:], place.transfer.transfer_id, "deadline"),
         "is silent": InstanceSuspected(place.instance_id),
     }
@@ -106,7 +106,7 @@ def test_what_the_old_receiver_says_late_changes_nothing() -> None:
         TransferFailed(*key, place.transfer.transfer_id, "checksum"),
         TransferFailed(P, *key[1:], place.transfer.transfer_id, "the receiver gave up"),
         RequestDropped(*key, "no room"),
-        KvReleased(*key),
+        KvReleased(*key, place.transfer.transfer_id),
     )
     for event in late:
         assert not of(Restart, bench.feed(event)), event

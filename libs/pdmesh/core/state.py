@@ -56,7 +56,7 @@ class HeldBlocks:
 
     def is_of(self, transfer_id: TransferId) -> bool:
         """Whether what an instance says of this transfer is about this."""
-        return NO_TRANSFER in (transfer_id, self.transfer_id) or transfer_id == self.transfer_id
+        return self.transfer_id in (NO_TRANSFER, transfer_id)
 
 
 #: By how much the context of residents must move, relative to what is known of it, for plans to be made by it.

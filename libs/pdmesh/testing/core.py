@@ -25,6 +25,7 @@ from pdmesh.core.events import (
 from pdmesh.core.growth import Growth
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
+    NO_TRANSFER,
     ChunkDone,
     Epoch,
     FinishReason,
@@ -131,7 +132,8 @@ class CoreBench:
         return self.feed(RequestFinished(*what, FinishReason.LENGTH, num_output_tokens))
 
     def released(self, instance_id: str, request_id: str, epoch: int = 0) -> list[Command]:
-        return self.feed(KvReleased(InstanceId(instance_id), RequestId(request_id), Epoch(epoch)))
+        transfer_id = self.transfers.get(request_id, NO_TRANSFER)
+        return self.feed(KvReleased(InstanceId(instance_id), RequestId(request_id), Epoch(epoch), transfer_id))
 
     def offered(self, instance_id: str, request_id: str) -> list[Command]:
         return self.feed(TransferOffered(*self._transfer(instance_id, request_id)))
