@@ -235,7 +235,7 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
         p.post(TransferSent(*of_p, transfer_id, num_bytes=1000, duration_s=0.5, exposed_s=0.25))
         p.post(KvReleased(*of_p))
         d.post(RequestFinished(*of_d, reason=FinishReason.STOP, num_output_tokens=3))
-        d.post(KvReleased(*of_d))
+        d.post(KvReleased(*of_d, transfer_id))
         whats = await told(mesh, "released", 2)
         assert [what for what in whats if what not in ("released", "sent", "landed")] == [
             "queued",

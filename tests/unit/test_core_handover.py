@@ -199,8 +199,9 @@ def test_it_starts_again_when_receivers_fail_it_too_often() -> None:
     for _ in range(3):
         commands = bench.failed(place.instance_id, "r", "checksum")
         assert not of(Restart, commands)
+        key = place.instance_id, place.request_id, place.epoch
+        bench.feed(KvReleased(*key, place.transfer.transfer_id))
         (place,) = of(PlaceDecode, commands)
-        bench.released(others(place.instance_id), "r")
     assert of(Restart, bench.failed(place.instance_id, "r", "checksum"))
 
 

@@ -45,6 +45,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.model import (
+    NO_TRANSFER,
     ChunkDone,
     ChunkPlan,
     FinishReason,
@@ -53,6 +54,7 @@ from pdmesh.model import (
     InstanceProfile,
     RequestKey,
     StepPlan,
+    TransferId,
     TransferPlan,
 )
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
@@ -131,6 +133,7 @@ class SimInstance:
         self._max_decode_steps = max_decode_steps
         self._plans: deque[StepPlan] = deque()
         self._blocks: dict[RequestKey, int] = {}
+        self._received_by: dict[RequestKey, TransferId] = {}
         self._num_free_blocks = profile.num_blocks
         self._prefills: dict[RequestKey, _Prefill] = {}
         self._residents = Residents(layout.block_size)
@@ -161,6 +164,7 @@ class SimInstance:
                 self._prefills[key] = _Prefill(run, command.transfer)
             case PlaceDecode():
                 key = (command.request_id, command.epoch)
+                self._received_by[key] = command.transfer.transfer_id
                 self._hold(key, command.num_blocks)
                 self._report(DecodeReserved(self.instance_id, *key, command.transfer.transfer_id))
             case RunStep():
@@ -210,7 +214,7 @@ class SimInstance:
 
     def _release(self, key: RequestKey) -> None:
         self._num_free_blocks += self._blocks.pop(key)
-        self._report(KvReleased(self.instance_id, *key))
+        self._report(KvReleased(self.instance_id, *key, self._received_by.pop(key, NO_TRANSFER)))
 
     # --- steps ---
 

@@ -132,8 +132,12 @@ class CoreBench:
         return self.feed(RequestFinished(*what, FinishReason.LENGTH, num_output_tokens))
 
     def released(self, instance_id: str, request_id: str, epoch: int = 0) -> list[Command]:
-        transfer_id = self.transfers.get(request_id, NO_TRANSFER)
-        return self.feed(KvReleased(InstanceId(instance_id), RequestId(request_id), Epoch(epoch), transfer_id))
+        """What it has of a request by now."""
+        key = RequestId(request_id), Epoch(epoch)
+        instance = self.core._books.instances.get(InstanceId(instance_id))
+        hold = None if instance is None else instance.holds.get(key)
+        transfer_id = NO_TRANSFER if hold is None else hold.transfer_id
+        return self.feed(KvReleased(InstanceId(instance_id), *key, transfer_id))
 
     def offered(self, instance_id: str, request_id: str) -> list[Command]:
         return self.feed(TransferOffered(*self._transfer(instance_id, request_id)))

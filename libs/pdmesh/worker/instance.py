@@ -247,7 +247,7 @@ class Instance:
             self._refuse(generation, str(error), transfer.transfer_id)
             return
         hold.stage = Stage.RECEIVING
-        hold.transfer = transfer
+        hold.transfer, hold.received_by = transfer, transfer.transfer_id
         self._mover.expect(
             hold.request_id,
             hold.epoch,

@@ -226,6 +226,7 @@ class MovingDecodes:
             block_size=self._block_size,
             max_kv_tokens=command.num_blocks * self._block_size,
             transfer=transfer,
+            received_by=transfer.transfer_id,
         )
         self._sequences.add(hold)
         self._mover.expect(

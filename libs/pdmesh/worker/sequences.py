@@ -83,6 +83,7 @@ class Hold:
     block_size: int
     max_kv_tokens: int  # that it may come to hold
     transfer: TransferPlan | None = None  # that moves its KV on, or brings it
+    received_by: TransferId = NO_TRANSFER  # the transfer that brings its KV here, or did
     sender: KvSender | None = None  # set if its KV moves on after its prefill
     exchange: KvExchange | None = None  # set if a group computes its prompt
     leaving: Leaving | None = None  # set while it decodes, and moves to another instance
@@ -121,11 +122,6 @@ class Hold:
             return False
         first = num_blocks_for(part.start, self.block_size)
         return self.exchange.begin(first, num_blocks_for(end, self.block_size) - first)
-
-    @property
-    def received_by(self) -> TransferId:
-        """The transfer that brings its KV here, or did."""
-        return NO_TRANSFER if self.sender is not None or self.transfer is None else self.transfer.transfer_id
 
     @property
     def has_credit(self) -> bool:
