@@ -111,7 +111,7 @@ MESHES = {
     # One outside the group: `reservation` would leave short prompts no instance.
     "2M in a group + 1M": (Role.MIXED, Role.MIXED, Role.MIXED),
     "3P+1D in turn": (Role.PREFILL, Role.PREFILL, Role.PREFILL, Role.DECODE),
-    "1P+2M in turn": (Role.PREFILL, Role.MIXED, Role.MIXED),
+    "3P+1M in turn": (Role.PREFILL, Role.PREFILL, Role.PREFILL, Role.MIXED),
 }
 
 BLOCK_SIZE = 4  # tokens
