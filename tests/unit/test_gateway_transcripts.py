@@ -1,5 +1,7 @@
 """A token is delivered if its epoch is current and its index is the next one."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,8 +190,13 @@ async def test_the_next_token_comes_from_whom_the_last_one_named() -> None:
     assert t.source == C
 
 
+NUM_TURNS = itertools.count()
+
+
 def turn(index: int, next_: InstanceId, *, epoch: int = 0) -> TurnOver:
-    return TurnOver(request_id=RequestId("r"), epoch=Epoch(epoch), index=index, next_instance_id=next_)
+    return TurnOver(
+        request_id=RequestId("r"), epoch=Epoch(epoch), index=index, next_instance_id=next_, num=next(NUM_TURNS)
+    )
 
 
 @pytest.mark.parametrize("overtakes", [False, True])
@@ -220,6 +227,26 @@ async def test_nobody_is_named_in_the_place_of_one_that_has_spoken() -> None:
     assert (t.source, t.resume_at_s) == (B, t.clock())
     t.offer(token(1, token_id=666), C)
     assert list(t.output) == [100, 101]
+
+
+async def test_turns_that_a_stream_repeats_say_nothing() -> None:
+    """A worker's stream broke, and it sends its latest messages again: turns that were given, and taken since."""
+    t = transcript()
+    turns = [turn(1, A), turn(1, C)]
+    t.offer(token(0, next_=B), A)
+    for each in turns:
+        t.give_turn(each, A)
+    for each in turns:  # nobody has spoken since: the last one still goes on
+        t.give_turn(each, A)
+        assert (t.source, t.resume_at_s) == (C, None)
+    t.offer(token(1), C)
+    t.offer(token(2, next_=A), C)
+    t.offer(token(3), A)
+    for each in turns:
+        t.give_turn(each, A)
+        assert (t.source, t.resume_at_s) == (A, None)
+    t.give_turn(turn(4, B), A)
+    assert t.source == B
 
 
 @pytest.mark.parametrize("source", [B, C])

@@ -8,6 +8,7 @@ it cannot take it *refuses* (`RequestDropped`), and the scheduler starts the req
 from __future__ import annotations
 
 import array
+import itertools
 from collections.abc import Callable, Iterable
 from typing import assert_never
 
@@ -139,9 +140,10 @@ class Instance:
             max_model_len=max_model_len,
             block_size=block_size,
             report=report,
-            send=self._send,
+            give_turn=self._give_turn,
             wake=self.plans.wake,
         )
+        self._num_turns = itertools.count()
         self._admits = True
 
     # --- what the scheduler says ----------------------------------------------------------------------------
@@ -281,7 +283,7 @@ class Instance:
             return
         if hold.transfer is None or hold.transfer.transfer_id != command.transfer.transfer_id:
             hold.transfer = command.transfer
-            self._give_turn(hold, command.transfer.destination_ids[0])
+            self._name_next(hold, command.transfer.destination_ids[0])
         if hold.trace is not None:
             hold.trace.transfer_granted()
 
@@ -297,20 +299,22 @@ class Instance:
         hold.transfer = None
         if hold.trace is not None:
             hold.trace.receiver_lost()
-        self._give_turn(hold, self.instance_id)
+        self._name_next(hold, self.instance_id)
 
-    def _give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
+    def _name_next(self, hold: Hold, instance_id: InstanceId) -> None:
         """Tell the gateway who draws the next token, unless that is said with the first one."""
         if hold.stage is Stage.SENDING:
-            self._send(
-                hold,
-                TurnOver(
-                    request_id=hold.request_id,
-                    epoch=hold.epoch,
-                    index=hold.sequence.num_output_tokens,
-                    next_instance_id=instance_id,
-                ),
-            )
+            self._give_turn(hold, instance_id)
+
+    def _give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
+        turn = TurnOver(
+            request_id=hold.request_id,
+            epoch=hold.epoch,
+            index=hold.sequence.num_output_tokens,
+            next_instance_id=instance_id,
+            num=next(self._num_turns),
+        )
+        self._send(hold, turn)
 
     def _keep(self, command: KeepKv) -> None:
         """Decode here what was to move away."""
@@ -331,7 +335,7 @@ class Instance:
             self._drop(hold, str(error))
             return
         if hold.stage is Stage.SENDING:
-            self._give_turn(hold, self.instance_id)
+            self._name_next(hold, self.instance_id)
             self._start_decoding(hold)
             self._tell_of_credit([hold])
             self.plans.wake()

@@ -22,14 +22,17 @@ from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
 from pdmesh.model import GatewayId, InstanceId, SamplingParams, TransferId
-from pdmesh.wire.messages import ExpectMove, Generation, Grant, TurnOver, pack_token_ids
+from pdmesh.wire.messages import ExpectMove, Generation, Grant, pack_token_ids
 from pdmesh.worker.sequences import Hold, Leaving, Sequences, Stage
 
 log = structlog.get_logger()
 
 
 class MovingDecodes:
-    """What of an instance moves. ``send`` is for gateways; ``wake`` is told that there is more to decode."""
+    """What of an instance moves.
+
+    ``give_turn`` tells a gateway who draws the next token; ``wake`` is told that there is more to decode.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class MovingDecodes:
         max_model_len: int,
         block_size: int,
         report: Callable[[InstanceEvent], None],
-        send: Callable[[Hold, TurnOver], None],
+        give_turn: Callable[[Hold, InstanceId], None],
         wake: Callable[[], None],
     ) -> None:
         self._instance_id = instance_id
@@ -51,7 +54,7 @@ class MovingDecodes:
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._report = report
-        self._send = send
+        self._give_turn = give_turn
         self._wake = wake
 
     # --- away from here ---
@@ -111,18 +114,6 @@ class MovingDecodes:
             num_kv_tokens=num_kv_tokens,
             tail=pack_token_ids(token_ids[leaving.num_tokens_told : num_kv_tokens]),
             next_token=FirstToken(token_ids[-1], hold.sequence.num_output_tokens - 1),
-        )
-
-    def _give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
-        """Name who draws the next token, to the gateway."""
-        self._send(
-            hold,
-            TurnOver(
-                request_id=hold.request_id,
-                epoch=hold.epoch,
-                index=hold.sequence.num_output_tokens,
-                next_instance_id=instance_id,
-            ),
         )
 
     # --- it does not leave after all ---

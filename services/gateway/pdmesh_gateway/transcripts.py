@@ -114,6 +114,7 @@ class Transcript:
     is_posted: bool = False
     began_s: float = field(init=False)
     _ahead: dict[InstanceId, dict[int, TokenOut]] = field(default_factory=dict[InstanceId, dict[int, TokenOut]])
+    _num_turns: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])  # the last `TurnOver.num` of each
 
     def __post_init__(self) -> None:
         self.began_s = self.clock()
@@ -170,9 +171,11 @@ class Transcript:
 
     def give_turn(self, turn: TurnOver, source: InstanceId) -> None:
         """The one whose turn it is, or who gave it away, names who goes on."""
-        if turn.epoch != self.epoch or self.finished:
+        if turn.epoch != self.epoch or self.finished or turn.num <= self._num_turns.get(source, -1):
             self.num_dropped += 1
-        elif turn.index == len(self.output) and source in (self.source, self.giver):
+            return  # it is old, or was said again after a stream broke
+        self._num_turns[source] = turn.num
+        if turn.index == len(self.output) and source in (self.source, self.giver):
             self.source, self.giver = turn.next_instance_id, source
             self._deliver_ahead()
         else:
@@ -216,6 +219,7 @@ class Transcript:
         self.submitted_on = self.submitted_to = None
         self.all_drawn = False
         self.source = self.giver = None
+        self._num_turns.clear()
         return True
 
     def fail(self, error: RequestRejected) -> None:

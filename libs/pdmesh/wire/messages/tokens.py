@@ -65,6 +65,7 @@ class TurnOver(Message, frozen=True, kw_only=True):
     epoch: Epoch
     index: int
     next_instance_id: InstanceId
+    num: int  # the sender's next one has a larger one: what it repeats after its stream broke is known by it
 
 
 TokensUp = RegisterTokens | TokenOut | PromptLogprobs | TurnOver
