@@ -225,6 +225,21 @@ def test_a_request_whose_first_chunk_begins_without_a_receiver_is_offered_to_the
     assert grant.transfer == place.transfer
 
 
+def test_an_offer_that_comes_again_after_the_landing_gets_no_backend() -> None:
+    bench = mesh()
+    place, step = placed(bench)
+    bench.offered(P, "r")
+    (again,) = of(PlaceDecode, bench.feed(failures(place)["times out"]))
+    bench.done(P, step.plan)
+    bench.landed(again.instance_id, "r")
+    assert bench.offered(P, "r") == []
+    assert bench.core.ignored["TransferOffered"] == 1
+    bench.sent(P, "r")
+    bench.released(P, "r")
+    assert bench.offered(P, "r") == []
+    assert bench.core.ignored["TransferOffered"] == 2
+
+
 def test_an_instance_that_cannot_be_reached_receives_nothing_that_has_not_begun_to_land() -> None:
     bench = mesh()
     place, _ = placed(bench)

@@ -458,7 +458,12 @@ class SchedulerCore:
 
     def _transfer_offered(self, event: TransferOffered) -> None:
         state = self._books.find((event.request_id, event.epoch))
-        if state is not None and state.num_lost_receivers and event.instance_id in state.prefill_ids:
+        if (
+            state is not None
+            and state.phase is Phase.PREFILLING
+            and state.num_lost_receivers
+            and event.instance_id in state.prefill_ids
+        ):
             self._books.offer(state)  # to whoever receives it now
         elif transfer := self._transfer(event, Side.SOURCE):
             self._books.grant(self._books.broker.offer(transfer))
