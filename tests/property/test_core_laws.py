@@ -108,9 +108,11 @@ MESHES = {
     "2P+2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
     "2M": (Role.MIXED, Role.MIXED),
     "1P+1M+1D": (Role.PREFILL, Role.MIXED, Role.DECODE),
+    "1P+2M": (Role.PREFILL, Role.MIXED, Role.MIXED),
     # One outside the group: `reservation` would leave short prompts no instance.
     "2M in a group + 1M": (Role.MIXED, Role.MIXED, Role.MIXED),
     "3P+1D in turn": (Role.PREFILL, Role.PREFILL, Role.PREFILL, Role.DECODE),
+    "1P+2M in turn": (Role.PREFILL, Role.MIXED, Role.MIXED),
     "3P+1M in turn": (Role.PREFILL, Role.PREFILL, Role.PREFILL, Role.MIXED),
 }
 
