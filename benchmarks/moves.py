@@ -52,6 +52,9 @@ from pdmesh.wire.messages import (
 SHAPE = CheckpointShape(vocab_size=2048, hidden_size=128, intermediate_size=256, num_layers=4, head_dim=64)
 BLOCK_SIZE = 16
 
+#: For all streams to decode, before an instance is drained.
+ALL_DECODE_S = 400.0
+
 #: How requests are drawn, in turns.
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -242,14 +245,15 @@ def _mean(metrics: str, name: str, label: str) -> float:
 
 def drain(options: argparse.Namespace) -> int:
     print(heading(f"An instance with {options.streams} streams of {options.context} tokens is drained"), flush=True)
-    prompts = random_prompts([options.context - options.tokens - 16] * options.streams, SHAPE.vocab_size, seed=3)
+    prompts = random_prompts([options.context] * options.streams, SHAPE.vocab_size, seed=3)
+    num_tokens = SHAPE.max_position_embeddings - options.context  # the first decodes until the last one does
     settings = {"WORKER_DTYPE": options.dtype, "WORKER_MAX_NUM_SEQS": str(2 * options.streams)}
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(
             Path(name) / "model", architecture="llama", shape=SHAPE, dtype=options.dtype, seed=1
         )
         with running_mesh(Path(name), model=checkpoint, decode=2, settings=settings) as mesh:
-            return anyio.run(_drain, mesh, prompts, options.tokens)
+            return anyio.run(_drain, mesh, prompts, num_tokens)
 
 
 async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens: int) -> int:
@@ -289,15 +293,23 @@ async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens
 
 
 async def _all_decode(operator: Operator, num_requests: int) -> list[str]:
-    """The requests, once all of them decode."""
-    while True:
-        names = await operator.running()
-        records = [await operator.record(name) for name in names]
-        has_landed = [any(entry.what == "landed" for entry in record.entries) for record in records]
-        if len(names) == num_requests and all(has_landed):
-            return names
-        with anyio.move_on_after(0.2):
-            await anyio.Event().wait()  # the scheduler tells of no such thing by itself
+    """The requests, once all of them decode on the first decode instance. Raises TimeoutError.
+
+    One of which it computed the prompt itself never lands.
+    """
+    names: list[str] = []
+    with anyio.fail_after(ALL_DECODE_S):
+        while len(names) < num_requests:
+            await anyio.sleep(1.0)  # the scheduler tells of no such thing by itself
+            records = [await operator.record(name) for name in await operator.running()]
+            names = [record.request_id for record in records if _is_at(record, "decode-0")]
+            print(f"  {len(names)} of {num_requests} decode", flush=True)
+    return names
+
+
+def _is_at(record: RequestRecord, instance: str) -> bool:
+    """Whether an instance has the KV of a request."""
+    return any(entry.what in ("landed", "chunk") and entry.instance_id == instance for entry in record.entries)
 
 
 def main() -> None:
