@@ -25,13 +25,13 @@ pytestmark = pytest.mark.anyio
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 
 
-def transcript(prompt: list[int] | None = None) -> Transcript:
+def transcript(prompt: list[int] | None = None, *, prompt_logprobs: int | None = None) -> Transcript:
     return Transcript(
         request_id=RequestId("r"),
         gateway_id=GatewayId("g"),
         token_address="127.0.0.1:1",
         prompt=pack_token_ids(prompt or [1, 2, 3]),
-        params=SamplingParams(max_tokens=100),
+        params=SamplingParams(max_tokens=100, prompt_logprobs=prompt_logprobs),
         mailbox=Mailbox(),
         clock=lambda: 5.0,
     )
@@ -165,13 +165,48 @@ async def test_a_broken_stream_makes_its_requests_suspect() -> None:
 async def test_prompt_logprobs_of_another_epoch_or_place_are_dropped() -> None:
     t = transcript([1, 2])
     lp = TokenLogprobs(-1.0)
-    for epoch, start in ((1, 1), (0, -1), (0, 5)):
+    for epoch, start in ((1, 1), (0, -1), (0, 0), (0, 5)):
         t.offer_prompt_logprobs(
             PromptLogprobs(request_id=t.request_id, epoch=Epoch(epoch), start=start, logprobs=(lp,)), A
         )
     assert t.prompt_logprobs == {}
     t.offer_prompt_logprobs(PromptLogprobs(request_id=t.request_id, epoch=Epoch(0), start=1, logprobs=(lp,) * 9), A)
     assert t.prompt_logprobs == {1: lp}
+
+
+async def test_no_token_is_delivered_before_all_of_its_prompts_logprobs() -> None:
+    """Some were lost with a stream that broke: the request is computed again, and its client told of no holes."""
+
+    def told(epoch: int, start: int, count: int) -> PromptLogprobs:
+        logprobs = (TokenLogprobs(-1.0),) * count
+        return PromptLogprobs(request_id=t.request_id, epoch=Epoch(epoch), start=start, logprobs=logprobs)
+
+    t = transcript([1, 2, 3, 4], prompt_logprobs=0)
+    t.offer_prompt_logprobs(told(0, 3, 1), A)
+    t.offer(token(0), A)
+    assert (t.take(), list(t.output), t.resume_at_s) == ([], [], 5.0)
+    t.offer(token(1), A)  # it does not know
+    assert t.restart()
+    t.offer_prompt_logprobs(told(1, 1, 2), B)
+    t.offer_prompt_logprobs(told(1, 3, 1), B)
+    t.offer(token(0, epoch=1), B)
+    assert [out.index for out in t.take()] == [0]
+    assert sorted(t.prompt_logprobs) == [1, 2, 3]
+    assert t.resume_at_s is None
+
+
+async def test_a_prompt_of_one_token_has_no_logprobs_to_wait_for() -> None:
+    t = transcript([1], prompt_logprobs=0)
+    t.offer(token(0), A)
+    assert list(t.output) == [100]
+
+
+async def test_an_instance_may_fail_before_it_told_all_logprobs_of_the_prompt() -> None:
+    t = transcript([1, 2, 3], prompt_logprobs=0)
+    t.offer(
+        TokenOut(request_id=t.request_id, epoch=Epoch(0), index=0, token_id=None, finish_reason=FinishReason.ERROR), A
+    )
+    assert t.finished
 
 
 async def test_the_next_token_comes_from_whom_the_last_one_named() -> None:

@@ -11,6 +11,9 @@ would wait for the chunks of others.
 
 Nothing waits in a circle: a chunk needs only chunks of the same prompt that were planned before it, a step has at most
 one chunk of a group, and instances run such steps in the order in which they were planned.
+
+A prompt whose log-probabilities are asked for is computed by one instance: a gateway takes them only from the one that
+draws the first token, and helpers are freed when the leader is done, perhaps before they could tell theirs.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ class Relays:
     def placed(self, state: RequestState, bundle: Bundle) -> None:
         """A request was placed; its first chunk is planned next."""
         leader = self._books.instances[state.prefill_ids[0]]
-        if bundle.relay is not None and leader.profile.relays and not state.in_group and bundle.is_long(state.request):
+        if bundle.relay is None or not leader.profile.relays or state.in_group or state.request.prompt_logprobs:
+            return
+        if bundle.is_long(state.request):
             self._open[state.key] = state
 
     def may_be_helped(self, key: RequestKey) -> bool:

@@ -6,7 +6,8 @@ last token (`TokenOut.next_instance_id`). Until that one has spoken, the one tha
 the receiver of its KV failed). An older epoch or index is dropped. A later index waits for the missing ones:
 the first token comes from the prefill instance and the second from the decode instance, on another stream, so they can
 overtake each other. If what is missing does not come within a grace period it is lost, and the request is resumed from
-its transcript under the next epoch.
+its transcript under the next epoch. So it is if log-probabilities of its prompt's tokens are missing when a token
+comes: they come before it, on the same stream.
 
 Everything here is synchronous and belongs to the event loop.
 """
@@ -163,11 +164,15 @@ class Transcript:
             self.num_dropped += 1
         elif token.token_id is not None and (token.index > num_next or not is_turn):
             self._keep(token, source)
-        elif is_turn:
+        elif not is_turn:
+            self.num_dropped += 1
+        elif token.token_id is not None and self._lacks_prompt_logprobs:
+            self.num_dropped += 1
+            self.source = source
+            self.suspect(0.0)
+        else:
             self._deliver(token, source)
             self._deliver_ahead()
-        else:
-            self.num_dropped += 1
 
     def give_turn(self, turn: TurnOver, source: InstanceId) -> None:
         """The one whose turn it is, or who gave it away, names who goes on."""
@@ -187,7 +192,7 @@ class Transcript:
         if (
             message.epoch != self.epoch
             or self.finished
-            or not 0 <= message.start < self.num_prompt_tokens
+            or not 1 <= message.start < self.num_prompt_tokens
             or (self.source is not None and self.source != source)
         ):
             self.num_dropped += 1
@@ -196,6 +201,11 @@ class Transcript:
         for position, logprobs in enumerate(message.logprobs, message.start):
             if position < self.num_prompt_tokens:
                 self.prompt_logprobs[position] = logprobs
+
+    @property
+    def _lacks_prompt_logprobs(self) -> bool:
+        """Some were lost, once a token is here: they come before it, on the same stream."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def suspect(self, grace_s: float) -> None:
         """What is still to come may be lost: its stream broke, or it should be here by now."""
