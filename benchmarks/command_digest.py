@@ -132,9 +132,10 @@ def _grant_transfer(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _instance_joined(fields: dict[str, Any]) -> dict[str, Any]:
-    """residents did not tell what they may come to hold"""
+    """residents told neither what they may come to hold nor what brought their KV"""
     for resident in fields["residents"]:
         resident.pop("max_total_tokens", None)
+        resident.pop("transfer_id", None)
     return fields
 
 

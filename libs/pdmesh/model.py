@@ -358,6 +358,7 @@ class Resident:
     num_context_tokens: NumTokens
     decoding: bool
     max_total_tokens: Annotated[int, ANY_COUNT] = 0  # whose KV may exist at once; 0: those that it has room for
+    transfer_id: TransferId = NO_TRANSFER  # that is to bring its KV, or brought it
 
 
 class ResidentContext(Struct, frozen=True, kw_only=True):

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, FreeKv, Outcome, Reject, Restart, RunStep, WakeAt
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    ForgetRequest,
+    FreeKv,
+    Outcome,
+    PlaceDecode,
+    Reject,
+    Restart,
+    RunStep,
+    WakeAt,
+)
 from pdmesh.core.events import (
     GatewayJoined,
     GatewayLost,
     InstanceJoined,
+    InstanceLost,
     InstanceUnreachable,
     KvReleased,
     RequestArrived,
@@ -86,6 +97,25 @@ def test_a_resident_that_does_not_decode_is_freed_at_once() -> None:
     bench = CoreBench()
     commands = bench.feed(InstanceJoined(DECODE, (resident("a", decoding=False),)))
     assert [free.request_id for free in of(FreeKv, commands)] == ["a"]
+
+
+def test_a_resident_that_was_freed_twice_gives_back_nothing_that_was_promised_since() -> None:
+    """Seed 110 of the simulation: it gave up by itself while FreeKv was on its way, and answered that too."""
+    bench = CoreBench(modelled_profile("p", Role.PREFILL), DECODE)
+    (place,) = of(PlaceDecode, bench.arrive("a"))
+    bench.feed(InstanceLost(D))
+    brought = place.transfer.transfer_id
+    (free,) = of(
+        FreeKv, bench.feed(InstanceJoined(DECODE, (replace(resident("a", decoding=False), transfer_id=brought),)))
+    )
+    assert free.transfer_id == brought
+    released = KvReleased(D, RequestId("a"), Epoch(0), brought)
+    (again,) = of(PlaceDecode, bench.feed(released))
+    assert bench.feed(KvReleased(D, RequestId("a"), Epoch(0), free.transfer_id)) == []
+    assert bench.core.ignored["KvReleased"] == 1
+    bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0)))
+    bench.feed(KvReleased(D, RequestId("a"), Epoch(0), again.transfer.transfer_id))
+    assert bench.free_blocks("d") == 64
 
 
 def test_a_resident_of_an_older_epoch_is_freed_at_once() -> None:

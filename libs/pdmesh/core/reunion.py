@@ -141,6 +141,7 @@ class Reunion:
                 HoldKind.RESIDENT,
                 max_blocks=num_blocks_for(resident.max_total_tokens, instance.block_size),
                 num_tokens=resident.num_context_tokens,
+                transfer_id=resident.transfer_id,
             )
             being_freed = old is not None and key in old.holds and old.holds[key].freeing
             known = books.find(key)

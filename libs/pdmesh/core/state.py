@@ -54,10 +54,6 @@ class HeldBlocks:
     freeing: bool = False  # FreeKv was sent
     transfer_id: TransferId = NO_TRANSFER  # that is to bring its KV, or brought it
 
-    def is_of(self, transfer_id: TransferId) -> bool:
-        """Whether what an instance says of this transfer is about this."""
-        return self.transfer_id in (NO_TRANSFER, transfer_id)
-
 
 #: By how much the context of residents must move, relative to what is known of it, for plans to be made by it.
 _CONTEXT_MOVED = 0.05
@@ -180,7 +176,7 @@ class InstanceBooks:
 
     def give_back(self, key: RequestKey, transfer_id: TransferId = NO_TRANSFER) -> HeldBlocks | None:
         """None if there is nothing for this transfer."""
-        if key in self.holds and not self.holds[key].is_of(transfer_id):
+        if key in self.holds and self.holds[key].transfer_id != transfer_id:
             return None
         hold = self.holds.pop(key, None)
         self.low.pop(key, None)

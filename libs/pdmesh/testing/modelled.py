@@ -504,6 +504,7 @@ class ModelledInstance:
                 num_context_tokens=hold.num_computed_tokens,
                 decoding=True,
                 max_total_tokens=hold.max_total_tokens,
+                transfer_id=hold.received_by,
             )
             for key, hold in self.holds.items()
         )

@@ -150,6 +150,7 @@ class Hold:
             num_context_tokens=len(self.sequence.token_ids),
             decoding=self.stage is Stage.DECODING,
             max_total_tokens=self.max_kv_tokens,
+            transfer_id=self.received_by,
         )
 
 
