@@ -472,6 +472,44 @@ async def test_an_error_before_the_first_token_is_a_status_until_a_keep_alive_wa
                 assert "[DONE]" not in text
 
 
+@pytest.mark.parametrize("reason", [RejectReason.QUEUE_TIMEOUT, RejectReason.OVERLOADED])
+async def test_a_choice_without_room_does_not_end_the_answer_of_another(model: Path, reason: RejectReason) -> None:
+    """Seed 419178 of the simulation. It waits on, as a resumed request does, until the deadline."""
+
+    def refuse(generation: Generation) -> None:
+        mesh.say(
+            Reject(
+                gateway_id=generation.gateway_id,
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                reason=reason,
+                message="no room",
+                retry_after_s=None,
+            )
+        )
+
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+                    response = await client.post("/v1/completions", json={**BODY, "n": 2, "stream": False})
+                assert response.status_code == 200, response.text
+                texts.extend(choice["text"] for choice in response.json()["choices"])
+
+            tasks.start_soon(ask)
+            first, other = [(await mesh.next_submit(i)).generation for i in range(2)]
+            mesh.send_tokens(*first_tokens(first, 2))
+            await delivered(running, 2)
+            refuse(other)
+            again = (await mesh.next_submit(2)).generation
+            assert (again.request_id, again.epoch) == (other.request_id, 1)
+            mesh.send_tokens(*first_tokens(first, 6)[2:])
+            mesh.send_tokens(*first_tokens(again, 6))
+        assert texts == [WHOLE, WHOLE]
+
+
 async def test_a_deadline_ends_a_request(model: Path) -> None:
     config = GatewayConfig(request_timeout_s=0.05)
     async with (

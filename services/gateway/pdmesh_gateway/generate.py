@@ -410,7 +410,13 @@ class Generator:
         return self._transcripts.unbegun(scheduler_id)
 
     def on_rejected(self, command: Reject) -> None:
-        self._tell(command, lambda transcript: transcript.fail(_rejection(command)))
+        def refused(transcript: Transcript) -> None:
+            if command.reason in _WANT_OF_ROOM and not transcript.may_be_refused:
+                self.resume(transcript, command.message)
+            else:
+                transcript.fail(_rejection(command))
+
+        self._tell(command, refused)
 
     def on_restarted(self, command: Restart) -> None:
         def resumed(transcript: Transcript) -> None:
@@ -502,6 +508,8 @@ class Generator:
             stop=StopFinder(job.stop, job.include_stop),
         )
 
+
+_WANT_OF_ROOM = (RejectReason.OVERLOADED, RejectReason.QUEUE_TIMEOUT)
 
 _STATUS_OF_REASON = {
     RejectReason.OVERLOADED: (429, "rate_limit_error"),

@@ -50,9 +50,13 @@ BREAK_GRACE_S = 0.5
 
 
 class Mailbox:
-    """Wakes one consumer when any of its transcripts has something to say."""
+    """Wakes one consumer when any of its transcripts has something to say.
+
+    ``has_begun``: one of them has said something, so that the consumer may have a part of its answer.
+    """
 
     def __init__(self) -> None:
+        self.has_begun = False
         self._ready: deque[Transcript] = deque()
         self._event = anyio.Event()
 
@@ -123,6 +127,14 @@ class Transcript:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt) // 4
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether it ends for want of room: not while another choice may have given its client a part of the answer.
+
+        One that was resumed is not refused for that by a scheduler, so it is not resumed for that again.
+        """
+        return self.epoch > FIRST_EPOCH or not self.mailbox.has_begun
 
     @property
     def stall_grace_s(self) -> float:
@@ -290,6 +302,7 @@ class Transcript:
             self.output.append(token.token_id)
             self.num_fruitless = 0
         self.inbox.append(token)
+        self.mailbox.has_begun = True
         if token.finish_reason is not None:
             self.finished = True
 
