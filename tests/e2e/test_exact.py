@@ -65,6 +65,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "SCHEDULER_BATCHING": case.batching,
         "POLICY_CHUNK_TOKENS": str(case.chunk_tokens or 512),
         "POLICY_LONG_PROMPT_TOKENS": "1000",
+        "SCHEDULER_MAX_QUEUE_S": "600",  # on a machine with other work 32 at once may be predicted to wait for long
     }
     if case.over_ucx:
         settings |= {"TRANSFER_UCX_TLS": "tcp", "TRANSFER_UCX_NET_DEVICES": "lo"}

@@ -34,7 +34,8 @@ def print_request(console: Console, record: RequestRecord) -> None:
 def print_choices(console: Console, request_id: str, choices: RequestList) -> None:
     fits = f" fits {len(choices.requests)} requests; give one of their ids"
     console.print(Text.assemble("request ", (request_id, "bold"), fits))
-    console.print(requests_table(choices.requests))
+    for record in choices.requests:  # whole ids, however narrow the terminal: they differ at their ends alone
+        console.print(Text(f"{record.request_id}  {summary(record)}"), soft_wrap=True)
 
 
 def requests_table(requests: Sequence[RequestRecord]) -> Table:
