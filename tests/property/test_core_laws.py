@@ -499,6 +499,7 @@ class MeshMachine(RuleBasedStateMachine):
         """What was under way to and from an instance is lost."""
         self.plans = {key: plan for key, plan in self.plans.items() if key[0] != instance_id}
         self.asked = {key: receiver for key, receiver in self.asked.items() if receiver != instance_id}
+        self.granted_blocks = {key: number for key, number in self.granted_blocks.items() if key[0] != instance_id}
         self.held.discard(instance_id)
 
     def check_overtakes_nobody(self, placed: Request) -> None:
