@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import structlog
 
-from pdmesh.core.commands import CancelMove, ResumeDecode
+from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode
 from pdmesh.core.events import DecodeReserved, InstanceEvent, MoveFailed, MoveSent
 from pdmesh.engine.base import EngineSequence
-from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
@@ -23,38 +23,43 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
 from pdmesh.model import GatewayId, InstanceId, SamplingParams, TransferId
 from pdmesh.wire.messages import ExpectMove, Generation, Grant, pack_token_ids
+from pdmesh.worker.intake import Intake
+from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.replies import ToGateways
 from pdmesh.worker.sequences import Hold, Leaving, Sequences, Stage
+from pdmesh.worker.spans import DONE
 
 log = structlog.get_logger()
 
 
 class MovingDecodes:
-    """What of an instance moves.
-
-    ``give_turn`` tells a gateway who draws the next token; ``wake`` is told that there is more to decode.
-    """
+    """What of an instance moves. ``wake`` is told that there is more to decode."""
 
     def __init__(
         self,
         instance_id: InstanceId,
         *,
         sequences: Sequences,
+        admission: Intake,
         mover: KvMover,
         pool: BlockPool,
         max_model_len: int,
         block_size: int,
+        gateways: ToGateways,
         report: Callable[[InstanceEvent], None],
-        give_turn: Callable[[Hold, InstanceId], None],
+        metrics: WorkerMetrics,
         wake: Callable[[], None],
     ) -> None:
         self._instance_id = instance_id
         self._sequences = sequences
+        self._admission = admission
         self._mover = mover
         self._pool = pool
         self._max_model_len = max_model_len
         self._block_size = block_size
+        self._gateways = gateways
         self._report = report
-        self._give_turn = give_turn
+        self._metrics = metrics
         self._wake = wake
 
     # --- away from here ---
@@ -101,7 +106,7 @@ class MovingDecodes:
         """Little is left to send. One that no step computes now need not wait for a step."""
         leaving = hold.leaving
         if leaving is not None and leaving.can_freeze and not hold.in_step and not hold.doomed:
-            self._give_turn(hold, leaving.target_id)
+            self._gateways.give_turn(hold, leaving.target_id)
             self._freeze(hold, leaving)
 
     def _freeze(self, hold: Hold, leaving: Leaving) -> None:
@@ -146,8 +151,8 @@ class MovingDecodes:
         leaving, hold.leaving = hold.leaving, None
         self._mover.cancel(hold.request_id, hold.epoch)
         if leaving.is_frozen:
-            self._give_turn(hold, self._instance_id)
-            self._sequences.start_decoding(hold)
+            self._gateways.give_turn(hold, self._instance_id)
+            self._sequences.resume_decoding(hold)
             self._wake()
 
     # --- how it went ---
@@ -156,6 +161,7 @@ class MovingDecodes:
         """The target has acknowledged it, and goes on."""
         assert hold.leaving is not None
         transfer_id = hold.leaving.transfer.transfer_id
+        self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
         self._report(
             MoveSent(
                 self._instance_id,
@@ -167,11 +173,14 @@ class MovingDecodes:
                 outcome.exposed_s,
             )
         )
+        hold.end_trace(DONE)
+        self._sequences.release(hold)
 
     def failed(self, hold: Hold, outcome: FailedTransfer) -> None:
         """It could not be sent, or was not acknowledged: before the commit it goes on here."""
         leaving = hold.leaving
         assert leaving is not None
+        self._metrics.failed_transfers.labels("out").inc()
         committed, transfer_id = leaving.committed, leaving.transfer.transfer_id
         if committed:
             leaving.stop_sending()
@@ -185,14 +194,27 @@ class MovingDecodes:
 
     # --- to here ---
 
-    def expect(self, message: ExpectMove, *, admits: bool) -> Hold:
-        """Make room for a request that comes with its KV. Raises PdmeshError if that cannot be."""
-        command = message.command
-        transfer = command.transfer
-        if not admits:
-            raise InstanceUnavailable("the instance is stopping")
-        if self._sequences.get(command.request_id, command.epoch) is not None:
-            raise ProtocolError("the request is held here already")
+    def expect(self, message: ExpectMove) -> None:
+        """Make room for a request that comes with its KV."""
+        transfer = message.command.transfer
+        try:
+            hold = self._hold(message.command)
+        except PdmeshError as error:
+            self._admission.refuse(message.command, str(error), transfer.transfer_id)
+            return
+        self._mover.expect(
+            hold.request_id,
+            hold.epoch,
+            capability=transfer.capability,
+            block_ids=hold.sequence.block_table,
+            num_context_tokens=None,
+            source_addresses=message.source_addresses,
+        )
+        self._report(DecodeReserved(self._instance_id, hold.request_id, hold.epoch, transfer.transfer_id))
+
+    def _hold(self, command: PlaceDecode) -> Hold:
+        """Take the blocks of a request that nothing else is known of. Raises PdmeshError if that cannot be."""
+        self._admission.check_new(command.request_id, command.epoch)
         if command.num_blocks <= 0:
             raise ProtocolError("no room is asked for")
         nobody = Generation(  # until its own comes
@@ -216,19 +238,10 @@ class MovingDecodes:
             stage=Stage.RECEIVING,
             block_size=self._block_size,
             max_kv_tokens=command.num_blocks * self._block_size,
-            transfer=transfer,
-            received_by=transfer.transfer_id,
+            transfer=command.transfer,
+            received_by=command.transfer.transfer_id,
         )
         self._sequences.add(hold)
-        self._mover.expect(
-            hold.request_id,
-            hold.epoch,
-            capability=transfer.capability,
-            block_ids=hold.sequence.block_table,
-            num_context_tokens=None,
-            source_addresses=message.source_addresses,
-        )
-        self._report(DecodeReserved(self._instance_id, hold.request_id, hold.epoch, transfer.transfer_id))
         return hold
 
     def arrived(self, hold: Hold, outcome: LandedTransfer) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 from pdmesh.core.events import RequestFinished, StepDone
 from pdmesh.engine.base import Logprobs, SliceResult
 from pdmesh.model import ChunkDone, FinishReason, InstanceId, OwnDecodeSteps, StepPlan
-from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TokensUp
+from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TokensUp, TurnOver
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.sequences import Hold
 from pdmesh.worker.times import StepTime
@@ -21,6 +22,34 @@ class TokenSink(Protocol):
         ...
 
     def send(self, address: str, message: TokensUp) -> None: ...
+
+
+class ToGateways:
+    """What an instance tells the gateways of the requests it holds."""
+
+    def __init__(self, tokens: TokenSink) -> None:
+        self._tokens = tokens
+        self._num_turns = itertools.count()
+
+    def open(self, hold: Hold) -> None:
+        """Get ready to send to the request's gateway."""
+        self._tokens.open(hold.generation.token_address)
+
+    def send(self, hold: Hold, message: TokensUp) -> None:
+        self._tokens.send(hold.generation.token_address, message)
+
+    def give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
+        """Name who draws the next token."""
+        self.send(
+            hold,
+            TurnOver(
+                request_id=hold.request_id,
+                epoch=hold.epoch,
+                index=hold.sequence.num_output_tokens,
+                next_instance_id=instance_id,
+                num=next(self._num_turns),
+            ),
+        )
 
 
 def step_done(

@@ -141,6 +141,11 @@ class Hold:
         is_news, self.low_at_blocks = self.low_at_blocks != num_blocks, num_blocks
         return is_news
 
+    def end_trace(self, outcome: str) -> None:
+        """What was open in its trace ended so. Does nothing the second time."""
+        if self.trace is not None:
+            self.trace.ended(self.sequence.num_output_tokens, outcome)
+
     def as_resident(self) -> Resident:
         return Resident(
             request_id=self.request_id,
@@ -213,6 +218,12 @@ class Sequences:
         self._holds[hold.request_id, hold.epoch] = hold
 
     def start_decoding(self, hold: Hold) -> None:
+        self.resume_decoding(hold)
+        if hold.trace is not None:
+            hold.trace.decode_began()
+
+    def resume_decoding(self, hold: Hold) -> None:
+        """It stood still, and goes on."""
         hold.stage = Stage.DECODING
         self._decoding[hold.request_id, hold.epoch] = hold
 

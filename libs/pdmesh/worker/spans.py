@@ -23,6 +23,13 @@ FAILURES = (FAILED, ERROR)
 MAX_CHUNK_EVENTS = 256
 
 
+def trace_of(tracing: Tracing, generation: Generation, instance_id: InstanceId) -> HoldTrace | None:
+    """Begin an instance's part of a request's trace. None if it is not traced."""
+    if not tracing.on or generation.traceparent is None:
+        return None
+    return HoldTrace(tracing, generation.traceparent, generation, instance_id)
+
+
 class HoldTrace:
     """What one hold has to tell. Each method notes that something happened now; a span is recorded when it is over."""
 

@@ -155,11 +155,11 @@ async def _run_batches(instance: Instance, executor: _Executor, thread: EngineTh
         except Exception as error:
             log.exception("the engine failed")
             for broken in executor.broken:
-                instance.fail_batch(broken, error)
+                instance.results.fail(broken, error)
             return error
-        instance.finish_batch(*executed)
+        instance.results.hand_out(*executed)
 
 
 async def _hand_out(instance: Instance, inside: MemoryObjectReceiveStream[_Executed]) -> None:
     async for executed in inside:
-        instance.finish_batch(*executed)
+        instance.results.hand_out(*executed)

@@ -1,0 +1,153 @@
+"""KV that moves on after its prefill, at the instance that computed it.
+
+It is sent to the receiver that the scheduler grants. Until it has landed there it is kept, for another receiver or to
+be decoded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from pdmesh.core.commands import KeepKv, WithdrawTransfer
+from pdmesh.core.events import InstanceEvent, TransferFailed, TransferPaused, TransferSent
+from pdmesh.errors import PdmeshError, ProtocolError
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import SentTransfer
+from pdmesh.kv.push import KvDestination
+from pdmesh.model import InstanceId, TransferId
+from pdmesh.wire.messages import Grant
+from pdmesh.worker.endings import Endings
+from pdmesh.worker.growth import RoomGrowth
+from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.replies import ToGateways
+from pdmesh.worker.sequences import Hold, Sequences, Stage
+
+log = structlog.get_logger()
+
+
+class Departures:
+    """What of an instance's prompts decodes elsewhere. ``wake`` is told that there is more to decode here."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        *,
+        sequences: Sequences,
+        mover: KvMover,
+        credit: RoomGrowth,
+        endings: Endings,
+        max_model_len: int,
+        gateways: ToGateways,
+        report: Callable[[InstanceEvent], None],
+        metrics: WorkerMetrics,
+        wake: Callable[[], None],
+    ) -> None:
+        self._instance_id = instance_id
+        self._sequences = sequences
+        self._mover = mover
+        self._credit = credit
+        self._endings = endings
+        self._max_model_len = max_model_len
+        self._gateways = gateways
+        self._report = report
+        self._metrics = metrics
+        self._wake = wake
+
+    # --- what the scheduler says ---
+
+    def grant(self, message: Grant) -> None:
+        """Send it: a transfer begins, or goes on after a pause."""
+        command = message.command
+        self._mover.grant(
+            command.request_id,
+            command.epoch,
+            destinations=[
+                KvDestination(address, shard.part)
+                for address, shard in zip(message.destination_addresses, command.transfer.destinations, strict=False)
+            ],
+            capability=command.transfer.capability,
+        )
+        hold = self._sequences.get(command.request_id, command.epoch)
+        if hold is None:
+            return
+        if hold.transfer is None or hold.transfer.transfer_id != command.transfer.transfer_id:
+            hold.transfer = command.transfer
+            self._give_turn(hold, command.transfer.destination_ids[0])
+        if hold.trace is not None:
+            hold.trace.transfer_granted()
+
+    def withdraw(self, command: WithdrawTransfer) -> None:
+        """Take a transfer back: its receiver is not to have the KV."""
+        hold = self._sequences.get(command.request_id, command.epoch)
+        if hold is not None and hold.transfer is not None and hold.transfer.transfer_id == command.transfer_id:
+            self._mover.withdraw(command.request_id, command.epoch)
+            self._lose_receiver(hold)
+
+    def keep(self, command: KeepKv) -> None:
+        """Decode here what was to move away."""
+        hold = self._sequences.get(command.request_id, command.epoch)
+        if hold is None or hold.sender is None:
+            return  # it was freed meanwhile
+        num_tokens = len(hold.sequence.token_ids) - (hold.stage is Stage.SENDING)
+        hold.max_kv_tokens = num_tokens + hold.generation.max_tokens_left - 1
+        hold.transfer = hold.sender = None
+        self._mover.withdraw(hold.request_id, hold.epoch)
+        try:
+            if hold.max_kv_tokens > self._max_model_len:
+                raise ProtocolError(f"{hold.max_kv_tokens} tokens are more than the {self._max_model_len} of the model")
+            self._credit.extend(hold, command.num_blocks)
+        except PdmeshError as error:
+            self._endings.drop(hold, str(error))
+            return
+        if hold.stage is Stage.SENDING:
+            self._give_turn(hold, self._instance_id)
+            self._sequences.start_decoding(hold)
+            self._credit.tell([hold])
+            self._wake()
+
+    # --- how it went ---
+
+    def sent(self, hold: Hold, transfer_id: TransferId, outcome: SentTransfer) -> None:
+        """The receiver has acknowledged all of it."""
+        self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
+        self._metrics.transfer_s.observe(outcome.duration_s)
+        self._metrics.exposed_s.observe(outcome.exposed_s)
+        if hold.trace is not None:
+            hold.trace.transfer_sent(outcome)
+        self._report(
+            TransferSent(
+                self._instance_id,
+                hold.request_id,
+                hold.epoch,
+                transfer_id,
+                outcome.num_bytes,
+                outcome.duration_s,
+                outcome.exposed_s,
+            )
+        )
+        self._sequences.release(hold)
+
+    def paused(self, hold: Hold, transfer_id: TransferId) -> None:
+        """No piece of it is under way any more, until it is granted again."""
+        self._report(TransferPaused(self._instance_id, hold.request_id, hold.epoch, transfer_id))
+
+    def failed(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
+        """It could not be sent, or was not acknowledged."""
+        self._metrics.failed_transfers.labels("out").inc()
+        self._report(TransferFailed(self._instance_id, hold.request_id, hold.epoch, transfer_id, reason))
+        self._lose_receiver(hold)
+
+    def _lose_receiver(self, hold: Hold) -> None:
+        """Keep its KV for another one."""
+        log.info("kv kept for another receiver", request_id=hold.request_id, epoch=hold.epoch)
+        hold.transfer = None
+        if hold.trace is not None:
+            hold.trace.receiver_lost()
+        self._give_turn(hold, self._instance_id)
+
+    def _give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
+        """Tell the gateway who draws the next token, unless that is said with the first one."""
+        if hold.stage is Stage.SENDING:
+            self._gateways.give_turn(hold, instance_id)

@@ -1,0 +1,54 @@
+"""How requests end on an instance other than by the scheduler's word, and what the scheduler hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from pdmesh.core.events import InstanceEvent, RequestDropped, TransferFailed
+from pdmesh.core.own_steps import OwnSteps
+from pdmesh.model import FinishReason, InstanceId, TransferId
+from pdmesh.worker.replies import finished
+from pdmesh.worker.sequences import Hold, Sequences
+from pdmesh.worker.spans import DONE, ERROR, FAILED
+
+log = structlog.get_logger()
+
+
+class Endings:
+    """Ends requests: each is reported, then released. ``own`` are the steps not told of yet, told of with an end."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        *,
+        sequences: Sequences,
+        own: OwnSteps,
+        report: Callable[[InstanceEvent], None],
+    ) -> None:
+        self._instance_id = instance_id
+        self._sequences = sequences
+        self._own = own
+        self._report = report
+
+    def finish(self, hold: Hold, reason: FinishReason) -> None:
+        """Its last token, or the error in its place, is out."""
+        self._report(finished(self._instance_id, hold, reason, self._own.take()))
+        hold.end_trace(ERROR if reason is FinishReason.ERROR else DONE)
+        self._sequences.release(hold)
+
+    def drop(self, hold: Hold, reason: str) -> None:
+        """It cannot go on here, whatever became of its KV."""
+        self._report(RequestDropped(self._instance_id, hold.request_id, hold.epoch, reason))
+        self._give_up(hold, reason)
+
+    def fail_to_receive(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
+        """Its KV cannot be received."""
+        self._report(TransferFailed(self._instance_id, hold.request_id, hold.epoch, transfer_id, reason))
+        self._give_up(hold, reason)
+
+    def _give_up(self, hold: Hold, reason: str) -> None:
+        log.warning("request given up", request_id=hold.request_id, epoch=hold.epoch, reason=reason)
+        hold.end_trace(FAILED)
+        self._sequences.release(hold)

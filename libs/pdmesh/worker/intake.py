@@ -1,0 +1,175 @@
+"""Requests that an instance is asked to hold: it takes their blocks, or refuses what it cannot take."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Callable
+
+import structlog
+
+from pdmesh.core.commands import PlaceDecode
+from pdmesh.core.events import InstanceEvent, KvReleased, RequestDropped
+from pdmesh.engine.base import EngineSequence
+from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.model import NO_TRANSFER, Epoch, InstanceId, RequestId, TransferId, num_blocks_for
+from pdmesh.telemetry.tracing import Tracing
+from pdmesh.wire.messages import Admit, Generation, unpack_token_ids
+from pdmesh.worker.groups import PrefillGroups
+from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.replies import ToGateways
+from pdmesh.worker.sequences import Hold, Sequences, Stage
+from pdmesh.worker.spans import trace_of
+
+log = structlog.get_logger()
+
+
+class Intake:
+    """Takes requests for their prompts to be computed, and room for what others send."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        *,
+        sequences: Sequences,
+        groups: PrefillGroups,
+        mover: KvMover,
+        pool: BlockPool,
+        max_model_len: int,
+        block_size: int,
+        gateways: ToGateways,
+        report: Callable[[InstanceEvent], None],
+        metrics: WorkerMetrics,
+        tracing: Tracing,
+    ) -> None:
+        self._instance_id = instance_id
+        self._sequences = sequences
+        self._groups = groups
+        self._mover = mover
+        self._pool = pool
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._gateways = gateways
+        self._report = report
+        self._metrics = metrics
+        self._tracing = tracing
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests are taken."""
+        return self._is_open
+
+    def close(self) -> None:
+        """Refuse new requests from now on."""
+        self._is_open = False
+
+    def admit(self, message: Admit) -> None:
+        """Take a request whose prompt is to be computed here, alone or in a group."""
+        generation, command = message.generation, message.command
+        decodes = command.transfer is None and command.leads
+        try:
+            self._groups.check(message)
+            token_ids = transcript(generation)
+            num_tokens = len(token_ids)
+            num_output_tokens_kept = generation.max_tokens_left - 1 if decodes else 0
+            hold = self.hold(generation, token_ids, command.num_blocks, num_tokens + num_output_tokens_kept)
+        except PdmeshError as error:
+            self.refuse(generation, str(error))
+            return
+        if command.transfer is not None:
+            hold.transfer = command.transfer
+            source = command.transfer.source_ids.index(self._instance_id)
+            hold.sender = self._mover.offer(
+                hold.request_id,
+                hold.epoch,
+                block_ids=hold.sequence.block_table,
+                num_context_tokens=num_tokens,
+                source=source,
+                blocks=command.transfer.sources[source].part.blocks,
+            )
+        self._groups.join(hold, message)
+
+    def check_new(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Raise PdmeshError if nothing is taken any more, or this is held already."""
+        if not self._is_open:
+            raise InstanceUnavailable("the instance is stopping")
+        if self._sequences.get(request_id, epoch) is not None:
+            raise ProtocolError("the request is held here already")
+
+    def hold(self, generation: Generation, token_ids: array.array[int], num_blocks: int, max_kv_tokens: int) -> Hold:
+        """Take the blocks of a request. Raises PdmeshError if that cannot be."""
+        self.check_new(generation.request_id, generation.epoch)
+        check_request(
+            generation,
+            len(token_ids),
+            num_blocks=num_blocks,
+            max_kv_tokens=max_kv_tokens,
+            block_size=self._block_size,
+            max_model_len=self._max_model_len,
+        )
+        hold = Hold(
+            generation=generation,
+            sequence=EngineSequence(
+                request_id=generation.request_id,
+                params=generation.params,
+                token_ids=token_ids,
+                num_prompt_tokens=generation.num_prompt_tokens,
+                block_table=self._pool.allocate(num_blocks),
+            ),
+            stage=Stage.PREFILLING,
+            block_size=self._block_size,
+            max_kv_tokens=max_kv_tokens,
+            trace=trace_of(self._tracing, generation, self._instance_id),
+        )
+        self._sequences.add(hold)
+        log.debug(
+            "request held",
+            request_id=hold.request_id,
+            epoch=hold.epoch,
+            num_tokens=len(token_ids),
+            num_blocks=num_blocks,
+        )
+        self._gateways.open(hold)
+        return hold
+
+    def refuse(self, request: Generation | PlaceDecode, reason: str, transfer_id: TransferId = NO_TRANSFER) -> None:
+        """Say that it is not taken, and that ``transfer_id`` holds no room here."""
+        request_id, epoch = request.request_id, request.epoch
+        log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
+        self._metrics.refused_requests.inc()
+        self._report(RequestDropped(self._instance_id, request_id, epoch, reason))
+        if self._sequences.get(request_id, epoch) is None:
+            self._report(KvReleased(self._instance_id, request_id, epoch, transfer_id))
+
+
+def transcript(generation: Generation) -> array.array[int]:
+    """Prompt and output so far. Raises ProtocolError if it is not whole tokens."""
+    try:
+        return unpack_token_ids(generation.token_ids)
+    except ValueError as error:
+        raise ProtocolError(f"a transcript of {len(generation.token_ids)} bytes is not whole tokens") from error
+
+
+def check_request(
+    generation: Generation,
+    num_tokens: int,
+    *,
+    num_blocks: int,
+    max_kv_tokens: int,
+    block_size: int,
+    max_model_len: int,
+) -> None:
+    """A transcript of ``num_tokens``, to be held in so many blocks, may come to hold ``max_kv_tokens`` of KV.
+
+    Raises ProtocolError if it may not.
+    """
+    if not 1 <= generation.num_prompt_tokens <= num_tokens <= max_model_len:
+        raise ProtocolError(f"a transcript of {num_tokens} tokens, {generation.num_prompt_tokens} of them prompt")
+    if generation.params.max_tokens <= num_tokens - generation.num_prompt_tokens:
+        raise ProtocolError(f"no output tokens are left of {generation.params.max_tokens}")
+    if max_kv_tokens > max_model_len:
+        raise ProtocolError(f"{max_kv_tokens} tokens are more than the {max_model_len} of the model")
+    if num_blocks < num_blocks_for(num_tokens, block_size):
+        raise ProtocolError(f"{num_blocks} blocks of {block_size} cannot hold {num_tokens} tokens")
