@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 
 from pdmesh.config import TransferConfig
@@ -23,11 +26,12 @@ from pdmesh.core.events import (
     TransferLanded,
 )
 from pdmesh.kv.piece import PieceKind
+from pdmesh.kv.transcript import pack_transcript
 from pdmesh.model import Epoch, RequestId, Role, SamplingParams, TransferId, num_blocks_for
 from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, reference_output
 from pdmesh.testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
-from pdmesh.wire.messages import TurnOver
+from pdmesh.wire.messages import Generation, TurnOver
 
 pytestmark = pytest.mark.anyio
 
@@ -232,6 +236,23 @@ async def test_after_the_commit_it_waits_for_the_word_that_the_target_never_bega
         resume(source)
         await ends_where_it_was(source, target)
         assert bool(target.reports_of(TransferFailed, "r")) is (kind is not PieceKind.COMMIT)
+
+
+async def test_a_request_that_would_outgrow_the_model_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def boast(generation: Generation, token_ids: array.array[int]) -> bytes:
+        params = replace(generation.params, max_tokens=1_000_000)
+        return pack_transcript(msgspec.structs.replace(generation, params=params), token_ids)
+
+    monkeypatch.setattr("pdmesh.worker.moves.pack_transcript", boast)
+    async with pair() as (source, target, _):
+        num_blocks = start(source, "r", PROMPT, LONG)
+        await drawn(source, "r", 3)
+        source.move("r", target, num_blocks)
+        assert "tokens are more than the 4096 of the model" in (await target.reported(TransferFailed, "r")).reason
+        await target.reported(KvReleased, "r")
+        target.assert_all_free()
+        resume(source)
+        await ends_where_it_was(source, target)
 
 
 async def test_an_acknowledgement_that_is_lost_leaves_the_source_still(monkeypatch: pytest.MonkeyPatch) -> None:

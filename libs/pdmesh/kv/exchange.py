@@ -169,10 +169,10 @@ class PieceExchange:
             return f"member {self._number} cannot become member {number}"
         if tuple(addresses[:known]) != self._addresses[: len(addresses)] or len(addresses) > MAX_MEMBERS:
             return f"{len(addresses)} members do not follow {known}"
-        for number, address in enumerate(addresses[known:], start=known):
+        for other, address in enumerate(addresses[known:], start=known):
             self._addresses = (*self._addresses, address)
-            if number != self._number:
-                self._join(number, address)
+            if other != number:
+                self._join(other, address)
         return None
 
     async def run(self) -> None:

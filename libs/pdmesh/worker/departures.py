@@ -6,61 +6,35 @@ be decoded here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import structlog
 
 from pdmesh.core.commands import KeepKv, WithdrawTransfer
-from pdmesh.core.events import InstanceEvent, TransferFailed, TransferPaused, TransferSent
+from pdmesh.core.events import TransferFailed, TransferPaused, TransferSent
 from pdmesh.errors import PdmeshError, ProtocolError
-from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.push import KvDestination
 from pdmesh.model import InstanceId, TransferId
 from pdmesh.wire.messages import Grant
-from pdmesh.worker.endings import Endings
+from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
-from pdmesh.worker.metrics import WorkerMetrics
-from pdmesh.worker.replies import ToGateways
-from pdmesh.worker.sequences import Hold, Sequences, Stage
+from pdmesh.worker.sequences import Hold, Stage
 
 log = structlog.get_logger()
 
 
 class Departures:
-    """What of an instance's prompts decodes elsewhere. ``wake`` is told that there is more to decode here."""
+    """What of an instance's prompts decodes elsewhere."""
 
-    def __init__(
-        self,
-        instance_id: InstanceId,
-        *,
-        sequences: Sequences,
-        mover: KvMover,
-        credit: RoomGrowth,
-        endings: Endings,
-        max_model_len: int,
-        gateways: ToGateways,
-        report: Callable[[InstanceEvent], None],
-        metrics: WorkerMetrics,
-        wake: Callable[[], None],
-    ) -> None:
-        self._instance_id = instance_id
-        self._sequences = sequences
-        self._mover = mover
-        self._credit = credit
-        self._endings = endings
-        self._max_model_len = max_model_len
-        self._gateways = gateways
-        self._report = report
-        self._metrics = metrics
-        self._wake = wake
+    def __init__(self, context: InstanceContext, *, growth: RoomGrowth) -> None:
+        self._context = context
+        self._growth = growth
 
     # --- what the scheduler says ---
 
     def grant(self, message: Grant) -> None:
         """Send it: a transfer begins, or goes on after a pause."""
         command = message.command
-        self._mover.grant(
+        self._context.mover.grant(
             command.request_id,
             command.epoch,
             destinations=[
@@ -69,7 +43,7 @@ class Departures:
             ],
             capability=command.transfer.capability,
         )
-        hold = self._sequences.get(command.request_id, command.epoch)
+        hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None:
             return
         if hold.transfer is None or hold.transfer.transfer_id != command.transfer.transfer_id:
@@ -80,45 +54,47 @@ class Departures:
 
     def withdraw(self, command: WithdrawTransfer) -> None:
         """Take a transfer back: its receiver is not to have the KV."""
-        hold = self._sequences.get(command.request_id, command.epoch)
+        hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is not None and hold.transfer is not None and hold.transfer.transfer_id == command.transfer_id:
-            self._mover.withdraw(command.request_id, command.epoch)
+            self._context.mover.withdraw(command.request_id, command.epoch)
             self._lose_receiver(hold)
 
     def keep(self, command: KeepKv) -> None:
         """Decode here what was to move away."""
-        hold = self._sequences.get(command.request_id, command.epoch)
+        hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None or hold.sender is None:
             return  # it was freed meanwhile
         num_tokens = len(hold.sequence.token_ids) - (hold.stage is Stage.SENDING)
         hold.max_kv_tokens = num_tokens + hold.generation.max_tokens_left - 1
         hold.transfer = hold.sender = None
-        self._mover.withdraw(hold.request_id, hold.epoch)
+        self._context.mover.withdraw(hold.request_id, hold.epoch)
         try:
-            if hold.max_kv_tokens > self._max_model_len:
-                raise ProtocolError(f"{hold.max_kv_tokens} tokens are more than the {self._max_model_len} of the model")
-            self._credit.extend(hold, command.num_blocks)
+            if hold.max_kv_tokens > self._context.max_model_len:
+                raise ProtocolError(
+                    f"{hold.max_kv_tokens} tokens are more than the {self._context.max_model_len} of the model"
+                )
+            self._growth.extend(hold, command.num_blocks)
         except PdmeshError as error:
-            self._endings.drop(hold, str(error))
+            self._context.endings.drop(hold, str(error))
             return
         if hold.stage is Stage.SENDING:
-            self._give_turn(hold, self._instance_id)
-            self._sequences.start_decoding(hold)
-            self._credit.tell([hold])
-            self._wake()
+            self._give_turn(hold, self._context.instance_id)
+            self._context.sequences.start_decoding(hold)
+            self._growth.tell([hold])
+            self._context.wake()
 
     # --- how it went ---
 
     def sent(self, hold: Hold, transfer_id: TransferId, outcome: SentTransfer) -> None:
         """The receiver has acknowledged all of it."""
-        self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
-        self._metrics.transfer_s.observe(outcome.duration_s)
-        self._metrics.exposed_s.observe(outcome.exposed_s)
+        self._context.metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
+        self._context.metrics.transfer_s.observe(outcome.duration_s)
+        self._context.metrics.exposed_s.observe(outcome.exposed_s)
         if hold.trace is not None:
             hold.trace.transfer_sent(outcome)
-        self._report(
+        self._context.report(
             TransferSent(
-                self._instance_id,
+                self._context.instance_id,
                 hold.request_id,
                 hold.epoch,
                 transfer_id,
@@ -127,16 +103,18 @@ class Departures:
                 outcome.exposed_s,
             )
         )
-        self._sequences.release(hold)
+        self._context.sequences.release(hold)
 
     def paused(self, hold: Hold, transfer_id: TransferId) -> None:
         """No piece of it is under way any more, until it is granted again."""
-        self._report(TransferPaused(self._instance_id, hold.request_id, hold.epoch, transfer_id))
+        self._context.report(TransferPaused(self._context.instance_id, hold.request_id, hold.epoch, transfer_id))
 
     def failed(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
         """It could not be sent, or was not acknowledged."""
-        self._metrics.failed_transfers.labels("out").inc()
-        self._report(TransferFailed(self._instance_id, hold.request_id, hold.epoch, transfer_id, reason))
+        self._context.metrics.failed_transfers.labels("out").inc()
+        self._context.report(
+            TransferFailed(self._context.instance_id, hold.request_id, hold.epoch, transfer_id, reason)
+        )
         self._lose_receiver(hold)
 
     def _lose_receiver(self, hold: Hold) -> None:
@@ -145,9 +123,9 @@ class Departures:
         hold.transfer = None
         if hold.trace is not None:
             hold.trace.receiver_lost()
-        self._give_turn(hold, self._instance_id)
+        self._give_turn(hold, self._context.instance_id)
 
     def _give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
         """Tell the gateway who draws the next token, unless that is said with the first one."""
         if hold.stage is Stage.SENDING:
-            self._gateways.give_turn(hold, instance_id)
+            self._context.gateways.give_turn(hold, instance_id)

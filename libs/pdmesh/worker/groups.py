@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from pdmesh.core.events import HelperJoined, InstanceEvent
+from pdmesh.core.events import HelperJoined
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.exchange import MAX_MEMBERS
-from pdmesh.kv.groups import KvGroups
 from pdmesh.kv.presence import Bell
-from pdmesh.model import InstanceId, PrefillGroup, num_blocks_for
+from pdmesh.model import PrefillGroup, num_blocks_for
 from pdmesh.wire.messages import Admit, Regroup
-from pdmesh.worker.endings import Endings
-from pdmesh.worker.sequences import Hold, Sequences, Stage
+from pdmesh.worker.context import InstanceContext
+from pdmesh.worker.sequences import Hold, Stage
 
 
 class PrefillGroups:
     """An instance's memberships. ``bell`` rings for an engine's thread that waits for the others' KV."""
 
-    def __init__(
-        self,
-        instance_id: InstanceId,
-        *,
-        sequences: Sequences,
-        exchanges: KvGroups,
-        bell: Bell,
-        endings: Endings,
-        report: Callable[[InstanceEvent], None],
-    ) -> None:
-        self._instance_id = instance_id
-        self._sequences = sequences
-        self._exchanges = exchanges
+    def __init__(self, context: InstanceContext, *, bell: Bell) -> None:
+        self._context = context
+        self._exchanges = context.mover.groups
         self._bell = bell
-        self._endings = endings
-        self._report = report
 
     def check(self, message: Admit) -> None:
         """Raise ProtocolError if it is the admission of a group that cannot be."""
         group = message.command.group
         if group is None:
             return
-        if self._instance_id not in group.member_ids:
-            raise ProtocolError("the instance is no member of the request's group")
-        if len(message.member_addresses) != len(group.member_ids):
-            raise ProtocolError(f"{len(message.member_addresses)} addresses of {len(group.member_ids)} members")
-        if len(group.member_ids) > MAX_MEMBERS:
-            raise ProtocolError(f"a group of {len(group.member_ids)} members; {MAX_MEMBERS} are the most")
+        self._own_number(group, message.member_addresses)
         if message.command.transfer is not None and not message.command.leads:
             raise ProtocolError("a transfer from a member that does not lead its group")
 
@@ -58,18 +40,18 @@ class PrefillGroups:
         if message.command.leads:
             self._exchanges.set_members(hold.request_id, hold.epoch, 0, message.member_addresses)
         else:
-            self._report(HelperJoined(self._instance_id, hold.request_id, hold.epoch))
+            self._context.report(HelperJoined(self._context.instance_id, hold.request_id, hold.epoch))
 
     def regroup(self, message: Regroup) -> None:
         """Take the members that a group has from now on, of a prompt that is being computed."""
         command = message.command
-        hold = self._sequences.get(command.request_id, command.epoch)
+        hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None or hold.stage is not Stage.PREFILLING:
             return  # freed, or computed, meanwhile
         try:
-            number = self._own_number(message)
+            number = self._own_number(command.group, message.member_addresses)
         except ProtocolError as error:
-            self._endings.drop(hold, str(error))
+            self._context.endings.drop(hold, str(error))
             return
         if hold.exchange is None:  # it leads a group that was formed while it computed
             self._open(hold, command.group)
@@ -79,14 +61,16 @@ class PrefillGroups:
         """The request's prompt is computed, by a group or not."""
         self._exchanges.end(hold.request_id, hold.epoch, "the prompt is computed")
 
-    def _own_number(self, message: Regroup) -> int:
-        """Which of the group's members this instance is. Raises ProtocolError if it is none of them."""
-        member_ids = message.command.group.member_ids
-        if self._instance_id not in member_ids:
+    def _own_number(self, group: PrefillGroup, addresses: Sequence[bytes]) -> int:
+        """Which of the group's members this instance is. Raises ProtocolError if it is none, or the group none."""
+        member_ids = group.member_ids
+        if self._context.instance_id not in member_ids:
             raise ProtocolError("the instance is no member of the request's group")
-        if len(message.member_addresses) != len(member_ids):
-            raise ProtocolError(f"{len(message.member_addresses)} addresses of {len(member_ids)} members")
-        return member_ids.index(self._instance_id)
+        if len(addresses) != len(member_ids):
+            raise ProtocolError(f"{len(addresses)} addresses of {len(member_ids)} members")
+        if len(member_ids) > MAX_MEMBERS:
+            raise ProtocolError(f"a group of {len(member_ids)} members; {MAX_MEMBERS} are the most")
+        return member_ids.index(self._context.instance_id)
 
     def _open(self, hold: Hold, group: PrefillGroup) -> None:
         """Let the rest of a request's prompt be computed together with others."""

@@ -2,52 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from pdmesh.core.commands import GrowKv
-from pdmesh.core.events import CreditLow, InstanceEvent
-from pdmesh.kv.blocks import BlockPool, OutOfBlocks
-from pdmesh.model import InstanceId, ResidentContext
-from pdmesh.worker.endings import Endings
-from pdmesh.worker.sequences import Hold, Sequences
+from pdmesh.core.events import CreditLow
+from pdmesh.kv.blocks import OutOfBlocks
+from pdmesh.model import ResidentContext
+from pdmesh.worker.context import InstanceContext
+from pdmesh.worker.sequences import Hold
 
 
 class RoomGrowth:
-    """The blocks of an instance's requests as they grow. ``wake`` is told that there is more to decode."""
+    """The blocks of an instance's requests as they grow."""
 
-    def __init__(
-        self,
-        instance_id: InstanceId,
-        *,
-        sequences: Sequences,
-        pool: BlockPool,
-        endings: Endings,
-        report: Callable[[InstanceEvent], None],
-        wake: Callable[[], None],
-    ) -> None:
-        self._instance_id = instance_id
-        self._sequences = sequences
-        self._pool = pool
-        self._endings = endings
-        self._report = report
-        self._wake = wake
+    def __init__(self, context: InstanceContext) -> None:
+        self._context = context
 
     def grow(self, command: GrowKv) -> None:
         """Take what the scheduler grants."""
-        hold = self._sequences.get(command.request_id, command.epoch)
+        hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None or command.num_blocks <= len(hold.sequence.block_table):
             return  # it ended meanwhile, or was granted more already
         try:
             self.extend(hold, command.num_blocks)
         except OutOfBlocks as error:  # the scheduler's books are wrong
-            self._endings.drop(hold, str(error))
+            self._context.endings.drop(hold, str(error))
             return
-        self._wake()
+        self._context.wake()
 
     def extend(self, hold: Hold, num_blocks: int) -> None:
         """Let it have at least ``num_blocks`` in all. Raises OutOfBlocks if they are not free."""
         num_missing = max(0, num_blocks - len(hold.sequence.block_table))
-        hold.sequence.block_table.extend(self._pool.allocate(num_missing))
+        hold.sequence.block_table.extend(self._context.pool.allocate(num_missing))
 
     def tell(self, holds: Iterable[Hold]) -> None:
         """Ask for more room where there is little left."""
@@ -59,4 +45,4 @@ class RoomGrowth:
             ]
         )
         if low:
-            self._report(CreditLow(self._instance_id, low))
+            self._context.report(CreditLow(self._context.instance_id, low))

@@ -4,11 +4,11 @@ No I/O: messages come in through `Instance.handle`, go out through the callables
 (`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. It executes and does not decide: whatever
 it cannot take it *refuses* (`RequestDropped`), and the scheduler starts the request again elsewhere.
 
-* `admission`: requests are taken or refused. `groups`: prompts that several instances compute.
-* `plans`, `results`: what the engine computes next, and what became of it. `credit`: room for what is generated.
-* `handover`, `arrivals`: KV that moves on after its prefill, at its source and where it comes to.
+* `intake`: requests are taken or refused. `groups`: prompts that several instances compute.
+* `plans`, `results`: what the engine computes next, and what became of it. `growth`: room for what is generated.
+* `departures`, `arrivals`: KV that moves on after its prefill, at its source and where it comes to.
 * `moves`: decodes that move while they run, on both sides.
-* `sequences`: the table of what is held. `endings`: how requests end.
+* `sequences`: the table of what is held. `endings`: how requests end. `context`: what these share.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from pdmesh.model import InstanceId, Resident, Role, TransferPurpose
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, ExpectMove, Grant, PeerGone, Regroup
 from pdmesh.worker.arrivals import Arrivals
+from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import Departures
 from pdmesh.worker.endings import Endings
 from pdmesh.worker.groups import PrefillGroups
@@ -93,83 +94,31 @@ class Instance:
         self._report = report
         self._stop = stop
         own = OwnSteps()
-        gateways = ToGateways(tokens)
         self._sequences = sequences = Sequences(pool, mover, on_released=self._released)
-        self._endings = endings = Endings(instance_id, sequences=sequences, own=own, report=report)
+        endings = Endings(instance_id, sequences=sequences, own=own, report=report)
         self.plans = Plans(instance_id, sequences, own, bell=bell, report=report, drop=endings.drop)
-        wake = self.plans.wake
-        self._credit = RoomGrowth(
-            instance_id, sequences=sequences, pool=pool, endings=endings, report=report, wake=wake
-        )
-        self._groups = PrefillGroups(
-            instance_id, sequences=sequences, exchanges=mover.groups, bell=bell, endings=endings, report=report
-        )
-        self._admission = Intake(
-            instance_id,
-            sequences=sequences,
-            groups=self._groups,
-            mover=mover,
-            pool=pool,
+        context = InstanceContext(
+            instance_id=instance_id,
             max_model_len=max_model_len,
             block_size=block_size,
-            gateways=gateways,
+            pool=pool,
+            mover=mover,
+            sequences=sequences,
+            endings=endings,
             report=report,
+            gateways=ToGateways(tokens),
             metrics=metrics,
             tracing=tracing,
+            wake=self.plans.wake,
         )
-        self._handovers = Departures(
-            instance_id,
-            sequences=sequences,
-            mover=mover,
-            credit=self._credit,
-            endings=endings,
-            max_model_len=max_model_len,
-            gateways=gateways,
-            report=report,
-            metrics=metrics,
-            wake=wake,
-        )
-        self._moves = MovingDecodes(
-            instance_id,
-            sequences=sequences,
-            admission=self._admission,
-            mover=mover,
-            pool=pool,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            gateways=gateways,
-            report=report,
-            metrics=metrics,
-            wake=wake,
-        )
-        self._arrivals = Arrivals(
-            instance_id,
-            sequences=sequences,
-            admission=self._admission,
-            moves=self._moves,
-            mover=mover,
-            credit=self._credit,
-            endings=endings,
-            max_model_len=max_model_len,
-            gateways=gateways,
-            report=report,
-            metrics=metrics,
-            tracing=tracing,
-            wake=wake,
-        )
-        self.results = Results(
-            instance_id,
-            sequences=sequences,
-            own=own,
-            groups=self._groups,
-            moves=self._moves,
-            credit=self._credit,
-            endings=endings,
-            block_size=block_size,
-            gateways=gateways,
-            report=report,
-            metrics=metrics,
-        )
+        self._endings = endings
+        self._growth = growth = RoomGrowth(context)
+        self._groups = groups = PrefillGroups(context, bell=bell)
+        self._intake = intake = Intake(context, groups=groups)
+        self._departures = Departures(context, growth=growth)
+        self._moves = moves = MovingDecodes(context, intake=intake)
+        self._arrivals = Arrivals(context, intake=intake, moves=moves, growth=growth)
+        self.results = Results(context, own=own, groups=groups, moves=moves, growth=growth)
 
     # --- what it is told ------------------------------------------------------------------------------------
 
@@ -179,7 +128,7 @@ class Instance:
             case RunStep(plan=plan):
                 self.plans.queue(plan)
             case Admit():
-                self._admission.admit(message)
+                self._intake.admit(message)
             case ExpectKv():
                 self._arrivals.expect(message)
             case Regroup():
@@ -189,7 +138,7 @@ class Instance:
             case Grant() if message.command.transfer.purpose is TransferPurpose.MOVE:
                 self._moves.grant(message)
             case Grant():
-                self._handovers.grant(message)
+                self._departures.grant(message)
             case CancelMove():
                 self._moves.cancel(message)
             case ResumeDecode():
@@ -197,11 +146,11 @@ class Instance:
             case PauseTransfer(request_id=request_id, epoch=epoch):
                 self._mover.pause(request_id, epoch)
             case WithdrawTransfer():
-                self._handovers.withdraw(message)
+                self._departures.withdraw(message)
             case KeepKv():
-                self._handovers.keep(message)
+                self._departures.keep(message)
             case GrowKv():
-                self._credit.grow(message)
+                self._growth.grow(message)
             case FreeKv():
                 self._free(message)
             case SetRole(role=role):
@@ -231,13 +180,13 @@ class Instance:
             case SentTransfer() if hold.leaving is not None:
                 self._moves.sent(hold, outcome)
             case SentTransfer():
-                self._handovers.sent(hold, transfer_id, outcome)
+                self._departures.sent(hold, transfer_id, outcome)
             case PausedTransfer():
-                self._handovers.paused(hold, transfer_id)
+                self._departures.paused(hold, transfer_id)
             case FailedTransfer(sending=True) if hold.leaving is not None:
                 self._moves.failed(hold, outcome)
             case FailedTransfer(sending=True, reason=reason):
-                self._handovers.failed(hold, transfer_id, reason)
+                self._departures.failed(hold, transfer_id, reason)
             case FailedTransfer(reason=reason):
                 self._arrivals.failed(hold, transfer_id, reason)
             case _:
@@ -300,11 +249,11 @@ class Instance:
     @property
     def admits(self) -> bool:
         """Whether it takes new requests."""
-        return self._admission.is_open
+        return self._intake.is_open
 
     def stop_admitting(self) -> None:
         """Refuse new requests from now on."""
-        self._admission.close()
+        self._intake.close()
 
     async def emptied(self) -> None:
         """Wait until no request is held."""

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Callable
 
 import structlog
 
 from pdmesh.core.commands import PlaceDecode
-from pdmesh.core.events import InstanceEvent, KvReleased, RequestDropped
+from pdmesh.core.events import KvReleased, RequestDropped
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
-from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.mover import KvMover
-from pdmesh.model import NO_TRANSFER, Epoch, InstanceId, RequestId, TransferId, num_blocks_for
-from pdmesh.telemetry.tracing import Tracing
+from pdmesh.model import NO_TRANSFER, Epoch, RequestId, TransferId, num_blocks_for
 from pdmesh.wire.messages import Admit, Generation, unpack_token_ids
+from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
-from pdmesh.worker.metrics import WorkerMetrics
-from pdmesh.worker.replies import ToGateways
-from pdmesh.worker.sequences import Hold, Sequences, Stage
+from pdmesh.worker.sequences import Hold, Stage
 from pdmesh.worker.spans import trace_of
 
 log = structlog.get_logger()
@@ -28,32 +23,9 @@ log = structlog.get_logger()
 class Intake:
     """Takes requests for their prompts to be computed, and room for what others send."""
 
-    def __init__(
-        self,
-        instance_id: InstanceId,
-        *,
-        sequences: Sequences,
-        groups: PrefillGroups,
-        mover: KvMover,
-        pool: BlockPool,
-        max_model_len: int,
-        block_size: int,
-        gateways: ToGateways,
-        report: Callable[[InstanceEvent], None],
-        metrics: WorkerMetrics,
-        tracing: Tracing,
-    ) -> None:
-        self._instance_id = instance_id
-        self._sequences = sequences
+    def __init__(self, context: InstanceContext, *, groups: PrefillGroups) -> None:
+        self._context = context
         self._groups = groups
-        self._mover = mover
-        self._pool = pool
-        self._max_model_len = max_model_len
-        self._block_size = block_size
-        self._gateways = gateways
-        self._report = report
-        self._metrics = metrics
-        self._tracing = tracing
         self._is_open = True
 
     @property
@@ -80,8 +52,8 @@ class Intake:
             return
         if command.transfer is not None:
             hold.transfer = command.transfer
-            source = command.transfer.source_ids.index(self._instance_id)
-            hold.sender = self._mover.offer(
+            source = command.transfer.source_ids.index(self._context.instance_id)
+            hold.sender = self._context.mover.offer(
                 hold.request_id,
                 hold.epoch,
                 block_ids=hold.sequence.block_table,
@@ -95,7 +67,7 @@ class Intake:
         """Raise PdmeshError if nothing is taken any more, or this is held already."""
         if not self._is_open:
             raise InstanceUnavailable("the instance is stopping")
-        if self._sequences.get(request_id, epoch) is not None:
+        if self._context.sequences.get(request_id, epoch) is not None:
             raise ProtocolError("the request is held here already")
 
     def hold(self, generation: Generation, token_ids: array.array[int], num_blocks: int, max_kv_tokens: int) -> Hold:
@@ -106,8 +78,8 @@ class Intake:
             len(token_ids),
             num_blocks=num_blocks,
             max_kv_tokens=max_kv_tokens,
-            block_size=self._block_size,
-            max_model_len=self._max_model_len,
+            block_size=self._context.block_size,
+            max_model_len=self._context.max_model_len,
         )
         hold = Hold(
             generation=generation,
@@ -116,14 +88,14 @@ class Intake:
                 params=generation.params,
                 token_ids=token_ids,
                 num_prompt_tokens=generation.num_prompt_tokens,
-                block_table=self._pool.allocate(num_blocks),
+                block_table=self._context.pool.allocate(num_blocks),
             ),
             stage=Stage.PREFILLING,
-            block_size=self._block_size,
+            block_size=self._context.block_size,
             max_kv_tokens=max_kv_tokens,
-            trace=trace_of(self._tracing, generation, self._instance_id),
+            trace=trace_of(self._context.tracing, generation, self._context.instance_id),
         )
-        self._sequences.add(hold)
+        self._context.sequences.add(hold)
         log.debug(
             "request held",
             request_id=hold.request_id,
@@ -131,17 +103,17 @@ class Intake:
             num_tokens=len(token_ids),
             num_blocks=num_blocks,
         )
-        self._gateways.open(hold)
+        self._context.gateways.open(hold)
         return hold
 
     def refuse(self, request: Generation | PlaceDecode, reason: str, transfer_id: TransferId = NO_TRANSFER) -> None:
         """Say that it is not taken, and that ``transfer_id`` holds no room here."""
         request_id, epoch = request.request_id, request.epoch
         log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
-        self._metrics.refused_requests.inc()
-        self._report(RequestDropped(self._instance_id, request_id, epoch, reason))
-        if self._sequences.get(request_id, epoch) is None:
-            self._report(KvReleased(self._instance_id, request_id, epoch, transfer_id))
+        self._context.metrics.refused_requests.inc()
+        self._context.report(RequestDropped(self._context.instance_id, request_id, epoch, reason))
+        if self._context.sequences.get(request_id, epoch) is None:
+            self._context.report(KvReleased(self._context.instance_id, request_id, epoch, transfer_id))
 
 
 def transcript(generation: Generation) -> array.array[int]:

@@ -7,67 +7,40 @@ goes on by itself only before the commit. The target takes the request with its 
 from __future__ import annotations
 
 import array
-from collections.abc import Callable
 
 import structlog
 
 from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode
-from pdmesh.core.events import DecodeReserved, InstanceEvent, MoveFailed, MoveSent
+from pdmesh.core.events import DecodeReserved, MoveFailed, MoveSent
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
-from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
 from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
 from pdmesh.model import GatewayId, InstanceId, SamplingParams, TransferId
 from pdmesh.wire.messages import ExpectMove, Generation, Grant, pack_token_ids
-from pdmesh.worker.intake import Intake
-from pdmesh.worker.metrics import WorkerMetrics
-from pdmesh.worker.replies import ToGateways
-from pdmesh.worker.sequences import Hold, Leaving, Sequences, Stage
+from pdmesh.worker.context import InstanceContext
+from pdmesh.worker.intake import Intake, check_request
+from pdmesh.worker.sequences import Hold, Leaving, Stage
 from pdmesh.worker.spans import DONE
 
 log = structlog.get_logger()
 
 
 class MovingDecodes:
-    """What of an instance moves. ``wake`` is told that there is more to decode."""
+    """What of an instance moves."""
 
-    def __init__(
-        self,
-        instance_id: InstanceId,
-        *,
-        sequences: Sequences,
-        admission: Intake,
-        mover: KvMover,
-        pool: BlockPool,
-        max_model_len: int,
-        block_size: int,
-        gateways: ToGateways,
-        report: Callable[[InstanceEvent], None],
-        metrics: WorkerMetrics,
-        wake: Callable[[], None],
-    ) -> None:
-        self._instance_id = instance_id
-        self._sequences = sequences
-        self._admission = admission
-        self._mover = mover
-        self._pool = pool
-        self._max_model_len = max_model_len
-        self._block_size = block_size
-        self._gateways = gateways
-        self._report = report
-        self._metrics = metrics
-        self._wake = wake
+    def __init__(self, context: InstanceContext, *, intake: Intake) -> None:
+        self._context = context
+        self._intake = intake
 
     # --- away from here ---
 
     def grant(self, message: Grant) -> None:
         """Begin to send a request that decodes here."""
         command = message.command
-        hold = self._sequences.get(command.request_id, command.epoch)
+        hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None:
             return  # it ended meanwhile
         transfer = command.transfer
@@ -75,7 +48,7 @@ class MovingDecodes:
             self._failed(hold, transfer.transfer_id, committed=False, reason="it does not decode here")
             return
         num_kv_tokens = len(hold.sequence.token_ids) - 1
-        sender = self._mover.move(
+        sender = self._context.mover.move(
             hold.request_id,
             hold.epoch,
             block_ids=hold.sequence.block_table,
@@ -106,7 +79,7 @@ class MovingDecodes:
         """Little is left to send. One that no step computes now need not wait for a step."""
         leaving = hold.leaving
         if leaving is not None and leaving.can_freeze and not hold.in_step and not hold.doomed:
-            self._gateways.give_turn(hold, leaving.target_id)
+            self._context.gateways.give_turn(hold, leaving.target_id)
             self._freeze(hold, leaving)
 
     def _freeze(self, hold: Hold, leaving: Leaving) -> None:
@@ -114,7 +87,7 @@ class MovingDecodes:
         token_ids = hold.sequence.token_ids
         num_kv_tokens = len(token_ids) - 1
         leaving.is_frozen = True
-        self._sequences.stop_decoding(hold)
+        self._context.sequences.stop_decoding(hold)
         leaving.sender.freeze(
             num_kv_tokens=num_kv_tokens,
             tail=pack_token_ids(token_ids[leaving.num_tokens_told : num_kv_tokens]),
@@ -125,7 +98,7 @@ class MovingDecodes:
 
     def cancel(self, command: CancelMove) -> None:
         """Send no more of it, and say whether it goes on here."""
-        hold = self._sequences.get(command.request_id, command.epoch)
+        hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None:
             return  # it ended, or was released: that was told
         leaving = hold.leaving
@@ -136,24 +109,24 @@ class MovingDecodes:
 
     def resume(self, command: ResumeDecode) -> None:
         """The target never began: go on here."""
-        hold = self._sequences.get(command.request_id, command.epoch)
+        hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is not None and hold.leaving is not None and hold.leaving.is_of(command.transfer_id):
             self._stay(hold)
 
     def stay_all(self) -> None:
         """Everything goes on here that has not been committed: the scheduler is to hear of it as decoding."""
-        for hold in self._sequences:
+        for hold in self._context.sequences:
             if hold.leaving is not None and not hold.leaving.committed:
                 self._stay(hold)
 
     def _stay(self, hold: Hold) -> None:
         assert hold.leaving is not None
         leaving, hold.leaving = hold.leaving, None
-        self._mover.cancel(hold.request_id, hold.epoch)
+        self._context.mover.cancel(hold.request_id, hold.epoch)
         if leaving.is_frozen:
-            self._gateways.give_turn(hold, self._instance_id)
-            self._sequences.resume_decoding(hold)
-            self._wake()
+            self._context.gateways.give_turn(hold, self._context.instance_id)
+            self._context.sequences.resume_decoding(hold)
+            self._context.wake()
 
     # --- how it went ---
 
@@ -161,10 +134,10 @@ class MovingDecodes:
         """The target has acknowledged it, and goes on."""
         assert hold.leaving is not None
         transfer_id = hold.leaving.transfer.transfer_id
-        self._metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
-        self._report(
+        self._context.metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
+        self._context.report(
             MoveSent(
-                self._instance_id,
+                self._context.instance_id,
                 hold.request_id,
                 hold.epoch,
                 transfer_id,
@@ -174,13 +147,13 @@ class MovingDecodes:
             )
         )
         hold.end_trace(DONE)
-        self._sequences.release(hold)
+        self._context.sequences.release(hold)
 
     def failed(self, hold: Hold, outcome: FailedTransfer) -> None:
         """It could not be sent, or was not acknowledged: before the commit it goes on here."""
         leaving = hold.leaving
         assert leaving is not None
-        self._metrics.failed_transfers.labels("out").inc()
+        self._context.metrics.failed_transfers.labels("out").inc()
         committed, transfer_id = leaving.committed, leaving.transfer.transfer_id
         if committed:
             leaving.stop_sending()
@@ -190,7 +163,9 @@ class MovingDecodes:
 
     def _failed(self, hold: Hold, transfer_id: TransferId, *, committed: bool, reason: str) -> None:
         log.info("a move failed", request_id=hold.request_id, epoch=hold.epoch, committed=committed, reason=reason)
-        self._report(MoveFailed(self._instance_id, hold.request_id, hold.epoch, transfer_id, committed, reason))
+        self._context.report(
+            MoveFailed(self._context.instance_id, hold.request_id, hold.epoch, transfer_id, committed, reason)
+        )
 
     # --- to here ---
 
@@ -200,9 +175,9 @@ class MovingDecodes:
         try:
             hold = self._hold(message.command)
         except PdmeshError as error:
-            self._admission.refuse(message.command, str(error), transfer.transfer_id)
+            self._intake.refuse(message.command, str(error), transfer.transfer_id)
             return
-        self._mover.expect(
+        self._context.mover.expect(
             hold.request_id,
             hold.epoch,
             capability=transfer.capability,
@@ -210,11 +185,13 @@ class MovingDecodes:
             num_context_tokens=None,
             source_addresses=message.source_addresses,
         )
-        self._report(DecodeReserved(self._instance_id, hold.request_id, hold.epoch, transfer.transfer_id))
+        self._context.report(
+            DecodeReserved(self._context.instance_id, hold.request_id, hold.epoch, transfer.transfer_id)
+        )
 
     def _hold(self, command: PlaceDecode) -> Hold:
         """Take the blocks of a request that nothing else is known of. Raises PdmeshError if that cannot be."""
-        self._admission.check_new(command.request_id, command.epoch)
+        self._intake.check_new(command.request_id, command.epoch)
         if command.num_blocks <= 0:
             raise ProtocolError("no room is asked for")
         nobody = Generation(  # until its own comes
@@ -233,33 +210,36 @@ class MovingDecodes:
                 params=nobody.params,
                 token_ids=array.array("i"),
                 num_prompt_tokens=0,
-                block_table=self._pool.allocate(command.num_blocks),
+                block_table=self._context.pool.allocate(command.num_blocks),
             ),
             stage=Stage.RECEIVING,
-            block_size=self._block_size,
-            max_kv_tokens=command.num_blocks * self._block_size,
+            block_size=self._context.block_size,
+            max_kv_tokens=command.num_blocks * self._context.block_size,
             transfer=command.transfer,
             received_by=command.transfer.transfer_id,
         )
-        self._sequences.add(hold)
+        self._context.sequences.add(hold)
         return hold
 
     def arrived(self, hold: Hold, outcome: LandedTransfer) -> None:
         """Give the hold the request that came with its KV. Raises ProtocolError if that is none that it could be."""
         generation, token_ids = unpack_transcript(outcome.transcript)
+        if (generation.request_id, generation.epoch) != (hold.request_id, hold.epoch):
+            raise ProtocolError(f"the transcript is that of request {generation.request_id}, epoch {generation.epoch}")
         params, num_prompt_tokens = generation.params, generation.num_prompt_tokens
-        num_tokens_left = params.max_tokens - (len(token_ids) + 1 - num_prompt_tokens)
-        if (
-            (generation.request_id, generation.epoch) != (hold.request_id, hold.epoch)
-            or not 1 <= num_prompt_tokens <= len(token_ids) < self._max_model_len
-            or num_tokens_left < 1
-            or len(token_ids) > len(hold.sequence.block_table) * self._block_size
-        ):
-            raise ProtocolError(
-                f"{len(token_ids)} tokens, {num_prompt_tokens} of them prompt, are not what is expected"
-            )
+        max_kv_tokens = num_prompt_tokens + params.max_tokens - 1
+        check_request(
+            generation,
+            len(token_ids),
+            num_blocks=len(hold.sequence.block_table),
+            max_kv_tokens=max_kv_tokens,
+            block_size=self._context.block_size,
+            max_model_len=self._context.max_model_len,
+        )
+        if len(token_ids) >= max_kv_tokens:
+            raise ProtocolError("no output tokens are left after the one that comes with the KV")
         hold.generation = generation
-        hold.max_kv_tokens = num_prompt_tokens + params.max_tokens - 1
+        hold.max_kv_tokens = max_kv_tokens
         hold.sequence = EngineSequence(
             request_id=hold.request_id,
             params=params,

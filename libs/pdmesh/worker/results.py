@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import structlog
 
-from pdmesh.core.events import DecodeStepsDone, InstanceEvent
+from pdmesh.core.events import DecodeStepsDone
 from pdmesh.core.own_steps import OwnSteps
 from pdmesh.engine.base import SliceResult
 from pdmesh.kv.receiver import FirstToken
-from pdmesh.model import FinishReason, InstanceId
+from pdmesh.model import FinishReason
 from pdmesh.worker.batch import Batch, BatchChunk
-from pdmesh.worker.endings import Endings
+from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
-from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.moves import MovingDecodes
-from pdmesh.worker.replies import ToGateways, error_out, prompt_logprobs, step_done, token_out
-from pdmesh.worker.sequences import Hold, Sequences, Stage
+from pdmesh.worker.replies import error_out, prompt_logprobs, step_done, token_out
+from pdmesh.worker.sequences import Hold, Stage
 from pdmesh.worker.times import StepTime
 
 log = structlog.get_logger()
@@ -29,65 +26,53 @@ class Results:
 
     def __init__(
         self,
-        instance_id: InstanceId,
+        context: InstanceContext,
         *,
-        sequences: Sequences,
         own: OwnSteps,
         groups: PrefillGroups,
         moves: MovingDecodes,
-        credit: RoomGrowth,
-        endings: Endings,
-        block_size: int,
-        gateways: ToGateways,
-        report: Callable[[InstanceEvent], None],
-        metrics: WorkerMetrics,
+        growth: RoomGrowth,
     ) -> None:
-        self._instance_id = instance_id
-        self._sequences = sequences
+        self._context = context
         self._own = own
         self._groups = groups
         self._moves = moves
-        self._credit = credit
-        self._endings = endings
-        self._block_size = block_size
-        self._gateways = gateways
-        self._report = report
-        self._metrics = metrics
+        self._growth = growth
 
     def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> None:
         """Take the batch's results; one that is None is of a chunk that was abandoned."""
         if batch.waiting:
-            self._metrics.kv_wait_s.observe(time.waited_s)
+            self._context.metrics.kv_wait_s.observe(time.waited_s)
         for chunk, result in zip(batch.chunks, results, strict=False):
             if result is None and not chunk.hold.doomed and chunk.exchange is not None:
-                self._endings.drop(chunk.hold, chunk.exchange.presence.aborted or "it was given up")
+                self._context.endings.drop(chunk.hold, chunk.exchange.presence.aborted or "it was given up")
         self._tell_of_step(batch, time)
         for chunk, result in zip(batch.chunks, results, strict=False):
-            if self._sequences.step_ended(chunk.hold) and result is not None:
+            if self._context.sequences.step_ended(chunk.hold) and result is not None:
                 self._finish_chunk(chunk, result, time)
         for hold, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
-            if self._sequences.step_ended(hold) and result is not None:
+            if self._context.sequences.step_ended(hold) and result is not None:
                 self._deliver(hold, result)
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
-            self._report(DecodeStepsDone(self._instance_id, own_steps))
-        self._credit.tell(
+            self._context.report(DecodeStepsDone(self._context.instance_id, own_steps))
+        self._growth.tell(
             [*(chunk.hold for chunk in batch.chunks if chunk.hold.stage is Stage.DECODING), *batch.decodes]
         )
 
     def fail(self, batch: Batch, error: Exception) -> None:
         """The engine broke: end the batch's requests with an error."""
         for hold in (*(chunk.hold for chunk in batch.chunks), *batch.decodes):
-            if self._sequences.step_ended(hold):
+            if self._context.sequences.step_ended(hold):
                 log.error("request ended by the engine's failure", request_id=hold.request_id, epoch=hold.epoch)
-                self._gateways.send(hold, error_out(hold, error))
-                self._endings.finish(hold, FinishReason.ERROR)
+                self._context.gateways.send(hold, error_out(hold, error))
+                self._context.endings.finish(hold, FinishReason.ERROR)
 
     def _tell_of_step(self, batch: Batch, time: StepTime) -> None:
         """Report a planned step; note one of the instance's own."""
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
-        self._metrics.step_s.labels(kind).observe(time.duration_s)
+        self._context.metrics.step_s.labels(kind).observe(time.duration_s)
         if batch.plan is not None:
-            self._report(step_done(self._instance_id, batch.plan, batch, time, self._own.take()))
+            self._context.report(step_done(self._context.instance_id, batch.plan, batch, time, self._own.take()))
         else:
             self._own.made(
                 num_tokens=len(batch.decodes),
@@ -103,15 +88,15 @@ class Results:
             hold.trace.chunk_done(plan.num_tokens, time, is_last=plan.is_last)
         hold.num_computed_tokens += plan.num_tokens
         if hold.exchange is not None and chunk.exchange is None and not plan.is_last:
-            hold.exchange.add_computed(*chunk.completed_blocks(self._block_size))
-        self._metrics.prompt_tokens.inc(plan.num_tokens)
+            hold.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
+        self._context.metrics.prompt_tokens.inc(plan.num_tokens)
         if result.prompt_logprobs:
-            self._gateways.send(hold, prompt_logprobs(chunk, result))
+            self._context.gateways.send(hold, prompt_logprobs(chunk, result))
         if not plan.is_last:
             return
         self._groups.leave(hold)
         if hold.sender is None:
-            self._sequences.start_decoding(hold)
+            self._context.sequences.start_decoding(hold)
             self._deliver(hold, result)
             return
         token_index = hold.sequence.num_output_tokens
@@ -124,11 +109,11 @@ class Results:
     def _deliver(self, hold: Hold, result: SliceResult) -> None:
         """Send a drawn token to the gateway; release the request if it ends with it."""
         assert result.token_id is not None, "a slice that samples gave no token"
-        self._metrics.generation_tokens.inc()
+        self._context.metrics.generation_tokens.inc()
         successor = self._moves.successor(hold)
-        self._gateways.send(hold, token_out(hold, result, successor))
+        self._context.gateways.send(hold, token_out(hold, result, successor))
         hold.sequence.token_ids.append(result.token_id)
         if result.finish_reason is not None:
-            self._endings.finish(hold, result.finish_reason)
+            self._context.endings.finish(hold, result.finish_reason)
         else:
             self._moves.stepped(hold, successor)

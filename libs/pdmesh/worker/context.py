@@ -1,0 +1,34 @@
+"""What the parts of an instance have in common: whose they are, what they hold, and whom they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdmesh.core.events import InstanceEvent
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.mover import KvMover
+from pdmesh.model import InstanceId
+from pdmesh.telemetry.tracing import Tracing
+from pdmesh.worker.endings import Endings
+from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.replies import ToGateways
+from pdmesh.worker.sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceContext:
+    """Made once by `pdmesh.worker.instance.Instance`, for all of its parts."""
+
+    instance_id: InstanceId
+    max_model_len: int  # tokens
+    block_size: int  # tokens
+    pool: BlockPool
+    mover: KvMover
+    sequences: Sequences
+    endings: Endings
+    report: Callable[[InstanceEvent], None]  # to the scheduler; does not block
+    gateways: ToGateways
+    metrics: WorkerMetrics
+    tracing: Tracing
+    wake: Callable[[], None]  # there may be more for the engine to do
