@@ -47,18 +47,16 @@ def failing(mesh: RunningMesh, *arguments: str) -> tuple[int, str]:
 
 async def test_one_and_one_become_two_and_three_and_back_under_load(mesh: RunningMesh) -> None:
     async with running_load(mesh.base_url, mesh.model, REQUESTS, at_once=6) as load:
-        await asyncio.sleep(1.0)
+        await load.ended(3)
         done = json.loads(
             await asyncio.to_thread(mesh.pdmesh, "pool", "resize", "--prefill", "2", "--decode", "3", "-o", "json")
         )
         assert done["state"] == "done", done
         assert await asyncio.to_thread(pools, mesh) == {"prefill": 2, "decode": 3}
-        num_before = len(load.streams)
-        while len(load.streams) < num_before + 12:  # noqa: ASYNC110  # streams that other processes end
-            await asyncio.sleep(0.1)
+        await load.ended(12)
         await asyncio.to_thread(mesh.pdmesh, "pool", "resize", "--prefill", "1", "--decode", "1", "--timeout", "1")
         assert await asyncio.to_thread(pools, mesh) == {"prefill": 1, "decode": 1}
-        await asyncio.sleep(1.0)
+        await load.ended(3)
     assert not load.failed
     assert not load.differ
     assert len(load.streams) > 18
@@ -93,8 +91,7 @@ async def test_everything_is_restarted_and_the_mesh_stopped_and_no_stream_breaks
     assert not load.differ
     assert len(load.streams) > 6
     async with running_load(mesh.base_url, mesh.model, REQUESTS, at_once=6) as load:
-        while not (len(load.open) == 6 and all(stream.token_ids for stream in load.open)):  # noqa: ASYNC110  # streams that other processes begin
-            await asyncio.sleep(0.01)
+        await load.all_draw(6)
         load.over.set()
         await asyncio.to_thread(mesh.pdmesh, "down")
     assert not load.failed

@@ -8,25 +8,12 @@ from itertools import pairwise
 import pytest
 
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.latency import PROFILES, LinearLatencyModel
+from pdmesh.policy.latency import PROFILES
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, ClosedLoop
-from pdmesh.testing.sim import tiny_mesh
-
-#: Mixed steps cost half as much again as decode steps: phases of prefill alone win.
-MODEL = LinearLatencyModel(
-    a_s=0.006,
-    b_s=0.00015,
-    c_s=0.0,
-    d_s=0.0,
-    decode_a_s=0.004,
-    decode_s=0.0002,
-    mixed_a_s=0.006,
-    interference_s=0.0001,
-)
-NO_TARGET_S = 1e4
+from pdmesh.testing.sim import PHASES_PAY_MODEL, tiny_mesh, without_targets
 
 
 def run(
@@ -47,19 +34,12 @@ def run(
         )
         for _ in range(number)
     ]
-    policy = PolicyConfig(
-        latency=MODEL,
-        batching=batching,
-        slo_tpot_s=NO_TARGET_S,
-        slo_ttft_s=NO_TARGET_S,
-        max_stall_s=NO_TARGET_S,
-        prefill_step_s=NO_TARGET_S,
-    )
+    policy = without_targets(batching)
     mesh = tiny_mesh({"mixed": 1}, num_kv_tokens=1 << 20, max_num_seqs=64)
     loop = ClosedLoop(num_clients=((0, clients[0][1]), *clients[1:]), think_s=think_s)
     config = SimConfig(control_delay_s=control_delay_s)
     core = study_core("pdmesh", policy, 0)
-    return Simulator(core, mesh.instances(MODEL), arrivals, config, closed_loop=loop).run()
+    return Simulator(core, mesh.instances(PHASES_PAY_MODEL), arrivals, config, closed_loop=loop).run()
 
 
 def most_at_once(result: SimResult, from_s: float, until_s: float) -> int:

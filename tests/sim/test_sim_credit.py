@@ -11,25 +11,11 @@ from hypothesis import strategies as st
 
 from pdmesh.core.commands import Outcome
 from pdmesh.core.config import KvReservation
-from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, ClosedLoop
-from pdmesh.testing.sim import InstanceCounts, tiny_mesh
-
-MODEL = LinearLatencyModel(
-    a_s=0.006,
-    b_s=0.00015,
-    c_s=0.0,
-    d_s=0.0,
-    decode_a_s=0.004,
-    decode_s=0.0002,
-    mixed_a_s=0.006,
-    interference_s=0.0001,
-)
-NO_TARGET_S = 1e4
+from pdmesh.testing.sim import PHASES_PAY_MODEL, InstanceCounts, tiny_mesh, without_targets
 
 
 def run(
@@ -56,19 +42,12 @@ def run(
         )
         for mean in [mean_output] * (number // 2) + [mean_then or mean_output] * (number - number // 2)
     ]
-    policy = PolicyConfig(
-        latency=MODEL,
-        batching=batching,
-        slo_tpot_s=NO_TARGET_S,
-        slo_ttft_s=NO_TARGET_S,
-        max_stall_s=NO_TARGET_S,
-        prefill_step_s=NO_TARGET_S,
-    )
+    policy = without_targets(batching)
     shape = tiny_mesh(mesh or {"mixed": 1}, num_kv_tokens=num_kv_tokens, max_num_seqs=64)
     core = study_core("pdmesh", policy, 0, kv_reservation=reservation)
     config = SimConfig(control_delay_s=control_delay_s, events_between_checks=1)
     loop = ClosedLoop(num_clients=((0, clients),))
-    return Simulator(core, shape.instances(MODEL), arrivals, config, closed_loop=loop).run()
+    return Simulator(core, shape.instances(PHASES_PAY_MODEL), arrivals, config, closed_loop=loop).run()
 
 
 def served(result: SimResult) -> bool:

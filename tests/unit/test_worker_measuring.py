@@ -45,7 +45,7 @@ def test_only_what_the_cache_and_the_context_hold_fits() -> None:
 
 def test_an_instance_times_what_fits_it(tmp_path: Path) -> None:
     engine = TorchEngine(write_checkpoint(tmp_path, max_position_embeddings=600), num_blocks=64)
-    steps = measure_at_start(engine)
+    steps = measure_at_start(engine, limit_s=60.0)
     assert [(step.num_tokens, step.num_history_tokens, step.num_decodes) for step in steps] == [
         (256, 0, 0),
         (32, 0, 0),
@@ -67,4 +67,4 @@ def test_a_slow_engine_is_asked_for_less() -> None:
     engine = FakeEngine(num_blocks=4096, max_model_len=16384, checks_kv=False, step_s=count)
     assert measure_at_start(engine, limit_s=0.0) == ()
     assert num_steps == 1
-    assert len(measure_at_start(engine)) == 9
+    assert len(measure_at_start(engine, limit_s=60.0)) == 9

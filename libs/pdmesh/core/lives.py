@@ -104,11 +104,9 @@ class Forgotten(NamedTuple):
     """A life that ended is no longer kept: nothing more will be told of it."""
 
 
-#: What can happen to a request: the event or the command that names it, or its part of one that names several.
-Happening = (
-    RequestArrived
-    | RequestCancelled
-    | Chunk
+#: Events that name one request which is known already.
+RequestEvent = (
+    RequestCancelled
     | HelperJoined
     | DecodeReserved
     | TransferOffered
@@ -121,7 +119,11 @@ Happening = (
     | RequestDropped
     | RequestFinished
     | KvReleased
-    | AdmitPrefill
+)
+
+#: Commands that name one request.
+RequestCommand = (
+    AdmitPrefill
     | SetGroup
     | PlaceDecode
     | GrantTransfer
@@ -134,8 +136,10 @@ Happening = (
     | Reject
     | Restart
     | ForgetRequest
-    | Forgotten
 )
+
+#: What can happen to a request: the event or the command that names it, or its part of one that names several.
+Happening = RequestArrived | RequestEvent | Chunk | RequestCommand | Forgotten
 
 
 class Milestone(NamedTuple):
@@ -171,21 +175,7 @@ class Lives:
                 self._arrived(event, commands, now_s, found)
             case StepDone():
                 self._step_done(event, now_s, found)
-            case (
-                RequestCancelled()
-                | HelperJoined()
-                | DecodeReserved()
-                | TransferOffered()
-                | TransferPaused()
-                | TransferLanded()
-                | TransferSent()
-                | TransferFailed()
-                | MoveSent()
-                | MoveFailed()
-                | RequestDropped()
-                | RequestFinished()
-                | KvReleased()
-            ):
+            case _ if isinstance(event, RequestEvent):
                 self._told(event, now_s, found)
             case _:
                 pass
@@ -246,19 +236,7 @@ class Lives:
 
     def _told(
         self,
-        event: RequestCancelled
-        | HelperJoined
-        | DecodeReserved
-        | TransferOffered
-        | TransferPaused
-        | TransferLanded
-        | TransferSent
-        | TransferFailed
-        | MoveSent
-        | MoveFailed
-        | RequestDropped
-        | RequestFinished
-        | KvReleased,
+        event: RequestEvent,
         now_s: float,
         found: list[Milestone],
     ) -> None:
@@ -284,19 +262,7 @@ class Lives:
 
     def _commanded(
         self,
-        command: AdmitPrefill
-        | SetGroup
-        | PlaceDecode
-        | GrantTransfer
-        | PauseTransfer
-        | WithdrawTransfer
-        | KeepKv
-        | CancelMove
-        | ResumeDecode
-        | FreeKv
-        | Reject
-        | Restart
-        | ForgetRequest,
+        command: RequestCommand,
         now_s: float,
         found: list[Milestone],
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -48,6 +48,7 @@ class StreamLoad:
     streams: list[Stream] = field(default_factory=list[Stream])  # that have ended
     open: list[Stream] = field(default_factory=list[Stream])  # that have not
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set it to begin no more
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # a stream has ended, or had its first token
 
     @property
     def failed(self) -> list[str]:
@@ -61,6 +62,30 @@ class StreamLoad:
             for each in self.streams
             if each.error is None and each.token_ids != self.undisturbed[each.asked]
         ]
+
+    def end(self, stream: Stream) -> None:
+        """It is over, however it went."""
+        self.open.remove(stream)
+        self.streams.append(stream)
+        self.tell()
+
+    def tell(self) -> None:
+        """Something has come of a stream."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def ended(self, number: int) -> None:
+        """Wait until ``number`` more streams have ended. Raises TimeoutError."""
+        number += len(self.streams)
+        async with asyncio.timeout(STREAM_LIMIT_S):
+            while len(self.streams) < number:
+                await self._news.wait()
+
+    async def all_draw(self, number: int) -> None:
+        """Wait until ``number`` streams are open, each with a token. Raises TimeoutError."""
+        async with asyncio.timeout(STREAM_LIMIT_S):
+            while len(self.open) < number or not all(stream.token_ids for stream in self.open):
+                await self._news.wait()
 
     def num_tokens(self, begin_s: float, end_s: float) -> int:
         """How many events with tokens came in between, on the clock of `time.monotonic`."""
@@ -76,8 +101,10 @@ def requests_of(seed: int, lengths: Sequence[int], max_tokens: int) -> list[Load
     ]
 
 
-async def follow(client: openai.AsyncOpenAI, model: str, stream: Stream) -> Stream:
-    """Ask for one, and note what comes, to its end."""
+async def follow(
+    client: openai.AsyncOpenAI, model: str, stream: Stream, on_first: Callable[[], None] = lambda: None
+) -> Stream:
+    """Ask for one, and note what comes, to its end. ``on_first`` is called at its first token."""
     asked = stream.asked
     try:
         async with asyncio.timeout(STREAM_LIMIT_S):
@@ -98,6 +125,8 @@ async def follow(client: openai.AsyncOpenAI, model: str, stream: Stream) -> Stre
                     finished = finished or choice.finish_reason is not None
                     if token_ids:
                         stream.token_times_s.append(time.monotonic())
+                        if len(stream.token_times_s) == 1:
+                            on_first()
             if not finished:
                 stream.error = "the stream ended early"
     except Exception as error:  # the client's own, or whatever a broken connection raises through it
@@ -122,9 +151,8 @@ async def running_load(
             while not load.over.is_set():
                 stream = Stream(requests[next(numbers) % len(requests)], time.monotonic())
                 load.open.append(stream)
-                await follow(client, model, stream)
-                load.open.remove(stream)
-                load.streams.append(stream)
+                await follow(client, model, stream, load.tell)
+                load.end(stream)
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(at_once):

@@ -27,12 +27,31 @@ UNEVEN_MODEL = LinearLatencyModel(
 )
 
 
+#: Mixed steps cost half as much again as decode steps: phases of prefill alone win.
+PHASES_PAY_MODEL = LinearLatencyModel(
+    a_s=0.006, b_s=0.00015, c_s=0.0, d_s=0.0, decode_a_s=0.004, decode_s=0.0002, mixed_a_s=0.006, interference_s=0.0001
+)
+
+
 class InstanceCounts(TypedDict, total=False):
     """Instances of each role."""
 
     prefill: int
     decode: int
     mixed: int
+
+
+def without_targets(batching: str) -> PolicyConfig:
+    """Policies by `PHASES_PAY_MODEL`, whose choice of ``batching`` no target limits."""
+    never_s = 1e4
+    return PolicyConfig(
+        latency=PHASES_PAY_MODEL,
+        batching=batching,
+        slo_tpot_s=never_s,
+        slo_ttft_s=never_s,
+        max_stall_s=never_s,
+        prefill_step_s=never_s,
+    )
 
 
 def a_workload(seed: int, *, num_requests: int, requests_per_s: float) -> list[Arrival]:
