@@ -73,7 +73,7 @@ from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.core.suspicion import receive_elsewhere, start_elsewhere
-from pdmesh.core.transfers import Side, Transfer, TransferState
+from pdmesh.core.transfer_reports import TransferReports
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId, RejectReason, Request, RequestId, RequestKey
 from pdmesh.policy.base import Bundle, InstanceView
@@ -90,6 +90,7 @@ class SchedulerCore:
         growth = Growth(by_credit=config.kv_reservation is KvReservation.CREDIT, risk=config.kv_risk)
         self._books = Books(rng, growth, config.max_lost_receivers)
         self._credit = Credit(self._books)
+        self._transfers = TransferReports(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._moves = Moves(self._books)
         self._judge = Judge()
@@ -289,18 +290,15 @@ class SchedulerCore:
                 pass  # learnt from above
             case HelperJoined():
                 self._packer.relays.joined(event, now_s, self._bundle)
-            case DecodeReserved():
-                self._decode_reserved(event)
-            case TransferOffered():
-                self._transfer_offered(event)
-            case TransferPaused():
-                self._transfer_paused(event)
-            case TransferLanded():
-                self._transfer_landed(event)
-            case TransferSent():
-                self._transfer_sent(event)
-            case TransferFailed():
-                self._transfer_failed(event)
+            case (
+                DecodeReserved()
+                | TransferOffered()
+                | TransferPaused()
+                | TransferLanded()
+                | TransferSent()
+                | TransferFailed()
+            ):
+                self._transfers.handle(event)
             case MoveSent():
                 self._moves.sent(event)
             case MoveFailed():
@@ -410,7 +408,7 @@ class SchedulerCore:
             spare = tuple([name for name in spare if name != state.move.target_id])
         self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
 
-    # --- steps and transfers ---
+    # --- steps ---
 
     def _own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
         """Learn from decode steps that an instance made by itself. Whether that changes what is decided."""
@@ -455,65 +453,6 @@ class SchedulerCore:
                 self._books.disband(state)
             elif state.is_preempted and state.transfer is not None:
                 self._books.broker.preempted(state.transfer)
-
-    def _transfer_offered(self, event: TransferOffered) -> None:
-        state = self._books.find((event.request_id, event.epoch))
-        if (
-            state is not None
-            and state.phase is Phase.PREFILLING
-            and state.num_lost_receivers
-            and event.instance_id in state.prefill_ids
-        ):
-            self._books.offer(state)  # to whoever receives it now
-        elif transfer := self._transfer(event, Side.SOURCE):
-            self._books.grant(self._books.broker.offer(transfer))
-
-    def _decode_reserved(self, event: DecodeReserved) -> None:
-        if transfer := self._transfer(event, Side.DESTINATION):
-            self._books.grant(self._books.broker.reserve(transfer, event.instance_id))
-
-    def _transfer_paused(self, event: TransferPaused) -> None:
-        if transfer := self._transfer(event, Side.SOURCE):
-            granted = self._books.broker.stopped(transfer, event.instance_id)
-            if granted is None:
-                self._books.ignore("TransferPaused")
-            else:
-                self._books.grant(granted)
-
-    def _transfer_landed(self, event: TransferLanded) -> None:
-        if transfer := self._transfer(event, Side.DESTINATION):
-            self._books.grant(self._books.broker.land(transfer, event.instance_id))
-            state = self._books.requests[event.request_id]
-            if state.move is not None and state.move.transfer is transfer:
-                self._books.land_move(state)
-            elif transfer.state is TransferState.LANDED and not transfer.is_move:
-                self._books.land(self._books.requests[event.request_id])
-
-    def _transfer_sent(self, event: TransferSent) -> None:
-        if transfer := self._transfer(event, Side.SOURCE):
-            transfer.sent(event.instance_id)
-
-    def _transfer(
-        self, event: TransferOffered | DecodeReserved | TransferPaused | TransferLanded | TransferSent, side: Side
-    ) -> Transfer | None:
-        """The transfer that an instance reports of, if the instance is on that side of it and it is not over."""
-        transfer = self._books.broker.find(event.transfer_id, (event.request_id, event.epoch))
-        if transfer is not None and event.instance_id in transfer.ids_of(side):
-            return transfer
-        self._books.ignore(type(event).__name__)
-        return None
-
-    def _transfer_failed(self, event: TransferFailed) -> None:
-        key = (event.request_id, event.epoch)
-        state = self._books.find(key)
-        if state is None or not state.needs(event.instance_id):
-            self._books.free(event.instance_id, key)  # a move's target, or a sender without acknowledgement
-        elif state.transfer is None or state.transfer.plan.transfer_id != event.transfer_id:
-            self._books.ignore("TransferFailed")  # the other side said so before
-        elif self._books.has_all_kv(state):
-            self._books.lose_receiver(state, told_by=event.instance_id)
-        else:
-            self._books.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}")
 
     def _dropped(self, event: RequestDropped) -> None:
         state = self._books.find((event.request_id, event.epoch))
