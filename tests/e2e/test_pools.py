@@ -55,16 +55,12 @@ async def test_one_and_one_become_two_and_three_and_back_under_load(mesh: Runnin
         assert await asyncio.to_thread(pools, mesh) == {"prefill": 2, "decode": 3}
         await load.ended(12)
         await asyncio.to_thread(mesh.pdmesh, "pool", "resize", "--prefill", "1", "--decode", "1", "--timeout", "1")
+        assert len(mesh.pids()) == 4, "done is when the memory is free"
         assert await asyncio.to_thread(pools, mesh) == {"prefill": 1, "decode": 1}
         await load.ended(3)
     assert not load.failed
     assert not load.differ
     assert len(load.streams) > 18
-    # An instance has left its pool when it says so; its process ends after that.
-    there = {row.instance_id for row in (await asyncio.to_thread(mesh.status)).instances}
-    left = {name for name in mesh.pids() if name.partition("-")[0] in ("prefill", "decode")} - there
-    await asyncio.to_thread(mesh.wait_until_ended, *left)
-    assert len(mesh.pids()) == 4
     await asyncio.to_thread(mesh.wait_until_idle, 30.0)
 
 

@@ -17,6 +17,7 @@ from pdmesh.core.events import (
     InstanceStartFailed,
     OperationCancelled,
     OperationRequested,
+    ProcessesReported,
     ResizeRequested,
     Tick,
 )
@@ -63,6 +64,11 @@ def join(bench: CoreBench, *names: str) -> None:
         bench.feed(InstanceJoined(profile(name), ()))
 
 
+def runs(bench: CoreBench, *names: str) -> None:
+    """The actuator has processes of these instances, and of no others."""
+    bench.feed(ProcessesReported(tuple(InstanceId(name) for name in names)))
+
+
 def decoding(bench: CoreBench, request_id: str) -> str:
     """A request that decodes on the instance that is returned."""
     commands = bench.arrive(request_id)
@@ -92,7 +98,10 @@ def test_what_leaves_is_drained_and_then_stopped() -> None:
     bench.feed(resize(bench, 1, 1))
     assert bench.core.desired_pools.stop == (idle,), "the one that does least leaves"
     assert state(bench).state is OperationState.RUNNING
+    runs(bench, "prefill-0", "decode-0", "decode-1")
     bench.feed(InstanceLost(InstanceId(idle)))
+    assert (state(bench).state, state(bench).detail) == (OperationState.RUNNING, f"{idle} to end its process")
+    runs(bench, "prefill-0", "decode-0" if idle == "decode-1" else "decode-1")
     assert state(bench).state is OperationState.DONE
     join(bench, idle)
     assert not next(view for view in bench.core.instances if view.instance_id == idle).draining, "it is another one"
@@ -161,6 +170,7 @@ def test_a_worker_that_never_registers_fails_it_and_what_was_started_leaves() ->
     assert started(bench) == []
     assert bench.core.desired_pools.stop == ("decode-1", "decode-2")
     bench.feed(InstanceLost(InstanceId("decode-1")))
+    runs(bench, *PAIR)
     assert state(bench, "x/back").state is OperationState.DONE
     assert bench.core.unready_reason is None
 
@@ -189,6 +199,21 @@ def test_a_process_that_nobody_stops_fails_it_and_is_used_again() -> None:
     assert bench.core.desired_pools == ((), ())
 
 
+def test_a_process_that_does_not_end_fails_it_though_its_instance_has_left() -> None:
+    bench = bench_of("prefill-0", "decode-0", "decode-1")
+    runs(bench, "prefill-0", "decode-0", "decode-1")
+    bench.feed(resize(bench, 1, 1))
+    (leaving,) = bench.core.desired_pools.stop
+    bench.feed(InstanceLost(InstanceId(leaving)))
+    bench.now_s += GONE_S
+    bench.feed(Tick())
+    assert (state(bench).state, state(bench).detail) == (
+        OperationState.FAILED,
+        f"the process of {leaving} did not end within 60 s",
+    )
+    assert started(bench) == [leaving], "the pools are to be as they were"
+
+
 def test_a_cancelled_resize_is_taken_back() -> None:
     bench = bench_of(*PAIR)
     bench.feed(resize(bench, 2, 2))
@@ -197,6 +222,7 @@ def test_a_cancelled_resize_is_taken_back() -> None:
     assert state(bench).state is OperationState.CANCELLED
     assert bench.core.desired_pools.stop == ("prefill-1", "decode-1")
     bench.feed(InstanceLost(InstanceId("prefill-1")))
+    runs(bench, *PAIR)
     assert state(bench, "x/back").state is OperationState.DONE
     bench.feed(OperationCancelled(OperationId("x")))  # it is over
     assert bench.core.ignored["OperationCancelled"] == 1

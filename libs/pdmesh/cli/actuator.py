@@ -60,6 +60,11 @@ class Actuator:
                 for service in self._supervisor.services
                 if service.facts and (self._supervisor.is_beside(service) or not service.is_stopping)
             ),
+            unsettled=tuple(
+                InstanceId(service.instance_id if service.facts else f"{self._plan.name_prefix}{service.name}")
+                for service in self._supervisor.workers
+                if not service.facts or service.is_stopping
+            ),
             available_bytes=free_host_bytes() or 0,
             name_prefix=self._plan.name_prefix,
             failed=failed,

@@ -190,6 +190,13 @@ class InstanceStartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessesReported:
+    """The actuator has another set of processes: of instances that run, are being started, or end."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BundleChangeRequested:
     """An operator switches the policy bundle."""
 
@@ -453,6 +460,7 @@ Event = (
     | OperationCancelled
     | ResizeRequested
     | InstanceStartFailed
+    | ProcessesReported
     | BundleChangeRequested
     | BatchingChangeRequested
     | Tick

@@ -2,20 +2,21 @@
 
 A resize is an operation. What it wants of single instances are operations too (`pdmesh.core.operations`), under ids
 that begin with its own. It is refused before anything changes, or runs: roles change first, since that costs least;
-what is missing is started; only when all that is there does the rest leave. Who starts and stops processes, the
-*actuator*, reads `Pools.desired`. A resize that fails, or is cancelled, is taken back by another one.
+what is missing is started; only when all that is there does the rest leave. It is done when the processes of those
+that left have ended. Who starts and stops processes, the *actuator*, reads `Pools.desired`, and says which there are.
+A resize that fails, or is cancelled, is taken back by another one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
 from pdmesh.core.books import Books
-from pdmesh.core.events import InstanceStartFailed, OperationRequested, ResizeRequested
+from pdmesh.core.events import InstanceStartFailed, OperationRequested, ProcessesReported, ResizeRequested
 from pdmesh.core.operations import MAX_ENDED, Operations, OperationState, OperationView
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, PoolMember, Role
@@ -110,6 +111,7 @@ class Pools:
         self._resizes: dict[OperationId, _Resize] = {}  # in the order in which they came
         self._running: _Resize | None = None
         self._wanted: ResizeRequested | None = None  # the last one that was taken on
+        self._processes: Collection[InstanceId] | None = None  # that the actuator has; None: it has not said
         self.num_changes = 0
 
     @property
@@ -183,6 +185,9 @@ class Pools:
         reason = f"{event.instance_id} could not be started: {event.reason}"
         self._take_back(resize, OperationState.FAILED, reason, now_s)
 
+    def processes_reported(self, event: ProcessesReported) -> None:
+        self._processes = frozenset(event.instance_ids)
+
     def lost(self, instance_id: InstanceId) -> None:
         """It is gone; one that was to leave may come again under the same name, and is another one then."""
         if self._wanted is not None and instance_id in self._wanted.leaves:
@@ -201,7 +206,8 @@ class Pools:
             if (each := instances.get(member.instance_id)) and each.role is not member.role
         ]
         leaving = [each for each in wish.leaves if each in instances]
-        self._say(resize, starting, [member.instance_id for member in flipping], leaving)
+        ending = [each for each in wish.leaves if each not in instances and self._may_run(each)]
+        self._say(resize, starting, [member.instance_id for member in flipping], leaving, ending)
         for instance_id in (*leaving, *(member.instance_id for member in flipping)):
             part = self._operations.find(resize.part(instance_id))
             if part is not None and part.state not in (OperationState.RUNNING, OperationState.DONE):
@@ -220,17 +226,21 @@ class Pools:
         asked = [self._ask(resize, OperationKind.DRAIN, instance_id, now_s) for instance_id in leaving]
         if any(asked):
             return True
-        if not leaving:
+        if not leaving and not ending:
             self._end(resize, OperationState.DONE, "", now_s)
         elif all(_is_free(instances[instance_id]) for instance_id in leaving):
             if resize.gone_by_s == inf:
                 resize.gone_by_s = now_s + GONE_S
                 self.num_changes += 1
             elif resize.gone_by_s <= now_s:
-                reason = f"the process of {', '.join(leaving)} did not end within {GONE_S:g} s: nobody stopped it"
+                reason = f"the process of {', '.join((*leaving, *ending))} did not end within {GONE_S:g} s"
                 self._take_back(resize, OperationState.FAILED, reason, now_s)
                 return True
         return False
+
+    def _may_run(self, instance_id: InstanceId) -> bool:
+        """Whether there may be a process of an instance, though that has left: its memory is not free yet."""
+        return self._processes is None or instance_id in self._processes
 
     # --- what is asked for ---
 
@@ -313,11 +323,23 @@ class Pools:
         )
         self.request(again, now_s)
 
-    def _say(self, resize: _Resize, starting: Sequence[str], flipping: Sequence[str], leaving: Sequence[str]) -> None:
-        parts = ((flipping, "to get another role"), (starting, "to start"), (leaving, "to leave"))
+    def _say(
+        self,
+        resize: _Resize,
+        starting: Sequence[str],
+        flipping: Sequence[str],
+        leaving: Sequence[str],
+        ending: Sequence[str],
+    ) -> None:
+        parts = (
+            (flipping, "to get another role"),
+            (starting, "to start"),
+            (leaving, "to leave"),
+            (ending, "to end its process"),
+        )
         detail = "; ".join(f"{', '.join(names)} {what}" for names, what in parts if names)
         if detail != resize.detail:
-            resize.detail, resize.num_left = detail, len(starting) + len(flipping) + len(leaving)
+            resize.detail, resize.num_left = detail, sum(len(names) for names, _ in parts)
             self.num_changes += 1
 
     def _end(self, resize: _Resize, state: OperationState, detail: str, now_s: float) -> None:

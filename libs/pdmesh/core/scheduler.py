@@ -45,6 +45,7 @@ from pdmesh.core.events import (
     MoveSent,
     OperationCancelled,
     OperationRequested,
+    ProcessesReported,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
@@ -280,6 +281,8 @@ class SchedulerCore:
                 self._pools.request(event, now_s)
             case InstanceStartFailed():
                 self._pools.start_failed(event, now_s)
+            case ProcessesReported():
+                self._pools.processes_reported(event)
             case BundleChangeRequested():
                 self._bundle_change_requested(event.bundle)
             case BatchingChangeRequested():

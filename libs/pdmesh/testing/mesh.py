@@ -82,16 +82,6 @@ class RunningMesh:
                 raise TimeoutError(f"{name} was not started again")
             self.status()
 
-    def wait_until_ended(self, *names: str, limit_s: float = 60.0) -> None:
-        """Ask until the processes of these services have ended; an instance is out of its pool before. Raises
-        TimeoutError.
-        """
-        deadline_s = time.monotonic() + limit_s
-        while left := self.pids().keys() & set(names):
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{', '.join(sorted(left))} did not end")
-            self.status()
-
     def request_record(self, request_id: str) -> RequestRecord:
         return msgspec.json.decode(self.pdmesh("requests", "show", request_id, "-o", "json"), type=RequestRecord)
 

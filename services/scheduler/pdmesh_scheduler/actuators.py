@@ -14,7 +14,7 @@ import anyio
 import msgspec
 import structlog
 
-from pdmesh.core.events import ActuatorFacts, InstanceStartFailed, OperationRequested
+from pdmesh.core.events import ActuatorFacts, InstanceStartFailed, OperationRequested, ProcessesReported
 from pdmesh.core.operations import COME_BACK_S, MAX_ENDED, OperationState, OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId
@@ -65,6 +65,7 @@ class ActuatorDesk:
         self._clock = clock
         self._last: FollowPools | None = None
         self._heard_s = 0.0
+        self._processes: tuple[InstanceId, ...] | None = None  # as the core was told
         # A revision that the scheduler before had not.
         self._wanted = PoolsWanted(revision=secrets.randbits(31), start=(), stop=(), replace=())
         self._replacements: dict[OperationId, _Replacement] = {}
@@ -98,9 +99,8 @@ class ActuatorDesk:
         last = self._present
         if last is None:
             return None
-        beside = self._beside(last)
         return ActuatorFacts(
-            instance_ids=tuple(InstanceId(each.name) for each in last.services if each.name not in beside),
+            instance_ids=self._instances(last),
             available_bytes=last.available_bytes,
             name_prefix=last.name_prefix,
             instance_bytes=max((host_bytes(profile) for profile in profiles), default=0),
@@ -108,7 +108,7 @@ class ActuatorDesk:
 
     # --- the actuator ---
 
-    def hear(self, said: FollowPools) -> AdminError | list[InstanceStartFailed]:
+    def hear(self, said: FollowPools) -> AdminError | list[InstanceStartFailed | ProcessesReported]:
         """Take note of what it says; what the core has to be told."""
         before = self._present
         if before is not None and before.actuator_id != said.actuator_id:
@@ -120,7 +120,14 @@ class ActuatorDesk:
             pids = [service.pid for service in said.services if service.name == each.wish.instance_id]
             if pids and each.wish.stopped_pid not in pids:
                 self._end(each, OperationState.DONE, "")
-        return [InstanceStartFailed(each.instance_id, each.reason) for each in said.failed]
+        events: list[InstanceStartFailed | ProcessesReported] = [
+            InstanceStartFailed(each.instance_id, each.reason) for each in said.failed
+        ]
+        processes = (*self._instances(said), *said.unsettled)
+        if processes != self._processes:
+            self._processes = processes
+            events.append(ProcessesReported(processes))
+        return events
 
     def wanted(self) -> PoolsWanted:
         desired = self._core.desired_pools
@@ -184,6 +191,10 @@ class ActuatorDesk:
     def _end(self, each: _Replacement, state: OperationState, detail: str) -> None:
         each.state, each.detail, each.ended_s = state, detail, self._clock()
         self.on_change()
+
+    def _instances(self, last: FollowPools) -> tuple[InstanceId, ...]:
+        beside = self._beside(last)
+        return tuple(InstanceId(each.name) for each in last.services if each.name not in beside)
 
     def _beside(self, last: FollowPools) -> set[str]:
         """The services that are no instances."""

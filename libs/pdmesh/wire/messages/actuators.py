@@ -35,6 +35,7 @@ class FollowPools(Message, frozen=True, kw_only=True):
 
     actuator_id: str  # there is one at a time
     services: tuple[ServiceProcess, ...]  # all that it keeps running
+    unsettled: tuple[InstanceId, ...] = ()  # besides: their processes are being started, or end
     available_bytes: Annotated[int, ANY_COUNT]  # of the host's memory
     name_prefix: str = ""  # of the ids of instances
     failed: tuple[FailedStart, ...] = ()
