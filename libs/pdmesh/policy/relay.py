@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pdmesh.model import InstanceId
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, ChunkSizer
-from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt, GroupLatency
+from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt
 
 #: Chunks that are left for each member when the taper begins.
 _CHUNKS_LEFT = 2
@@ -30,7 +30,8 @@ class Relay:
     bytes_per_s: float  # that an instance sends to others
     min_step_s: float  # a chunk is so long, but for a prompt's last
     step_overhead: float  # of the constant time of steps, as a share of them
-    _latencies: dict[float, GroupLatency] = field(default_factory=dict[float, GroupLatency])  # by bytes of a token's KV
+    #: By bytes of a token's KV, and the most members.
+    _planners: dict[tuple[float, int], ElasticPlanner] = field(default_factory=dict[tuple[float, int], ElasticPlanner])
 
     def helpers(
         self,
@@ -46,12 +47,11 @@ class Relay:
         Instances of the pool are free in so many seconds. A token's KV has ``token_bytes``. Those named are worth their
         part now; they need not be free yet, and who is not will be asked about again at the next chunk.
         """
-        latency = self._of_sizes(token_bytes, min(max_members, self.max_members))
-        if len(members) >= max(latency):
+        planner = self._planner(token_bytes, min(max_members, self.max_members))
+        if len(members) >= max(planner.latency):
             return ()
         copy_s = num_done_tokens * token_bytes / self.bytes_per_s  # of all that was computed before
-        arriving = [(free_s if name in members else max(free_s, copy_s), name) for free_s, name in pool]
-        planner = ElasticPlanner(latency, self.improvement_rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
+        arriving = sorted([(free_s if name in members else max(free_s, copy_s), name) for free_s, name in pool])
         largest = planner.plan(num_tokens, num_done_tokens, members, arriving)[-1].members
         return tuple([name for name in largest if name not in members])
 
@@ -64,11 +64,12 @@ class Relay:
         least = ChunkSizer(self.latency, num_left).largest(NOTHING, start, num_left, self.min_step_s)
         return min(most, max(least, CHUNK_UNIT_TOKENS, num_left // (_CHUNKS_LEFT * num_members)))
 
-    def _of_sizes(self, token_bytes: float, most: int) -> GroupLatency:
-        known = self._latencies.get(token_bytes)
-        if known is None or len(known) != most:
-            sizes = range(1, most + 1)
-            known = self._latencies[token_bytes] = {size: self._of_size(size, token_bytes) for size in sizes}
+    def _planner(self, token_bytes: float, most: int) -> ElasticPlanner:
+        known = self._planners.get((token_bytes, most))
+        if known is None:
+            latency = {size: self._of_size(size, token_bytes) for size in range(1, most + 1)}
+            known = ElasticPlanner(latency, self.improvement_rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
+            self._planners[token_bytes, most] = known
         return known
 
     def _of_size(self, size: int, token_bytes: float) -> LinearLatencyModel:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from pdmesh.model import InstanceId
@@ -26,6 +27,7 @@ GroupLatency = Mapping[int, LinearLatencyModel]
 
 #: When an instance has computed what it was given, in seconds from now. A plain tuple: these are sorted for every plan.
 FreeAt = tuple[float, InstanceId]
+_FREE_S = itemgetter(0)
 
 
 class PlannedChunk(NamedTuple):
@@ -69,6 +71,17 @@ class FixedPlanner:
         return (PlannedChunk(num_tokens - num_done_tokens, _names(line, size), start_s, end_s),)
 
 
+class _Size(NamedTuple):
+    """A size that groups may have, with Eq. 1 for it, and what its root takes of that."""
+
+    size: int
+    a_s: float
+    b_s: float
+    c_s: float
+    d_s: float
+    square: float  # four times d_s
+
+
 @dataclass(frozen=True, slots=True)
 class ElasticPlanner:
     """The chain of sizes with the earliest first token, over sizes that are worth their instances.
@@ -82,49 +95,86 @@ class ElasticPlanner:
     latency: GroupLatency
     improvement_rate: float = 0.0
     min_chunk_tokens: int = 1
+    _sizes: tuple[_Size, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        models = sorted(self.latency.items())
+        rows = tuple([_Size(size, model.a_s, model.b_s, model.c_s, model.d_s, 4 * model.d_s) for size, model in models])
+        object.__setattr__(self, "_sizes", rows)
 
     def plan(
         self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
     ) -> tuple[PlannedChunk, ...]:
         line = _line(held, pool)
-        sizes = _sizes(self.latency, len(held), len(line))
-        models = [self.latency[size] for size in sizes]
-        frees_s = [_free_s(line, size) for size in sizes] if held else [line[size - 1][0] for size in sizes]
+        num_instances, num_least = len(line), len(held) or 1
+        held_s = line[num_least - 1][0]
+        num_left, least_tokens, kept = num_tokens - num_done_tokens, self.min_chunk_tokens, 1 - self.improvement_rate
 
-        # done[j]: the most tokens that can be done when group j is free; before[j]: the size that did the last of them.
+        # Of each size, as far as it may be of use: its constants, when it is free, the most tokens that can be done by
+        # then, and which size does the last of them. Whoever is free after a chain has ended is of no use.
+        sizes: list[_Size] = []
+        frees_s: list[float] = []
         done: list[int] = []
-        before: list[int | None] = []
+        before: list[int] = []
+        # What the root of Eq. 1 needs of those sizes, the largest first: when the first chunk of one has paid its
+        # constant, what is done by then, and the rest of Eq. 1 behind that. Spelt out because it is most of the cost.
+        roots: list[tuple[float, int, float, float, int]] = []
         ends_s: list[float] = []
-        single_s: list[float] = []
-        # What `_tokens_within` needs of each smaller size: when its first chunk has paid its constant, and the rest of
-        # Eq. 1 behind what is done by then. Spelt out here because this loop is most of a plan's cost.
-        roots: list[tuple[float, float, float]] = []
-        for model, free_s in zip(models, frees_s, strict=True):
-            most, last = num_done_tokens, None
-            for i, (paid_s, linear, square) in enumerate(roots):
+        earliest_s = math.inf
+        # The last end that is earlier than all before it by the rate, and its index: of chains and of single chunks.
+        chain_s = single_s = math.inf
+        chain = single = -1
+        index = 0
+        for row in self._sizes:
+            size, a_s, b_s, c_s, d_s, square = row
+            if not num_least <= size <= num_instances:
+                continue
+            free_s = line[size - 1][0]
+            if free_s < held_s:
+                free_s = held_s
+            end_s = free_s + a_s + num_left * (b_s + c_s * num_done_tokens + d_s * num_left)
+            if end_s < single_s * kept:
+                single_s, single = end_s, index
+            index += 1
+            if free_s >= earliest_s:
+                continue
+            most, last = num_done_tokens, -1
+            for paid_s, done_before, linear, squares, i in roots:
                 spare_s = free_s - paid_s
-                if spare_s > 0:
-                    chunk = int(2 * spare_s / (linear + math.sqrt(linear * linear + square * spare_s)))
-                    if chunk >= self.min_chunk_tokens and done[i] + chunk > most:
-                        most, last = done[i] + chunk, i
-            done.append(min(most, num_tokens))
+                # No more than without the square: that is quickly said.
+                if spare_s > 0 and spare_s >= (most - done_before) * linear:
+                    chunk = int(2 * spare_s / (linear + math.sqrt(linear * linear + squares * spare_s)))
+                    if chunk >= least_tokens and done_before + chunk >= most:
+                        most, last = done_before + chunk, i
+            if most >= num_tokens:
+                earliest_s = free_s
+                continue
+            left = num_tokens - most
+            end_s = free_s + a_s + left * (b_s + c_s * most + d_s * left)
+            if end_s < earliest_s:
+                earliest_s = end_s
+            if end_s < chain_s * kept:
+                chain_s, chain = end_s, len(sizes)
+            roots.insert(0, (free_s + a_s, most, b_s + c_s * most, square, len(sizes)))
+            sizes.append(row)
+            frees_s.append(free_s)
+            done.append(most)
             before.append(last)
-            roots.append((free_s + model.a_s, model.b_s + model.c_s * most, 4 * model.d_s))
-            # A prompt that is done before group j is free needs no group j.
-            ends_s.append(free_s + _chunk_s(model, most, num_tokens - most) if most < num_tokens else math.inf)
-            single_s.append(free_s + _chunk_s(model, num_done_tokens, num_tokens - num_done_tokens))
-        largest = max(_worthwhile(ends_s, self.improvement_rate), _worthwhile(single_s, self.improvement_rate))
-        chain = [min(range(largest + 1), key=ends_s.__getitem__)]
-        while (previous := before[chain[-1]]) is not None:
-            chain.append(previous)
-        chain.reverse()
-        ends = [*(done[j] for j in chain[1:]), num_tokens]
+            ends_s.append(end_s)
+        if not sizes:
+            raise _no_size(self.latency, num_least, num_instances)
+        j = min(range(min(max(chain, single) + 1, len(sizes))), key=ends_s.__getitem__)
+        names = [name for _, name in line[: sizes[j].size]]
         chunks: list[PlannedChunk] = []
-        start = num_done_tokens
-        for j, end in zip(chain, ends, strict=True):
-            end_s = frees_s[j] + _chunk_s(models[j], start, end - start)
-            chunks.append(PlannedChunk(end - start, _names(line, sizes[j]), frees_s[j], end_s))
-            start = end
+        until = num_tokens
+        while j >= 0:
+            size, a_s, b_s, c_s, d_s, _ = sizes[j]
+            start, free_s = done[j], frees_s[j]
+            tokens = until - start
+            end_s = free_s + a_s + tokens * (b_s + c_s * start + d_s * tokens)
+            chunks.append(PlannedChunk(tokens, tuple(names[:size]), free_s, end_s))
+            until, j = start, before[j]
+        chunks.reverse()
         return tuple(chunks)
 
 
@@ -177,18 +227,22 @@ class ChunkwisePlanner:
 
 
 def _line(held: Collection[InstanceId], pool: Sequence[FreeAt]) -> list[FreeAt]:
-    """The instances in the order in which groups take them."""
+    """The instances in the order in which groups take them; of those that are free together, in the pool's."""
     if not held:
-        return sorted(pool)
-    return sorted(pool, key=lambda entry: (entry[1] not in held, entry))
+        return sorted(pool, key=_FREE_S)
+    members = sorted([entry for entry in pool if entry[1] in held], key=_FREE_S)
+    return members + sorted([entry for entry in pool if entry[1] not in held], key=_FREE_S)
 
 
 def _sizes(latency: GroupLatency, num_held: int, num_instances: int) -> list[int]:
     sizes = sorted(size for size in latency if max(num_held, 1) <= size <= num_instances)
     if not sizes:
-        wanted = f"{max(num_held, 1)} to {num_instances} instances"
-        raise ValueError(f"no group of {wanted} has a latency model; sizes {sorted(latency)} do")
+        raise _no_size(latency, max(num_held, 1), num_instances)
     return sizes
+
+
+def _no_size(latency: GroupLatency, least: int, most: int) -> ValueError:
+    return ValueError(f"no group of {least} to {most} instances has a latency model; sizes {sorted(latency)} do")
 
 
 def _free_s(line: Sequence[FreeAt], size: int) -> float:
