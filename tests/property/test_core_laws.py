@@ -298,7 +298,10 @@ class MeshMachine(RuleBasedStateMachine):
                         for other in self.due(command.transfer.destination_ids[0])
                         if self.offered.index(other) < rank
                     ]
-                    assert preempted.issuperset(overtaken), "overtaken"
+                    may_be = preempted
+                    if self.chosen.sends_computed_first and self.is_computed(key):
+                        may_be = preempted | {other for other in overtaken if not self.is_computed(other)}
+                    assert may_be.issuperset(overtaken), "overtaken"
                     self.granted.add(key)
                 case PauseTransfer():
                     key = (command.request_id, command.epoch)
@@ -470,6 +473,11 @@ class MeshMachine(RuleBasedStateMachine):
         """Placed requests of whose prompt some is left to plan, and nothing planned."""
         chunks = Counter((chunk.request_id, chunk.epoch) for plan in self.plans.values() for chunk in plan.chunks)
         return {key for key, left in self.num_unplanned.items() if left and not chunks[key] and key not in self.ended}
+
+    def is_computed(self, key: RequestKey) -> bool:
+        """Whether nothing of its prompt is left to plan, nor in a plan."""
+        planned = any(key == (chunk.request_id, chunk.epoch) for plan in self.plans.values() for chunk in plan.chunks)
+        return self.num_unplanned[key] == 0 and not planned
 
     def due(self, receiver_id: InstanceId) -> list[RequestKey]:
         """Who waits for a backend of this receiver and nothing else."""

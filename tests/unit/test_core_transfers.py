@@ -26,7 +26,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.preempted: set[RequestKey] = set()
-        self.broker = TransferBroker(self.preempted.__contains__, random.Random(0))
+        self.computed: set[RequestKey] = set()
+        self.broker = TransferBroker(self.preempted.__contains__, self.computed.__contains__, random.Random(0))
         for receiver in (X, Y):
             self.broker.join(receiver, 1)
 

@@ -56,7 +56,7 @@ class Books:
         self._kinds: list[InstanceBooks] | None = None
         self.queue = WaitingQueue()
         self.unreceived: dict[RequestKey, RequestState] = {}  # placed, and their KV has no receiver
-        self.broker = TransferBroker(self._is_preempted, rng)
+        self.broker = TransferBroker(self._is_preempted, self._is_computed, rng)
         self.moving: dict[RequestKey, RequestState] = {}  # decode, and are on their way to another instance
         self.commands: list[Command] = []
         self.ignored: Counter[str] = Counter()
@@ -289,6 +289,10 @@ class Books:
     def _is_preempted(self, key: RequestKey) -> bool:
         state = self.find(key)
         return state is not None and state.is_preempted
+
+    def _is_computed(self, key: RequestKey) -> bool:
+        state = self.find(key)
+        return state is not None and state.is_computed
 
     def land(self, state: RequestState) -> None:
         """Its whole KV is where it decodes."""

@@ -5,6 +5,10 @@ scarce, transfers are served in the order of their *first* offer, and keep their
 moved, so that later chunks cannot starve (Tetris §4.2). The order is the same at every receiver, so transfers with
 several destinations never wait for each other in a circle.
 
+While its request is being computed, a backend moves little. So with ``computed_first`` those of whom all is computed
+go before those that are being computed, each in the order of first offers. Nobody starves: a prompt is computed after a
+while, and then only those that were offered before it still go before it.
+
 A preempted request moves nothing for as long as it is not computed. So it does not stand in the way of others: it is
 passed over while they wait, and backends that it has are taken back by handshake too (its sources finish the pieces
 under way and say so). With its next chunk it is offered again, at the rank of its first offer.
@@ -50,10 +54,17 @@ class _Receiver:
 
 
 class TransferBroker:
-    """Calls that return transfers have granted them, in order. ``is_preempted`` tells who moves nothing at present."""
+    """Calls that return transfers have granted them, in order.
 
-    def __init__(self, is_preempted: Callable[[RequestKey], bool], rng: random.Random) -> None:
+    ``is_preempted`` tells who moves nothing at present, ``is_computed`` who has all of its KV to move.
+    """
+
+    def __init__(
+        self, is_preempted: Callable[[RequestKey], bool], is_computed: Callable[[RequestKey], bool], rng: random.Random
+    ) -> None:
+        self.computed_first = False  # of those that wait, whose whole KV is computed
         self._is_preempted = is_preempted
+        self._is_computed = is_computed
         self._rng = rng
         self._transfers: dict[TransferId, Transfer] = {}
         self._num_opened = 0
@@ -249,18 +260,24 @@ class TransferBroker:
         return granted
 
     def _next_grantable(self, receiver: _Receiver) -> Transfer | None:
-        """The earliest offer, of a preempted request only if there is no other; if its destinations have backends.
+        """The first by its turn, if its destinations have backends.
 
         Moves are passed over while as many are under way as may be.
         """
         if receiver.is_full or not receiver.line:
             return None
         line = [transfer for transfer in receiver.line if receiver.may_begin(transfer)]
-        first = next((transfer for transfer in line if not self._is_preempted(transfer.key)), line[0] if line else None)
-        if first is None:
+        if not line:
             return None
+        first = min(line, key=self._turn)
         others = (self._receivers[destination_id] for destination_id in first.plan.destination_ids)
         return None if any(other.is_full for other in others) else first
+
+    def _turn(self, transfer: Transfer) -> int:
+        """Smaller is earlier, a preempted request the last; of equal ones the first offer counts."""
+        if self._is_preempted(transfer.key):
+            return 2
+        return int(not (self.computed_first and self._is_computed(transfer.key)))
 
     def check_integrity(self) -> None:
         """AssertionError names what does not balance."""

@@ -90,6 +90,7 @@ class SchedulerCore:
         self._bundle = bundle
         growth = Growth(by_credit=config.kv_reservation is KvReservation.CREDIT, risk=config.kv_risk)
         self._books = Books(rng, growth, config.max_lost_receivers)
+        self._books.broker.computed_first = bundle.sends_computed_first
         self._credit = Credit(self._books)
         self._transfers = TransferReports(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
@@ -522,6 +523,7 @@ class SchedulerCore:
         learner = self._learner
         policy = replace(self._config.policy, latency=learner.model, latency_of_make=learner.models)
         self._bundle = make_bundle(name, policy)
+        self._books.broker.computed_first = self._bundle.sends_computed_first
         self._books.queue.reorder(self._bundle.order)
         for state in self._books.requests.values():
             if state.phase is Phase.PREFILLING:

@@ -260,6 +260,7 @@ class Bundle:
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
     local_prompt_tokens: int = 0  # prompts up to so long may be computed on an instance that only decodes
     keeps_groups_for_long: bool = False  # short prompts are computed outside groups of instances only
+    sends_computed_first: bool = False  # KV that is all there goes before KV that is being computed
     relay: Relay | None = None  # None: no prompt is computed by several instances in turn
 
     def why_not(self, instances: Sequence[InstanceView]) -> str | None:

@@ -195,6 +195,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         batching=_switching(config),
         interruption=ShortInterruptsLong(config.latency, long_tokens),
         local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
+        sends_computed_first=True,
         relay=_relay(config),
     )
 
