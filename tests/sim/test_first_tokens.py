@@ -1,0 +1,46 @@
+"""First tokens by a planner alone: queues are kept, and the table has the best of what was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B
+from pdmesh.policy.sequence_parallel import ChunkwisePlanner, ElasticPlanner, FixedPlanner, SequenceParallelPlanner
+from pdmesh.sim.first_tokens import Prompt, first_tokens, improvement_table, poisson
+
+LATENCY = TETRIS_A100_LLAMA_3_8B
+
+
+def by(planner: SequenceParallelPlanner) -> Callable[[float], SequenceParallelPlanner]:
+    return lambda _: planner
+
+
+def test_prompts_wait_for_what_instances_were_given_before() -> None:
+    one = first_tokens([Prompt(0.0, 8192)], 1, by(FixedPlanner(LATENCY)))[0]
+    prompts = [Prompt(0.0, 8192), Prompt(0.1, 8192), Prompt(100.0, 8192)]
+    assert first_tokens(prompts, 1, by(FixedPlanner(LATENCY))) == pytest.approx([one, 2 * one - 0.1, one])
+
+
+def test_fixed_groups_serve_side_by_side() -> None:
+    ttfts_s = first_tokens([Prompt(0.0, 32_768)] * 3, 16, by(FixedPlanner(LATENCY, 8)))
+    assert ttfts_s == pytest.approx([ttfts_s[0], ttfts_s[0], 2 * ttfts_s[0]])
+
+
+def test_a_planner_that_chooses_sizes_serves_many_lengths_sooner_than_fixed_groups() -> None:
+    prompts = poisson([4_000, 16_000, 90_000], 3.0, 200, seed=1)
+    fixed = first_tokens(prompts, 16, by(FixedPlanner(LATENCY, 8)))
+    assert sum(first_tokens(prompts, 16, by(ElasticPlanner(LATENCY, 0.3)))) < 0.8 * sum(fixed)
+
+
+def test_the_table_has_the_rate_of_the_least_mean_for_each_load() -> None:
+    lengths = [4_000, 20_000, 60_000]
+    planners = [(rate, ChunkwisePlanner(LATENCY, rate)) for rate in (0.05, 0.3, 0.7)]
+    table = improvement_table(planners, 16, lengths, [4.0, 0.5], num_requests=100, seed=3)
+    assert [per_s for per_s, _ in table.rows] == [0.5, 4.0]
+    for per_s, best in table.rows:
+        prompts = poisson(lengths, per_s, 100, seed=3)
+        totals_s = {rate: sum(first_tokens(prompts, 16, by(planner))) for rate, planner in planners}
+        assert totals_s[best] == min(totals_s.values())
+    assert table.nearest(0.5) < table.nearest(4.0)
