@@ -271,11 +271,20 @@ class KvShard(Struct, frozen=True, kw_only=True):
 class PrefillGroup(Struct, frozen=True, kw_only=True):
     """The instances that compute one prompt's chunks in turn and pass each other its KV; the first of them leads.
 
-    Each has room for the whole prompt. In one epoch of a request members are only ever appended.
+    Each has room for the whole prompt. In one epoch of a request members are only ever appended: who is lost keeps its
+    number, and never comes back.
     """
 
     member_ids: tuple[InstanceId, ...]
     capability: int  # 64 random bits; a piece between members without them is dropped
+    lost_ids: tuple[InstanceId, ...] = ()  # of these, who is a member no more
+
+    @property
+    def living_ids(self) -> tuple[InstanceId, ...]:
+        """The members, the leader first."""
+        if not self.lost_ids:
+            return self.member_ids
+        return tuple([member_id for member_id in self.member_ids if member_id not in self.lost_ids])
 
 
 #: Names a KV transfer, for as long as one scheduler lives.

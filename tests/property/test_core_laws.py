@@ -39,6 +39,7 @@ from pdmesh.core.events import (
     Event,
     GatewayJoined,
     GatewayLost,
+    GroupPrefix,
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
@@ -103,6 +104,7 @@ CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, policy=POLICY)
 SHARES = {"": 1, "a": 1, "b": 3}  # of tenants
 GATEWAYS = (GatewayId("g0"), GatewayId("g1"))
 CALAMITIES = ("gateway lost", "gateway reconnects", "instance lost", "instance reconnects", "scheduler restarts")
+WAYS_TO_LEAVE = ("is lost", "is lost", "reconnects", "is silent", "gives up")  # of a helper
 MESHES = {
     "1P+1D": (Role.PREFILL, Role.DECODE),
     "2P+2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
@@ -209,6 +211,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.target_of: dict[TransferId, InstanceId] = {}  # of running decodes that move
         self.wake_at_s: float | None = None
         self.leader_of: dict[RequestKey, InstanceId] = {}
+        self.prefix_of: dict[RequestKey, int] = {}  # of prompts whose groups lost a helper: what leaders had then
         self.draining: set[InstanceId] = set()  # as they say themselves
         self.silent: set[InstanceId] = set()
         self.roles: dict[InstanceId, Role] = {}
@@ -246,6 +249,8 @@ class MeshMachine(RuleBasedStateMachine):
             if isinstance(event, TransferPaused) or self.asked.get(key) == event.instance_id:
                 self.granted -= self.asked.keys() & {key}
                 self.asked.pop(key, None)
+        if isinstance(event, GroupPrefix):
+            self.prefix_of[event.request_id, event.epoch] = event.num_tokens
         if isinstance(event, StepDone):
             self.plans.pop((event.instance_id, event.plan_id), None)
         if isinstance(event, InstanceJoined | InstanceLost):
@@ -315,6 +320,7 @@ class MeshMachine(RuleBasedStateMachine):
                     self.plans[command.instance_id, plan.plan_id] = plan
                     for chunk in plan.chunks:
                         key = (chunk.request_id, chunk.epoch)
+                        assert chunk.start >= self.prefix_of.get(key, 0), f"{chunk}, which its leader has"
                         if plan.group is None or self.leader_of[key] == command.instance_id:
                             self.num_unplanned[key] -= chunk.num_tokens
                 case SetRole(instance_id=instance_id, role=role):
@@ -366,6 +372,8 @@ class MeshMachine(RuleBasedStateMachine):
         for command in commands:
             if isinstance(command, Restart) and not command.preempted:
                 key = (command.request_id, command.epoch)
+                if self.scale > 1 and key in self.leader_of:
+                    assert failed_id in (self.leader_of[key], self.receiver_of.get(key)), f"{key} lost but a helper"
                 source = self.mesh.instances.get(self.leader_of.get(key, failed_id))
                 has_all = source is not None and key in source.holds and source.holds[key].sends
                 if has_all and self.receiver_of.get(key) == failed_id:
@@ -472,7 +480,12 @@ class MeshMachine(RuleBasedStateMachine):
     def preempted(self) -> set[RequestKey]:
         """Placed requests of whose prompt some is left to plan, and nothing planned."""
         chunks = Counter((chunk.request_id, chunk.epoch) for plan in self.plans.values() for chunk in plan.chunks)
-        return {key for key, left in self.num_unplanned.items() if left and not chunks[key] and key not in self.ended}
+        return {key for key in self.num_unplanned if self.num_left(key) and not chunks[key] and key not in self.ended}
+
+    def num_left(self, key: RequestKey) -> int:
+        """Prompt tokens that are not planned. What falls to the loss of a helper is known to the core alone."""
+        view = self.core.request(key[0]) if key in self.prefix_of else None
+        return self.num_unplanned[key] if view is None else view.num_prompt_tokens - view.num_planned_tokens
 
     def is_computed(self, key: RequestKey) -> bool:
         """Whether nothing of its prompt is left to plan, nor in a plan."""
@@ -639,6 +652,12 @@ class MeshMachine(RuleBasedStateMachine):
             for _ in range(min(at_most, len(instance.commands))):
                 instance.take_command()
 
+    @precondition(lambda self: self.mesh.pieces.under_way)
+    @rule(data=st.data(), at_most=st.sampled_from((1, 9, 9)))
+    def pieces_arrive(self, data: st.DataObject, at_most: int) -> None:
+        destinations = sorted({piece.destination_id for piece in self.mesh.pieces.under_way})
+        self.mesh.instances[data.draw(st.sampled_from(destinations))].take_pieces(at_most)
+
     @rule(data=st.data(), at_most=st.sampled_from((1, 9, 9)))
     def reports_arrive(self, data: st.DataObject, at_most: int) -> None:
         if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.events]):
@@ -651,6 +670,7 @@ class MeshMachine(RuleBasedStateMachine):
         if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.commands or i.plans or i.running]):
             while instance.commands:
                 instance.take_command()
+            instance.take_pieces(99)
             if instance.running or instance.can_begin:
                 self.run_step(instance, ended_by_first_token)
             while instance.events:
@@ -665,11 +685,48 @@ class MeshMachine(RuleBasedStateMachine):
             for instance in self.mesh.instances.values():
                 while instance.commands:
                     instance.take_command()
+                instance.take_pieces(99)
                 if instance.running or instance.can_begin:
                     self.run_step(instance, ended_by_first_token=False)
             for instance in self.mesh.instances.values():
                 while instance.events:
                     self.deliver(instance)
+
+    @precondition(lambda self: self.scale > 1)
+    @rule(data=st.data(), prompt=st.integers(21, 30), num_rounds=st.integers(1, 4), how=st.sampled_from(WAYS_TO_LEAVE))
+    def helper_leaves(self, data: st.DataObject, prompt: int, num_rounds: int, how: str) -> None:
+        """Some instances compute a prompt in turn, and then one of them helps no more: what it owed others is lost."""
+        self.request_arrives(prompt, 4, GATEWAYS[0], 0, None)
+        for _ in range(num_rounds):
+            for instance in self.mesh.instances.values():
+                while instance.commands:
+                    instance.take_command()
+                instance.take_pieces(data.draw(st.sampled_from((0, 1, 99))))
+                if instance.running or instance.can_begin:
+                    self.run_step(instance, ended_by_first_token=False)
+            for instance in self.mesh.instances.values():
+                while instance.events:
+                    self.deliver(instance)
+        helpers = [
+            (instance, key)
+            for instance in self.mesh.instances.values()
+            for key, hold in instance.holds.items()
+            if hold.member is not None and not hold.member.leads
+        ]
+        if not helpers:
+            return
+        helper, key = data.draw(st.sampled_from(helpers))
+        match how:
+            case "is lost":
+                self.lose(helper)
+            case "reconnects":
+                self.feed(InstanceUnreachable(helper.instance_id))
+                self.feed(helper.rejoin(self.gateway_of))
+            case "is silent":
+                self.feed(InstanceSuspected(helper.instance_id))
+            case _:
+                helper.events.append(RequestDropped(helper.instance_id, *key, "modelled"))
+                helper.release(key)
 
     @rule(data=st.data(), num_requests=st.integers(1, 3), drains=st.booleans(), is_granted=st.booleans())
     def decodes_leave(self, data: st.DataObject, num_requests: int, drains: bool, is_granted: bool) -> None:
@@ -694,6 +751,7 @@ class MeshMachine(RuleBasedStateMachine):
         for instance in self.mesh.instances.values():
             while instance.commands:
                 instance.take_command()
+            instance.take_pieces(99)
             if instance.running or instance.can_begin:
                 self.run_step(instance, ended_by_first_token=False)
         for transfer in self.mesh.transfers():
@@ -828,8 +886,12 @@ class MeshMachine(RuleBasedStateMachine):
 
     def instance_is_lost(self, data: st.DataObject) -> None:
         if len(self.mesh.instances) > 1 and (instance := self.pick(data, list(self.mesh.instances.values()))):
-            del self.mesh.instances[instance.instance_id]
-            self.feed(InstanceLost(instance.instance_id))
+            self.lose(instance)
+
+    def lose(self, instance: ModelledInstance) -> None:
+        del self.mesh.instances[instance.instance_id]
+        self.mesh.pieces.cut_off(instance.instance_id)
+        self.feed(InstanceLost(instance.instance_id))
 
     @rule(data=st.data())
     def stopped_process_starts_again(self, data: st.DataObject) -> None:
@@ -837,6 +899,7 @@ class MeshMachine(RuleBasedStateMachine):
         told = [instance for instance in self.mesh.instances.values() if instance.is_told_to_stop]
         if instance := self.pick(data, told):
             instance_id = instance.instance_id
+            self.mesh.pieces.cut_off(instance_id)
             self.feed(InstanceLost(instance_id))
             before = self.profiles[instance_id]
             self.profiles[instance_id] = replace(before, pid=before.pid + 1)
@@ -852,7 +915,7 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 
     def new_instance(self, instance_id: InstanceId) -> ModelledInstance:
-        return ModelledInstance(self.profiles[instance_id], self.max_total_of, self.mesh.relayed)
+        return ModelledInstance(self.profiles[instance_id], self.max_total_of, self.mesh.pieces)
 
     def instance_reconnects(self, data: st.DataObject) -> None:
         if instance := self.pick(data, list(self.mesh.instances.values())):
@@ -1005,6 +1068,7 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.commands:
                 instance.take_command()
                 busy = True
+            instance.take_pieces(99)
             while instance.can_begin or (instance.running and instance.can_end):
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True

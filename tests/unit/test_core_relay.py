@@ -11,13 +11,20 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
     DrainRequested,
+    Event,
+    GroupPrefix,
     HelperJoined,
+    InstanceJoined,
     InstanceLost,
+    InstanceSuspected,
+    InstanceUnreachable,
+    KvReleased,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
+    StepDone,
 )
-from pdmesh.model import ChunkPlan, Epoch, InstanceId, RequestId, Role, StepPlan
+from pdmesh.model import ChunkDone, ChunkPlan, Epoch, InstanceId, RequestId, Role, StepPlan
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
@@ -78,6 +85,15 @@ class Running:
 
     def end(self, instance_id: str) -> list[Command]:
         return self.bench.done(instance_id, self.plans()[instance_id][0])
+
+    def end_without(self, instance_id: str) -> list[Command]:
+        """The first of one ends with nothing computed."""
+        plan = self.plans()[instance_id][0]
+        chunks = tuple(
+            ChunkDone(request_id=chunk.request_id, epoch=chunk.epoch, num_tokens=0, is_last=chunk.is_last)
+            for chunk in plan.chunks
+        )
+        return self.bench.feed(StepDone(InstanceId(instance_id), plan.plan_id, 0.0, chunks, 0))
 
 
 def test_whoever_has_an_opening_takes_the_next_chunk() -> None:
@@ -205,15 +221,151 @@ def test_who_does_not_join_costs_nothing(has_refused: bool) -> None:
     assert not asked(Running(bench).end(LEADER)), "it is asked once"
 
 
-@pytest.mark.parametrize("lost", [LEADER, HELPER])
-def test_the_request_starts_again_without_a_member(lost: InstanceId) -> None:
+def test_the_request_starts_again_without_its_leader() -> None:
     bench = bench_of()
     bench.arrive("long", 1024)
     join(bench)
-    commands = bench.feed(InstanceLost(lost))
+    commands = bench.feed(InstanceLost(LEADER))
     assert [restart.request_id for restart in of(Restart, commands)] == ["long"]
-    others = {LEADER, HELPER, "d"} - {lost}
-    assert {free.instance_id for free in of(FreeKv, commands)} == others
+    assert {free.instance_id for free in of(FreeKv, commands)} == {HELPER, "d"}
+
+
+def computing() -> Running:
+    """A group in which each has two chunks of 64 tokens in flight: the leader the first and the third of them."""
+    bench = bench_of()
+    bench.arrive("long", 1024)
+    join(bench)
+    running = Running(bench)
+    assert [plan.chunks[0].start for plan in running.plans()[LEADER]] == [0, 128]
+    assert [plan.chunks[0].start for plan in running.plans()[HELPER]] == [64, 192]
+    return running
+
+
+def prefix(bench: CoreBench, num_tokens: int, num_lost: int = 1, *, instance_id: InstanceId = LEADER) -> list[Command]:
+    return bench.feed(GroupPrefix(instance_id, *KEY, num_tokens, num_lost))
+
+
+LOSSES = {
+    "lost": InstanceLost(HELPER),
+    "cut off": InstanceUnreachable(HELPER),
+    "silent": InstanceSuspected(HELPER),
+    "anew": InstanceJoined(modelled_profile(HELPER, Role.PREFILL, num_blocks=1024, num_layers=8, relays=True), ()),
+    "dropped": RequestDropped(HELPER, *KEY, "no KV came"),
+    "released": KvReleased(HELPER, *KEY),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_without_a_helper_the_others_go_on_from_what_they_have(loss: Event) -> None:
+    running = computing()
+    bench = running.bench
+    running.end(LEADER)
+    commands = bench.feed(loss)
+    assert not of(Restart, commands)
+    (told,) = of(SetGroup, commands)
+    assert (told.instance_id, told.group.member_ids, told.group.lost_ids) == (LEADER, (LEADER, HELPER), (HELPER,))
+    assert not chunks_of(commands), "nothing is planned before it is known what is missing"
+    while running.plans()[LEADER]:
+        assert not chunks_of(running.end_without(LEADER))
+    assert [(name, chunk.start) for name, chunk in chunks_of(prefix(bench, 64))] == [(LEADER, 64), (LEADER, 128)]
+    assert bench.core.needs_prompt(KEY), "others may be asked to help"
+    while running.plans()[LEADER]:
+        running.end(LEADER)
+    assert not of(Restart, bench.commands)
+    assert sorted({chunk.start + chunk.num_tokens for _, chunk in chunks_of(bench.commands)})[-1] == 1024
+    assert not asked(bench.commands[-20:]), "who was lost is not asked again"
+
+
+def test_what_the_lost_one_computed_counts_if_the_leader_has_it() -> None:
+    running = computing()
+    bench = running.bench
+    for name in (LEADER, HELPER):
+        running.end(name)
+    bench.feed(InstanceLost(HELPER))
+    while running.plans()[LEADER]:
+        running.end_without(LEADER)
+    assert next(chunk.start for _, chunk in chunks_of(prefix(bench, 64))) == 64, "it was under way"
+
+    running = computing()
+    bench = running.bench
+    for name in (LEADER, HELPER):
+        running.end(name)
+    bench.feed(InstanceLost(HELPER))
+    running.end(LEADER)
+    while running.plans()[LEADER]:
+        running.end_without(LEADER)
+    assert next(chunk.start for _, chunk in chunks_of(prefix(bench, 128))) == 192, "the leader's own is computed, too"
+
+
+def test_what_is_left_of_the_group_goes_on_together() -> None:
+    bench, third = bench_of(num_prefill=3), InstanceId("p2")
+    bench.arrive("long", 2048)
+    join(bench)
+    join(bench, third)
+    running = Running(bench)
+    assert {name for name, _ in chunks_of(bench.commands)} == {LEADER, HELPER, third}
+    commands = bench.feed(InstanceLost(HELPER))
+    assert {told.instance_id for told in of(SetGroup, commands)} == {LEADER, third}
+    while running.plans()[third]:
+        assert not chunks_of(running.end_without(third))
+    assert not chunks_of(prefix(bench, 0)), "the leader has chunks in flight"
+    assert not chunks_of(running.end(LEADER))
+    commands = running.end_without(LEADER)
+    assert [chunk.start for _, chunk in chunks_of(commands)][:2] == [64, 128]
+    assert {name for name, _ in chunks_of(commands)} == {LEADER, third}
+    commands = bench.feed(InstanceLost(third))
+    assert [(told.instance_id, told.group.lost_ids) for told in of(SetGroup, commands)] == [(LEADER, (HELPER, third))]
+    while running.plans()[LEADER]:
+        running.end(LEADER)
+    assert chunks_of(prefix(bench, 128, 2))
+    while running.plans()[LEADER]:
+        running.end(LEADER)
+    assert not of(Restart, bench.commands)
+
+
+def test_a_last_chunk_that_waited_in_vain_is_computed_again() -> None:
+    running = computing()
+    bench = running.bench
+    while not any(chunk.is_last for plan in running.plans()[LEADER] for chunk in plan.chunks):
+        for name in (HELPER, LEADER):
+            if len(running.plans()[name]) > 1:
+                running.end(name)
+    (first, *_) = running.plans()[HELPER]
+    bench.feed(InstanceLost(HELPER))
+    while running.plans()[LEADER]:
+        running.end_without(LEADER)
+    assert bench.core._books.requests[KEY[0]].first_token_s is None
+    assert bench.core.needs_prompt(KEY)
+    assert next(chunk.start for _, chunk in chunks_of(prefix(bench, 1024))) < 1024, "it says more than it can have"
+    assert first.chunks[0].start < 1024
+    while running.plans()[LEADER]:
+        running.end(LEADER)
+    assert bench.core._books.requests[KEY[0]].first_token_s is not None
+    assert not of(Restart, bench.commands)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(GroupPrefix(LEADER, *KEY, 64, 2), id="of another loss"),
+        pytest.param(GroupPrefix(InstanceId("d"), *KEY, 64, 1), id="not its leader's"),
+        pytest.param(GroupPrefix(LEADER, KEY[0], Epoch(1), 64, 1), id="of another epoch"),
+    ],
+)
+def test_other_answers_change_nothing(answer: GroupPrefix) -> None:
+    running = computing()
+    bench = running.bench
+    bench.feed(InstanceLost(HELPER))
+    while running.plans()[LEADER]:
+        running.end_without(LEADER)
+    assert not chunks_of(bench.feed(answer))
+    assert bench.core.ignored["GroupPrefix"] == 1
+    assert chunks_of(prefix(bench, 64))
+
+
+def test_a_chunk_that_is_dropped_without_a_loss_starts_the_request_again() -> None:
+    running = computing()
+    assert of(Restart, running.end_without(HELPER))
 
 
 def test_all_members_and_who_was_asked_are_freed_when_the_client_goes_away() -> None:

@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import structs
+
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -19,6 +21,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Reject,
     Restart,
+    SetGroup,
     WithdrawTransfer,
 )
 from pdmesh.core.growth import Growth
@@ -56,6 +59,7 @@ class Books:
         self._kinds: list[InstanceBooks] | None = None
         self.queue = WaitingQueue()
         self.unreceived: dict[RequestKey, RequestState] = {}  # placed, and their KV has no receiver
+        self.healing: dict[RequestKey, RequestState] = {}  # their groups lost a helper, and what of them is not known
         self.broker = TransferBroker(self._is_preempted, self._is_computed, rng)
         self.moving: dict[RequestKey, RequestState] = {}  # decode, and are on their way to another instance
         self.commands: list[Command] = []
@@ -186,8 +190,13 @@ class Books:
     # --- its receiver fails ---
 
     def do_without(self, state: RequestState, instance_id: InstanceId, reason: str) -> None:
-        """An instance fails a request that needs it. If that was to receive its KV, another one will."""
-        if self.has_all_kv(state) and instance_id not in state.prefill_ids:
+        """An instance fails a request that needs it.
+
+        If that was to receive its KV, another one will; if it only helped, the others compute what it did not.
+        """
+        if state.is_helped_by(instance_id):
+            self.lose_helper(state, instance_id)
+        elif self.has_all_kv(state) and instance_id not in state.prefill_ids:
             self.lose_receiver(state)
         else:
             self.restart(state, reason)
@@ -228,6 +237,23 @@ class Books:
         state.num_lost_receivers += 1
         state.transfer, state.decode_shards = None, ()
         self.unreceived[state.key] = state
+
+    def lose_helper(self, state: RequestState, instance_id: InstanceId) -> None:
+        """The rest of its group has most of what this one computed; what it has not is computed again."""
+        assert state.group is not None, f"{state.key} has no helper to lose"
+        state.group = structs.replace(state.group, lost_ids=(*state.group.lost_ids, instance_id))
+        state.asked_ids = tuple([helper_id for helper_id in state.asked_ids if helper_id != instance_id])
+        state.is_healing, state.prefix_tokens = True, None
+        self.healing[state.key] = state
+        self.free(instance_id, state.key)
+        self.tell_group(state)
+
+    def tell_group(self, state: RequestState) -> None:
+        """Tell all members who they are."""
+        assert state.group is not None, f"{state.key} has no group to tell"
+        request_id, epoch = state.key
+        for member_id in state.group.living_ids:
+            self.commands.append(SetGroup(instance_id=member_id, request_id=request_id, epoch=epoch, group=state.group))
 
     def offer(self, state: RequestState) -> None:
         """Its KV begins to be computed where it cannot stay: for the receiver that it has, or will have."""
@@ -306,6 +332,8 @@ class Books:
     def disband(self, state: RequestState) -> None:
         """Its prompt is computed: who helped is not needed any more."""
         helper_ids, state.group, state.asked_ids = state.asked_ids, None, ()
+        state.is_healing = False
+        self.healing.pop(state.key, None)
         for helper_id in helper_ids:
             self.free(helper_id, state.key)
 
@@ -340,6 +368,12 @@ class Books:
             for chunk in plan.chunks:
                 if state := self.find((chunk.request_id, chunk.epoch)):
                     state.num_chunks_in_flight -= 1
+                    self.note_preemption(state)
+
+    def note_preemption(self, state: RequestState) -> None:
+        """A chunk of it is in flight no more: others may need the backend that it has, if none is."""
+        if state.is_preempted and state.transfer is not None:
+            self.broker.preempted(state.transfer)
 
     # --- it ends ---
 
@@ -362,6 +396,7 @@ class Books:
         if key in self.queue:
             self.queue.remove(state)
         self.unreceived.pop(key, None)
+        self.healing.pop(key, None)
         for instance_id in state.prefill_ids:
             if instance_id in self.instances:
                 self.instances[instance_id].drop_prefill(state)

@@ -56,7 +56,11 @@ class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SetGroup(Struct, frozen=True, kw_only=True):
-    """Tell a member of a request's group who its members are now: some were added. Absolute, and idempotent."""
+    """Tell a member of a request's group who its members are now: some were added, or lost. Absolute, and idempotent.
+
+    Where some were lost, chunks that came before this and wait for KV, now or later, end without a token; the leader
+    passes on what it has of the lost ones' KV, and answers with GroupPrefix.
+    """
 
     instance_id: InstanceId
     request_id: RequestId

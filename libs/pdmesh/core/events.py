@@ -250,6 +250,17 @@ class HelperJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPrefix:
+    """What the leader of a group has when it hears that ``num_lost`` members were lost in all: what it goes on from."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    epoch: Epoch
+    num_tokens: Annotated[int, ANY_COUNT]  # of the prompt, from its first on, whose KV is here in all layers
+    num_lost: Annotated[int, ANY_COUNT]
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeReserved:
     """A destination took a `PlaceDecode`: it knows the request, and pieces of its KV may arrive.
 
@@ -431,6 +442,7 @@ InstanceEvent = (
     | StepDone
     | DecodeStepsDone
     | HelperJoined
+    | GroupPrefix
     | DecodeReserved
     | TransferOffered
     | TransferPaused

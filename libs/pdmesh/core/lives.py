@@ -36,6 +36,7 @@ from pdmesh.core.commands import (
 from pdmesh.core.events import (
     DecodeReserved,
     Event,
+    GroupPrefix,
     HelperJoined,
     KvReleased,
     MoveFailed,
@@ -51,7 +52,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
-from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import ChunkPlan, Epoch, InstanceId, Request, RequestId, RequestKey, TransferId, TransferPurpose
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +65,15 @@ class Attempt:
     num_done_tokens: int = 0  # of its prompt, computed
     #: Of its chunks in flight, where they start: by instance and plan. Those of several instances end in any order.
     starts: dict[tuple[InstanceId, int], int] = field(default_factory=dict[tuple[InstanceId, int], int])
+    num_planned_tokens: int = 0
     num_receivers: int = 0  # of its KV, one after the other
     outcome: Outcome | None = None  # None while the core cares for it
+
+    def planned(self, chunk: ChunkPlan) -> None:
+        """What comes after the beginning of a chunk that is planned again is not computed."""
+        if chunk.start < self.num_planned_tokens:
+            self.num_done_tokens = min(self.num_done_tokens, chunk.start)
+        self.num_planned_tokens = chunk.start + chunk.num_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +116,7 @@ class Forgotten(NamedTuple):
 RequestEvent = (
     RequestCancelled
     | HelperJoined
+    | GroupPrefix
     | DecodeReserved
     | TransferOffered
     | TransferPaused
@@ -185,6 +194,8 @@ class Lives:
                     for chunk in plan.chunks:
                         if (known := self._find(chunk.request_id, chunk.epoch)) is not None:
                             known[1].starts[instance_id, plan.plan_id] = chunk.start
+                            if plan.group is None:
+                                known[1].planned(chunk)
                 case SetRole() | StopInstance() | WakeAt() | GrowKv():
                     pass  # of no one request
                 case _:

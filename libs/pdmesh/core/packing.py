@@ -67,6 +67,8 @@ class Packer:
         """Give every instance with room for a plan something to do."""
         openings = self._openings
         self._modes.look_at(bundle)
+        if self._books.healing:
+            self.relays.heal(bundle, now_s)
         openings.update(bundle)
         if self._books.unreceived:
             self._handovers.find_receivers(openings, now_s)

@@ -12,6 +12,8 @@ would wait for the chunks of others.
 Nothing waits in a circle: a chunk needs only chunks of the same prompt that were planned before it, a step has at most
 one chunk of a group, and instances run such steps in the order in which they were planned.
 
+A helper that is lost costs what it had not computed (`pdmesh.core.healing`); without its leader a prompt starts again.
+
 A prompt whose log-probabilities are asked for is computed by one instance: a gateway takes them only from the one that
 draws the first token, and helpers are freed when the leader is done, perhaps before they could tell theirs.
 """
@@ -20,12 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import structs
+
 from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
-from pdmesh.core.commands import AdmitPrefill, RunStep, SetGroup
+from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import HelperJoined
+from pdmesh.core.healing import Healing
 from pdmesh.core.queue import in_order
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.requests import ComputedPart, Phase, RequestState
 from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
@@ -41,6 +46,7 @@ class Relays:
     def __init__(self, books: Books, modes: Modes) -> None:
         self._books = books
         self._modes = modes
+        self.healing = Healing(books)
         self._open: dict[RequestKey, RequestState] = {}  # that may be helped
         self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
         self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
@@ -55,7 +61,17 @@ class Relays:
 
     def may_be_helped(self, key: RequestKey) -> bool:
         """Whether somebody may yet be asked to help with it."""
-        return key in self._open
+        return key in self._open or key in self._books.healing
+
+    def heal(self, bundle: Bundle, now_s: float) -> None:
+        """Go on with the prompts of groups that lost a helper, where it is known from which token on."""
+        for state in self.healing.heal(bundle):
+            self._open[state.key] = state
+            self._considered.pop(state.key, None)
+            for lost_id in () if state.group is None else state.group.lost_ids:
+                self._helping.get(lost_id, {}).pop(state.key, None)
+            for helper_id in state.prefill_ids[1:]:
+                self._helping.setdefault(helper_id, {}).setdefault(state.key, now_s)
 
     def joined(self, event: HelperJoined, now_s: float, bundle: Bundle) -> None:
         """A helper has room for the prompt, and can be sent KV."""
@@ -68,17 +84,14 @@ class Relays:
             self._books.free(event.instance_id, state.key)  # too late
             return
         assert state.group is not None
-        state.group = PrefillGroup(
-            member_ids=(*state.group.member_ids, event.instance_id), capability=state.group.capability
-        )
-        in_flight = [chunk.num_tokens for name in state.group.member_ids for chunk in self._in_flight(state, name)]
+        in_flight = [chunk.num_tokens for name in state.prefill_ids for chunk in self._in_flight(state, name)]
         num_computed_tokens = state.num_planned_tokens - sum(in_flight)
+        if not state.computed_parts:
+            state.computed_parts = [ComputedPart(0, num_computed_tokens, state.prefill_ids[0])]
+        state.group = structs.replace(state.group, member_ids=(*state.group.member_ids, event.instance_id))
         copy_s = 0.0 if bundle.relay is None else bundle.relay.copy_s(num_computed_tokens, _token_bytes(instance))
         self._helping.setdefault(event.instance_id, {})[state.key] = now_s + copy_s
-        for member_id in state.group.member_ids:
-            self._books.commands.append(
-                SetGroup(instance_id=member_id, request_id=event.request_id, epoch=event.epoch, group=state.group)
-            )
+        self._books.tell_group(state)
 
     def _awaited(self, state: RequestState) -> list[InstanceId]:
         """Those that were asked to help, and have not answered."""
@@ -99,6 +112,8 @@ class Relays:
         """How many of ``most`` tokens go into a step of the leader."""
         if any(self._books.requests[chunk.request_id].group is not None for chunk in step.chunks):
             return 0
+        if state.is_healing:
+            return 0
         if state.num_chunks_in_flight and any(self._books.instances[name].takes_new for name in self._awaited(state)):
             return 0  # they answer at once, and the next chunk is for one of them
         if self._had_last(state, leader.instance_id):
@@ -109,7 +124,7 @@ class Relays:
         """Whether the next chunk waits for one that another member has in flight."""
         if state.group is None:
             return False
-        return any(self._in_flight(state, helper_id) for helper_id in state.group.member_ids[1:])
+        return any(self._in_flight(state, helper_id) for helper_id in state.prefill_ids[1:])
 
     def _had_last(self, state: RequestState, member_id: InstanceId) -> bool:
         """Whether the chunk before the next one is in flight there, and others could take turns with it.
@@ -117,9 +132,8 @@ class Relays:
         Who has two chunks one after the other computes the second when the other member has computed the first of its
         own: from then on everybody is a layer's time late for each chunk.
         """
-        assert state.group is not None
         ends = [chunk.start + chunk.num_tokens for chunk in self._in_flight(state, member_id)]
-        return len(state.group.member_ids) > 1 and state.num_planned_tokens in ends
+        return len(state.prefill_ids) > 1 and state.num_planned_tokens in ends
 
     def _in_flight(self, state: RequestState, member_id: InstanceId) -> list[ChunkPlan]:
         """Chunks of it that this instance has in flight."""
@@ -130,7 +144,7 @@ class Relays:
     def _cut(self, leader: InstanceBooks, state: RequestState, most: int, relay: Relay | None) -> int:
         """A chunk that ends with a block, or with the prompt."""
         start, num_prompt_tokens, size = state.num_planned_tokens, state.request.num_prompt_tokens, leader.block_size
-        num_members = 1 if state.group is None else len(state.group.member_ids)
+        num_members = 1 if state.group is None else len(state.group.living_ids)
         if relay is not None and num_members > 1:
             most = min(most, relay.chunk_tokens(start, num_prompt_tokens - start, num_members, most))
         end = start + most
@@ -190,11 +204,12 @@ class Relays:
         if self._considered.get(state.key) == considered or not self._may_relay(leader):
             return
         self._considered[state.key] = considered
+        known = state.asked_ids if state.group is None else (*state.asked_ids, *state.group.member_ids)
         candidates = [
             instance
             for instance in spare
             if instance.kv_group == leader.kv_group
-            and instance.instance_id not in state.asked_ids
+            and instance.instance_id not in known
             and instance.can_prefill(request)
             and instance.num_prefill_blocks(request) <= _MAX_SHARE * instance.num_free_blocks
         ]
@@ -248,6 +263,8 @@ class Relays:
                 continue  # what it is sent of the tokens before arrives later than they are computed to here
             start = state.num_planned_tokens
             if start % leader.block_size or state.is_planned or not self._may_relay(leader):
+                continue
+            if state.is_healing:
                 continue
             if self._had_last(state, helper.instance_id):
                 continue

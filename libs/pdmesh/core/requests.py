@@ -28,6 +28,14 @@ class RequestView(NamedTuple):
     arrival_s: float
 
 
+class ComputedPart(NamedTuple):
+    """Tokens of a prompt that a member of its group has computed."""
+
+    start: int
+    end: int
+    instance_id: InstanceId
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """An accepted request, until it ends."""
@@ -50,6 +58,9 @@ class RequestState:
     num_chunks_in_flight: int = 0  # a group's chunk counts at every member
     group: PrefillGroup | None = None  # that computes its chunks in turn: its leader, and the helpers that have joined
     asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
+    computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
+    is_healing: bool = False  # a helper was lost, and what of its prompt is computed is not known yet
+    prefix_tokens: int | None = None  # of its prompt, that the leader said it had since then
     key: RequestKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +78,7 @@ class RequestState:
     @property
     def is_computed(self) -> bool:
         """Whether its whole prompt is known to be."""
-        return self.is_planned and not self.num_chunks_in_flight
+        return self.is_planned and not self.num_chunks_in_flight and not self.is_healing
 
     @property
     def view(self) -> RequestView:
@@ -84,7 +95,7 @@ class RequestState:
     def prefill_ids(self) -> tuple[InstanceId, ...]:
         """Of those that compute its prompt, the leader first."""
         if self.group is not None:
-            return self.group.member_ids
+            return self.group.living_ids
         return tuple([shard.instance_id for shard in self.prefill_shards])
 
     @property
@@ -99,6 +110,10 @@ class RequestState:
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""
         self.rank = order.rank(self.request, self.num_planned_tokens, self.placed_s)
+
+    def is_helped_by(self, instance_id: InstanceId) -> bool:
+        """Whether this instance computes chunks of its prompt for another one, which leads."""
+        return self.phase is Phase.PREFILLING and self.group is not None and instance_id in self.prefill_ids[1:]
 
     def needs(self, instance_id: InstanceId) -> bool:
         """Whether it cannot go on without this instance."""

@@ -33,6 +33,7 @@ from pdmesh.core.events import (
     Event,
     GatewayJoined,
     GatewayLost,
+    GroupPrefix,
     HelperJoined,
     InstanceJoined,
     InstanceLost,
@@ -73,7 +74,7 @@ from pdmesh.core.pools import DesiredPools, Pools
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import HoldKind, InstanceBooks
-from pdmesh.core.suspicion import receive_elsewhere, start_elsewhere
+from pdmesh.core.suspicion import go_on_without, receive_elsewhere, start_elsewhere
 from pdmesh.core.transfer_reports import TransferReports
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId, RejectReason, Request, RequestId, RequestKey
@@ -255,12 +256,14 @@ class SchedulerCore:
             case InstanceUnreachable():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_reachable(False)
+                    go_on_without(self._books, instance)
                     receive_elsewhere(self._books, instance)
             case InstanceSuspected():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_suspected(event.suspected)
                     if event.suspected:
                         self._moves.suspected(event.instance_id)
+                        go_on_without(self._books, instance)
                     start_elsewhere(self._books, self._bundle)
             case InstanceLost():
                 self._reunion.instance_lost(event.instance_id)
@@ -294,6 +297,8 @@ class SchedulerCore:
                 pass  # learnt from above
             case HelperJoined():
                 self._packer.relays.joined(event, now_s, self._bundle)
+            case GroupPrefix():
+                self._packer.relays.healing.told(event)
             case (
                 DecodeReserved()
                 | TransferOffered()
@@ -445,18 +450,23 @@ class SchedulerCore:
             state.num_chunks_in_flight -= 1
             if state.phase is not Phase.PREFILLING:
                 continue
-            if chunk.is_last:
+            is_computed = done.get(state.key) == chunk.num_tokens
+            if chunk.is_last and is_computed:
                 state.first_token_s = self._now_s
                 self._admission.first_token(state, self._now_s)
-            if done.get(state.key) != chunk.num_tokens:
+            if is_computed and state.group is not None:
+                self._packer.relays.healing.computed(state, event.instance_id, chunk)
+            if not is_computed and not state.is_healing:
                 if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
                     self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
+            elif not is_computed:
+                self._books.note_preemption(state)
             elif chunk.is_last and state.decode_id == event.instance_id:
                 self._books.land(state)
             elif chunk.is_last:
                 self._books.disband(state)
-            elif state.is_preempted and state.transfer is not None:
-                self._books.broker.preempted(state.transfer)
+            else:
+                self._books.note_preemption(state)
 
     def _dropped(self, event: RequestDropped) -> None:
         state = self._books.find((event.request_id, event.epoch))

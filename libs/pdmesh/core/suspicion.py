@@ -3,7 +3,8 @@
 Silence is a suspicion, no knowledge: the instance may only be busy. So what has begun there is left alone until it
 speaks again or its lease runs out. What it has not begun, and what is computed again in less time than the silence
 lasted, moves to another that can take it: under the next epoch, so that whatever the silent one still says of it is
-late. Of what it was only to receive, the KV stays where it is computed, and goes to another receiver.
+late. Of what it was only to receive, the KV stays where it is computed, and goes to another receiver; and what it only
+helped with goes on without it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,14 @@ def start_elsewhere(books: Books, bundle: Bundle) -> None:
                     books.lose_receiver(state)
             elif loses_nothing and state.request.epoch <= MAX_EPOCH:
                 books.restart(state, f"instance {instance.instance_id} is silent")
+
+
+def go_on_without(books: Books, instance: InstanceBooks) -> None:
+    """Let an instance that is silent, or cannot be reached, help nobody: the others of its groups need not wait."""
+    for key in list(instance.holds):
+        state = books.find(key)
+        if state is not None and state.is_helped_by(instance.instance_id):
+            books.lose_helper(state, instance.instance_id)
 
 
 def receive_elsewhere(books: Books, instance: InstanceBooks) -> None:

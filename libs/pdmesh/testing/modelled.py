@@ -34,6 +34,7 @@ from pdmesh.core.events import (
     DecodeReserved,
     DecodeStepsDone,
     Event,
+    GroupPrefix,
     HelperJoined,
     InstanceJoined,
     KvReleased,
@@ -53,6 +54,7 @@ from pdmesh.core.own_steps import OwnSteps
 from pdmesh.model import (
     NO_TRANSFER,
     ChunkDone,
+    ChunkPlan,
     FinishReason,
     GatewayId,
     InstanceId,
@@ -69,6 +71,7 @@ from pdmesh.model import (
     TransferPurpose,
 )
 from pdmesh.policy.credit import is_low
+from pdmesh.testing.modelled_groups import ModelledMember, ModelledPieces, alone
 
 
 def modelled_profile(
@@ -98,23 +101,6 @@ def modelled_profile(
     )
 
 
-class ModelledRelays:
-    """Which parts of the prompts that instances compute in turn are computed, wherever that was."""
-
-    def __init__(self) -> None:
-        self._ends: dict[RequestKey, dict[int, int]] = {}  # of chunks, by their starts
-
-    def done(self, key: RequestKey, start: int, end: int) -> None:
-        self._ends.setdefault(key, {})[start] = end
-
-    def num_tokens(self, key: RequestKey) -> int:
-        """From the prompt's first on, without a gap."""
-        ends, end = self._ends.get(key, {}), 0
-        while end in ends:
-            end = ends[end]
-        return end
-
-
 @dataclass(slots=True)
 class ModelledHold:
     """What an instance has of a request."""
@@ -130,7 +116,7 @@ class ModelledHold:
     offered: bool = False
     granted: bool = False
     decoding: bool = False
-    group: PrefillGroup | None = None  # that computes it in turn, as the instance was told
+    member: ModelledMember | None = None  # of the group that computes it in turn, as the instance was told
     leaving: TransferPlan | None = None  # while it decodes: that moves it to another instance
     committed: bool = False  # that: nobody goes on here before the core says so
     given_up: bool = False  # that: no acknowledgement is waited for
@@ -150,11 +136,14 @@ class ModelledInstance:
         self,
         profile: InstanceProfile,
         max_total_of: Mapping[RequestKey, int] | None = None,
-        relayed: ModelledRelays | None = None,
+        pieces: ModelledPieces | None = None,
     ) -> None:
-        """``max_total_of`` says how much KV requests may come to hold, in tokens; of others it is not known."""
+        """``max_total_of`` says how much KV requests may come to hold, in tokens; of others it is not known.
+
+        ``pieces`` are those between this one and other instances.
+        """
         self.profile = profile
-        self.relayed = ModelledRelays() if relayed is None else relayed
+        self.pieces = ModelledPieces() if pieces is None else pieces
         self.max_total_of = {} if max_total_of is None else max_total_of
         self.instance_id = profile.instance_id
         self.commands: deque[Command] = deque()  # on their way here
@@ -192,14 +181,15 @@ class ModelledInstance:
                         leads=admit.leads,
                         transfer=admit.transfer,
                         sends=admit.transfer is not None,
-                        group=admit.group,
+                        member=None if admit.group is None else self._member(key, admit.group),
                     ),
                 )
                 if is_held and not admit.leads and admit.group is not None:
                     self.events.append(HelperJoined(self.instance_id, *key))
             case SetGroup() as told:
-                if (hold := self.holds.get((told.request_id, told.epoch))) is not None:
-                    self._regroup(hold, told.group)
+                key = (told.request_id, told.epoch)
+                if (hold := self.holds.get(key)) is not None and not hold.computed:
+                    self._regroup(key, hold, told.group)
             case PlaceDecode() as place:
                 key = (place.request_id, place.epoch)
                 if not self._hold(
@@ -290,13 +280,25 @@ class ModelledInstance:
             case command:
                 raise AssertionError(f"{command} is not for an instance")
 
-    def _regroup(self, hold: ModelledHold, group: PrefillGroup) -> None:
-        known = hold.group
-        assert self.instance_id in group.member_ids, f"{group} without {self.instance_id}"
-        if known is not None:
-            assert known.capability == group.capability
-            assert set(known.member_ids) <= set(group.member_ids), f"{group} after {known}"
-        hold.group = group
+    def _member(self, key: RequestKey, group: PrefillGroup) -> ModelledMember:
+        return ModelledMember(self.instance_id, key, group, self.profile.kv_layout.block_size, self.pieces)
+
+    def _regroup(self, key: RequestKey, hold: ModelledHold, group: PrefillGroup) -> None:
+        if (member := hold.member) is None:
+            member = hold.member = self._member(key, alone(self.instance_id, group))
+            member.add_own(range(hold.num_computed_tokens // member.block_size))
+        plan_ids = [plan.plan_id for plan in (*self.running, *self.plans)]
+        if member.regroup(group, plan_ids) and member.leads:
+            self.events.append(GroupPrefix(self.instance_id, *key, member.num_tokens, len(group.lost_ids)))
+
+    def take_pieces(self, at_most: int) -> None:
+        """The first so many of the pieces that are under way to this instance arrive."""
+        coming = [piece for piece in self.pieces.under_way if piece.destination_id == self.instance_id][:at_most]
+        for piece in coming:
+            self.pieces.under_way.remove(piece)
+            hold = self.holds.get(piece.key)
+            if hold is not None and hold.member is not None:
+                hold.member.take(piece)
 
     def lose_receiver(self, hold: ModelledHold) -> None:
         """Keep its KV for another one."""
@@ -351,7 +353,7 @@ class ModelledInstance:
         relayed = [
             (chunk, hold)
             for chunk in plan.chunks
-            if (hold := self.holds.get((chunk.request_id, chunk.epoch))) is not None and hold.group is not None
+            if (hold := self.holds.get((chunk.request_id, chunk.epoch))) is not None and hold.member is not None
         ]
         for chunk, hold in relayed:
             assert not plan.urgent, f"{chunk} in an urgent plan"
@@ -365,10 +367,11 @@ class ModelledInstance:
     @property
     def can_end(self) -> bool:
         """Whether nothing in the step that is running waits for what is computed elsewhere."""
+        plan = self.running[-1]
         return all(
-            self.relayed.num_tokens(key) >= chunk.start
-            for chunk in self.running[-1].chunks
-            if (hold := self.holds.get(key := (chunk.request_id, chunk.epoch))) is not None and hold.group is not None
+            hold.member.can_end(plan.plan_id, chunk)
+            for chunk in plan.chunks
+            if (hold := self.holds.get((chunk.request_id, chunk.epoch))) is not None and hold.member is not None
         )
 
     def end_step(self, *, ended_by_first_token: bool = False, duration_s: float = 0.0) -> None:
@@ -382,22 +385,17 @@ class ModelledInstance:
         for chunk in plan.chunks:
             key = (chunk.request_id, chunk.epoch)
             hold = self.holds.get(key)
-            if hold is not None:
-                before = self.relayed.num_tokens(key) if hold.group is not None else hold.num_computed_tokens
-                assert chunk.start <= before, f"{key}: chunk at {chunk.start} out of order"
-                assert hold.group is not None or chunk.start == before, f"{key}: chunk at {chunk.start} twice"
-                hold.num_computed_tokens = chunk.start + chunk.num_tokens
-                self.relayed.done(key, chunk.start, hold.num_computed_tokens)
-                if chunk.is_last:
-                    hold.computed = True
-                    hold.decoding = not hold.sends and hold.leads
-                    if ended_by_first_token and hold.leads:
-                        finished.append(key)
+            is_computed = hold is not None and self._compute(plan.plan_id, chunk, hold)
+            if hold is not None and is_computed and chunk.is_last:
+                hold.computed = True
+                hold.decoding = not hold.sends and hold.leads
+                if ended_by_first_token and hold.leads:
+                    finished.append(key)
             results.append(
                 ChunkDone(
                     request_id=chunk.request_id,
                     epoch=chunk.epoch,
-                    num_tokens=0 if hold is None else chunk.num_tokens,
+                    num_tokens=chunk.num_tokens if is_computed else 0,
                     is_last=chunk.is_last,
                 )
             )
@@ -409,6 +407,20 @@ class ModelledInstance:
         )
         for key in finished:
             self.finish(key)
+
+    @staticmethod
+    def _compute(plan_id: int, chunk: ChunkPlan, hold: ModelledHold) -> bool:
+        """False if it would have to wait for KV that does not come."""
+        member = hold.member
+        if member is None:
+            assert chunk.start == hold.num_computed_tokens, f"{chunk} after {hold.num_computed_tokens} tokens"
+        elif not member.has_before(chunk):
+            assert plan_id in member.ended_plan_ids, f"{chunk} does not wait"
+            return False
+        else:
+            member.compute(chunk)
+        hold.num_computed_tokens = chunk.start + chunk.num_tokens
+        return True
 
     @property
     def can_decode(self) -> bool:
@@ -487,6 +499,7 @@ class ModelledInstance:
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
         """A new stream: what does not decode is dropped, what was on its way is lost, and copies have ended."""
         self.end_copies()
+        self.pieces.cut_off(self.instance_id)
         self.commands.clear()
         self.events.clear()
         self.plans.clear()
@@ -517,9 +530,9 @@ class ModelledMesh:
     def __init__(
         self, profiles: Iterable[InstanceProfile], max_total_of: Mapping[RequestKey, int] | None = None
     ) -> None:
-        self.relayed = ModelledRelays()
+        self.pieces = ModelledPieces()
         self.instances = {
-            profile.instance_id: ModelledInstance(profile, max_total_of, self.relayed) for profile in profiles
+            profile.instance_id: ModelledInstance(profile, max_total_of, self.pieces) for profile in profiles
         }
 
     def send(self, command: Command) -> bool:

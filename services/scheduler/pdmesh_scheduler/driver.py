@@ -318,7 +318,11 @@ class Driver:
             case GrowKv() | FreeKv() | StopInstance():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
             case SetGroup():
-                addresses = self._addresses(command.group.member_ids)
+                lost_ids = command.group.lost_ids
+                addresses = tuple(
+                    b"" if member_id in lost_ids else self._profiles[member_id].data_address
+                    for member_id in command.group.member_ids
+                )
                 self._workers.post(command.instance_id, Regroup(command=command, member_addresses=addresses))
             case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
                 addresses = self._addresses(command.transfer.source_ids)

@@ -28,6 +28,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.events import (
     DecodeReserved,
+    GroupPrefix,
     HelperJoined,
     KvReleased,
     MoveFailed,
@@ -252,6 +253,8 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             return _Line("chunk", detail, what.instance_id, figures)
         case HelperJoined():
             return _Line("helps", "", what.instance_id)
+        case GroupPrefix():
+            return _Line("goes on", f"has the first {what.num_tokens} tokens", what.instance_id)
         case TransferOffered():
             return _Line("offered", "", what.instance_id)
         case TransferPaused():

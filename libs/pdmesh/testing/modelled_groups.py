@@ -1,0 +1,110 @@
+"""Prompts that modelled instances compute in turn: whose KV is where, and what of it is under way to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec import structs
+
+from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey
+
+
+class ModelledPiece(NamedTuple):
+    """The KV of some blocks, all layers of them."""
+
+    source_id: InstanceId
+    destination_id: InstanceId
+    key: RequestKey
+    blocks: tuple[int, ...]
+    told_ids: tuple[InstanceId, ...]  # to whom its source sent it
+
+
+class ModelledPieces:
+    """What is under way between the instances of a mesh. A piece is lost with either of them."""
+
+    def __init__(self) -> None:
+        self.under_way: list[ModelledPiece] = []
+
+    def cut_off(self, instance_id: InstanceId) -> None:
+        self.under_way = [p for p in self.under_way if instance_id not in (p.source_id, p.destination_id)]
+
+
+@dataclass(slots=True)
+class ModelledMember:
+    """One member's side of a group, for one epoch of a request."""
+
+    instance_id: InstanceId
+    key: RequestKey
+    group: PrefillGroup
+    block_size: int
+    pieces: ModelledPieces
+    pages: dict[int, InstanceId] = field(default_factory=dict[int, InstanceId])  # blocks that are here, and from whom
+    ended_plan_ids: set[int] = field(default_factory=set[int])  # their chunks wait for nothing any more
+
+    @property
+    def leads(self) -> bool:
+        return self.group.member_ids[0] == self.instance_id
+
+    @property
+    def num_tokens(self) -> int:
+        """From the prompt's first on, without a gap."""
+        block = 0
+        while block in self.pages:
+            block += 1
+        return block * self.block_size
+
+    def can_end(self, plan_id: int, chunk: ChunkPlan) -> bool:
+        return self.has_before(chunk) or plan_id in self.ended_plan_ids
+
+    def has_before(self, chunk: ChunkPlan) -> bool:
+        """Whether all is here that a chunk attends to."""
+        return all(block in self.pages for block in range(chunk.start // self.block_size))
+
+    def compute(self, chunk: ChunkPlan) -> None:
+        """It is computed here: the others are sent what it fills."""
+        end, size = chunk.start + chunk.num_tokens, self.block_size
+        self.add_own(range(chunk.start // size, -(-end // size) if chunk.is_last else end // size))
+
+    def add_own(self, blocks: Iterable[int]) -> None:
+        blocks = tuple(blocks)
+        self.pages.update(dict.fromkeys(blocks, self.instance_id))
+        self._send(blocks, self.group.living_ids)
+
+    def regroup(self, group: PrefillGroup, plan_ids: Collection[int]) -> bool:
+        """Take its members from now on; ``plan_ids`` came before. Whether some were lost."""
+        known = self.group
+        assert self.instance_id in group.living_ids, f"{group} without {self.instance_id}"
+        assert known.capability == group.capability
+        assert set(known.lost_ids) <= set(group.lost_ids), f"{group} after {known}"
+        if known.member_ids[1:] != (self.instance_id,):  # a helper is asked as the only one
+            assert group.member_ids[: len(known.member_ids)] == known.member_ids, f"{group} after {known}"
+        self.group = group
+        if self.leads:
+            added = [name for name in group.living_ids if name not in known.member_ids]
+            self._send(tuple(self.pages), added)
+        lost = set(group.lost_ids) - set(known.lost_ids)
+        if lost:
+            self.ended_plan_ids.update(plan_ids)
+            if self.leads:
+                self._send(tuple([block for block, origin in self.pages.items() if origin in lost]), group.living_ids)
+        return bool(lost)
+
+    def take(self, piece: ModelledPiece) -> None:
+        """It has arrived. The leader passes it on to those of whom its source did not know."""
+        blocks = tuple([block for block in piece.blocks if block not in self.pages])
+        self.pages.update(dict.fromkeys(blocks, piece.source_id))
+        if self.leads:
+            self._send(blocks, [name for name in self.group.living_ids if name not in piece.told_ids])
+
+    def _send(self, blocks: tuple[int, ...], to: Iterable[InstanceId]) -> None:
+        others = [name for name in to if name != self.instance_id]
+        told = (self.instance_id, *self.group.member_ids)
+        if blocks:
+            self.pieces.under_way += [ModelledPiece(self.instance_id, name, self.key, blocks, told) for name in others]
+
+
+def alone(instance_id: InstanceId, group: PrefillGroup) -> PrefillGroup:
+    """The group of a leader that has not heard of others."""
+    return structs.replace(group, member_ids=(instance_id,), lost_ids=())
