@@ -130,7 +130,10 @@ async def test_every_page_comes_to_every_member_once(maker: TransportMaker) -> N
             assert member.mover.counters().dropped == {}
             assert member.outcomes == []
         landed = sorted(
-            (blocks.layer, block) for blocks in members[0].landed for block in range(blocks.first_block, blocks.end)
+            (layer, block)
+            for blocks in members[0].landed
+            for layer in range(blocks.layer, blocks.end_layer)
+            for block in range(blocks.first_block, blocks.end)
         )
         assert landed == [(layer, block) for layer in range(NUM_LAYERS) for block in (*range(5), *range(8, 16))]
         for member in members:
@@ -205,7 +208,8 @@ REFUSED = {
     "range: for another": a_page(destination=1),
     "range: for nobody": a_page(num_members=0),
     "range: too many members": a_page(num_members=65),
-    "range: two layers": a_page(part=KvPart(IndexRange(0, 1), IndexRange(0, 2), HEADS)),
+    "range: two layers, one of them there": a_page(part=KvPart(IndexRange(0, 1), IndexRange(0, 2), HEADS)),
+    "range: no layer": a_page(part=KvPart(IndexRange(0, 1), IndexRange(0, 0), HEADS), payload_bytes=0),
     "range: no such layer": a_page(part=KvPart(IndexRange(0, 1), IndexRange(9, 10), HEADS)),
     "range: no such block": a_page(part=KvPart(IndexRange(NUM_BLOCKS, NUM_BLOCKS + 1), IndexRange(0, 1), HEADS)),
     "range: one head": a_page(part=KvPart(IndexRange(0, 1), IndexRange(0, 1), IndexRange(0, 1))),

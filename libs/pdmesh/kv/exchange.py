@@ -8,22 +8,27 @@ and whichever helper leaves early.
 **Who may be sent to.** The scheduler tells members of each other at different times, and a piece that comes before its
 request is lost. So a member that learns of another says HELLO, which is answered by WELCOME; either of them, or any
 other piece, says that its sender is ready. Of two members one hears of the other last, and *its* HELLO is heard.
+
+**In how many pieces.** Members take turns, so when one begins its chunk, the next one of ``n`` begins about a chunk's
+``n``-th part later, and as many layers behind. Whoever is ``d`` turns behind is sent ``d`` of these parts at once: it
+waits no longer for it, and a piece costs what it costs, be it of one layer or of eight. Whose turn is next is told by
+what came from whom last; a wrong guess makes somebody wait for half a chunk.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol
 
 import anyio
 import anyio.abc
 import structlog
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pdmesh.errors import KvTransferError
+from pdmesh.kv.outbox import Outbox, Outgoing
 from pdmesh.kv.outgoing import Blocks, PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
@@ -70,9 +75,9 @@ class _Peer:
 
     number: int
     address: bytes
-    outbox: MemoryObjectSendStream[Blocks]
-    inbox: MemoryObjectReceiveStream[Blocks]
-    ready: anyio.Event
+    outbox: Outbox
+    ready: anyio.Event = field(default_factory=anyio.Event)
+    last_block: int = -1  # where the last chunk began that something came of
 
 
 class PieceExchange:
@@ -147,8 +152,8 @@ class PieceExchange:
         if num_blocks == 0:
             return
         self.reserve(first_block, num_blocks)
+        self._push(Blocks(0, 0, first_block, num_blocks, self._layout.num_layers))
         for layer in range(self._layout.num_layers):
-            self._push(Blocks(0, layer, first_block, num_blocks))
             self.presence.add(layer, first_block, num_blocks)
 
     def reserve(self, first_block: int, num_blocks: int) -> None:
@@ -194,9 +199,6 @@ class PieceExchange:
         """After `run`."""
         for stream in (self._joined_in, self._joined_out, self._welcomes_in, self._welcomes_out):
             stream.close()
-        for peer in self._peers.values():
-            peer.outbox.close()
-            peer.inbox.close()
 
     def take_greeting(self, header: PieceHeader) -> str | None:
         """A HELLO or a WELCOME; or say why it must be dropped."""
@@ -222,7 +224,6 @@ class PieceExchange:
             header.source not in self._peers
             or header.destination != self._number
             or not 0 < header.num_members <= MAX_MEMBERS
-            or layers.size != 1
             or not IndexRange(0, layout.num_layers).holds(layers)
             or not IndexRange(0, len(self._block_ids)).holds(blocks)
             or heads != IndexRange(0, layout.num_kv_heads)
@@ -230,17 +231,21 @@ class PieceExchange:
             or header.payload_bytes != payload_bytes
         ):
             return "range"
-        claimed, pages = self._claimed[layers.start], slice(blocks.start, blocks.stop)
-        if any(claimed[pages]) or any(self._begun[pages]):
+        claimed, pages = self._claimed[layers.start : layers.stop], slice(*blocks)
+        if any(self._begun[pages]) or any(any(layer[pages]) for layer in claimed):
             return "duplicate"
-        claimed[pages] = b"\1" * blocks.size
-        self._peers[header.source].ready.set()
+        for layer in claimed:
+            layer[pages] = b"\1" * blocks.size
+        peer = self._peers[header.source]
+        peer.ready.set()
+        peer.last_block = max(peer.last_block, blocks.start)
         return None
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
         pages = header.part.blocks
-        blocks = Blocks(header.chunk, header.part.layers.start, pages.start, pages.size)
+        layers = header.part.layers
+        blocks = Blocks(header.chunk, layers.start, pages.start, pages.size, layers.size)
         self.num_bytes_received += header.payload_bytes
         self._set_audience(blocks, header.num_members)
         if self.leads:
@@ -248,7 +253,8 @@ class PieceExchange:
                 self._pass_on(self._peers[number], blocks)
         if self._on_landed is not None:
             self._on_landed(blocks)
-        self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
+        for layer in range(*layers):
+            self.presence.add(layer, blocks.first_block, blocks.num_blocks)
 
     def fail(self, reason: str) -> None:
         """This member cannot go on."""
@@ -265,39 +271,38 @@ class PieceExchange:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _join(self, number: int, address: bytes) -> None:
-        # Each page is sent to each member once, in pieces of a block at least: this bound is never reached.
-        size = len(self._block_ids) * self._layout.num_layers
-        peer = _Peer(number, address, *anyio.create_memory_object_stream[Blocks](size), anyio.Event())
-        self._peers[number] = peer
+        outbox = Outbox(num_layers=self._layout.num_layers, max_pages=self._writer.max_pages)
+        peer = self._peers[number] = _Peer(number, address, outbox)
         if self.leads:
-            for layer, audience in enumerate(self._audience):
-                self._pass_on(peer, Blocks(0, layer, 0, len(audience)))
+            self._pass_on(peer, Blocks(0, 0, 0, len(self._block_ids), self._layout.num_layers))
         self._joined_in.send_nowait(peer)
 
     def _push(self, blocks: Blocks) -> None:
         """Send blocks that were computed here to all members that there are."""
-        self._set_audience(blocks, max(1, len(self._addresses)))
-        for peer in self._peers.values():
-            self._queue(peer, blocks)
+        num_members = max(1, len(self._addresses))
+        self._set_audience(blocks, num_members)
+        next_ones = sorted(
+            self._peers.values(), key=lambda peer: (peer.last_block < blocks.first_block, peer.last_block)
+        )
+        for turn, peer in enumerate(next_ones, start=1):
+            layers_behind = turn * self._layout.num_layers // num_members
+            peer.outbox.put(Outgoing(blocks, num_members), min(layers_behind, self._layout.num_layers // 2))
 
     def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:
         """Send of ``blocks`` what is here and was not meant for this member."""
-        audience = self._audience[blocks.layer]
-        wanted = (block for block in range(blocks.first_block, blocks.end) if 0 < audience[block] <= peer.number)
-        for _, run in groupby(enumerate(wanted), key=lambda item: item[1] - item[0]):
-            found = [block for _, block in run]
-            passed = blocks._replace(first_block=found[0], num_blocks=len(found))
-            self._set_audience(passed, peer.number + 1)
-            self._queue(peer, passed)
+        for layer in range(blocks.layer, blocks.end_layer):
+            audience = self._audience[layer]
+            wanted = (block for block in range(blocks.first_block, blocks.end) if 0 < audience[block] <= peer.number)
+            for _, run in groupby(enumerate(wanted), key=lambda item: item[1] - item[0]):
+                found = [block for _, block in run]
+                passed = Blocks(blocks.chunk, layer, found[0], len(found))
+                self._set_audience(passed, peer.number + 1)
+                peer.outbox.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
+        peer.outbox.flush()
 
     def _set_audience(self, blocks: Blocks, num_members: int) -> None:
-        self._audience[blocks.layer][blocks.first_block : blocks.end] = bytes([num_members]) * blocks.num_blocks
-
-    def _queue(self, peer: _Peer, blocks: Blocks) -> None:
-        try:
-            peer.outbox.send_nowait(blocks)
-        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-            return  # it has ended; the engine does not know yet
+        for layer in range(blocks.layer, blocks.end_layer):
+            self._audience[layer][blocks.first_block : blocks.end] = bytes([num_members]) * blocks.num_blocks
 
     def _header(self, kind: PieceKind, peer: _Peer) -> PieceHeader:
         assert self._number is not None, "there are peers, so the members are known"
@@ -324,8 +329,8 @@ class PieceExchange:
         await peer.ready.wait()
         about = self._header(PieceKind.KV, peer)
         try:
-            async for blocks in peer.inbox:
-                num_members = self._audience[blocks.layer][blocks.first_block]
+            while True:
+                blocks, num_members = await peer.outbox.take()
                 await self._writer.send(peer.address, blocks, replace(about, num_members=num_members))
         except KvTransferError as error:
             self.fail(f"a member of the group takes no KV: {error}")

@@ -75,5 +75,9 @@ class PieceReader:
         """Nothing is copied of what was damaged on the way."""
         if self._key.checksum(piece.payload) != header.checksum:
             return "checksum"
-        self._store.scatter(header.part.layers.start, block_ids, piece.payload)
+        layers = header.part.layers
+        layer_bytes = header.payload_bytes // layers.size
+        for index in range(layers.size):
+            start = index * layer_bytes
+            self._store.scatter(layers.start + index, block_ids, piece.payload[start : start + layer_bytes])
         return None

@@ -183,7 +183,7 @@ class KvMover:
             source=source,
             blocks=blocks,
             store=self._store,
-            blocks_per_piece=self._transport.max_payload_bytes // self._store.layout.block_bytes,
+            pages_per_piece=self._transport.max_payload_bytes // self._store.layout.block_bytes,
             call_soon=self._call_soon,
             clock=self._clock,
         )

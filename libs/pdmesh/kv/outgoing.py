@@ -19,21 +19,38 @@ from pdmesh.transport.seal import MeshKey
 
 
 class Blocks(NamedTuple):
-    """Neighbouring complete blocks of a request's block table, of one layer."""
+    """Neighbouring complete blocks of a request's block table, in one layer or the same ones in several."""
 
     chunk: int
-    layer: int
+    layer: int  # the first
     first_block: int
     num_blocks: int
+    num_layers: int = 1
 
     @property
     def end(self) -> int:
         return self.first_block + self.num_blocks
 
+    @property
+    def end_layer(self) -> int:
+        return self.layer + self.num_layers
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_layers * self.num_blocks
+
     def cut(self, size: int) -> Iterator[Blocks]:
-        """Into pieces of at most so many blocks."""
-        for first in range(self.first_block, self.end, size):
-            yield self._replace(first_block=first, num_blocks=min(size, self.end - first))
+        """Into pieces of at most so many pages: whole layers where one fits."""
+        num_layers = max(1, size // max(1, self.num_blocks))
+        for layer in range(self.layer, self.end_layer, num_layers):
+            for first in range(self.first_block, self.end, size):
+                yield Blocks(
+                    self.chunk,
+                    layer,
+                    first,
+                    min(size, self.end - first),
+                    min(num_layers, self.end_layer - layer),
+                )
 
 
 class PieceWriter:
@@ -56,9 +73,14 @@ class PieceWriter:
         self._key = key
         self._copies = copies
 
+    @property
+    def max_pages(self) -> int:
+        """As many as fit into a piece here; a destination may take less."""
+        return self._transport.max_payload_bytes // self._store.layout.block_bytes
+
     async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
         """Send them with headers that say ``about`` and what each piece holds. Raises KvTransferError."""
-        for piece in blocks.cut(self._blocks_taken(address)):
+        for piece in blocks.cut(self._pages_taken(address)):
             async with self._transport.lend() as buffer:
                 await self._send_piece(address, piece, about, buffer)
 
@@ -86,15 +108,15 @@ class PieceWriter:
             pack_header(header, buffer.header, self._key)
             await self._transport.send(address, buffer, 0)
 
-    def _blocks_taken(self, address: bytes) -> int:
-        """Blocks of a piece that a destination takes: its buffers may be smaller than ours."""
+    def _pages_taken(self, address: bytes) -> int:
+        """Pages of a piece that a destination takes: its buffers may be smaller than ours."""
         limit = self._transport.payload_limit(address)
         if limit < self._store.layout.block_bytes:
             raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
         return limit // self._store.layout.block_bytes
 
     async def _send_piece(self, address: bytes, blocks: Blocks, about: PieceHeader, buffer: SendBuffer) -> None:
-        payload_bytes = blocks.num_blocks * self._store.layout.block_bytes
+        payload_bytes = blocks.num_pages * self._store.layout.block_bytes
         if payload_bytes <= self._store.inline_copy_bytes:
             self._fill(blocks, about, buffer, payload_bytes)
         else:
@@ -107,13 +129,16 @@ class PieceWriter:
 
     def _fill(self, blocks: Blocks, about: PieceHeader, buffer: SendBuffer, payload_bytes: int) -> None:
         payload = buffer.payload[:payload_bytes]
-        self._store.gather(blocks.layer, self._block_ids[blocks.first_block : blocks.end], payload)
+        block_ids, layer_bytes = self._block_ids[blocks.first_block : blocks.end], payload_bytes // blocks.num_layers
+        for index in range(blocks.num_layers):
+            start = index * layer_bytes
+            self._store.gather(blocks.layer + index, block_ids, payload[start : start + layer_bytes])
         header = replace(
             about,
             chunk=blocks.chunk,
             part=KvPart(
                 IndexRange(blocks.first_block, blocks.end),
-                IndexRange(blocks.layer, blocks.layer + 1),
+                IndexRange(blocks.layer, blocks.end_layer),
                 IndexRange(0, self._store.layout.num_kv_heads),
             ),
             payload_bytes=payload_bytes,

@@ -17,7 +17,7 @@ from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK4"  # the digit is the version
+_MAGIC = b"pdK5"  # the digit is the version
 _FIELDS = struct.Struct("<4sB?HI16sQ2HI2I4HIQ3I")
 _USED = _FIELDS.size + SEAL_BYTES
 assert _USED <= HEADER_BYTES
@@ -29,7 +29,7 @@ NO_PART = KvPart(IndexRange(0, 0), IndexRange(0, 0), IndexRange(0, 0))
 class PieceKind(IntEnum):
     """What a message between two instances is."""
 
-    KV = 1  # blocks of one layer
+    KV = 1  # blocks, in one layer or the same ones in several: all of one layer, then those of the next
     COMMIT = 2  # source to destination, after its last KV: what it sent, and the first token if it drew it
     LANDED = 3  # destination to each source: everything is in place
     ABORT = 4  # either way: the other side gave up
@@ -50,7 +50,7 @@ class PieceHeader:
     destination: int = 0
     num_members: int = 0  # KV between members of a group: so many of them are sent it by who computed it
     chunk: int = 0
-    part: KvPart = NO_PART  # KV: what the payload is, of one layer; COMMIT: all that this source has sent;
+    part: KvPart = NO_PART  # KV: what the payload is; COMMIT: all that this source has sent;
     # TRANSCRIPT: ``blocks`` are bytes
     payload_bytes: int = 0
     checksum: int = 0  # of the payload: `MeshKey.checksum`

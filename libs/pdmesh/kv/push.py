@@ -175,9 +175,10 @@ class KvPush:
     async def _send_to(self, index: int, destination: KvDestination, blocks: Blocks) -> None:
         """What of ``blocks`` goes to a destination."""
         wanted = destination.part.blocks.common(IndexRange(blocks.first_block, blocks.end))
-        if wanted.size == 0 or not destination.part.layers.holds(IndexRange(blocks.layer, blocks.layer + 1)):
+        layers = destination.part.layers.common(IndexRange(blocks.layer, blocks.end_layer))
+        if wanted.size == 0 or layers.size == 0:
             return
-        wanted_blocks = blocks._replace(first_block=wanted.start, num_blocks=wanted.size)
+        wanted_blocks = Blocks(blocks.chunk, layers.start, wanted.start, wanted.size, layers.size)
         about = PieceHeader(
             kind=PieceKind.KV,
             request_key=self.key,

@@ -75,7 +75,6 @@ class KvReceiver:
         if (
             header.source >= len(self.source_addresses)
             or header.destination != self.destination
-            or layers.size != 1
             or not self._part.layers.holds(layers)
             or not self._part.blocks.holds(blocks)
             or heads != self._part.heads
@@ -83,12 +82,13 @@ class KvReceiver:
             or header.payload_bytes != payload_bytes
         ):
             return "range"
-        claimed = self._claimed[layers.start]
-        if any(claimed[blocks.start : blocks.stop]):
+        claimed, pages = self._claimed[layers.start : layers.stop], slice(*blocks)
+        if any(any(layer[pages]) for layer in claimed):
             return "duplicate"
-        claimed[blocks.start : blocks.stop] = b"\1" * blocks.size
-        self._num_claimed_of[header.source] += blocks.size
-        self._num_unclaimed -= blocks.size
+        for layer in claimed:
+            layer[pages] = b"\1" * blocks.size
+        self._num_claimed_of[header.source] += part.num_pages
+        self._num_unclaimed -= part.num_pages
         return None
 
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
@@ -109,7 +109,7 @@ class KvReceiver:
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
-        self._num_unplaced -= header.part.blocks.size
+        self._num_unplaced -= header.part.num_pages
         self.num_bytes += header.payload_bytes
 
     def commit(self, header: PieceHeader) -> str | None:

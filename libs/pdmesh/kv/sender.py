@@ -16,6 +16,9 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 
+#: What is computed of a chunk is sent in so many steps at least, as far as a piece holds more than a layer of it.
+STEPS_A_CHUNK = 4
+
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
 
@@ -33,7 +36,7 @@ class KvSender:
         source: int,
         blocks: IndexRange | None,
         store: KvStore,
-        blocks_per_piece: int,
+        pages_per_piece: int,
         call_soon: CallSoon,
         clock: Callable[[], float],
     ) -> None:
@@ -52,10 +55,11 @@ class KvSender:
         self.committed_s: float | None = None  # when all was computed that this source computes
         self.first_token: FirstToken | None = None  # if it drew it
         self._store = store
-        self._blocks_per_piece = blocks_per_piece
+        self._pages_per_piece = pages_per_piece
         self._call_soon = call_soon
         self._clock = clock
         self._num_awaited = self.part.num_pages  # not yet computed
+        self._held: Blocks | None = None  # layers of a chunk that more will join
         self._news = anyio.Event()
 
     # --- called by the worker runtime ---------------------------------------------------------------------------------
@@ -67,7 +71,7 @@ class KvSender:
         """
         if num_blocks > 0:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
-            self._store.when_written(lambda: self._call_soon(lambda: self._add_ready(blocks)))
+            self._store.when_written(lambda: self._call_soon(lambda: self._add_computed(blocks)))
 
     def blocks_landed(self, blocks: Blocks) -> None:
         """The same of blocks that another instance computed, and that are in place here now. Event loop only."""
@@ -101,13 +105,30 @@ class KvSender:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _add_computed(self, blocks: Blocks) -> None:
+        """They are ready together with those of the next layers, as long as these fit into a piece."""
+        held, self._held = self._held, None
+        if held is not None and blocks == held._replace(layer=held.end_layer, num_layers=1):
+            blocks = held._replace(num_layers=held.num_layers + 1)
+        elif held is not None:
+            self._add_ready(held)
+        num_layers = self._store.layout.num_layers
+        if (
+            blocks.num_layers * STEPS_A_CHUNK < num_layers
+            and blocks.end_layer < num_layers
+            and blocks.num_pages + blocks.num_blocks <= self._pages_per_piece
+        ):
+            self._held = blocks
+        else:
+            self._add_ready(blocks)
+
     def _add_ready(self, blocks: Blocks) -> None:
-        assert blocks.layer < self._store.layout.num_layers, f"layer {blocks.layer}"
+        assert blocks.end_layer <= self._store.layout.num_layers, f"layer {blocks.layer}"
         own = self.part.blocks
         assert own.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {own}"
-        self._num_awaited -= blocks.num_blocks
+        self._num_awaited -= blocks.num_pages
         assert self._num_awaited >= 0, "a block was named twice"
-        self.ready += blocks.cut(self._blocks_per_piece)
+        self.ready += blocks.cut(self._pages_per_piece)
         self._tell()
 
     def _tell(self) -> None:

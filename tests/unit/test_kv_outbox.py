@@ -1,0 +1,95 @@
+"""Layers of a chunk that wait for the same member go together, and nothing that more could join waits for ever."""
+
+import random
+
+import anyio
+import pytest
+
+from pdmesh.kv.outbox import Outbox, Outgoing
+from pdmesh.kv.outgoing import Blocks
+
+pytestmark = pytest.mark.anyio
+
+NUM_LAYERS = 8
+
+
+def an_outbox(max_pages: int = 1000) -> Outbox:
+    return Outbox(num_layers=NUM_LAYERS, max_pages=max_pages)
+
+
+def put(outbox: Outbox, layer: int, first: int = 0, *, chunk: int = 0, num_members: int = 2, together: int = 4) -> None:
+    outbox.put(Outgoing(Blocks(chunk, layer, first, 5), num_members), together)
+
+
+async def take_all(outbox: Outbox) -> list[Outgoing]:
+    """Those that are due."""
+    taken: list[Outgoing] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def take() -> None:
+            while True:
+                taken.append(await outbox.take())
+
+        tasks.start_soon(take)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    return taken
+
+
+async def test_a_piece_leaves_when_it_has_the_layers_that_were_wanted() -> None:
+    outbox = an_outbox()
+    for layer in range(3):
+        put(outbox, layer)
+    assert await take_all(outbox) == []
+    put(outbox, 3)
+    assert await take_all(outbox) == [Outgoing(Blocks(0, 0, 0, 5, 4), 2)]
+    put(outbox, 4)
+    put(outbox, 5, together=2)  # its turn has come nearer
+    assert await take_all(outbox) == [Outgoing(Blocks(0, 4, 0, 5, 2), 2)]
+
+
+async def test_the_last_layer_the_next_chunk_and_a_full_piece_end_what_is_held_back() -> None:
+    outbox = an_outbox(max_pages=14)
+    for layer in (6, 7):
+        put(outbox, layer)
+    assert await take_all(outbox) == [Outgoing(Blocks(0, 6, 0, 5, 2), 2)]
+    put(outbox, 0)
+    put(outbox, 0, 5, chunk=1)
+    assert await take_all(outbox) == [Outgoing(Blocks(0, 0, 0, 5), 2)]
+    put(outbox, 1, 5, chunk=1)  # a third would not fit
+    assert await take_all(outbox) == [Outgoing(Blocks(1, 0, 5, 5, 2), 2)]
+    put(outbox, 0)
+    outbox.flush()
+    assert await take_all(outbox) == [Outgoing(Blocks(0, 0, 0, 5), 2)]
+
+
+async def test_what_was_sent_to_more_members_does_not_join() -> None:
+    outbox = an_outbox()
+    put(outbox, 0)
+    put(outbox, 1, num_members=3)
+    assert await take_all(outbox) == [Outgoing(Blocks(0, 0, 0, 5), 2)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_each_page_leaves_once_in_order_and_in_pieces_that_fit(seed: int) -> None:
+    rng = random.Random(seed)
+    max_pages = rng.choice([1, 4, 10, 1000])
+    outbox = an_outbox(max_pages)
+    given: list[tuple[int, int]] = []
+    taken: list[Outgoing] = []
+    for chunk in range(10):
+        size = rng.randint(1, 5)
+        for layer in range(NUM_LAYERS):
+            outbox.put(Outgoing(Blocks(chunk, layer, 5 * chunk, size), 2), rng.randint(1, NUM_LAYERS))
+            given += [(layer, 5 * chunk + block) for block in range(size)]
+            if rng.random() < 0.3:
+                taken += await take_all(outbox)
+    taken += await take_all(outbox)
+    pages = [
+        (layer, block)
+        for blocks, _ in taken
+        for layer in range(blocks.layer, blocks.end_layer)
+        for block in range(blocks.first_block, blocks.end)
+    ]
+    assert pages == given
+    assert all(blocks.num_pages <= max_pages for blocks, _ in taken if blocks.num_layers > 1)
