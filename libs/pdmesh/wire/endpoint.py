@@ -49,7 +49,8 @@ def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool)
 def bind_socket(host: str, port: int, *, setting: str) -> socket.socket:
     """A socket that holds a TCP port and does not listen yet. Raises ConfigError if it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    holder = socket.socket(family, socket.SOCK_STREAM)
+    # Said to be TCP's: asyncio takes Nagle's algorithm from accepted connections of no other sockets.
+    holder = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))
