@@ -1,70 +1,196 @@
-"""A long prompt that several instances compute in turn: real processes, KV between them, and the tokens of one."""
+"""A long prompt that several instances compute in turn: KV between real processes, and the answer of one of them."""
 
+import os
+import signal
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import httpx
+import anyio
 import pytest
 
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 
 #: Not as fast as it could be: there are chunks enough for everyone.
 SHAPE = CheckpointShape(hidden_size=128, intermediate_size=512, num_layers=6, num_heads=8)
-SAMPLING = {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "seed": 11, "repetition_penalty": 1.1}
+PROMPTS = random_prompts([3000, 5003], SHAPE.vocab_size, seed=7)
+SETTINGS = {"POLICY_LONG_PROMPT_TOKENS": "1000", "POLICY_PREFILL_STEP_S": "0.02", "POLICY_RELAY_IMPROVEMENT": "0"}
+
+SEEDED = {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "seed": 11}
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 
 
-@dataclass(frozen=True)
-class Served:
-    mesh: RunningMesh
-    references: list[Reference]
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), shape=SHAPE, seed=1)
 
-    async def computed_by(self, client: httpx.AsyncClient, prompt: tuple[int, ...]) -> set[str | None]:
-        """The instances that computed a prompt which is asked for now."""
-        body = {"model": self.mesh.model, "prompt": list(prompt), "max_tokens": 1}
-        response = (await client.post("/v1/completions", json=body)).raise_for_status()
-        record = self.mesh.request_record(response.json()["id"])
-        return {entry.instance_id for entry in record.entries if entry.what == "chunk"}
+
+@pytest.fixture(scope="module")
+def references(checkpoint: Path) -> list[Reference]:
+    return [reference(checkpoint, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
+    """A mesh in which there is nobody to help."""
+    with running_mesh(tmp_path_factory.mktemp("alone"), model=checkpoint, settings=SETTINGS) as mesh:
+        yield mesh
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
-    folder = tmp_path_factory.mktemp("relay")
-    checkpoint = write_checkpoint(folder / "model", shape=SHAPE, seed=1)
-    references = [
-        reference(checkpoint, prompt, 12) for prompt in random_prompts([3000, 5003], SHAPE.vocab_size, seed=7)
-    ]
-    settings = {"POLICY_LONG_PROMPT_TOKENS": "1000", "POLICY_PREFILL_STEP_S": "0.02", "POLICY_RELAY_IMPROVEMENT": "0"}
-    with running_mesh(folder, model=checkpoint, prefill=request.param, settings=settings) as mesh:
-        yield Served(mesh, references)
+def together(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[RunningMesh]:
+    folder = tmp_path_factory.mktemp("together")
+    with running_mesh(folder, model=checkpoint, prefill=request.param, settings=SETTINGS) as mesh:
+        yield mesh
         mesh.wait_until_idle()
 
 
-@pytest.mark.timeout(300)
-async def test_greedy_tokens_and_logprobs_equal_transformers(served: Served) -> None:
-    async with served.mesh.client() as client:
-        alone = await mismatches(client, served.mesh.model, served.references, concurrency=1)
-        crowd = await mismatches(client, served.mesh.model, served.references * 2, concurrency=4)
-        computed_by = await served.computed_by(client, served.references[1].prompt)
-    assert alone + crowd == []
-    assert len(computed_by) > 1, "nobody helped"
+three = pytest.mark.parametrize("together", [3], indirect=True)
 
 
-@pytest.mark.timeout(300)
-async def test_a_seed_draws_what_it_draws_where_nobody_helps(
-    served: Served, tmp_path_factory: pytest.TempPathFactory
+async def ask(mesh: RunningMesh, **fields: Any) -> dict[str, Any]:
+    body = {"model": mesh.model, "prompt": PROMPTS[1], "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    async with mesh.client() as client:
+        response = await client.post("/v1/completions", json=body | fields)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def helpers_of(mesh: RunningMesh, answer: dict[str, Any]) -> int:
+    """How many more than its leader computed any choice's prompt."""
+    name, choices = answer["id"], answer["choices"]
+    names = [name] if len(choices) == 1 else [f"{name}-{index}" for index in range(len(choices))]
+    entries = [mesh.request_record(each).entries for each in names]
+    return max(len({entry.instance_id for entry in of if entry.what == "chunk"}) - 1 for of in entries)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    alone: RunningMesh
+    together: RunningMesh
+
+    async def answers(self, *, helped: bool = True, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a mesh with one prefill instance says, and one in which somebody ``helped``, or nobody."""
+        expected, got = await ask(self.alone, **fields), await ask(self.together, **fields)
+        num_helpers = helpers_of(self.together, got)
+        assert (num_helpers > 0) == helped, f"{num_helpers} helped"
+        return expected, got
+
+
+@pytest.fixture
+def meshes(alone: RunningMesh, together: RunningMesh) -> Meshes:
+    return Meshes(alone, together)
+
+
+def assert_same_choices(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    assert together["usage"] == alone["usage"]
+    for expected, got in zip(alone["choices"], together["choices"], strict=True):
+        assert {**got, "logprobs": None} == {**expected, "logprobs": None}
+        if expected["logprobs"] is not None:
+            assert_same_logprobs(expected["logprobs"], got["logprobs"])
+
+
+def assert_same_logprobs(expected: dict[str, Any], got: dict[str, Any]) -> None:
+    for field in ("tokens", "text_offset"):
+        assert got[field] == expected[field]
+    missing = [position for position, value in enumerate(got["token_logprobs"]) if value is None]
+    assert missing == [position for position, value in enumerate(expected["token_logprobs"]) if value is None]
+    assert got["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-4)
+    for expected_top, got_top in zip(expected["top_logprobs"][1:], got["top_logprobs"][1:], strict=True):
+        assert sorted(got_top.values()) == pytest.approx(sorted(expected_top.values()), abs=1e-4)
+
+
+async def test_greedy_tokens_and_logprobs_equal_transformers(
+    together: RunningMesh, references: list[Reference]
 ) -> None:
-    prompt = served.references[1].prompt
-    async with served.mesh.client() as client:
-        together = await complete(client, served.mesh.model, prompt, 24, **SAMPLING)
-    settings = {"POLICY_RELAY_MEMBERS": "1"}
-    folder = tmp_path_factory.mktemp("alone")
-    checkpoint = write_checkpoint(folder / "model", shape=SHAPE, seed=1)
-    with running_mesh(folder, model=checkpoint, settings=settings) as mesh:
+    async with together.client() as client:
+        one_by_one = await mismatches(client, together.model, references, concurrency=1)
+        crowd = await mismatches(client, together.model, references * 2, concurrency=4)
+    assert one_by_one + crowd == []
+    assert helpers_of(together, await ask(together, max_tokens=1)) > 0, "nobody helped"
+
+
+async def test_a_seed_draws_what_it_draws_where_nobody_helps(alone: RunningMesh, together: RunningMesh) -> None:
+    drawn = []
+    for mesh in (alone, together):
         async with mesh.client() as client:
-            alone = await complete(client, mesh.model, prompt, 24, **SAMPLING)
-    assert together.token_ids == alone.token_ids
-    assert max(abs(a - b) for a, b in zip(together.logprobs, alone.logprobs, strict=True)) < 1e-4
+            drawn.append(await complete(client, mesh.model, PROMPTS[1], 24, **SEEDED, repetition_penalty=1.1))
+    expected, got = drawn
+    assert got.token_ids == expected.token_ids
+    assert max(abs(a - b) for a, b in zip(got.logprobs, expected.logprobs, strict=True)) < 1e-4
+
+
+# What clients are told beside tokens goes the same ways for two as for three.
+
+
+@three
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"n": 2, **SEEDED}], ids=["greedy", "two choices"])
+async def test_who_asks_for_a_prompts_logprobs_gets_all_of_them(meshes: Meshes, fields: dict[str, Any]) -> None:
+    alone, together = await meshes.answers(helped=False, echo=True, logprobs=2, **fields)
+    assert_same_choices(alone, together)
+    for choice in together["choices"]:
+        assert choice["logprobs"]["token_logprobs"].index(None) == 0
+        assert choice["logprobs"]["token_logprobs"].count(None) == 1, "of others than the first token"
+
+
+@three
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"echo": True, "temperature": 0},
+        {"n": 2, "logprobs": 1, **SEEDED},
+        {"logprobs": 1, "temperature": 0, **PENALTIES},
+        {"logprobs": 2, **SEEDED, **PENALTIES},
+    ],
+    ids=["echo", "two choices", "penalties", "seed and penalties"],
+)
+async def test_answers_equal_those_of_one_instance(meshes: Meshes, fields: dict[str, Any]) -> None:
+    assert_same_choices(*await meshes.answers(**fields))
+
+
+@three
+async def test_stop_strings(meshes: Meshes) -> None:
+    undisturbed = await ask(meshes.alone, max_tokens=24, temperature=0)
+    text = undisturbed["choices"][0]["text"]
+    alone, together = await meshes.answers(max_tokens=24, temperature=0, stop=[text[len(text) // 2 :][:3]])
+    assert_same_choices(alone, together)
+    assert together["choices"][0]["finish_reason"] == "stop"
+
+
+@three
+async def test_who_hangs_up_in_the_middle_leaves_no_blocks_at_any_member(meshes: Meshes) -> None:
+    for wait_s in (0.1, 0.3, 0.6):
+        with anyio.move_on_after(wait_s):
+            await ask(meshes.together, temperature=0)
+        await anyio.to_thread.run_sync(meshes.together.wait_until_idle)
+    assert_same_choices(*await meshes.answers(temperature=0, logprobs=1))
+
+
+@three
+async def test_a_member_that_dies_in_the_middle_changes_no_answer(meshes: Meshes) -> None:
+    mesh = meshes.together
+    names = [name for name in mesh.pids() if name.startswith("prefill")]
+    got: list[dict[str, Any]] = []
+
+    async def generate() -> None:
+        got.append(await ask(mesh, logprobs=1, **SEEDED))
+
+    for name, wait_s in zip(names, (0.4, 0.7, 0.2), strict=True):
+        pid = mesh.pids()[name]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            await anyio.sleep(wait_s)  # into its prefill, on most machines
+            os.kill(pid, signal.SIGKILL)
+        await anyio.to_thread.run_sync(mesh.wait_until_replaced, name, pid)
+    expected = await ask(meshes.alone, logprobs=1, **SEEDED)
+    for each in got:
+        assert_same_choices(expected, each)
+    await anyio.to_thread.run_sync(mesh.wait_until_idle)
