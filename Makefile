@@ -1,5 +1,7 @@
 # make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
-# make test   everything CI runs
+# make test   everything CI runs, on all cores, and what took how long (ARGS="-k relay" for some, ARGS=tests/unit/test_ranges.py for a
+#             file alone, ARGS="-n 0" for one process)
+# make lint   the first part of it
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing.md)
 # make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results.md
 # make fuzz   damage 5,000 event logs, checkpoints and configuration files, and say as much to the data plane
@@ -29,19 +31,30 @@ TEST_STAMP := $(VENV)/.test-$(STATE)
 # Two cores and many processes: one thread for each. Tests never ask a hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: up test lint dst results fuzz resolve docs fmt clean
+LINTS := ruff mypy pyright imports
+
+.PHONY: up test lint $(LINTS) dst results fuzz resolve docs fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up $(ARGS)
 
-test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+test: $(TEST_STAMP)
+	@$(TEST_ENV) $(BIN)/python tests/run.py $(ARGS)
 
-lint: $(TEST_STAMP)
+# Two at once with --jobs=2: mypy and pyright each take one core for as long.
+lint: $(LINTS)
+
+ruff: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: $(TEST_STAMP)
 	$(BIN)/mypy
+
+pyright: $(TEST_STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+imports: $(TEST_STAMP)
 	$(BIN)/lint-imports
 
 dst: $(TEST_STAMP)

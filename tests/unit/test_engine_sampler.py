@@ -98,7 +98,7 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
             [TemperatureLogitsWarper(1.3), TopKLogitsWarper(12), TopPLogitsWarper(0.8)],
         ),
     ],
-    ids=str,
+    ids=lambda given: ",".join(map(str, given.items())) if isinstance(given, dict) else f"{len(given)} warpers",
 )
 def test_draws_follow_the_distribution_transformers_draws_from(params: dict[str, Any], warpers: list[Any]) -> None:
     logits = logits_of(seed=1)
