@@ -26,7 +26,8 @@ class KernelsHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         library = Path(self.root, LIBRARY)
-        fresh = library.with_suffix(".new")  # an engine that is starting finds the old one or the new one, whole
+        # An engine that is starting finds the old one or the new one, whole; two builds do not meet.
+        fresh = library.with_suffix(f".{os.getpid()}.new")
         if problem := _compile(Path(self.root), fresh):
             library.unlink(missing_ok=True)  # a library of other sources is worse than none
             self.app.display_warning(f"the CPU engine will be slower: {problem}")
