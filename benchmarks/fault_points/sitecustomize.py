@@ -1,0 +1,188 @@
+"""Named points of a move at which a process of a mesh ends or stops itself; found by Python on PYTHONPATH.
+
+`benchmarks/move_faults.py` starts a mesh with this folder on its path and MOVE_FAULTS_FOLDER set. A worker whose file
+``INSTANCE.armed`` there names a point sends itself the signal that stands behind it when it comes to that point, and
+renames the file to ``INSTANCE.hit``. Each token that a worker sends to a gateway is a line of ``INSTANCE.PID.tokens``.
+Nothing of the product knows of this: methods are wrapped as their modules are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = Path(os.environ.get("MOVE_FAULTS_FOLDER", ""))
+INSTANCE = os.environ.get("PDMESH_WORKER_INSTANCE_ID", "")
+
+_num_at: dict[str, int] = {}
+
+
+def at(point: str) -> None:
+    """The process has come to a point."""
+    armed = FOLDER / f"{INSTANCE}.armed"
+    try:
+        wanted, number, which = armed.read_text().split()
+    except (OSError, ValueError):
+        return
+    if wanted != point.replace(" ", "_"):
+        return
+    _num_at[point] = _num_at.get(point, 0) + 1
+    if _num_at[point] < int(which):
+        return
+    _num_at.clear()
+    armed.rename(FOLDER / f"{INSTANCE}.hit")
+    os.kill(os.getpid(), int(number))
+
+
+def before(cls: Any, name: str, point: str) -> None:
+    inner = getattr(cls, name)
+
+    @functools.wraps(inner)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        at(point)
+        return inner(*args, **kwargs)
+
+    setattr(cls, name, wrapped)
+
+
+def after(cls: Any, name: str, point: str) -> None:
+    inner = getattr(cls, name)
+
+    @functools.wraps(inner)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        at(point)
+        return result
+
+    setattr(cls, name, wrapped)
+
+
+# --- where the points are ---
+
+
+def _worker_moves(module: ModuleType) -> None:
+    before(module.MovingDecodes, "grant", "source: granted")
+    after(module.MovingDecodes, "_freeze", "source: stands still")
+    before(module.MovingDecodes, "sent", "source: heard that it landed")
+    after(module.MovingDecodes, "sent", "source: told that it landed")
+    before(module.MovingDecodes, "expect", "target: asked")
+    after(module.MovingDecodes, "expect", "target: reserved")
+    after(module.MovingDecodes, "arrived", "target: has it")
+
+
+def _kv_outgoing(module: ModuleType) -> None:
+    cls = module.PieceWriter
+    send, tell = cls.send, cls.tell
+
+    @functools.wraps(send)
+    async def sending(self: Any, address: bytes, blocks: Any, about: Any) -> None:
+        await send(self, address, blocks, about)
+        at("source: pages go over")
+
+    @functools.wraps(tell)
+    async def telling(self: Any, address: bytes, header: Any, **more: Any) -> None:
+        committing = header.kind.name == "COMMIT"
+        if committing:
+            at("source: about to commit")
+        await tell(self, address, header, **more)
+        if committing:
+            at("source: committed")
+
+    cls.send, cls.tell = sending, telling
+
+
+def _kv_receiver(module: ModuleType) -> None:
+    cls = module.KvReceiver
+    place = cls.place
+
+    @functools.wraps(place)
+    def placing(self: Any, header: Any) -> None:
+        place(self, header)
+        if self._num_context_tokens is None:  # of a move
+            at("target: pages come")
+
+    cls.place = placing
+    before(cls, "_end_move", "target: a commit comes")
+
+
+def _kv_mover(module: ModuleType) -> None:
+    tell = module.KvMover._tell
+
+    @functools.wraps(tell)
+    async def telling(self: Any, kind: Any, transfer: Any, address: bytes, *, destination: int) -> None:
+        is_move = kind.name == "LANDED" and bool(getattr(transfer, "transcript", b""))
+        if is_move:
+            at("target: about to acknowledge")
+        await tell(self, kind, transfer, address, destination=destination)
+        if is_move:
+            at("target: acknowledged")
+
+    module.KvMover._tell = telling
+
+
+def _worker_replies(module: ModuleType) -> None:
+    inner = module.ToGateways.send
+    begun: set[tuple[str, int]] = set()
+    log = os.open(FOLDER / f"{INSTANCE}.{os.getpid()}.tokens", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    @functools.wraps(inner)
+    def sending(self: Any, hold: Any, message: Any) -> None:
+        if getattr(message, "token_id", None) is not None:
+            os.write(log, f"{message.request_id} {message.epoch} {message.index} {message.token_id}\n".encode())
+            key = (message.request_id, hold.received_by)
+            if hold.transfer is not None and hold.transfer.purpose.name == "MOVE" and key not in begun:
+                begun.add(key)
+                inner(self, hold, message)
+                at("target: goes on")
+                return
+        inner(self, hold, message)
+
+    module.ToGateways.send = sending
+
+
+_WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
+    "pdmesh.worker.moves": _worker_moves,
+    "pdmesh.kv.outgoing": _kv_outgoing,
+    "pdmesh.kv.receiver": _kv_receiver,
+    "pdmesh.kv.mover": _kv_mover,
+    "pdmesh.worker.replies": _worker_replies,
+}
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: Any, wrap: Callable[[ModuleType], None]) -> None:
+        self._inner = inner
+        self._wrap = wrap
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._inner.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._wrap(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        wrap = _WRAPPERS.pop(name, None)
+        if wrap is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, wrap)
+        return spec
+
+
+if INSTANCE and os.environ.get("MOVE_FAULTS_FOLDER"):
+    sys.meta_path.insert(0, _Finder())
