@@ -501,6 +501,7 @@ class KvMover:
             self._drop(piece, reason)
         else:
             piece.release()
+            self._check_landed(receiver)
 
     def _read(self, receiver: KvReceiver, header: PieceHeader, fault: str | None) -> None:
         if fault is not None:

@@ -1,6 +1,7 @@
 """A running decode's KV on its way out: it decodes on while full blocks go over, and stands still for the rest.
 
-See `docs/architecture.md`, "Moving a running decode".
+What is left then, and the commit, leave at once, and nothing of it waits for anything else of it: the stream stands
+still for as long as one way takes. See `docs/architecture.md`, "Moving a running decode".
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdmesh.kv.push import PIECES_IN_FLIGHT, KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
 
-#: A request that stands still for longer than this before its commit goes on where it is.
+#: A request that stands still for so long without a buffer for its commit goes on where it is.
 FREEZE_LIMIT_S = 0.25
 
 #: For the acknowledgement of a commit. Then the core asks the target, which answers for itself.
@@ -57,6 +58,7 @@ class MoveSender:
         self._writer = writer
         self._address = destination.address
         self._about = PieceHeader(kind=PieceKind.KV, request_key=self.key, epoch=epoch, capability=capability)
+        self._about_transcript = replace(self._about, kind=PieceKind.TRANSCRIPT)
         self._num_tokens_taken = destination.part.blocks.size * layout.block_size
         self._transcript = transcript
         self._layout = layout
@@ -70,11 +72,9 @@ class MoveSender:
         self._wanted = anyio.Event()  # there is something to send, or no more will come
         self._frozen = anyio.Event()
         self._frozen_s = 0.0
-        self._tail = b""
-        self._num_kv_tokens = 0  # in all, once it is frozen, and the token after them
-        self._next_token = FirstToken(0, 0)
         self._failure: str | None = None
         self._landed = anyio.Event()
+        self._landed_s = 0.0
         self.scope = anyio.CancelScope()  # left without an outcome if it is cancelled
         self._work = anyio.CancelScope()
 
@@ -103,21 +103,27 @@ class MoveSender:
     def freeze(self, *, num_kv_tokens: int, tail: bytes, next_token: FirstToken) -> None:
         """Nothing more is computed of it: send the rest, and commit.
 
-        ``tail`` is the transcript's end, since the move began; ``next_token`` is drawn, and has no KV yet.
+        ``tail`` is the transcript's end, since the move began; ``next_token`` is drawn, and has no KV yet. All of it is
+        on its way once the event loop has had a turn, if there are buffers.
         """
+        assert self.has_caught_up, "it stands still, and has not caught up"
         self._frozen_s = self._clock()
-        self._tail = tail
-        self._num_kv_tokens, self._next_token = num_kv_tokens, next_token
-        self._name(num_blocks_for(num_kv_tokens, self._layout.block_size))
         self._work.deadline = anyio.current_time() + FREEZE_LIMIT_S
+        self._name(num_blocks_for(num_kv_tokens, self._layout.block_size))
+        rest, self._ready = self._ready, deque()
         self._frozen.set()
         self._wanted.set()
+        for blocks in rest:
+            self._sends.start_soon(self._send, blocks)
+        self._sends.start_soon(self._send_tail, tail)
+        self._sends.start_soon(self._send_commit, self._commit(num_kv_tokens, next_token))
 
     # --- called by the mover ------------------------------------------------------------------------------------------
 
     def landed(self, destination: int) -> None:
         """The target has all of it, and goes on."""
         if self.committed and destination == 0:
+            self._landed_s = self._clock()
             self._landed.set()
 
     def fail(self, reason: str) -> None:
@@ -130,21 +136,18 @@ class MoveSender:
         """Send everything and wait for the acknowledgement. Raises KvTransferError; then see ``committed``."""
         started_s = self._clock()
         with self._work:
-            async with anyio.create_task_group() as lanes:
-                lanes.start_soon(self._send_transcript)
+            async with anyio.create_task_group() as self._sends:
+                self._sends.start_soon(self._send_transcript)
                 for _ in range(PIECES_IN_FLIGHT):
-                    lanes.start_soon(self._send_blocks)
-            self._work.deadline = anyio.current_time() + LANDED_LIMIT_S
-            self.committed = True  # from here on it may have arrived
-            await self._writer.tell(self._address, self._commit)
-            await self._landed.wait()
-            landed_s = self._clock()
+                    self._sends.start_soon(self._send_blocks)
+                await self._landed.wait()
+        if self._landed.is_set():  # whatever became of the answers to its pieces
             return SentTransfer(
                 request_id=self.request_id,
                 epoch=self.epoch,
                 num_bytes=self.num_bytes,
-                duration_s=landed_s - started_s,
-                exposed_s=landed_s - self._frozen_s,
+                duration_s=self._landed_s - started_s,
+                exposed_s=self._landed_s - self._frozen_s,
             )
         if self._failure is not None:
             raise KvTransferError(self._failure)
@@ -162,53 +165,67 @@ class MoveSender:
         if self._ready:
             self._wanted.set()
 
-    @property
-    def _commit(self) -> PieceHeader:
+    def _commit(self, num_kv_tokens: int, next_token: FirstToken) -> PieceHeader:
         layout = self._layout
         return replace(
             self._about,
             kind=PieceKind.COMMIT,
             part=KvPart(
-                IndexRange(0, num_blocks_for(self._num_kv_tokens, layout.block_size)),
+                IndexRange(0, num_blocks_for(num_kv_tokens, layout.block_size)),
                 IndexRange(0, layout.num_layers),
                 IndexRange(0, layout.num_kv_heads),
             ),
-            num_context_tokens=self._num_kv_tokens,
+            num_context_tokens=num_kv_tokens,
             has_token=True,
-            token_id=self._next_token.token_id,
-            token_index=self._next_token.token_index,
+            token_id=next_token.token_id,
+            token_index=next_token.token_index,
         )
 
     async def _send_transcript(self) -> None:
-        about = replace(self._about, kind=PieceKind.TRANSCRIPT)
+        """As it was when the move began."""
         try:
-            await self._writer.send_bytes(self._address, 0, self._transcript, about)
+            await self._writer.send_bytes(self._address, 0, self._transcript, self._about_transcript)
+        except KvTransferError as error:
+            self.fail(str(error))
+        else:
             self._has_told = True
             self._check_caught_up()
-            await self._frozen.wait()
-            await self._writer.send_bytes(self._address, len(self._transcript), self._tail, about)
+
+    async def _send_blocks(self) -> None:
+        """One of several lanes, until it is frozen."""
+        while not self._frozen.is_set():
+            while self._ready:
+                blocks = self._ready.popleft()
+                self._num_under_way += 1
+                await self._send(blocks)
+                self._num_under_way -= 1
+            self._check_caught_up()  # which may freeze it
+            if self._wanted.is_set() and not self._frozen.is_set():
+                self._wanted = anyio.Event()
+            await self._wanted.wait()
+
+    async def _send(self, blocks: Blocks) -> None:
+        try:
+            await self._writer.send(self._address, blocks, self._about)
         except KvTransferError as error:
             self.fail(str(error))
 
-    async def _send_blocks(self) -> None:
+    async def _send_tail(self, tail: bytes) -> None:
         try:
-            while True:
-                while self._ready:
-                    blocks = self._ready.popleft()
-                    self._num_under_way += 1
-                    await self._writer.send(self._address, blocks, self._about)
-                    self._num_under_way -= 1
-                if not self._frozen.is_set():
-                    self._check_caught_up()  # which may freeze it
-                if self._ready:
-                    continue
-                if self._frozen.is_set():
-                    return
-                if self._wanted.is_set():
-                    self._wanted = anyio.Event()
-                await self._wanted.wait()
+            await self._writer.send_bytes(self._address, len(self._transcript), tail, self._about_transcript)
         except KvTransferError as error:
             self.fail(str(error))
+
+    async def _send_commit(self, commit: PieceHeader) -> None:
+        try:
+            await self._writer.tell(self._address, commit, begins=self._commits)
+        except KvTransferError as error:
+            self.fail(str(error))
+
+    def _commits(self) -> None:
+        """From here on it may have arrived."""
+        self.committed = True
+        self._work.deadline = anyio.current_time() + LANDED_LIMIT_S
 
     def _check_caught_up(self) -> None:
         if self.has_caught_up and not self._frozen.is_set():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -102,9 +102,10 @@ class PieceWriter:
             self.num_pieces += 1
             self.num_bytes += len(taken)
 
-    async def tell(self, address: bytes, header: PieceHeader) -> None:
-        """Send a header alone. Raises KvTransferError."""
+    async def tell(self, address: bytes, header: PieceHeader, *, begins: Callable[[], object] = lambda: None) -> None:
+        """Send a header alone. ``begins`` is called when there is a buffer for it. Raises KvTransferError."""
         async with self._transport.lend() as buffer:
+            begins()
             pack_header(header, buffer.header, self._key)
             await self._transport.send(address, buffer, 0)
 

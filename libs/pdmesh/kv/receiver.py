@@ -24,7 +24,8 @@ class KvReceiver:
     """A destination's side of a transfer: its books. `pdmesh.kv.mover.KvMover` does the work.
 
     A page, that is a (layer, block), is *claimed* when a piece for it has been accepted and *placed* when it has been
-    copied in. Every source ends with a commit that says what it sent; together they must have sent all pages.
+    copied in. Every source ends with a commit that says what it sent; together they must have sent all pages. A move's
+    commit may overtake the last of its pieces and of its transcript.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class KvReceiver:
         self.num_bytes = 0
         self.transcript = bytearray()
         self._block_ids = list(block_ids[:num_blocks])
+        self._is_move = num_context_tokens is None
         self._num_context_tokens = num_context_tokens
         self._layout = layout
         self._part = KvPart(
@@ -95,12 +97,7 @@ class KvReceiver:
         """Take the next bytes of a move's transcript, or say why they must be dropped."""
         start, stop = header.part.blocks
         most_bytes = self._part.blocks.size * self._layout.block_size * 4 + MAX_TRANSCRIPT_HEAD_BYTES
-        if (
-            self._num_context_tokens is not None
-            or stop - start != len(payload)
-            or stop > most_bytes
-            or start > len(self.transcript)
-        ):
+        if not self._is_move or stop - start != len(payload) or stop > most_bytes or start > len(self.transcript):
             return "range"
         if start < len(self.transcript):
             return "duplicate"
@@ -113,7 +110,10 @@ class KvReceiver:
         self.num_bytes += header.payload_bytes
 
     def commit(self, header: PieceHeader) -> str | None:
-        """Take a source's commit, or say why the transfer has failed. It sends it after all of its KV was taken."""
+        """Take a source's commit, or say why the transfer has failed.
+
+        It sends it after all of its KV was taken; that of a move is sent with the last of it.
+        """
         if header.source >= len(self.source_addresses) or header.destination != self.destination:
             return f"a commit of source {header.source} for destination {header.destination}"
         if self._num_context_tokens is None and (reason := self._end_move(header)):
@@ -121,12 +121,12 @@ class KvReceiver:
         if header.num_context_tokens != self._num_context_tokens:
             return f"the sender moved {header.num_context_tokens} tokens, {self._num_context_tokens} were expected"
         num_missing = header.part.num_pages - self._num_claimed_of[header.source]
-        if num_missing:
+        if num_missing and not self._is_move:
             return f"{num_missing} blocks of source {header.source} are missing"
         if header.has_token:
             self.first_token = FirstToken(header.token_id, header.token_index)
         self._uncommitted.discard(header.source)
-        if not self._uncommitted and self._num_unclaimed:
+        if not self._uncommitted and self._num_unclaimed and not self._is_move:
             return f"{self._num_unclaimed} blocks are missing"
         if not self._uncommitted and self.first_token is None:
             return "no source drew the first token"
@@ -139,8 +139,6 @@ class KvReceiver:
         part = self._part._replace(blocks=IndexRange(0, num_blocks))
         if not 0 < num_blocks <= self._part.blocks.size or header.part != part:
             return f"a commit of {num_tokens} tokens in {header.part}"
-        if not is_complete(self.transcript, num_tokens):
-            return "a part of its transcript is missing"
         if any(any(claimed[num_blocks:]) for claimed in self._claimed):
             return "more blocks came than the commit names"
         num_beyond = self._part.num_pages - part.num_pages
@@ -152,7 +150,11 @@ class KvReceiver:
 
     @property
     def complete(self) -> bool:
-        return not self._uncommitted and self._num_unplaced == 0
+        return not self._uncommitted and self._num_unplaced == 0 and (not self._is_move or self._has_transcript)
+
+    @property
+    def _has_transcript(self) -> bool:
+        return self._num_context_tokens is not None and is_complete(self.transcript, self._num_context_tokens)
 
     def check_integrity(self) -> None:
         """AssertionError names the numbers that do not balance."""

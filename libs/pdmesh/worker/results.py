@@ -39,8 +39,12 @@ class Results:
         self._moves = moves
         self._growth = growth
 
-    def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> None:
-        """Take the batch's results; one that is None is of a chunk that was abandoned."""
+    def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> bool:
+        """Take the batch's results; one that is None is of a chunk that was abandoned.
+
+        Whether a stream stands still now for the last of its KV to leave: that should not wait for the next step, whose
+        thread would compete for the interpreter.
+        """
         if batch.waiting:
             self._context.metrics.kv_wait_s.observe(time.waited_s)
         for chunk, result in zip(batch.chunks, results, strict=False):
@@ -58,6 +62,7 @@ class Results:
         self._growth.tell(
             [*(chunk.hold for chunk in batch.chunks if chunk.hold.stage is Stage.DECODING), *batch.decodes]
         )
+        return any(hold.stage is Stage.LEAVING for hold in batch.decodes)
 
     def fail(self, batch: Batch, error: Exception) -> None:
         """The engine broke: end the batch's requests with an error."""

@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import anyio
+import anyio.lowlevel
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 
@@ -157,7 +158,8 @@ async def _run_batches(instance: Instance, executor: _Executor, thread: EngineTh
             for broken in executor.broken:
                 instance.results.fail(broken, error)
             return error
-        instance.results.hand_out(*executed)
+        if instance.results.hand_out(*executed):
+            await anyio.lowlevel.checkpoint()
 
 
 async def _hand_out(instance: Instance, inside: MemoryObjectReceiveStream[_Executed]) -> None:
