@@ -110,7 +110,12 @@ class Faults:
         self._operator = Operator(mesh)
 
     async def do(self, num_faults: int, seed: int) -> None:
-        plan = [(point, how) for how in FAULTS for point in POINTS]
+        # Neighbours differ, lest kills follow one another: the supervisor waits longer each time.
+        plan = [
+            (point, FAULTS[(place + turn) % len(FAULTS)])
+            for turn in range(len(FAULTS))
+            for place, point in enumerate(POINTS)
+        ]
         for number, (point, how) in enumerate(islice(cycle(plan), seed % len(plan), seed % len(plan) + num_faults)):
             await self._all_serve()
             began_s = time.monotonic()
@@ -129,6 +134,14 @@ class Faults:
         async with asyncio.timeout(BACK_LIMIT_S):
             while True:
                 if {"scheduler", "prefill-0", "prefill-1", "decode-0", "decode-1"} <= await serving(self._mesh):
+                    return
+                await asyncio.sleep(0.1)
+
+    async def _is_replaced(self, name: str, pid: int) -> None:
+        """The scheduler calls one that was killed up for a moment."""
+        async with asyncio.timeout(BACK_LIMIT_S):
+            while True:
+                if self._mesh.pids().get(name, pid) != pid:
                     return
                 await asyncio.sleep(0.1)
 
@@ -161,6 +174,8 @@ class Faults:
             if how is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+        if hit.exists() and how is None:
+            await self._is_replaced(victim, pid)
         return hit.exists()
 
     async def _move_to(self, target: str, number: int) -> None:
