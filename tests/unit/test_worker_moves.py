@@ -198,14 +198,7 @@ async def ends_where_it_was(source: RunningInstance, target: RunningInstance, pa
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        MemoryFaults(refuse=True),
-        MemoryFaults(corrupt=lambda header: is_kind(header, PieceKind.KV)),
-        MemoryFaults(corrupt=lambda header: is_kind(header, PieceKind.TRANSCRIPT)),
-        MemoryFaults(gate=anyio.Event()),
-    ],
-    ids=["unreachable", "damaged KV", "damaged transcript", "stopped"],
+    "fault", [MemoryFaults(refuse=True), MemoryFaults(gate=anyio.Event())], ids=["unreachable", "stopped"]
 )
 async def test_before_the_commit_it_goes_on_by_itself(fault: MemoryFaults) -> None:
     params = SamplingParams(max_tokens=3000, temperature=0)
@@ -216,6 +209,24 @@ async def test_before_the_commit_it_goes_on_by_itself(fault: MemoryFaults) -> No
         source.move("r", target, num_blocks)
         assert not (await source.reported(MoveFailed, "r")).committed
         fabric.faults = MemoryFaults()
+        await ends_where_it_was(source, target, params)
+
+
+@pytest.mark.parametrize("kind", [PieceKind.KV, PieceKind.TRANSCRIPT])
+async def test_what_is_damaged_on_the_way_is_found_before_the_target_begins(kind: PieceKind) -> None:
+    """And after the commit, if that is on its way by then: the target has said that it never began."""
+    params = SamplingParams(max_tokens=3000, temperature=0)
+    async with pair(num_blocks=1024) as (source, target, fabric):
+        num_blocks = start(source, "r", PROMPT, params)
+        await drawn(source, "r", 3)
+        fabric.faults = MemoryFaults(corrupt=lambda header: is_kind(header, kind))
+        source.move("r", target, num_blocks)
+        failed = await source.reported(MoveFailed, "r")
+        await target.reported(TransferFailed, "r")
+        fabric.faults = MemoryFaults()
+        if failed.committed:
+            await target.reported(KvReleased, "r")
+            resume(source)
         await ends_where_it_was(source, target, params)
 
 
