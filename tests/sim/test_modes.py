@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import PROFILES
@@ -116,3 +121,56 @@ def test_long_prompts_and_steps_without_room_for_prompts_do_not_halve_what_ebplu
         end_s[batching] = ends_s[450] - ends_s[100]  # without what nobody has learnt yet, and the last few
     assert end_s["ebplus"] < 0.7 * end_s["mb"]
     assert end_s["ebplus"] < 1.1 * end_s["eb"]
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1 << 16),
+    clients=st.integers(16, 64),
+    mean_prompt=st.sampled_from([64, 300, 900]),
+    max_stall_s=st.sampled_from([0.03, 0.08, 0.2]),
+    target_s=st.sampled_from([None, 0.05, 0.3]),
+    control_delay_s=st.sampled_from([0.0, 0.002]),
+)
+def test_no_prefill_phase_of_ebplus_stalls_residents_for_longer_than_its_limit(
+    seed: int,
+    clients: int,
+    mean_prompt: int,
+    max_stall_s: float,
+    target_s: float | None,
+    control_delay_s: float,
+) -> None:
+    """Whatever prompts come: a long one is computed in parts, and a resident's own target is a limit too."""
+    rng = random.Random(seed)
+    arrivals = [
+        Arrival(
+            arrival_s=0.0,
+            num_prompt_tokens=min(4000, 1 + int(rng.expovariate(1 / mean_prompt))),
+            num_output_tokens=1 + int(rng.expovariate(1 / 60)),
+            max_tokens=1000,
+            slo_tpot_s=target_s if rng.random() < 0.2 else None,
+        )
+        for _ in range(400)
+    ]
+    policy = replace(without_targets("ebplus"), max_stall_s=max_stall_s)
+    mesh = tiny_mesh({"mixed": 1}, num_kv_tokens=1 << 20, max_num_seqs=64)
+    core = study_core("pdmesh", policy, 0)
+    config = SimConfig(control_delay_s=control_delay_s)
+    loop = ClosedLoop(num_clients=((0, clients),))
+    result = Simulator(core, mesh.instances(PHASES_PAY_MODEL), arrivals, config, closed_loop=loop).run()
+    assert all(len(run.token_times_s) == run.num_output_tokens for run in result.requests)
+    for began_s, ended_s, device_s in prefill_phases(result):
+        stalled = [
+            run.request.slo_tpot_s or max_stall_s
+            for run in result.requests
+            if run.token_times_s[0] < began_s - 0.1 and run.token_times_s[-1] > ended_s
+        ]
+        assert device_s <= min(stalled, default=math.inf) + 1e-9
+
+
+def prefill_phases(result: SimResult) -> Iterator[tuple[float, float, float]]:
+    """When each began and ended, and the time of its steps."""
+    for is_phase, steps in groupby(result.instances[0].steps, key=lambda step: step.num_decodes == 0):
+        if is_phase:
+            phase = list(steps)
+            yield phase[0].start_s, phase[-1].end_s, math.fsum(step.end_s - step.start_s for step in phase)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, log, log1p
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,7 +11,8 @@ from pdmesh.core.lengths_seen import LengthsSeen
 from pdmesh.model import Role, StepPlan
 from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode
-from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, ChunkSizer
 from pdmesh.policy.probing import Meter, Probing, Tally
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ _DWELL = 3
 #: Of the mean number of requests, at each cycle.
 _FORGETTING = 0.7
 
+#: Of a predicted decode phase: then a prefill phase that was too short goes on. Less than 1, so that what has piled up
+#: is caught up with.
+_RESUMED_AFTER = 0.5
+
 #: Between the beginnings of prefill phases of two instances of a pool.
 _LEAST_GAP_S = 0.001
 
@@ -42,6 +48,10 @@ class BatchingState:
     chosen_by: Batching | None = None
     holds_decodes: bool = False  # the last plan sent says so: a prefill phase
     decodes_from_s: float = 0.0  # when the last prefill phase was ended
+    prefills_from_s: float = 0.0  # when the last one began
+    phase_s: float = 0.0  # predicted, of the steps of the last one
+    resumes_s: float = -inf  # it had no time left for all: when those go on
+    model: LinearLatencyModel | None = None  # that the choice was made with
     num_ended: int = 0  # requests, of this cycle
     num_slots: float | None = None  # requests that are there or could be, in the mean
     sum_taken: int = 0  # seats taken when each of this cycle's requests ended, itself included
@@ -105,6 +115,7 @@ class Modes:
 
     def _choose(self, instance: InstanceBooks, bundle: Bundle, model: LinearLatencyModel) -> None:
         batching = instance.batching
+        batching.model = model
         costs = self._lengths.costs(model, instance.switches.switch_s(model))
         if costs.decode_step_s <= 0 or costs.switch_s <= 0:
             return  # a model without the constants of steps says nothing about either mode
@@ -179,11 +190,13 @@ class Modes:
                 batching.chosen_by = policy
 
     def mode_of(self, instance: InstanceBooks) -> Mode:
-        """What it does now: mixed while it computes a prompt that would stall its residents for too long."""
+        """What it does now: mixed while any phase, or that of a prompt that it computes, would stall for too long."""
         choice = instance.batching.choice
         if choice.mode is Mode.MIXED or not can_switch(instance):
             return Mode.MIXED
-        return Mode.MIXED if instance.longest_prefill_tokens > choice.max_prompt_tokens else choice.mode
+        if instance.longest_prefill_tokens > choice.max_prompt_tokens:
+            return Mode.MIXED
+        return Mode.MIXED if _max_stall_s(instance) < choice.least_stall_s else choice.mode
 
     def may_begin(
         self, instance: InstanceBooks, head: RequestState, bundle: Bundle, now_s: float, *, has_begun: bool
@@ -201,7 +214,9 @@ class Modes:
         num_busy = instance.num_seats_taken
         num_idle = max(0, num_seats - num_busy)
         if batching.holds_decodes or has_begun:
-            return num_idle > 0 or num_busy == 0
+            least = min(CHUNK_UNIT_TOKENS, head.request.num_prompt_tokens)
+            fits = has_begun or self.within_phase(instance, (), ChunkShape(least, 0)) > 0
+            return fits and (num_idle > 0 or num_busy == 0)
         num_blocks = max(1, instance.num_first_blocks(head.request))
         phase = DecodePhase(
             now_s=now_s,
@@ -213,11 +228,35 @@ class Modes:
             urgent_s=_latest_start_s(head, now_s),
             turn_s=self._turns.get(instance.kv_group, -inf),
         )
-        begin_s = bundle.batching.prefills_from_s(choice, phase)
+        if num_busy and batching.resumes_s > -inf:
+            return self._is_time(min(phase.urgent_s, batching.resumes_s), now_s)
+        return self._is_time(bundle.batching.prefills_from_s(choice, phase), now_s)
+
+    def _is_time(self, begin_s: float, now_s: float) -> bool:
         if begin_s <= now_s:
             return True
         self.wake_s = min(self.wake_s, begin_s)
         return False
+
+    def may_go_on(self, instance: InstanceBooks, now_s: float, *, has_begun: bool) -> bool:
+        """Whether prompts that the instance has begun go on now, or after a decode phase; `wake_s` may say when."""
+        batching = instance.batching
+        if has_begun or batching.holds_decodes or not _is_limited(instance) or self.mode_of(instance) is Mode.MIXED:
+            return True
+        return self._is_time(batching.resumes_s, now_s)
+
+    def within_phase(self, instance: InstanceBooks, beside: Sequence[ChunkShape], chunk: ChunkShape) -> int:
+        """How many tokens of a chunk keep the phase, with a step of it that has ``beside``, within its limit."""
+        batching = instance.batching
+        if batching.model is None or not _is_limited(instance) or self.mode_of(instance) is Mode.MIXED:
+            return chunk.num_tokens
+        sizer = ChunkSizer(batching.model, chunk.num_tokens)
+        step = StepShape(tuple(beside), 0, 0)
+        return sizer.largest(step, chunk.num_history_tokens, chunk.num_tokens, _phase_left_s(instance))
+
+    def ends_phase(self, instance: InstanceBooks) -> bool:
+        """Whether its prefill phase is over, where there is room for a plan and there was no prompt for it."""
+        return not instance.prefills or _is_limited(instance)
 
     def _pool(self, instance: InstanceBooks) -> list[InstanceBooks]:
         """The instances that the same requests could go to, and that have modes to choose from."""
@@ -256,8 +295,11 @@ class Modes:
             self._enter(instance, now_s)
         if holds:
             self._books.holding[instance.instance_id] = instance
+            if batching.model is not None:
+                chunks = tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks])
+                batching.phase_s += batching.model.step_s(StepShape(chunks, 0, 0))
         else:
-            batching.decodes_from_s = now_s
+            self._leave(instance, now_s)
             self._books.holding.pop(instance.instance_id, None)
         batching.holds_decodes = holds
 
@@ -267,6 +309,41 @@ class Modes:
         if num_exclusive > 1:
             gap_s = max(_LEAST_GAP_S, instance.batching.choice.cycle_s / (2 * num_exclusive))
             self._turns[instance.kv_group] = now_s + gap_s
+        instance.batching.prefills_from_s = now_s
+        instance.batching.phase_s = 0.0
+
+    def _leave(self, instance: InstanceBooks, now_s: float) -> None:
+        """It ends a prefill phase. One that had no time left for all goes on after a part of a decode phase."""
+        batching = instance.batching
+        batching.decodes_from_s, batching.resumes_s = now_s, -inf
+        if not _is_limited(instance) or batching.model is None:
+            return
+        least_s = batching.model.step_s(StepShape((ChunkShape(CHUNK_UNIT_TOKENS, 0),), 0, 0))
+        if instance.prefills or _phase_left_s(instance) < least_s:
+            ends_s = max(now_s, batching.prefills_from_s + batching.phase_s)  # of what is in flight
+            batching.resumes_s = ends_s + _RESUMED_AFTER * batching.choice.decodes_s
+
+
+def _max_stall_s(instance: InstanceBooks) -> float:
+    """Of a prefill phase: the smallest target of a resident, the choice's for one without; infinite if it has none."""
+    most_s = instance.batching.choice.max_stall_s
+    if most_s == inf:
+        return inf
+    return min([most_s if slo_s is None else slo_s for slo_s in instance.view.slo_tpots_s], default=most_s)
+
+
+def _is_limited(instance: InstanceBooks) -> bool:
+    """Whether a phase has a limit, and somebody who would stand still: one who decodes, or is computed and will."""
+    if instance.batching.choice.max_stall_s == inf:
+        return False
+    return instance.num_seats_taken > len(instance.prefills)
+
+
+def _phase_left_s(instance: InstanceBooks) -> float:
+    """For more steps of a prefill phase: of the one that is under way, or of a new one."""
+    batching = instance.batching
+    used_s = batching.phase_s if batching.holds_decodes else 0.0
+    return _max_stall_s(instance) - instance.switches.overhead_s - used_s
 
 
 def can_switch(instance: InstanceBooks) -> bool:

@@ -32,6 +32,7 @@ from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
+from pdmesh.policy.latency import ChunkShape
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +105,7 @@ class Packer:
     def _end_prefill_phases(self, now_s: float) -> None:
         """Let the residents decode where there is room for a plan and there was no prompt for it."""
         for instance in list(self._books.holding.values()):
-            if instance.prefills or not instance.reachable or not self._openings.has_room(instance):
+            if not (instance.reachable and self._openings.has_room(instance) and self._modes.ends_phase(instance)):
                 continue
             plan = StepPlan(plan_id=instance.next_plan_id, chunks=(), with_decodes=True)
             instance.begin_plan(plan)
@@ -279,6 +280,8 @@ class Round:
         for state in line:
             if opening.held:
                 return
+            if not self._modes.may_go_on(opening.instance, self._now_s, has_begun=bool(opening.step.chunks)):
+                return
             if state in opening.running:  # unless another member had it planned
                 opening.running.remove(state)
                 if state.in_group:
@@ -291,6 +294,8 @@ class Round:
         beside = self._modes.beside(opening.instance)
         start = state.num_planned_tokens
         most = self._bundle.packing.num_tokens(beside, opening.step, state.request, start, shared=shared)
+        if most > 0:
+            most = self._modes.within_phase(opening.instance, opening.step.shapes, ChunkShape(most, start))
         if state.group is None:
             return most
         return self._relays.leader_tokens(opening.instance, opening.step, state, most, self._bundle)

@@ -241,7 +241,7 @@ class PolicyConfig:
     ] = None
     max_stall_s: Annotated[
         float,
-        "the longest prefill phase of `ebplus`, in the mean, while nobody decodes who has a TPOT target of its own",
+        "the longest prefill phase of `ebplus` while somebody decodes without a TPOT target of its own",
     ] = 0.2
 
 

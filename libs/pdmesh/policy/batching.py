@@ -14,6 +14,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from pdmesh.policy.batching_theory import (
+    LEAST_TOKENS,
     NO_LIMIT,
     LengthMoments,
     MixedState,
@@ -25,6 +26,9 @@ from pdmesh.policy.batching_theory import (
     mixed_state,
 )
 from pdmesh.policy.probing import NO_CORRECTION, Correction
+
+#: Why `eb` is refused where there are only instances without a choice.
+NOTHING_EXCLUSIVE = "no instance prefills and decodes: there is nothing that could be exclusive"
 
 
 class Mode(StrEnum):
@@ -77,6 +81,9 @@ class ModeChoice(NamedTuple):
     cycle_s: float = 0.0  # predicted, of a prefill phase and a decode phase
     max_prompt_tokens: float = inf  # a longer prompt is computed beside decodes
     is_open: bool = True  # whether the other mode could be the faster one, if the prediction is a little wrong
+    max_stall_s: float = inf  # of a prefill phase, while nobody decodes who has a TPOT target of its own
+    least_stall_s: float = 0.0  # a phase with anything in it takes as long; with less to spare it is mixed
+    decodes_s: float = 0.0  # predicted, of a decode phase
 
 
 class Batching(Protocol):
@@ -189,10 +196,11 @@ class ExclusiveBatching:
 class SwitchingBatching:
     """EB+: exclusive where that is predicted to be faster and keeps the targets, mixed otherwise.
 
-    A prefill phase stalls every resident, so in the mean it is no longer than the smallest TPOT target among them, or
-    than ``max_stall_s`` if none has one; and a cycle is no longer than ``slo_ttft_s``, which stands for those who
-    wait. The threshold is lowered until both hold: that costs throughput, but no more than is still gained. A prompt
-    that alone would take longer than a cycle may is computed beside decodes.
+    A prefill phase stalls every resident, so none is longer than the smallest TPOT target among them, or than
+    ``max_stall_s`` if none has one: what does not fit goes on after another decode phase. And a cycle is no longer than
+    ``slo_ttft_s``, which stands for those who wait. The threshold is lowered until both hold in the mean: that costs
+    throughput, but no more than is still gained. A prompt that alone would take longer than a cycle may is computed
+    beside decodes.
     """
 
     slo_ttft_s: float
@@ -240,6 +248,9 @@ class SwitchingBatching:
             prediction.cycle_s,
             self._tokens_within(load, self.slo_ttft_s),
             prediction.gain > 0 or load.costs.mixing_costs,
+            self.max_stall_s,
+            load.costs.switch_s + LEAST_TOKENS * load.costs.prompt_token_s,
+            prediction.decodes_s(load),
         )
 
     def _share_of_stall(self, load: Load, least_share: float) -> float:
@@ -290,6 +301,12 @@ class ModePrediction(NamedTuple):
     @property
     def cycle_s(self) -> float:
         return self.num_slots * self.threshold.idle_share / self.throughput
+
+    def decodes_s(self, load: Load) -> float:
+        """Of a decode phase: what is left of a cycle."""
+        num_prompts = self.num_slots * self.threshold.idle_share
+        prompts_s = load.costs.prompt_token_s * load.lengths.mean_prompt_tokens * num_prompts
+        return max(0.0, self.cycle_s - load.costs.switch_s - prompts_s)
 
     @property
     def tpot_s(self) -> float:
