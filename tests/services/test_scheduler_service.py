@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -369,6 +370,9 @@ async def test_an_operator_switches_the_batching_mode_while_serving() -> None:
         for refused, why in (
             (SetBatching(batching="best"), "'best'"),
             (SetBatching(batching="eb", threshold=1.0), "1.0"),
+            (SetBatching(batching="eb", threshold=0.0), "0.0"),
+            (SetBatching(batching="eb", threshold=-0.3), "-0.3"),
+            (SetBatching(batching="eb", threshold=math.nan), "nan"),
         ):
             refusal = await mesh.ask(refused)
             assert isinstance(refusal, AdminError)

@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.latency import PROFILES
+from pdmesh.policy.profile import Subject
+from pdmesh.profiles import save_profile
+from pdmesh.testing.profiles import COEFFICIENTS, profile_file
 
 TIMEOUT_S = 60.0
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:46.75,3960,9\n"
@@ -101,6 +105,12 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
         (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: wanted seconds, more than 0"),
         (["--rate", "nan"], 2, "--rate is nan: wanted a number, more than 0"),
         (["--prefill", "0"], 2, "no instance could prefill: --prefill or --mixed must be at least 1"),
+        (["--batching", "best"], 2, "no batching mode is called 'best': use one of mb, eb, ebplus"),
+        (["--batching", "eb", "--threshold", "1"], 2, "the threshold is 1.0: wanted a share between 0 and 1"),
+        (["--batching", "eb", "--threshold", "nan"], 2, "the threshold is nan: wanted a share between 0 and 1"),
+        (["--batching", "mb", "--threshold", "0.3"], 2, "--threshold is of --batching eb"),
+        (["--batching", "eb"], 2, "--batching eb: no instance prefills and decodes"),
+        (["--batching", "eb", "--mixed", "2", "--group-size", "2"], 2, "--batching eb: no instance prefills and"),
         (["--long-range", "many"], 2, "--long-range 'many': wanted LOW,HIGH"),
         (["--long-range", "9,1"], 2, "--long-range '9,1': wanted 1 <= LOW <= HIGH"),
         (["--trace", "missing.csv"], 2, "cannot read the trace missing.csv"),
@@ -113,6 +123,41 @@ def test_what_makes_no_sense_is_one_sentence(arguments: list[str], code: int, sa
     assert done.stderr.startswith("pdmesh: ")
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
+
+
+def test_a_profile_without_the_terms_of_mixed_steps_is_one_sentence(tmp_path: Path) -> None:
+    subject = Subject(
+        model="small",
+        num_parameters=82_000_000,
+        num_layers=12,
+        num_kv_heads=4,
+        head_dim=64,
+        dtype="bfloat16",
+        device="cpu",
+        device_name="Abacus 9000",
+    )
+    content = profile_file(subject)
+    terms = {name: seconds for name, seconds in COEFFICIENTS.items() if name != "mixed_a_s"}
+    profile = tmp_path / "old.json"
+    save_profile(profile, structs.replace(content, coefficients=terms))
+    done = pdmesh("simulate", "--limit", "5", "--profile", profile)
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdmesh: ")
+    assert str(profile) in done.stderr
+    assert "mixed_a_s" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_memory_by_credit_has_many_more_at_once_where_answers_are_shorter_than_asked_for() -> None:
+    arguments = ("simulate", "--mixed", "1", "--prefill", "0", "--decode", "0", "--bundle", "pdmesh", "--limit", "60")
+    load = ("--clients", "30", "--max-tokens", "4000", "--kv-tokens", "12000", "--long-share", "0", "-o", "json")
+    runs = {how: pdmesh(*arguments, *load, "--kv-reservation", how) for how in ("full", "credit")}
+    records = {how: json.loads(done.stdout) for how, done in runs.items()}
+    for how, record in records.items():
+        assert record["options"]["kv_reservation"] == how
+        assert record["bundles"]["pdmesh"]["all"]["num_finished"] == 60
+    makespan_s = {how: record["bundles"]["pdmesh"]["makespan_s"] for how, record in records.items()}
+    assert makespan_s["credit"] < 0.7 * makespan_s["full"]
 
 
 def test_a_bad_row_is_named(tmp_path: Path) -> None:

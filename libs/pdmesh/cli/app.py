@@ -39,6 +39,7 @@ from pdmesh.cli.study_commands import app as study_app
 from pdmesh.cli.tls import app as tls_app
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError
+from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 
 app = typer.Typer(
     name="pdmesh",
@@ -133,6 +134,8 @@ def up(
         telemetry__log_level=log_level,
     )
     pools = make_pools(prefill, decode, mixed)
+    if tree.scheduler.batching == "eb" and not pools.mixed:
+        raise ConfigError(f"scheduler.batching is eb: {NOTHING_EXCLUSIVE}")
     state = state_folder(os.environ, name)
     if detach:
         raise typer.Exit(up_detached(tree, pools, state, os.environ, gateways))

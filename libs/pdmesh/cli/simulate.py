@@ -17,11 +17,13 @@ from pdmesh import __version__
 from pdmesh.cli.options import Output, write_file
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.cli.study import StudyOptions, described, make_study
+from pdmesh.core.config import KvReservation
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
-from pdmesh.model import PoolCounts
+from pdmesh.model import InstanceProfile, PoolCounts, Role
 from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.latency import group_model
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.perfetto import chrome_trace
@@ -46,6 +48,7 @@ class SimulateOptions(StudyOptions):
     clients: int | None
     think_s: float
     max_tokens: int | None
+    kv_reservation: KvReservation
     plot: Path | None
     plot_modes: Path | None
     perfetto: Path | None
@@ -62,18 +65,23 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     policy = replace(study.policy, eb_threshold=options.threshold)
     if options.group_size > 1:
         policy, mesh = _grouped(options, policy, mesh, study.long_tokens)
+    instances = mesh.instances(policy.latency)
     arrivals, closed_loop = _asked(options, study.arrivals)
     cores = {
-        f"{bundle} {batching}".strip(): study_core(bundle, replace(policy, batching=batching), options.seed)
+        f"{bundle} {batching}".strip(): study_core(
+            bundle, replace(policy, batching=batching), options.seed, kv_reservation=options.kv_reservation
+        )
         for bundle, batching in product(options.bundles, options.batchings or ("",))
     }
+    if "eb" in options.batchings and not any(_has_modes(profile) for profile, _ in instances):
+        raise ConfigError(f"--batching eb: {NOTHING_EXCLUSIVE}")
     results: dict[str, SimResult] = {}
     with rare_collections(), progress_bar(output) as progress:
         for name, core in cores.items():
             task = progress.add_task(name, total=len(arrivals))
             simulator = Simulator(
                 core,
-                mesh.instances(policy.latency),
+                instances,
                 arrivals,
                 study.config,
                 group_model=policy.group_latency,
@@ -104,6 +112,11 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         pools = PoolCounts(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
         console.print(f"{described(study.profile)}: {pools}", highlight=False)
         console.print(figures_table(reports))
+
+
+def _has_modes(profile: InstanceProfile) -> bool:
+    """Whether an instance prefills and decodes, by itself."""
+    return profile.role is Role.MIXED and not profile.group_id
 
 
 def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Sequence[Arrival], ClosedLoop | None]:

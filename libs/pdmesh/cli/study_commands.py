@@ -22,6 +22,7 @@ from pdmesh.cli.options import (
     SloTtft,
     build_config,
 )
+from pdmesh.core.config import KvReservation
 
 app = typer.Typer()
 
@@ -80,6 +81,10 @@ def simulate(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="That every request asks for. [default: those that it will generate]")
     ] = None,
+    kv_reservation: Annotated[
+        KvReservation,
+        typer.Option(help="Room for what may be asked for, or credit that grows with an answer, as the services have."),
+    ] = KvReservation.FULL,
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
     transfer_backends: TransferBackends = 4,
@@ -124,6 +129,7 @@ def simulate(
         clients=clients,
         think_s=think,
         max_tokens=max_tokens,
+        kv_reservation=kv_reservation,
         chunk_tokens=chunk_tokens,
         kv_tokens=kv_tokens,
         transfer_backends=transfer_backends,

@@ -20,6 +20,7 @@ from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, O
 from pdmesh.errors import ConfigError
 from pdmesh.model import OperationKind, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.bundles import BATCHINGS, BUNDLES, make_batching, make_bundle
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.endpoint import OPERATOR_METADATA, is_loopback
@@ -238,7 +239,7 @@ class Admin:
             return AdminError(message=str(error))
         instances = self.driver.state().instances
         if name == "eb" and instances and not any(instance.role is Role.MIXED for instance in instances):
-            return AdminError(message="no instance prefills and decodes: there is nothing that could be exclusive")
+            return AdminError(message=NOTHING_EXCLUSIVE)
         await self.driver.act(BatchingChangeRequested(name, threshold))
         return self._policies()
 
