@@ -13,7 +13,12 @@
     min_slo_ttft_ms = 200            # the shortest target it may ask for
     share = 2                        # while several wait: twice the tokens of a key whose share is 1, the default
 
-What is not given is not limited.
+What is not given is not limited. Operators, who look at a running mesh and change it, have tokens of their own in a
+file of their own::
+
+    [operators.bob]
+    hash = "sha256:…"                # of the token; `pdmesh keys operator` makes both
+    scopes = ["read", "write"]       # read alone if not given
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import hashlib
 import re
 import secrets
 import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,6 +37,10 @@ SCOPES = frozenset({"generate", "tokenize", "models", "watch"})
 
 #: Of a key whose entry names none. Who watches the mesh sees what other clients call their requests.
 DEFAULT_SCOPES = SCOPES - {"watch"}
+
+#: Of an operator: ``read`` asks, ``write`` changes as well.
+OPERATOR_SCOPES = frozenset({"read", "write"})
+DEFAULT_OPERATOR_SCOPES = frozenset({"read"})
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
@@ -57,6 +67,19 @@ class ApiKey:
     share: int = 1  # of the mesh, among the keys whose requests wait
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator's entry."""
+
+    name: str
+    hash: str  # of the token, as a key's
+    scopes: frozenset[str] = DEFAULT_OPERATOR_SCOPES
+
+    @property
+    def may_write(self) -> bool:
+        return "write" in self.scopes
+
+
 def new_key() -> str:
     """256 random bits, as text."""
     return f"sk-pdmesh-{secrets.token_urlsafe(32)}"
@@ -69,32 +92,59 @@ def hash_key(key: str) -> str:
 
 def parse_api_keys(text: str, where: str) -> dict[str, ApiKey]:
     """Entries by name, of the TOML text that ``where`` holds. Raises ConfigError that names what is wrong."""
+    entries = _tables(text, "keys", "`pdmesh keys new NAME` makes one", where)
+    keys = {name: _api_key(name, entry, f"[keys.{name}] in {where}") for name, entry in entries.items()}
+    _check_distinct(keys.values(), "key", where)
+    return keys
+
+
+def parse_operators(text: str, where: str) -> dict[str, Operator]:
+    """The same for operators."""
+    entries = _tables(text, "operators", "`pdmesh keys operator NAME` makes one", where)
+    operators = {name: _operator(name, entry, f"[operators.{name}] in {where}") for name, entry in entries.items()}
+    _check_distinct(operators.values(), "token", where)
+    return operators
+
+
+def _tables(text: str, what: str, how: str, where: str) -> dict[str, Any]:
     try:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid TOML: {error}") from error
-    entries = tree.pop("keys", {})
+    entries = tree.pop(what, {})
     if tree or not isinstance(entries, dict):
-        raise ConfigError(f"{where} holds {', '.join(tree) or 'keys'}: it may hold tables [keys.NAME] only")
-    keys = {name: _api_key(name, entry, f"[keys.{name}] in {where}") for name, entry in entries.items()}
-    if not keys:
-        raise ConfigError(f"{where} holds no key: `pdmesh keys new NAME` makes one")
+        raise ConfigError(f"{where} holds {', '.join(tree) or what}: it may hold tables [{what}.NAME] only")
+    if not entries:
+        raise ConfigError(f"{where} holds no {what.removesuffix('s')}: {how}")
+    return entries
+
+
+def _check_distinct(entries: Iterable[ApiKey | Operator], what: str, where: str) -> None:
     by_hash: dict[str, str] = {}
-    for key in keys.values():
-        if (other := by_hash.setdefault(key.hash, key.name)) != key.name:
-            raise ConfigError(f"{where}: {other} and {key.name} are the same key")
-    return keys
+    for entry in entries:
+        if (other := by_hash.setdefault(entry.hash, entry.name)) != entry.name:
+            raise ConfigError(f"{where}: {other} and {entry.name} are the same {what}")
 
 
-def _api_key(name: str, entry: Any, where: str) -> ApiKey:
-    known = [item.name for item in fields(ApiKey) if item.name != "name"]
+def _operator(name: str, entry: Any, where: str) -> Operator:
+    _check_entry(name, entry, ("hash", "scopes"), OPERATOR_SCOPES, where)
+    if "hash" not in entry:
+        raise ConfigError(f"{where} has no hash: `pdmesh keys operator {name}` makes a token and its entry")
+    return Operator(name=name, hash=entry["hash"], scopes=frozenset(entry.get("scopes", DEFAULT_OPERATOR_SCOPES)))
+
+
+def _check_entry(name: str, entry: Any, known: Sequence[str], scopes: frozenset[str], where: str) -> None:
     if not _NAME.fullmatch(name) or not isinstance(entry, dict):
-        raise ConfigError(f"{where}: a key is a table, its name 1 to 64 characters of A-Z a-z 0-9 _ -")
+        raise ConfigError(f"{where}: an entry is a table, its name 1 to 64 characters of A-Z a-z 0-9 _ -")
     for field, value in entry.items():
         if field not in known:
             raise ConfigError(f"{where}: unknown setting {field}; there are {', '.join(known)}")
-        if problem := _problem(field, value):
+        if problem := _problem(field, value, scopes):
             raise ConfigError(f"{where}: {field} {problem}, not {value!r}")
+
+
+def _api_key(name: str, entry: Any, where: str) -> ApiKey:
+    _check_entry(name, entry, [item.name for item in fields(ApiKey) if item.name != "name"], SCOPES, where)
     if "hash" not in entry:
         raise ConfigError(f"{where} has no hash: `pdmesh keys new {name}` makes a key and its entry")
     values = {**entry, "scopes": frozenset(entry.get("scopes", DEFAULT_SCOPES))}
@@ -104,15 +154,15 @@ def _api_key(name: str, entry: Any, where: str) -> ApiKey:
     return key
 
 
-def _problem(field: str, value: Any) -> str | None:
+def _problem(field: str, value: Any, scopes: frozenset[str]) -> str | None:
     """What a value must be, if it is not that."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if field == "hash":
         is_hash = isinstance(value, str) and _HASH.fullmatch(value) is not None
         return None if is_hash else "must be sha256: and 64 hexadecimal digits"
     if field == "scopes":
-        known = isinstance(value, list) and all(isinstance(scope, str) and scope in SCOPES for scope in value)
-        return None if known else f"must be a list of {', '.join(sorted(SCOPES))}"
+        known = isinstance(value, list) and all(isinstance(scope, str) and scope in scopes for scope in value)
+        return None if known else f"must be a list of {', '.join(sorted(scopes))}"
     if field == "share":
         whole = isinstance(value, int) and is_number and 1 <= value <= MAX_SHARE
         return None if whole else f"must be a whole number from 1 to {MAX_SHARE}"
@@ -124,12 +174,11 @@ def _problem(field: str, value: Any) -> str | None:
     return None if is_number and 0 < value < 1e9 else "must be a number above 0"
 
 
-def entry_of(key: ApiKey) -> str:
-    """A key's entry, as a file holds it."""
-    lines = [f"[keys.{key.name}]", f'hash = "{key.hash}"']
-    if key.scopes != DEFAULT_SCOPES:
-        scopes = ", ".join(f'"{scope}"' for scope in sorted(key.scopes))
-        lines.append(f"scopes = [{scopes}]")
+def entry_of(key: ApiKey | Operator) -> str:
+    """An entry, as a file holds it."""
+    if isinstance(key, Operator):
+        return "\n".join(_head("operators", key, DEFAULT_OPERATOR_SCOPES)) + "\n"
+    lines = _head("keys", key, DEFAULT_SCOPES)
     for name in (*_COUNTS, *_PRIORITIES, "min_slo_ttft_ms"):
         value = getattr(key, name)
         if value is not None:
@@ -137,3 +186,11 @@ def entry_of(key: ApiKey) -> str:
     if key.share != 1:
         lines.append(f"share = {key.share}")
     return "\n".join(lines) + "\n"
+
+
+def _head(what: str, key: ApiKey | Operator, default_scopes: frozenset[str]) -> list[str]:
+    lines = [f"[{what}.{key.name}]", f'hash = "{key.hash}"']
+    if key.scopes != default_scopes:
+        scopes = ", ".join(f'"{scope}"' for scope in sorted(key.scopes))
+        lines.append(f"scopes = [{scopes}]")
+    return lines

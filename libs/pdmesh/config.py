@@ -43,8 +43,13 @@ class SecurityConfig:
     api_key: Annotated[str | None, SECRET, "or a single key"] = None
     mesh_token: Annotated[str, SECRET, "shared secret of our own services"] = ""
     operator_token: Annotated[
-        str, SECRET, "who changes the running mesh must show it; without one, changes come from this machine alone"
+        str,
+        SECRET,
+        "an operator's: who changes the running mesh must show one; without any, changes come from this host",
     ] = ""
+    operators_file: Annotated[
+        Path | None, "whose tokens the scheduler takes besides: [operators.NAME] tables with scopes (.toml)"
+    ] = None
     tls_cert: Annotated[Path | None, "our certificate: turns TLS on, at the edges and between services"] = None
     tls_key: Annotated[Path | None, "its key"] = None
     tls_ca: Annotated[Path | None, "peers' certificates are checked against it (mutual TLS between services)"] = None

@@ -8,19 +8,23 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
+from pdmesh.apikeys import Operator, entry_of, hash_key
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.commands import SetRole
 from pdmesh.core.events import OperationRequested
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.endpoint import OPERATOR_METADATA
 from pdmesh.wire.messages import (
     AdminError,
     AdminRequest,
     AdminResponse,
     CancelOperation,
+    ExpectInstances,
     FailedStart,
     FollowPools,
     GetPolicies,
@@ -39,6 +43,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh_scheduler.admin import is_local
 from pdmesh_scheduler.operations import read_wishes
+from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.testing import CONFIG, SchedulerBench, running_scheduler
 
 pytestmark = pytest.mark.anyio
@@ -58,8 +63,10 @@ def kept_in(path: Path) -> MeshConfig:
     return replace(CONFIG, scheduler=replace(CONFIG.scheduler, operations_file=path))
 
 
-async def ask(mesh: SchedulerBench, question: AdminRequest, *, operator_token: str = "") -> AdminResponse:
-    security = SecurityConfig(operator_token=operator_token)
+async def ask(
+    mesh: SchedulerBench, question: AdminRequest, *, operator_token: str = "", mesh_token: str = ""
+) -> AdminResponse:
+    security = SecurityConfig(operator_token=operator_token, mesh_token=mesh_token)
     try:
         return await ask_scheduler(mesh.context.facts["address"], security, question)
     except PdmeshError as error:
@@ -111,6 +118,61 @@ async def test_changes_need_the_operators_token_where_there_is_one() -> None:
         changed = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="sesame")
         assert isinstance(changed, Policies)
         assert changed.bundle == "fcfs", "answered once it is applied"
+
+
+def entry(name: str, token: str, *scopes: str) -> str:
+    return entry_of(Operator(name=name, hash=hash_key(token), scopes=frozenset(scopes)))
+
+
+async def test_operators_have_tokens_and_scopes_of_their_own_and_changes_bear_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "operators.toml"
+    file.write_text(entry("bob", "b", "read", "write") + entry("eve", "e", "read"))
+    security = SecurityConfig(mesh_token="ours", operators_file=file)
+    async with running_scheduler(replace(CONFIG, security=security)) as mesh:
+        with capture_logs() as logs:
+            for token in ("", "wrong"):
+                stranger = await ask(mesh, GetPolicies(), operator_token=token)
+                assert isinstance(stranger, AdminError)
+                assert "wrong mesh token" in stranger.message
+            assert isinstance(await ask(mesh, GetPolicies(), operator_token="e"), Policies), "without the mesh token"
+            refusal = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="e")
+            assert isinstance(refusal, AdminError)
+            assert refusal.message.startswith("the operator 'eve' may look and change nothing")
+            for question in (FOLLOWING, ExpectInstances(instance_ids=())):
+                refusal = await ask(mesh, question, operator_token="b")
+                assert isinstance(refusal, AdminError)
+                assert "it needs the mesh token" in refusal.message, "an operator does not start processes"
+            assert isinstance(await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="b"), Policies)
+            inside = await ask(mesh, SetPolicy(bundle="sjf"), mesh_token="ours")
+            assert isinstance(inside, AdminError), "a worker's token changes nothing"
+            assert "an operator's token" in inside.message
+        audit = [(each["operator"], each["log_level"]) for each in logs if "operator" in each]
+        assert audit == [("eve", "warning"), ("bob", "info"), ("", "warning")]
+
+
+async def test_a_file_of_operators_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+    security = SecurityConfig(operators_file=tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="operators_file"):
+        Operators(security)
+
+
+def test_operators_change_while_the_scheduler_runs(tmp_path: Path) -> None:
+    file, now_s = tmp_path / "operators.toml", 0.0
+    file.write_text(entry("bob", "b", "read"))
+    operators = Operators(SecurityConfig(operators_file=file, operator_token="one"), lambda: now_s)
+
+    def who(token: str) -> str | None:
+        found = operators.who({OPERATOR_METADATA: token.encode().hex()})
+        return None if found is None else found.name
+
+    assert [who(token) for token in ("b", "one", "e", "")] == ["bob", "operator_token", None, None]
+    assert operators.who({OPERATOR_METADATA: "no hexadecimal digits"}) is None
+    file.write_text(entry("eve", "e", "read", "write"))
+    now_s += 2.0
+    assert (who("b"), who("e")) == (None, "eve")
+    file.write_text("nonsense")
+    now_s += 2.0
+    assert (who("b"), who("e")) == (None, "eve"), "a wrong file leaves them as they were"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key, parse_api_keys
+from pdmesh.apikeys import SCOPES, ApiKey, Operator, entry_of, hash_key, parse_api_keys, parse_operators
 from pdmesh.cli.app import app
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
@@ -62,7 +62,7 @@ GOOD = f'[keys.a]\nhash = "{hash_key("k")}"\n'
         ("[keys.a]", "has no hash"),
         ('[keys.a]\nhash = "abc"', "64 hexadecimal"),
         ('[keys."a b"]\nhash = 1', "its name"),
-        ("[keys]\na = 1", "a key is a table"),
+        ("[keys]\na = 1", "an entry is a table"),
         (GOOD + "colour = 1", "unknown setting colour"),
         (GOOD + 'scopes = ["fly"]', "must be a list of"),
         (GOOD + "requests_per_minute = 0", "at least 1"),
@@ -208,3 +208,37 @@ def test_who_watches_the_mesh_must_have_been_told_that_they_may() -> None:
     assert "generate" in plain.scopes
     assert "watch" not in plain.scopes
     assert watcher.scopes == {"watch"}
+
+
+OPERATOR = f'[operators.bob]\nhash = "{hash_key("t")}"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[operators]", "holds no operator"),
+        (GOOD, "may hold tables"),
+        ("[operators.bob]", "has no hash"),
+        (OPERATOR + 'scopes = ["generate"]', "must be a list of read, write"),
+        (OPERATOR + "share = 2", "unknown setting share"),
+        (OPERATOR + OPERATOR.replace("bob", "eve"), "the same token"),
+    ],
+)
+def test_a_wrong_file_of_operators_is_one_sentence(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as wrong:
+        parse_operators(text, "FILE")
+    assert "\n" not in str(wrong.value)
+    assert parse_operators(OPERATOR, "FILE") == {"bob": Operator(name="bob", hash=hash_key("t"))}
+
+
+def test_an_operators_token_is_made_with_its_entry(tmp_path: Path) -> None:
+    file = tmp_path / "operators.toml"
+    arguments = ["keys", "operator", "--file", str(file)]
+    made = CliRunner().invoke(app, [*arguments, "bob", "--scope", "read", "--scope", "write"])
+    assert made.exit_code == 0, made.output
+    bob = parse_operators(file.read_text(), str(file))["bob"]
+    assert bob == Operator(name="bob", hash=hash_key(made.stdout.splitlines()[-1]), scopes=frozenset(("read", "write")))
+    assert CliRunner().invoke(app, [*arguments, "eve"]).exit_code == 0
+    assert not parse_operators(file.read_text(), str(file))["eve"].may_write, "who is given no scope looks on"
+    again = CliRunner().invoke(app, [*arguments, "bob"])
+    assert (again.exit_code, "has an entry bob" in again.output) == (2, True)

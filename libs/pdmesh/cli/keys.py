@@ -1,17 +1,30 @@
-"""``pdmesh keys``: API keys for `security.api_keys_file`."""
+"""``pdmesh keys``: API keys for `security.api_keys_file`, operators' tokens for `security.operators_file`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pdmesh.apikeys import DEFAULT_SCOPES, SCOPES, ApiKey, entry_of, hash_key, new_key, parse_api_keys
+from pdmesh.apikeys import (
+    DEFAULT_OPERATOR_SCOPES,
+    DEFAULT_SCOPES,
+    OPERATOR_SCOPES,
+    SCOPES,
+    ApiKey,
+    Operator,
+    entry_of,
+    hash_key,
+    new_key,
+    parse_api_keys,
+    parse_operators,
+)
 from pdmesh.errors import ConfigError
 
-app = typer.Typer(help="Make API keys.", no_args_is_help=True)
+app = typer.Typer(help="Make API keys, and operators' tokens.", no_args_is_help=True)
 
 
 @app.command()
@@ -43,9 +56,29 @@ def new(
         min_slo_ttft_ms=min_slo_ttft_ms,
         share=share,
     )
+    _make(key, secret, file, "security.api_keys_file", "a running gateway")
+
+
+@app.command()
+def operator(
+    name: Annotated[str, typer.Argument(help="Whose token it is; it shows in the scheduler's log.")],
+    file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.operators_file).")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(sorted(OPERATOR_SCOPES))}. [default: read]")
+    ] = None,
+) -> None:
+    """Make an operator's token and its entry; who has it sets security.operator_token. It is shown once."""
+    secret = new_key()
+    scopes = frozenset(scope) if scope else DEFAULT_OPERATOR_SCOPES
+    made = Operator(name=name, hash=hash_key(secret), scopes=scopes)
+    _make(made, secret, file, "security.operators_file", "a running scheduler")
+
+
+def _make(key: ApiKey | Operator, secret: str, file: Path | None, setting: str, who: str) -> None:
+    """Add the entry to ``file``, or print it; print the secret. Exits with 2 if that cannot be."""
     try:
         entry = entry_of(key)
-        if parse_api_keys(entry, "the entry") != {name: key}:
+        if _parse(key, entry, "the entry") != {key.name: key}:
             raise ConfigError("the entry would not be read back as it is")
         if file is not None:
             add_entry(file, key, entry)
@@ -53,22 +86,26 @@ def new(
         typer.echo(f"pdmesh: {error}", err=True)
         raise typer.Exit(2) from error
     if file is None:
-        typer.echo(f"# for the file that security.api_keys_file names (its name ends in .toml)\n{entry}", err=True)
+        typer.echo(f"# for the file that {setting} names (its name ends in .toml)\n{entry}", err=True)
     else:
-        typer.echo(f"pdmesh: {name} added to {file}; a running gateway takes it within seconds", err=True)
+        typer.echo(f"pdmesh: {key.name} added to {file}; {who} takes it within seconds", err=True)
     typer.echo(secret)
 
 
-def add_entry(file: Path, key: ApiKey, entry: str) -> None:
+def _parse(key: ApiKey | Operator, text: str, where: str) -> Mapping[str, ApiKey | Operator]:
+    return parse_operators(text, where) if isinstance(key, Operator) else parse_api_keys(text, where)
+
+
+def add_entry(file: Path, key: ApiKey | Operator, entry: str) -> None:
     """Append an entry, to a file that only its owner can read. Raises ConfigError."""
     if file.suffix != ".toml":
         raise ConfigError(f"{file}: entries go into a file whose name ends in .toml")
     try:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
-        if text and key.name in parse_api_keys(text, str(file)):
+        if text and key.name in _parse(key, text, str(file)):
             raise ConfigError(f"{file} has an entry {key.name}: remove it first")
         whole = f"{text.rstrip()}\n\n{entry}".lstrip()
-        parse_api_keys(whole, str(file))
+        _parse(key, whole, str(file))
         beside = file.with_name(f".{file.name}.new")
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
             out.write(whole)

@@ -117,7 +117,7 @@ def gateway_specs(
 
 
 def _dialing(config: MeshConfig, scheduler: Mapping[str, Any]) -> MeshConfig:
-    security = replace(config.security, operator_token="")  # the scheduler's alone
+    security = replace(config.security, operator_token="", operators_file=None)  # the scheduler's alone
     return replace(config, scheduler_address=str(scheduler["address"]), security=security)
 
 

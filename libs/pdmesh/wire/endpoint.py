@@ -105,11 +105,16 @@ def refusal(code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, A
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
+#: Whether a call of this method, with this metadata, may come in without the mesh token.
+Admits = Callable[[str, Mapping[str, str]], bool]
+
+
 class _Doorkeeper(grpc.aio.ServerInterceptor):
     """Looks at the token in a call's metadata, in constant time: a stranger has not one message read."""
 
-    def __init__(self, security: SecurityConfig) -> None:
+    def __init__(self, security: SecurityConfig, admits: Admits) -> None:
         self._token = security.mesh_token.encode().hex()
+        self._admits = admits
         self._refusal = refusal(
             grpc.StatusCode.UNAUTHENTICATED,
             "wrong mesh token: set the same security.mesh_token on every service",
@@ -120,10 +125,15 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        given = metadata_of(handler_call_details).get(TOKEN_METADATA, "")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
-            return self._refusal
-        return await continuation(handler_call_details)
+        metadata = metadata_of(handler_call_details)
+        if is_ours(metadata, self._token) or self._admits(handler_call_details.method, metadata):
+            return await continuation(handler_call_details)
+        return self._refusal
+
+
+def is_ours(metadata: Mapping[str, str], token_hex: str) -> bool:
+    """Whether a call's metadata shows the mesh token, given in hexadecimal digits; compared in constant time."""
+    return hmac.compare_digest(metadata.get(TOKEN_METADATA, "").encode(), token_hex.encode())
 
 
 def metadata_of(details: grpc.HandlerCallDetails) -> dict[str, str]:
@@ -152,13 +162,15 @@ async def serving(
     port: int,
     security: SecurityConfig,
     grace_s: float | None = None,
+    admits: Admits = lambda _method, _metadata: False,
 ) -> AsyncGenerator[int]:
     """Serve generic ``methods`` of ``service`` within the block; yields the port it got. Raises ConfigError.
 
-    At its end no new call is taken, and those that run are cancelled, after ``grace_s`` if that is given.
+    At its end no new call is taken, and those that run are cancelled, after ``grace_s`` if that is given. Who shows no
+    mesh token comes in where ``admits`` says so.
     """
     check_bind(host, security, what=service, has_key=bool(security.mesh_token))
-    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security)])
+    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security, admits)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
     bound_port = bind(server, host, port, security)
     await server.start()

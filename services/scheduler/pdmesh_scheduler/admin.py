@@ -1,11 +1,12 @@
 """The Admin method: an operator's questions and changes.
 
-Who shows the mesh token may ask. Changes are for who shows the operators' token; where there is none, for this machine.
+Who shows the mesh token, or an operator's, may ask. Changes are for operators with the scope for it; where there are
+none, for this machine. What actuators say is for our own processes.
 """
 
 from __future__ import annotations
 
-import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 from urllib.parse import unquote
@@ -15,7 +16,7 @@ import grpc.aio
 import msgspec
 import structlog
 
-from pdmesh.config import SecurityConfig
+from pdmesh.apikeys import Operator
 from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, OperationCancelled, ResizeRequested
 from pdmesh.errors import ConfigError
 from pdmesh.model import OperationKind, RequestId, Role
@@ -23,7 +24,7 @@ from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.bundles import BATCHINGS, BUNDLES, make_batching, make_bundle
 from pdmesh.ranges import out_of_range
-from pdmesh.wire.endpoint import OPERATOR_METADATA, is_loopback
+from pdmesh.wire.endpoint import is_loopback, is_ours
 from pdmesh.wire.messages import (
     AdminError,
     AdminRequest,
@@ -49,6 +50,7 @@ from pdmesh.wire.messages import (
 from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.operations import OperationsDesk
+from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.tenants import TenantUsage
 
@@ -68,7 +70,8 @@ class Admin:
     records: RequestRecords
     operations: OperationsDesk
     actuators: ActuatorDesk
-    security: SecurityConfig
+    operators: Operators
+    mesh_token: str
     tenants: TenantUsage
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
@@ -82,8 +85,13 @@ class Admin:
             except (msgspec.MsgspecError, ValueError) as error:
                 reason = f"malformed frame of {len(frame)} bytes: {error}"
                 return bytes(await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason))  # raises
+            metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
             if isinstance(question, Change):
-                answer = await self._change(question, context)
+                answer = await self._change(question, metadata, context.peer())
+            elif isinstance(question, FollowPools | ExpectInstances) and not is_ours(
+                metadata, self.mesh_token.encode().hex()
+            ):
+                answer = AdminError(message="only what runs the mesh says that: it needs the mesh token")
             else:
                 answer = await self._answer(question)
             return msgspec.msgpack.encode([answer])
@@ -147,31 +155,33 @@ class Admin:
 
     # --- changes ---
 
-    async def _change(self, change: Change, context: Any) -> AdminResponse:
-        if (reason := self._why_not(context)) is not None:
+    async def _change(self, change: Change, metadata: Mapping[str, str], peer: str) -> AdminResponse:
+        operator = self.operators.who(metadata)
+        if (reason := self._why_not(operator, peer)) is not None:
             answer: AdminResponse = AdminError(message=reason)
         else:
             answer = await self._carry_out(change)
-        audit = {"change": msgspec.to_builtins(change), "peer": context.peer()}
+        name = "" if operator is None else operator.name
+        audit = {"change": msgspec.to_builtins(change), "operator": name, "peer": peer}
         if isinstance(answer, AdminError):
             log.warning("an operator's change was refused", **audit, reason=answer.message)
         else:
             log.info("an operator's change", **audit, answer=msgspec.to_builtins(answer))
         return answer
 
-    def _why_not(self, context: Any) -> str | None:
+    def _why_not(self, operator: Operator | None, peer: str) -> str | None:
         """Why the caller may change nothing; None if it may."""
-        token = self.security.operator_token
-        if token:
-            given = dict(context.invocation_metadata() or ()).get(OPERATOR_METADATA, "")
-            if hmac.compare_digest(str(given).encode(), token.encode().hex().encode()):
+        if operator is not None:
+            if operator.may_write:
                 return None
-            return "changes need the operators' token: set security.operator_token to what the scheduler has"
-        if is_local(context.peer()):
+            return f"the operator {operator.name!r} may look and change nothing: its entry lacks the scope 'write'"
+        if self.operators:
+            return "changes need an operator's token: set security.operator_token to one that the scheduler takes"
+        if is_local(peer):
             return None
         return (
-            "changes are taken from the scheduler's own machine alone: give the scheduler a security.operator_token, "
-            "and show it"
+            "changes are taken from the scheduler's own machine alone: give the scheduler a security.operator_token "
+            "or a security.operators_file, and show one of its tokens"
         )
 
     async def _carry_out(self, change: Change) -> AdminResponse:

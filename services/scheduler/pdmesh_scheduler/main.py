@@ -26,6 +26,7 @@ from pdmesh.policy.profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
+from pdmesh.wire.admin import ADMIN_METHOD
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
@@ -36,6 +37,7 @@ from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.operations import OperationsDesk, read_wishes
+from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
@@ -81,6 +83,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         path=settings.operations_file,
         wall_time=wall_time,
     )
+    operators = await anyio.to_thread.run_sync(Operators, config.security)
     wishes = await anyio.to_thread.run_sync(read_wishes, settings.operations_file)
     tenants = TenantUsage(core)
 
@@ -137,7 +140,9 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp),
             "Gateway": serve_link(gateway_streams.serve, GatewayUp),
-            "Admin": Admin(driver, records, operations, actuators, config.security, tenants).handler(),
+            "Admin": Admin(
+                driver, records, operations, actuators, operators, config.security.mesh_token, tenants
+            ).handler(),
         }
         async with anyio.create_task_group() as tasks:
             if event_log is not None:
@@ -153,6 +158,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 port=settings.port,
                 security=config.security,
                 grace_s=STOP_GRACE_S,
+                admits=lambda method, metadata: method == ADMIN_METHOD and operators.who(metadata) is not None,
             ) as port:
                 closing.enter_context(rare_collections())
                 context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)
