@@ -32,6 +32,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
+    ActuatorFacts,
     BatchingChangeRequested,
     BundleChangeRequested,
     DecodeReserved,
@@ -42,16 +43,19 @@ from pdmesh.core.events import (
     GroupPrefix,
     InstanceJoined,
     InstanceLost,
+    InstanceStartFailed,
     InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
     MoveSent,
     OperationCancelled,
     OperationRequested,
+    ProcessesReported,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
     RequestFinished,
+    ResizeRequested,
     RoleChangeRequested,
     StepDone,
     Tick,
@@ -71,6 +75,8 @@ from pdmesh.model import (
     InstanceId,
     OperationId,
     OperationKind,
+    PoolCounts,
+    PoolMember,
     RejectReason,
     Request,
     RequestId,
@@ -173,6 +179,7 @@ class MeshMachine(RuleBasedStateMachine):
             ]
         }
         self.has_group = "group" in shape
+        self.processes = set(self.profiles)  # that the actuator has, of instances that are there or come back
         self.mesh = ModelledMesh(self.profiles.values(), self.max_total_of)
         self.num_requests = 0
         self.num_operations = 0
@@ -187,6 +194,7 @@ class MeshMachine(RuleBasedStateMachine):
     def new_core(self) -> None:
         core: SchedulerCore | None = getattr(self, "core", None)
         wishes = [] if core is None else core.wishes
+        resize_wish = None if core is None else core.resize_wish
         self.core, self.diligent = (
             SchedulerCore(self.config, make_bundle(self.chosen.name, self.policy), random.Random(0)) for _ in range(2)
         )
@@ -215,11 +223,15 @@ class MeshMachine(RuleBasedStateMachine):
         self.draining: set[InstanceId] = set()  # as they say themselves
         self.silent: set[InstanceId] = set()
         self.roles: dict[InstanceId, Role] = {}
+        self.has_resized = False
+        self.told: tuple[InstanceId, ...] | None = None  # as the actuator has last
         self.held: set[InstanceId] = set()  # their residents wait for the end of a prefill phase
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
         for wish in wishes:
             self.feed(replace(wish, again=True))
+        if resize_wish is not None:
+            self.feed(replace(resize_wish, again=True))
         for instance in self.mesh.instances.values():
             self.feed(instance.rejoin(self.gateway_of))
 
@@ -401,15 +413,16 @@ class MeshMachine(RuleBasedStateMachine):
     def note_operations(self) -> None:
         """Instances that operators took out of use, as the operations say that run or ran."""
         self.closed: set[InstanceId] = set()
-        for view in self.core.operations:
+        self.has_resized |= any(view.kind is OperationKind.RESIZE for view in self.core.operations)
+        if self.has_resized:  # what it started, or took back, is in use whatever was done to its name before
+            self.closed.update(wish.instance_id for wish in self.core.wishes if wish.kind is OperationKind.DRAIN)
+        for view in () if self.has_resized else self.core.operations:
             if view.state is OperationState.DONE and view.kind not in (OperationKind.ROLE, OperationKind.MOVE):
                 (self.closed.add if view.kind is OperationKind.DRAIN else self.closed.discard)(view.instance_id)
         self.closed.update(
             view.instance_id
             for view in self.core.operations
-            if view.state is OperationState.RUNNING
-            and view.kind not in (OperationKind.UNDRAIN, OperationKind.MOVE)
-            and not view.detail.startswith("judged by")  # it is in use meanwhile
+            if view.state is OperationState.RUNNING and view.kind in (OperationKind.DRAIN, OperationKind.RESTART)
         )
         self.closed &= {view.instance_id for view in self.core.instances}
 
@@ -992,6 +1005,66 @@ class MeshMachine(RuleBasedStateMachine):
             )
         )
 
+    @rule(
+        counts=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)),
+        timeout_s=st.sampled_from((0.0, 4.0, 60.0)),
+        start_timeout_s=st.sampled_from((4.0, 200.0)),
+        num_spare=st.sampled_from((0, 9, 9)),
+    )
+    def operator_resizes(
+        self, counts: tuple[int, int, int], timeout_s: float, start_timeout_s: float, num_spare: int
+    ) -> None:
+        self.num_operations += 1
+        prefill, decode, mixed = counts
+        actuator = ActuatorFacts(instance_ids=self.running, available_bytes=num_spare, instance_bytes=1)
+        self.feed(
+            ResizeRequested(
+                operation_id=OperationId(f"o{self.num_operations}"),
+                pools=PoolCounts(prefill=prefill, decode=decode, mixed=mixed),
+                timeout_s=timeout_s,
+                start_timeout_s=start_timeout_s,
+                actuator=actuator,
+            )
+        )
+
+    @property
+    def running(self) -> tuple[InstanceId, ...]:
+        return tuple(sorted(self.processes))
+
+    @rule()
+    def actuator_tells(self) -> None:
+        self.told = self.running
+        self.feed(ProcessesReported(self.running))
+
+    @rule(data=st.data(), fails=st.sampled_from((False, False, True)))
+    def actuator_acts(self, data: st.DataObject, fails: bool) -> None:
+        """It does one thing that is wanted; what became of it, it tells later."""
+        if wanted := self.wanted():
+            self.actuate(data.draw(st.sampled_from(wanted)), fails=fails)
+
+    def wanted(self) -> list[PoolMember | InstanceId]:
+        """What the actuator has not done yet: to start one, or to stop one."""
+        desired = self.core.desired_pools
+        start = [member for member in desired.start if member.instance_id not in self.processes]
+        return [*start, *(instance_id for instance_id in desired.stop if instance_id in self.processes)]
+
+    def actuate(self, what: PoolMember | InstanceId, *, fails: bool = False) -> None:
+        if not isinstance(what, PoolMember):
+            self.processes.remove(what)
+            del self.profiles[what]
+            if (instance := self.mesh.instances.pop(what, None)) is not None:
+                assert not instance.holds, f"{what} is stopped, and holds {instance.holds}"
+                self.feed(InstanceLost(what))
+        elif fails:
+            self.feed(InstanceStartFailed(what.instance_id, "no memory"))
+        else:
+            instance_id = what.instance_id
+            like = next(iter(self.profiles.values()))
+            self.profiles[instance_id] = replace(like, instance_id=instance_id, role=what.role, group_id="")
+            self.processes.add(instance_id)
+            self.mesh.instances[instance_id] = self.new_instance(instance_id)
+            self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+
     @rule(data=st.data())
     def operator_takes_back(self, data: st.DataObject) -> None:
         running = [view for view in self.core.operations if view.state is OperationState.RUNNING]
@@ -1044,12 +1117,15 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(InstanceSuspected(instance_id, suspected=False))
             instance.events.append(DrainRequested(instance_id, enabled=False))
             self.operate(OperationKind.UNDRAIN, instance_id, role=Role.MIXED, timeout_s=0.0, force=False)
-            instance.events.append(RoleChangeRequested(instance_id, self.profiles[instance_id].role))
+            instance.events.append(RoleChangeRequested(instance_id, self.last_role(instance_id)))
             instance.report_load()
         for _ in range(1000):
             if not self.settle_once():
                 break
         self.books_balance()
+        assert not self.wanted(), f"{self.wanted()} is left to do for the actuator"
+        running = [view for view in self.core.operations if view.state is OperationState.RUNNING]
+        assert not running, f"{running} never ended"
         assert not self.awaited, f"{self.awaited} never ended"
         assert self.core.num_waiting == 0
         assert self.core.num_running == 0
@@ -1061,9 +1137,21 @@ class MeshMachine(RuleBasedStateMachine):
             instance = self.mesh.instances[view.instance_id]
             assert not instance.holds, f"{view.instance_id} still holds {instance.holds}"
 
+    def last_role(self, instance_id: InstanceId) -> Role:
+        """With which an instance ends: as it began, if what is left can serve then."""
+        roles = {self.profiles[name].role for name in self.mesh.instances}
+        can_serve = any(role.can_prefill for role in roles) and any(role.can_decode for role in roles)
+        return self.profiles[instance_id].role if can_serve else Role.MIXED
+
     def settle_once(self) -> bool:
         """One round of everything but failures; False when nothing is left to do."""
         busy = False
+        while wanted := self.wanted():
+            self.actuate(wanted[0])
+            busy = True
+        if self.running != self.told:
+            self.actuator_tells()
+            busy = True
         for instance in self.mesh.instances.values():
             while instance.commands:
                 instance.take_command()
@@ -1101,7 +1189,8 @@ class MeshMachine(RuleBasedStateMachine):
             waiting = [plan for instance in self.mesh.instances.values() for plan in instance.running]
             assert not waiting, f"{waiting} wait for each other"
         if not busy and not any(instance.holds for instance in self.mesh.instances.values()):
-            assert self.core.num_waiting == 0, "requests wait though the mesh is empty"
+            is_served = not self.has_resized or self.core.unready_reason is None
+            assert self.core.num_waiting == 0 or not is_served, "requests wait though the mesh is empty"
             assert not self.held, f"residents of {self.held} would wait for ever"
         if not busy and self.wake_at_s is not None and self.wake_at_s > self.now_s:
             self.now_s = self.wake_at_s

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import Command, FreeKv, PlaceDecode, Restart, RunStep, SetRole, StopInstance, WakeAt
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    FreeKv,
+    PlaceDecode,
+    Restart,
+    RunStep,
+    SetRole,
+    StopInstance,
+    WakeAt,
+)
 from pdmesh.core.events import InstanceJoined, InstanceLost, OperationCancelled, OperationRequested, Tick
 from pdmesh.core.operations import COME_BACK_S, MAX_ENDED, OperationState, OperationView
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, Role
@@ -140,16 +150,57 @@ def test_an_operation_that_is_taken_back_leaves_the_instance_as_it_was() -> None
     assert bench.core.ignored["OperationCancelled"] == 1
 
 
-def test_a_role_changes_when_all_has_left_that_the_new_one_does_not_do() -> None:
+def test_an_instance_takes_on_its_new_role_at_once_and_the_operation_is_done_when_its_old_work_has_left() -> None:
     bench = bench_of("p0", "d0", "d1")
     target = decoding(bench, "a")
     commands = bench.feed(wish("role", target, role="prefill", name="x"))
-    assert not of(SetRole, commands)
-    bench.finish(target, "a")
-    commands = bench.released(target, "a")
     assert [(command.instance_id, command.role) for command in of(SetRole, commands)] == [(target, Role.PREFILL)]
     view = next(view for view in bench.core.instances if view.instance_id == target)
     assert (view.role, view.draining) == (Role.PREFILL, False)
+    assert (state(bench, "x").state, state(bench, "x").num_left) == (OperationState.RUNNING, 1)
+    placed = [bench.arrive(name) for name in ("b", "c", "d")]
+    prefills = {admitted.instance_id for commands in placed for admitted in of(AdmitPrefill, commands)}
+    assert target in prefills, "it prefills while its decode leaves"
+    assert target not in {place.instance_id for commands in placed for place in of(PlaceDecode, commands)}
+    bench.finish(target, "a")
+    bench.released(target, "a")
+    assert state(bench, "x").state is OperationState.DONE
+
+
+def test_what_comes_to_an_instance_in_its_new_role_need_not_leave_it() -> None:
+    bench = bench_of("p0", "p1", "d0")
+    (step,) = of(RunStep, bench.arrive("a"))
+    bench.feed(wish("role", step.instance_id, role="decode", name="x", timeout_s=10.0))
+    assert state(bench, "x").num_left == 1
+    places = [place.instance_id for name in "bcd" for place in of(PlaceDecode, bench.arrive(name))]
+    assert step.instance_id in places, "it decodes while its prompt is computed to its end"
+    assert state(bench, "x").num_left == 1
+    bench.feed(Tick(), at_s=bench.now_s + 10.0)
+    assert set(restarted(bench.commands)) <= {"a"}, "at the time limit only what is old starts again"
+
+
+def test_undrain_and_cancel_give_an_instance_its_old_role_again() -> None:
+    for name, again in (("cancel", OperationCancelled(OperationId("x"))), ("undrain", wish("undrain", "", name="u"))):
+        bench = bench_of("p0", "d0", "d1")
+        target = decoding(bench, "a")
+        bench.feed(wish("role", target, role="prefill", name="x"))
+        bench.feed(again if isinstance(again, OperationCancelled) else replace(again, instance_id=InstanceId(target)))
+        view = next(view for view in bench.core.instances if view.instance_id == target)
+        assert (view.role, state(bench, "x").state) == (Role.DECODE, OperationState.CANCELLED), name
+
+
+def test_the_next_scheduler_knows_which_role_an_instance_had() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    target = decoding(bench, "a")
+    bench.feed(replace(wish("role", target, role="prefill", name="x"), judged=True))
+    (again,) = bench.core.wishes
+    assert again.role_before is Role.DECODE
+    after = CoreBench()
+    after.feed(replace(again, again=True))
+    after.feed(InstanceJoined(replace(profile(target), role=Role.PREFILL), ()))
+    assert state(after, "x").detail.startswith("judged by"), "it has nothing left to leave"
+    after.feed(OperationCancelled(OperationId("x")))
+    assert next(iter(after.core.instances)).role is Role.DECODE
 
 
 def test_a_role_that_does_more_changes_at_once() -> None:

@@ -142,6 +142,7 @@ class OperationRequested:
     stopped_pid: int | None = None  # of the process that a restart had stopped already
     request_id: RequestId | None = None  # of a move
     judged: bool = False  # a change of roles that makes things worse is taken back
+    role_before: Role | None = None  # of one that is asked for again: the instance may have its new role already
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from math import inf
@@ -31,8 +31,12 @@ MAX_ENDED = 256
 #: A process that was stopped is started again by then: a large model is loaded meanwhile.
 COME_BACK_S = 600.0
 
-#: What an instance may go on holding in its new role.
-_STAYS = {Role.PREFILL: HoldKind.PREFILL, Role.DECODE: HoldKind.RESIDENT}
+#: What an instance may hold in its new role.
+_STAYS: dict[Role, Collection[HoldKind]] = {
+    Role.PREFILL: (HoldKind.PREFILL,),
+    Role.DECODE: (HoldKind.LOCAL, HoldKind.PROMISED, HoldKind.RESIDENT),
+    Role.MIXED: tuple(HoldKind),
+}
 
 
 class OperationState(StrEnum):
@@ -86,7 +90,7 @@ class _Operation:
 
     @property
     def wish_again(self) -> OperationRequested:
-        return replace(self.wish, stopped_pid=self.stopped_pid)
+        return replace(self.wish, stopped_pid=self.stopped_pid, role_before=self.role_before)
 
     @property
     def view(self) -> OperationView:
@@ -170,7 +174,7 @@ class Operations:
         if wish.operation_id in self._operations:
             return  # asked again
         self.num_changes += 1
-        operation = self._operations[wish.operation_id] = _Operation(wish, now_s)
+        operation = self._operations[wish.operation_id] = _Operation(wish, now_s, role_before=wish.role_before)
         self._forget()
         if wish.kind is OperationKind.MOVE:
             self._begin_move(operation, now_s)
@@ -185,6 +189,9 @@ class Operations:
         if before is not None and before.wish.again:  # its outcome is kept, and holds when the instance comes
             self._end(before, OperationState.DONE, "", now_s)
         elif before is not None:
+            instance = self._books.instances.get(wish.instance_id)
+            if instance is not None and before.changed_s is None:
+                self._restore(before, instance)
             self._end(before, OperationState.CANCELLED, f"{wish.kind} came after it", now_s)
         if wish.kind is OperationKind.UNDRAIN:
             self._drains.pop(wish.instance_id, None)
@@ -225,7 +232,7 @@ class Operations:
     def joined(self, instance_id: InstanceId, now_s: float) -> None:
         """An instance came (back): what was wanted of it still is."""
         instance = self._books.instances[instance_id]
-        if (wish := self._roles.get(instance_id)) and wish.role is not None and wish.role is not instance.role:
+        if (wish := self._roles.get(instance_id)) and wish.role is not None:
             self._set_role(instance, wish.role)
         if instance_id in self._drains:
             instance.set_closed(True)
@@ -266,9 +273,9 @@ class Operations:
                 continue
             if operation.deadline_s <= now_s:
                 operation.has_moved_all = True
-                for key in self._left(operation, instance):
+                for key in self._left(operation.wish, instance):
                     self._restart(key, instance)
-            num_left = len(self._left(operation, instance))
+            num_left = len(self._left(operation.wish, instance))
             self.num_changes += num_left != operation.num_left
             operation.num_left = num_left
             if not operation.num_left:
@@ -297,8 +304,8 @@ class Operations:
                 f"things worse: wait until {COOL_DOWN_S:g} s have passed, or --force"
             )
         others = [other for other in instances.values() if other is not instance and other.is_usable]
-        if self._leaves_at_once(wish, instance):
-            return None
+        if wish.role in (Role.MIXED, instance.role):
+            return None  # it goes on with all that it does
         if not have_pair(others) and (have_pair([instance, *others]) or wish.kind is OperationKind.ROLE):
             kind = "prefill and decode" if instance.role is Role.MIXED else str(instance.role)
             return (
@@ -308,33 +315,33 @@ class Operations:
         return None
 
     def _begin(self, operation: _Operation, now_s: float) -> None:
-        """From here on nothing new goes to the instance, and what would be long in leaving it leaves at once."""
+        """From here on nothing new goes to the instance, and what would be long in leaving it leaves at once.
+
+        One that gets another role takes on what that does from here on, while what it did leaves: it is never idle.
+        """
         instance = self._books.instances.get(operation.wish.instance_id)
         if instance is None:
             operation.detail = "waits for the instance to come back"
             return
         operation.detail = ""
-        if operation.role_before is None and operation.wish.kind is OperationKind.ROLE:
-            operation.role_before = instance.role
-        if operation.wish.kind is not OperationKind.UNDRAIN and not self._leaves_at_once(operation.wish, instance):
-            instance.set_closed(True)
-            for key in self._left(operation, instance):
-                if self._takes_longer(key, operation.deadline_s - now_s):
-                    self._restart(key, instance)
-
-    def _leaves_at_once(self, wish: OperationRequested, instance: InstanceBooks) -> bool:
-        """Whether the instance goes on with all that it does."""
-        return wish.kind is OperationKind.ROLE and wish.role in (Role.MIXED, instance.role)
-
-    def _left(self, operation: _Operation, instance: InstanceBooks) -> Sequence[RequestKey]:
-        """What has to leave the instance."""
         wish = operation.wish
-        if wish.kind is OperationKind.UNDRAIN or self._leaves_at_once(wish, instance):
+        if wish.role is not None:
+            operation.role_before = operation.role_before or instance.role
+            operation.before = operation.before or self._judge.before(now_s)
+            self._set_role(instance, wish.role)
+        elif wish.kind is not OperationKind.UNDRAIN:
+            instance.set_closed(True)
+        for key in self._left(wish, instance):
+            if self._takes_longer(key, operation.deadline_s - now_s):
+                self._restart(key, instance)
+
+    @staticmethod
+    def _left(wish: OperationRequested, instance: InstanceBooks) -> Sequence[RequestKey]:
+        """What has to leave the instance."""
+        if wish.kind is OperationKind.UNDRAIN:
             return ()
-        stays = (
-            HoldKind.RESIDENT if wish.role is Role.DECODE else HoldKind.PREFILL if wish.role is Role.PREFILL else None
-        )
-        return [key for key, hold in instance.holds.items() if hold.kind is not stays]
+        stays = () if wish.role is None else _STAYS[wish.role]
+        return [key for key, hold in instance.holds.items() if hold.kind not in stays]
 
     def _takes_longer(self, key: RequestKey, limit_s: float) -> bool:
         """Whether what is left of its prompt is predicted to."""
@@ -396,12 +403,9 @@ class Operations:
             case OperationKind.UNDRAIN:
                 self.use_again(instance)
             case OperationKind.ROLE:
-                assert wish.role is not None
                 self._roles[wish.instance_id] = wish
-                self._set_role(instance, wish.role)
-                instance.set_closed(wish.instance_id in self._drains)
                 if wish.judged and operation.role_before is not wish.role:
-                    operation.changed_s, operation.before = now_s, self._judge.before(now_s)
+                    operation.changed_s = now_s
                     operation.detail = f"judged by {NUM_TO_JUDGE} requests, or for {JUDGE_S:g} s"
                     self.num_changes += 1
                     return
@@ -453,12 +457,14 @@ class Operations:
     def _restore(self, operation: _Operation, instance: InstanceBooks) -> None:
         """The instance is used as before."""
         instance.set_closed(instance.instance_id in self._drains)
-        if operation.role_before is not None and instance.role is not operation.role_before:
+        if operation.role_before is not None:
             if operation.changed_s is not None:
                 self._roles.pop(instance.instance_id, None)
             self._set_role(instance, operation.role_before)
 
     def _set_role(self, instance: InstanceBooks, role: Role) -> None:
+        if instance.role is role:
+            return
         instance.set_role(role)
         self._books.regroup()
         self._books.commands.append(SetRole(instance_id=instance.instance_id, role=role))

@@ -138,7 +138,7 @@ class Pools:
         if resize is None:
             return inf
         instances = self._books.instances
-        if any((each := instances.get(m.instance_id)) and each.role is not m.role for m in resize.wish.flips):
+        if any(self._operations.running_on(member.instance_id) is not None for member in resize.wish.flips):
             return inf  # each is an operation of its own, with its own limit
         started = all(member.instance_id in instances for member in resize.wish.starts)
         return resize.gone_by_s if started else resize.began_s + resize.wish.start_timeout_s
@@ -188,11 +188,6 @@ class Pools:
     def processes_reported(self, event: ProcessesReported) -> None:
         self._processes = frozenset(event.instance_ids)
 
-    def lost(self, instance_id: InstanceId) -> None:
-        """It is gone; one that was to leave may come again under the same name, and is another one then."""
-        if self._wanted is not None and instance_id in self._wanted.leaves:
-            self._operations.forget(instance_id)
-
     def advance(self, now_s: float) -> bool:
         """Look how far the resize is, after any event; whether something was asked of an instance."""
         resize = self._running
@@ -203,17 +198,15 @@ class Pools:
         flipping = [
             member
             for member in wish.flips
-            if (each := instances.get(member.instance_id)) and each.role is not member.role
+            if (each := instances.get(member.instance_id))
+            and (each.role is not member.role or self._operations.running_on(member.instance_id) is not None)
         ]
         leaving = [each for each in wish.leaves if each in instances]
         ending = [each for each in wish.leaves if each not in instances and self._may_run(each)]
         self._say(resize, starting, [member.instance_id for member in flipping], leaving, ending)
-        for instance_id in (*leaving, *(member.instance_id for member in flipping)):
-            part = self._operations.find(resize.part(instance_id))
-            if part is not None and part.state not in (OperationState.RUNNING, OperationState.DONE):
-                reason = f"{part.kind} {instance_id} was {part.state}: {part.detail}"
-                self._take_back(resize, OperationState.FAILED, reason, now_s)
-                return True
+        if (reason := self._why_hopeless(resize, flipping, leaving)) is not None:
+            self._take_back(resize, OperationState.FAILED, reason, now_s)
+            return True
         if flipping:
             member = flipping[0]  # one after the other: the others serve
             return self._ask(resize, OperationKind.ROLE, member.instance_id, now_s, role=member.role)
@@ -227,6 +220,8 @@ class Pools:
         if any(asked):
             return True
         if not leaving and not ending:
+            for instance_id in wish.leaves:
+                self._operations.forget(instance_id)  # one that comes under its name is another one
             self._end(resize, OperationState.DONE, "", now_s)
         elif all(_is_free(instances[instance_id]) for instance_id in leaving):
             if resize.gone_by_s == inf:
@@ -236,7 +231,24 @@ class Pools:
                 reason = f"the process of {', '.join((*leaving, *ending))} did not end within {GONE_S:g} s"
                 self._take_back(resize, OperationState.FAILED, reason, now_s)
                 return True
+        else:
+            resize.gone_by_s = inf
         return False
+
+    def _why_hopeless(
+        self, resize: _Resize, flipping: Sequence[PoolMember], leaving: Sequence[InstanceId]
+    ) -> str | None:
+        """Why what was asked of an instance will not come true: it failed, or was undone; None if it may."""
+        changed = [member.instance_id for member in flipping]
+        for instance_id in (*leaving, *changed):
+            part = self._operations.find(resize.part(instance_id))
+            if part is None or part.state is OperationState.RUNNING:
+                continue
+            if part.state is not OperationState.DONE:
+                return f"{part.kind} {instance_id} was {part.state}: {part.detail}"
+            if instance_id in changed or self._books.instances[instance_id].is_usable:
+                return f"{part.kind} {instance_id} was undone meanwhile"
+        return None
 
     def _may_run(self, instance_id: InstanceId) -> bool:
         """Whether there may be a process of an instance, though that has left: its memory is not free yet."""

@@ -269,7 +269,6 @@ class SchedulerCore:
                 self._reunion.instance_lost(event.instance_id)
                 self._moves.lost(event.instance_id)
                 self._operations.lost(event.instance_id, now_s)
-                self._pools.lost(event.instance_id)
             case DrainRequested():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_draining(event.enabled)
