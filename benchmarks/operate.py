@@ -1,12 +1,13 @@
 """Role flips and a rolling restart of every process under load: does a stream break or differ, and what does it cost?
 
-Usage: python benchmarks/operate.py [--flips N] [--streams N] [--gateways N] [--no-restart] [--no-timings]
+Usage: python benchmarks/operate.py [--flips N] [--streams N] [--gateways N] [--every-s S] [--no-restart] [--no-timings]
 
 A mesh of 2 prefill and 2 decode instances and two gateways serves so many streams of the `openai` client all the time,
 greedy and seeded, each compared with an undisturbed one. One instance of each kind gets the other role and then its own
-again, in turns; then `pdmesh restart --rolling` restarts instances, gateways and the scheduler. Goodput is the tokens a
-second that clients get; *before* is measured without an operation, *during* from the first flip asked for to the last
-one done.
+again, in turns, a flip every ``--every-s`` seconds; then `pdmesh restart --rolling` restarts instances, gateways and
+the scheduler. Goodput is the tokens a second that clients get. Four flips lead back to the pools that there were, and
+after every four of them the mesh is left alone for as long: *before* is what clients get then, *during* while there
+are flips, so that a machine that is busier for a while is so for both.
 
 Exit code 1 if a stream fails or differs, an operation fails, or, without ``--no-timings``, goodput during the flips is
 below 0.9 of before.
@@ -20,8 +21,11 @@ import secrets
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 from pdmesh.config import SecurityConfig
 from pdmesh.core.events import OperationRequested
@@ -42,7 +46,12 @@ FLIPS = (
     ("prefill-1", Role.PREFILL),
 )
 
-BEFORE_S = 20.0
+
+class Span(NamedTuple):
+    """On the clock of `time.monotonic`."""
+
+    began_s: float
+    ended_s: float
 
 
 async def flip(mesh: RunningMesh, instance: str, role: Role) -> OperationStatus:
@@ -68,18 +77,23 @@ async def operate(mesh: RunningMesh, options: argparse.Namespace) -> list[str]:
     requests = requests_of(5, [20, 45, 70, 130, 300], max_tokens=120)
     async with running_load(mesh.base_url, mesh.model, requests, at_once=options.streams) as load:
         await asyncio.sleep(3.0)
-        begin_s = time.monotonic()
-        await asyncio.sleep(BEFORE_S)
-        flips_s = time.monotonic()
         wrong: list[str] = []
-        longest_s = 0.0
+        took_s: defaultdict[str, list[float]] = defaultdict(list)
+        still, busy = list[Span](), list[Span]()
+        next_s = 0.0
         for number in range(options.flips):
+            if number % len(FLIPS) == 0:
+                still.append(await _left_alone(len(FLIPS) * options.every_s))
+                next_s = time.monotonic()
             instance, role = FLIPS[number % len(FLIPS)]
             began_s = time.monotonic()
             status = await flip(mesh, instance, role)
-            longest_s = max(longest_s, time.monotonic() - began_s)
+            took_s[f"{instance} to {role}"].append(time.monotonic() - began_s)
             if status.state != "done":
                 wrong.append(f"role {instance} {role}: {status.state}: {status.detail}")
+            next_s += options.every_s
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+            busy.append(Span(began_s, time.monotonic()))
         flipped_s = time.monotonic()
         restart_s = 0.0
         if not options.no_restart:
@@ -89,10 +103,10 @@ async def operate(mesh: RunningMesh, options: argparse.Namespace) -> list[str]:
             kept = set(before.values()) & set(mesh.pids().values())
             if kept or set(before) != set(mesh.pids()):
                 wrong.append(f"not restarted: {kept}")
-    before_per_s = load.num_tokens(begin_s, flips_s) / (flips_s - begin_s)
-    during_per_s = load.num_tokens(flips_s, flipped_s) / (flipped_s - flips_s)
+    before_per_s, during_per_s = (_per_s(load, spans) for spans in (still, busy))
     share = during_per_s / before_per_s
-    print(f"{options.flips} flips in {flipped_s - flips_s:.1f} s, the longest {longest_s:.2f} s")
+    for what, all_s in took_s.items():
+        print(f"{what}: {len(all_s)} flips, median {1e3 * median(all_s):.0f} ms, the longest {1e3 * max(all_s):.0f} ms")
     print(f"rolling restart of {len(mesh.pids())} processes in {restart_s:.1f} s")
     print(f"goodput before {before_per_s:.0f}, during flips {during_per_s:.0f} tokens/s: {share:.2f} ({LEAST_SHARE})")
     _tell(load)
@@ -100,6 +114,18 @@ async def operate(mesh: RunningMesh, options: argparse.Namespace) -> list[str]:
     if not options.no_timings and share < LEAST_SHARE:
         wrong.append("goodput during flips")
     return wrong
+
+
+async def _left_alone(for_s: float) -> Span:
+    began_s = time.monotonic()
+    await asyncio.sleep(for_s)
+    return Span(began_s, time.monotonic())
+
+
+def _per_s(load: StreamLoad, spans: Sequence[Span]) -> float:
+    """Tokens a second."""
+    num_tokens = sum(load.num_tokens(span.began_s, span.ended_s) for span in spans)
+    return num_tokens / sum(span.ended_s - span.began_s for span in spans)
 
 
 def _tell(load: StreamLoad) -> None:
@@ -113,6 +139,7 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=50)
     parser.add_argument("--streams", type=int, default=6, help="at once")
     parser.add_argument("--gateways", type=int, default=2)
+    parser.add_argument("--every-s", type=float, default=1.0, help="between the beginnings of two flips")
     parser.add_argument("--no-restart", action="store_true")
     parser.add_argument("--no-timings", action="store_true", help="on a busy machine: goodput is printed, not judged")
     options = parser.parse_args()
