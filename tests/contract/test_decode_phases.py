@@ -24,6 +24,7 @@ from pdmesh.model import (
     StepPlan,
 )
 from pdmesh.sim.agenda import Agenda
+from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.instance import SimInstance
 from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.result import RequestRun
@@ -110,11 +111,13 @@ class Simulated:
         self.events: list[Event] = []
         self.runs: dict[RequestKey, RequestRun] = {}
         self.turn = False
+        links = SimulatedLinks(self.agenda, 1e9, lambda flow: None)
         self.instance = SimInstance(
             modelled_profile("i", Role.MIXED, num_blocks=100),
             UNEVEN_MODEL,
             agenda=self.agenda,
-            links=SimulatedLinks(self.agenda, 1e9, lambda key: None),
+            links=links,
+            exchange=SimulatedExchange(self.agenda, links),
             runs=self.runs,
             report=self.events.append,
             land=lambda plan, key, duration_s: None,

@@ -32,11 +32,13 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Reject,
     Restart,
+    SetGroup,
     WakeAt,
 )
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     Event,
+    HelperJoined,
     InstanceEvent,
     LoadReported,
 )
@@ -56,8 +58,9 @@ from pdmesh.model import (
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
 from pdmesh.sim.agenda import Agenda
+from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.instance import SimInstance
-from pdmesh.sim.links import SimulatedLinks
+from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.recorded import Decision, recorded_run
 from pdmesh.sim.result import RequestRun
 from pdmesh.sim.simulator import GATEWAY, SimConfig, Simulator
@@ -183,6 +186,7 @@ class ModelledMesh:
         self.runs: dict[RequestKey, RequestRun] = {}
         self.workers: dict[InstanceId, Worker] = {}
         self.links = SimulatedLinks(self.agenda, SIM_CONFIG.port_bytes_per_s, self._drained)
+        self.exchange = SimulatedExchange(self.agenda, self.links)
         self.turns: dict[InstanceId, None] = {}
         self.on_way = deque[Callable[[], None]]()  # messages to workers
 
@@ -204,10 +208,10 @@ class ModelledMesh:
     def land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
         self.workers[plan.destination_ids[0]].instance.land(plan, key, duration_s)
 
-    def _drained(self, key: RequestKey) -> None:
-        prefill_id = self.runs[key].prefill_id
-        assert prefill_id is not None
-        self.workers[prefill_id].instance.drained(key)
+    def _drained(self, flow: FlowId) -> None:
+        if not self.exchange.drained(flow):
+            key, sender_id, _ = flow
+            self.workers[sender_id].instance.drained(key)
 
 
 class Worker:
@@ -224,6 +228,7 @@ class Worker:
             UNEVEN_MODEL,
             agenda=mesh.agenda,
             links=mesh.links,
+            exchange=mesh.exchange,
             runs=mesh.runs,
             report=self._report,
             land=mesh.land,
@@ -476,6 +481,25 @@ def test_the_same_by_credit_and_in_phases(mesh: InstanceCounts, batching: str) -
     assert all(len(run.token_times_s) == run.num_output_tokens for run in runs)
     kinds = {type(command) for decision in decisions for command in decision.commands}
     assert kinds >= {GrowKv, Restart}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mesh", [{"prefill": 3, "decode": 1}, {"mixed": 3}], ids=str)
+def test_the_same_where_instances_compute_prompts_in_turn(mesh: InstanceCounts, seed: int) -> None:
+    """Helpers join late, are sent what was computed before, and wait for each other's KV on shared links."""
+    arrivals = a_workload(seed, num_requests=80, requests_per_s=3.0)
+    profiles = [replace(profile, relays=True) for profile in profiles_of(mesh)]
+    config = replace(CONFIG, policy=replace(POLICY, relay_bytes_per_s=SIM_CONFIG.port_bytes_per_s))
+    decisions, runs = simulate(arrivals, profiles, "pdmesh", config)
+    served = serve(arrivals, profiles, "pdmesh", config=config)
+    for live, simulated in zip(served.decisions, decisions, strict=False):
+        assert live == simulated
+    assert len(served.decisions) == len(decisions)
+    assert tokens_of(served.runs) == tokens_of(runs)
+    joined = [decision.event.request_id for decision in decisions if isinstance(decision.event, HelperJoined)]
+    assert len(joined) > 3
+    sizes = {len(c.group.member_ids) for decision in decisions for c in decision.commands if isinstance(c, SetGroup)}
+    assert max(sizes) == 2, "of no more members than its layers"
 
 
 def test_all_that_matters_happens_in_the_cases_above() -> None:

@@ -20,7 +20,7 @@ class Bench:
         self.agenda = Agenda()
         self.drained: list[tuple[str, float]] = []
         self.links = SimulatedLinks(
-            self.agenda, port_bytes_per_s, lambda key: self.drained.append((key[0], self.agenda.now_s))
+            self.agenda, port_bytes_per_s, lambda flow: self.drained.append((flow[0][0], self.agenda.now_s))
         )
 
     def run(self) -> list[tuple[str, float]]:
@@ -31,7 +31,7 @@ class Bench:
 
 def test_a_transfer_alone_has_the_whole_port() -> None:
     bench = Bench()
-    bench.links.send(key("x"), A, B, 50)
+    bench.links.send((key("x"), A, B), 50)
     assert bench.run() == [("x", 0.5)]
 
 
@@ -40,33 +40,33 @@ def test_transfers_share_the_port_they_have_in_common(
     ends_x: tuple[InstanceId, InstanceId], ends_y: tuple[InstanceId, InstanceId]
 ) -> None:
     bench = Bench()
-    bench.links.send(key("x"), *ends_x, 50)
-    bench.links.send(key("y"), *ends_y, 100)
+    bench.links.send((key("x"), *ends_x), 50)
+    bench.links.send((key("y"), *ends_y), 100)
     assert bench.run() == [("x", 1.0), ("y", 1.5)]  # 50 each in the first second, then y alone
 
 
 def test_transfers_with_no_port_in_common_do_not_meet() -> None:
     bench = Bench()
-    bench.links.send(key("x"), A, C, 50)
-    bench.links.send(key("y"), B, D, 100)
+    bench.links.send((key("x"), A, C), 50)
+    bench.links.send((key("y"), B, D), 100)
     assert bench.run() == [("x", 0.5), ("y", 1.0)]
 
 
 def test_what_is_dropped_makes_room() -> None:
     bench = Bench()
-    bench.links.send(key("x"), A, C, 50)
-    bench.links.send(key("y"), B, C, 100)
+    bench.links.send((key("x"), A, C), 50)
+    bench.links.send((key("y"), B, C), 100)
     left: list[float] = []
-    bench.agenda.at(0.5, lambda: left.append(bench.links.drop(key("x"))))
+    bench.agenda.at(0.5, lambda: left.append(bench.links.drop((key("x"), A, C))))
     assert bench.run() == [("y", 1.25)]
     assert left == [25]
-    assert bench.links.drop(key("x")) == 0
+    assert bench.links.drop((key("x"), A, C)) == 0
 
 
 def test_more_bytes_on_the_way() -> None:
     bench = Bench()
-    bench.links.send(key("x"), A, C, 50)
-    bench.agenda.at(0.25, lambda: bench.links.send(key("x"), A, C, 100))
+    bench.links.send((key("x"), A, C), 50)
+    bench.agenda.at(0.25, lambda: bench.links.send((key("x"), A, C), 100))
     assert bench.run() == [("x", 1.5)]
 
 
@@ -77,13 +77,13 @@ def test_no_port_is_overcommitted_and_all_bytes_arrive(seed: int) -> None:
     sizes = {name: rng.uniform(1, 300) for name in ends}
 
     def send(name: str) -> None:
-        bench.links.send(key(name), *ends[name], sizes[name])
+        bench.links.send((key(name), *ends[name]), sizes[name])
 
     for name in ends:
         bench.agenda.at(rng.uniform(0, 10), lambda name=name: send(name))  # type: ignore[misc]
     while bench.agenda.advance():
         for port in names:
-            rates = [bench.links.bytes_per_s(key(name)) for name, pair in ends.items() if port in pair]
+            rates = [bench.links.bytes_per_s((key(name), *pair)) for name, pair in ends.items() if port in pair]
             assert sum(rates) <= 100 + 1e-9
     assert {name for name, _ in bench.drained} == set(ends)
     for port in names:

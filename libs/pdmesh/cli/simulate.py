@@ -42,6 +42,7 @@ class SimulateOptions(StudyOptions):
     mixed: int
     group_size: int
     groups: int | None
+    relay_members: int
     bundles: Sequence[str]
     batchings: Sequence[str]  # none: each bundle's own
     threshold: float | None
@@ -62,7 +63,13 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
     if options.threshold is not None and "eb" not in options.batchings:
         raise ConfigError("--threshold is of --batching eb: give both")
-    policy = replace(study.policy, eb_threshold=options.threshold)
+    policy = replace(
+        study.policy,
+        eb_threshold=options.threshold,
+        relay_members=options.relay_members,
+        relay_bytes_per_s=study.config.port_bytes_per_s,
+    )
+    mesh = replace(mesh, relays=options.relay_members > 1)
     if options.group_size > 1:
         policy, mesh = _grouped(options, policy, mesh, study.long_tokens)
     instances = mesh.instances(policy.latency)

@@ -62,6 +62,9 @@ def simulate(
     mixed: Mixed = 0,
     group_size: Annotated[int, typer.Option(min=1, help="Mixed instances that compute a long prompt together.")] = 1,
     groups: Annotated[int | None, typer.Option(min=1, help="So many groups of them. [default: all that fit]")] = None,
+    relay_members: Annotated[
+        int, typer.Option(min=1, help="That compute a long prompt in turn, at most, where the bundle has them do so.")
+    ] = 4,
     profile: InstanceProfile = "a100-llama3-8b",
     bundle: Annotated[
         list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
@@ -122,6 +125,7 @@ def simulate(
         mixed=pools.mixed,
         group_size=group_size,
         groups=groups,
+        relay_members=relay_members,
         profile=profile,
         bundles=tuple(dict.fromkeys(bundle or ("fcfs", "pdmesh"))),
         batchings=tuple(dict.fromkeys(batching or ())),

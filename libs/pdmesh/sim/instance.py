@@ -7,8 +7,8 @@ that is then running, so the result is the same as step by step.
 An urgent plan runs when a planned step that is running comes to the end of its layer; all layers take equally long.
 What is left of the interrupted step is computed after it.
 
-KV moves layer by layer. A chunk's KV may move from the moment its step begins, except the last layer's, which may when
-the step has ended; so a transfer never lands before its prompt is computed.
+A step with a chunk of a prompt that several instances compute in turn (`pdmesh.sim.exchange`) ends when it is computed,
+and no sooner than a layer's time after the KV of the tokens before has come. While it waits, urgent plans run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from pdmesh.core.commands import (
@@ -28,6 +28,7 @@ from pdmesh.core.commands import (
     PauseTransfer,
     PlaceDecode,
     RunStep,
+    SetGroup,
     SetRole,
 )
 from pdmesh.core.events import (
@@ -35,62 +36,32 @@ from pdmesh.core.events import (
     DecodeReserved,
     DecodeStepsDone,
     Event,
-    KvReleased,
+    HelperJoined,
     RequestFinished,
-    StepDone,
     TransferLanded,
     TransferOffered,
-    TransferPaused,
-    TransferSent,
 )
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.model import (
-    NO_TRANSFER,
-    ChunkDone,
     ChunkPlan,
     FinishReason,
     GroupChunk,
     InstanceId,
     InstanceProfile,
+    PrefillGroup,
     RequestKey,
     StepPlan,
-    TransferId,
     TransferPlan,
 )
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
+from pdmesh.sim.departures import Prefill, SimulatedDepartures
+from pdmesh.sim.exchange import SimulatedExchange
+from pdmesh.sim.holdings import Holdings
 from pdmesh.sim.links import SimulatedLinks
+from pdmesh.sim.planned_step import PlannedStep
 from pdmesh.sim.residents import Residents
 from pdmesh.sim.result import RequestRun, StepSpan
-
-
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    """A request whose prompt is computed here."""
-
-    run: RequestRun
-    transfer: TransferPlan | None  # that moves its KV on; None if it stays
-    num_computed_tokens: int = 0
-    last_turn: int | None = None  # the planned step that had its latest chunk
-    granted: bool = False
-    granted_s: float | None = None  # for the first time
-    computed_s: float | None = None
-    num_unsent_bytes: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """A planned step that is running, or was interrupted."""
-
-    plan: StepPlan
-    num_decodes: int
-    num_context_tokens: int  # of the decodes
-    started_s: float
-    duration_s: float
-    end_s: float
-    end: Appointment | None = None  # of a group's step: not its own
-    interruption: Appointment | None = None
-    nested_s: float = 0.0  # of the urgent steps that ran inside it
 
 
 def _alone(group: GroupChunk) -> None:
@@ -107,6 +78,7 @@ class SimInstance:
         *,
         agenda: Agenda,
         links: SimulatedLinks,
+        exchange: SimulatedExchange,
         runs: dict[RequestKey, RequestRun],
         report: Callable[[Event], None],
         land: Callable[[TransferPlan, RequestKey, float], None],
@@ -118,29 +90,26 @@ class SimInstance:
         self.profile = profile
         self.instance_id = profile.instance_id
         self.steps: list[StepSpan] = []
-        layout = profile.kv_layout
-        self._token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
-        self._last_layer_share = 1 / layout.num_layers
         self._model = model
         self._group_model = group_model or model
         self._agenda = agenda
-        self._links = links
+        self._exchange = exchange
         self._runs = runs
         self._report = report
-        self._land = land
         self._want_turn = want_turn
         self._meet = meet
         self._max_decode_steps = max_decode_steps
         self._plans: deque[StepPlan] = deque()
-        self._blocks: dict[RequestKey, int] = {}
-        self._received_by: dict[RequestKey, TransferId] = {}
-        self._num_free_blocks = profile.num_blocks
-        self._prefills: dict[RequestKey, _Prefill] = {}
-        self._residents = Residents(layout.block_size)
+        self._holdings = Holdings(profile.instance_id, profile.num_blocks, report)
+        self._departures = SimulatedDepartures(
+            profile, agenda=agenda, links=links, report=report, land=land, release=self._holdings.release
+        )
+        self._prefills = self._departures.prefills
+        self._residents = Residents(profile.kv_layout.block_size)
         self._num_turns = 0
         self._busy = False
-        self._step: _Step | None = None
-        self._interrupted: _Step | None = None
+        self._step: PlannedStep | None = None
+        self._interrupted: PlannedStep | None = None
         self._decode_run: list[float] = []  # when each step of the running decode run ends
         self._run_started_s = 0.0
         self._end_of_run: Appointment | None = None
@@ -153,19 +122,22 @@ class SimInstance:
         match command:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
-                self._hold(key, command.num_blocks)
+                self._holdings.hold(key, command.num_blocks)
                 if not command.leads:
+                    if command.group is not None:
+                        self._report(HelperJoined(self.instance_id, *key))
                     return  # the leader has the books of it
                 run = self._runs[key]
                 run.prefill_id = self.instance_id
                 if run.placed_s is None:
                     run.placed_s = self._agenda.now_s
                 run.num_shards = len(command.shards)
-                self._prefills[key] = _Prefill(run, command.transfer)
+                self._prefills[key] = Prefill(run, command.transfer)
+            case SetGroup():
+                self._set_group((command.request_id, command.epoch), command.group)
             case PlaceDecode():
                 key = (command.request_id, command.epoch)
-                self._received_by[key] = command.transfer.transfer_id
-                self._hold(key, command.num_blocks)
+                self._holdings.hold(key, command.num_blocks, command.transfer.transfer_id)
                 self._report(DecodeReserved(self.instance_id, *key, command.transfer.transfer_id))
             case RunStep():
                 if command.plan.urgent:
@@ -175,46 +147,48 @@ class SimInstance:
                     self._plans.append(command.plan)
                 self._stir()
             case GrantTransfer():
-                self._grant((command.request_id, command.epoch))
+                self._departures.grant((command.request_id, command.epoch))
             case PauseTransfer():
-                self._pause((command.request_id, command.epoch))
+                self._departures.pause((command.request_id, command.epoch))
             case FreeKv():
                 key = (command.request_id, command.epoch)
                 assert key not in self._prefills, f"{self.instance_id}: {key} is freed while it is computed"
                 if self._residents.free(key):
                     self._stir()
                 else:
-                    self._release(key)
+                    self._holdings.release(key)
             case GrowKv():
-                self._grow((command.request_id, command.epoch), command.num_blocks)
+                key, num_blocks = (command.request_id, command.epoch), command.num_blocks
+                if self._holdings.grow(key, num_blocks) and self._residents.grow(key, num_blocks):
+                    self._stir()
             case SetRole():
                 pass
             case _:
                 raise AssertionError(f"{command} is not for an instance")
 
-    def _hold(self, key: RequestKey, num_blocks: int) -> None:
-        assert key not in self._blocks, f"{self.instance_id} holds {key} already"
-        self._blocks[key] = num_blocks
-        self._num_free_blocks -= num_blocks
-        assert self._num_free_blocks >= 0, f"{self.instance_id}: no room for {key}"
-
-    def _grow(self, key: RequestKey, num_blocks: int) -> None:
-        num_more = num_blocks - self._blocks.get(key, num_blocks)
-        if num_more <= 0:
-            return  # it ended meanwhile, or has more
-        self._blocks[key] += num_more
-        self._num_free_blocks -= num_more
-        assert self._num_free_blocks >= 0, f"{self.instance_id}: no room for {key} to grow"
-        if self._residents.grow(key, num_blocks):
-            self._stir()
+    def _set_group(self, key: RequestKey, group: PrefillGroup) -> None:
+        """The leader's KV goes to those who joined; what it is computing now, as it is computed."""
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            return  # not the leader, or it is computed
+        is_new = not self._exchange.is_shared(key)
+        self._exchange.set_group(
+            key,
+            group,
+            num_computed_tokens=prefill.num_computed_tokens,
+            token_bytes=self._departures.token_bytes,
+            last_layer_share=self._departures.last_layer_share,
+            landed=partial(self._departures.came, key),
+        )
+        if is_new:
+            for step in (self._step, self._interrupted):
+                for chunk in step.plan.chunks if step is not None else ():
+                    if (chunk.request_id, chunk.epoch) == key:
+                        self._exchange.began(key, chunk, self.instance_id)
 
     def drawn_s(self, key: RequestKey) -> Sequence[float]:
         """When the tokens of a request that decodes here came, up to now."""
         return self._residents.drawn_s(key, self._agenda.now_s, self._decode_run if self._end_of_run else ())
-
-    def _release(self, key: RequestKey) -> None:
-        self._num_free_blocks += self._blocks.pop(key)
-        self._report(KvReleased(self.instance_id, *key, self._received_by.pop(key, NO_TRANSFER)))
 
     # --- steps ---
 
@@ -234,7 +208,7 @@ class SimInstance:
         if self._busy:
             return
         for key in self._residents.seat():
-            self._release(key)
+            self._holdings.release(key)
         if self._plans:
             if (group := self._plans[0].group) is not None:
                 self._meet(group)
@@ -267,7 +241,7 @@ class SimInstance:
     def end_group_step(self) -> None:
         self._end_step()
 
-    def _start(self, plan: StepPlan) -> _Step:
+    def _start(self, plan: StepPlan) -> PlannedStep:
         self._busy = True
         self._own.planned(plan)
         if self._release_of_hold is not None:
@@ -287,7 +261,7 @@ class SimInstance:
         num_context_tokens = self._residents.num_context_tokens if num_decodes else 0
         own_s = self._model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
         now_s, duration_s = self._agenda.now_s, shared_s + own_s
-        step = self._step = _Step(plan, num_decodes, num_context_tokens, now_s, duration_s, now_s + duration_s)
+        step = self._step = PlannedStep(plan, num_decodes, num_context_tokens, now_s, duration_s, now_s + duration_s)
         return step
 
     def _plan_interruption(self) -> None:
@@ -296,6 +270,9 @@ class SimInstance:
         if step is None or step.plan.urgent or step.plan.group is not None:
             return
         num_layers = self.profile.kv_layout.num_layers
+        if step.waits:
+            step.interruption = self._agenda.at(now_s, self._interrupt)
+            return
         layer_s = step.duration_s / num_layers
         num_done = ceil((now_s - step.started_s - step.nested_s) / layer_s - 1e-9)
         if num_done < num_layers:
@@ -306,26 +283,32 @@ class SimInstance:
         """Run the urgent plan now; what is left of the running step comes after it."""
         step = self._interrupted = self._step
         assert step is not None
-        assert step.end is not None
-        step.end.cancel()
+        if step.end is not None:
+            step.end.cancel()
         for chunk in step.plan.chunks:
-            self._prefills[chunk.request_id, chunk.epoch].run.num_preemptions += 1
+            self._runs[chunk.request_id, chunk.epoch].num_preemptions += 1
         self._begin_step(self._plans.popleft())
 
-    def _resume(self, step: _Step, nested_s: float) -> None:
+    def _resume(self, step: PlannedStep, nested_s: float) -> None:
         self._busy = True
         self._step, self._interrupted = step, None
         step.nested_s += nested_s
-        step.end_s += nested_s
+        if not step.waits:  # else it took no time of its own
+            step.end_s += nested_s
         step.end = self._agenda.at(max(step.end_s, self._agenda.now_s), self._end_step)
 
     def _begin_chunk(self, chunk: ChunkPlan) -> ChunkShape:
         key = (chunk.request_id, chunk.epoch)
         prefill = self._prefills.get(key)
+        is_shared = self._exchange.is_shared(key)
+        if is_shared:
+            self._exchange.began(key, chunk, self.instance_id)
         if prefill is None:
-            assert key in self._blocks, f"{key}: a chunk of a request that is not here"
+            assert key in self._holdings, f"{key}: a chunk of a request that is not here"
             return ChunkShape(chunk.num_tokens, chunk.start)  # a group's, led by another
-        assert chunk.start == prefill.num_computed_tokens, f"{key}: chunk at {chunk.start} out of order"
+        num_computed_tokens = prefill.num_computed_tokens  # by itself
+        in_order = chunk.start == num_computed_tokens or (is_shared and chunk.start > num_computed_tokens)
+        assert in_order, f"{key}: chunk at {chunk.start} out of order"
         if prefill.last_turn is None:
             if prefill.run.started_s is None:
                 prefill.run.started_s = self._agenda.now_s
@@ -334,36 +317,21 @@ class SimInstance:
         elif self._num_turns - prefill.last_turn > 1:
             prefill.run.num_preemptions += 1
         prefill.last_turn = self._num_turns
-        self._move(key, prefill, chunk.num_tokens * self._token_bytes * (1 - self._last_layer_share))
+        self._departures.began(key, prefill, chunk)
         return ChunkShape(chunk.num_tokens, chunk.start)
 
     def _end_step(self) -> None:
         step, now_s = self._step, self._agenda.now_s
         assert step is not None
+        if self._waits(step):
+            return
+        if step.interruption is not None:
+            step.interruption.cancel()
         plan, num_decodes = step.plan, step.num_decodes
         self._busy = False
         self._step = None
-        duration_s = now_s - step.started_s - step.nested_s
-        self.steps.append(StepSpan(step.started_s, now_s, plan.chunks, num_decodes, nested_s=step.nested_s))
-        done = tuple(
-            [
-                ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
-                for c in plan.chunks
-            ]
-        )
-        self._report(
-            StepDone(
-                self.instance_id,
-                plan.plan_id,
-                duration_s,
-                done,
-                num_decodes,
-                step.num_context_tokens,
-                self._own.take(),
-                step.started_s,
-                now_s,
-            )
-        )
+        self.steps.append(step.span(now_s))
+        self._report(step.done(self.instance_id, self._own.take(), now_s))
         for chunk in plan.chunks:
             self._end_chunk(chunk)
         if num_decodes:
@@ -373,25 +341,49 @@ class SimInstance:
         else:
             self._want_turn(self.instance_id)
 
+    def _waits(self, step: PlannedStep) -> bool:
+        """Whether a step that is computed waits for KV; it goes on by itself, or when its end is due."""
+        for chunk in step.plan.chunks:
+            key = (chunk.request_id, chunk.epoch)
+            if not self._exchange.is_shared(key):
+                continue
+            since_s = self._exchange.since_s(key, self.instance_id, chunk.start)
+            if since_s is None:
+                step.waits, step.end = True, None
+                self._exchange.wait(key, self.instance_id, chunk.start, partial(self._go_on, step))
+                return True
+            end_s = since_s + step.duration_s * self._departures.last_layer_share
+            if end_s > self._agenda.now_s:
+                step.waits = True
+                step.end = self._agenda.at(end_s, self._end_step)
+                return True
+        return False
+
+    def _go_on(self, step: PlannedStep) -> None:
+        """The KV that it waited for is here. One that is interrupted looks for itself when it is resumed."""
+        if self._step is step:
+            self._end_step()
+
     def _end_chunk(self, chunk: ChunkPlan) -> None:
         key = (chunk.request_id, chunk.epoch)
+        if self._exchange.is_shared(key):
+            self._exchange.ended(key, chunk, self.instance_id)
         prefill = self._prefills.get(key)
         if prefill is None:
             return  # a group's, led by another
-        prefill.num_computed_tokens += chunk.num_tokens
+        prefill.num_computed_tokens = chunk.start + chunk.num_tokens
         if chunk.is_last:
             prefill.computed_s = self._agenda.now_s
             prefill.run.token_times_s = [*prefill.run.token_times_s, self._agenda.now_s]
             if prefill.run.num_output_tokens == len(prefill.run.token_times_s):
-                self._links.drop(key)
-                del self._prefills[key]
+                self._departures.forget(key)
                 self._finish(prefill.run)
                 return
             if prefill.transfer is None:
-                del self._prefills[key]
+                self._departures.forget(key)
                 self._join(prefill.run)
                 return
-        self._move(key, prefill, chunk.num_tokens * self._token_bytes * self._last_layer_share)
+        self._departures.ended(key, prefill, chunk)
 
     def _begin_decodes(self) -> None:
         self._busy = True
@@ -449,64 +441,23 @@ class SimInstance:
         self._report(
             RequestFinished(self.instance_id, *key, FinishReason.LENGTH, run.num_output_tokens, self._own.take())
         )
-        self._release(key)
+        self._holdings.release(key)
 
     # --- transfers ---
 
-    def _grant(self, key: RequestKey) -> None:
-        prefill = self._prefills.get(key)
-        if prefill is None:
-            return  # the request ended with its first token while the grant was on its way
-        assert prefill.last_turn is not None, f"{key}: granted without an offer"
-        prefill.granted = True
-        if prefill.granted_s is None:
-            prefill.granted_s = self._agenda.now_s
-        self._move(key, prefill, 0.0)
-
-    def _pause(self, key: RequestKey) -> None:
-        prefill = self._prefills[key]
-        assert prefill.granted, f"{key}: paused without a grant"
-        assert prefill.transfer is not None
-        prefill.granted = False
-        prefill.num_unsent_bytes += self._links.drop(key)
-        self._report(TransferPaused(self.instance_id, *key, prefill.transfer.transfer_id))
-
-    def _move(self, key: RequestKey, prefill: _Prefill, num_bytes: float) -> None:
-        if prefill.transfer is None:
-            return
-        prefill.num_unsent_bytes += num_bytes
-        if prefill.granted:
-            self._links.send(key, self.instance_id, prefill.transfer.destination_ids[0], prefill.num_unsent_bytes)
-            prefill.num_unsent_bytes = 0.0
-
     def drained(self, key: RequestKey) -> None:
-        """All KV that may move so far has moved; it has landed if that is all of it."""
-        prefill = self._prefills[key]
-        if prefill.computed_s is None:
-            return
-        assert prefill.granted_s is not None
-        assert prefill.transfer is not None
-        plan, now_s = prefill.transfer, self._agenda.now_s
-        num_bytes, duration_s = self._num_kv_bytes(prefill.run), now_s - prefill.granted_s
-        prefill.run.granted_s, prefill.run.landed_s = prefill.granted_s, now_s
-        prefill.run.exposed_s = now_s - prefill.computed_s
-        del self._prefills[key]
-        self._land(plan, key, duration_s)
-        self._report(
-            TransferSent(self.instance_id, *key, plan.transfer_id, num_bytes, duration_s, prefill.run.exposed_s)
-        )
-        self._release(key)
+        """All KV of a request that is computed here, and may move so far, has moved."""
+        self._departures.drained(key)
 
     def land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
         """A request's whole KV is here."""
         run = self._runs[key]
-        self._report(TransferLanded(self.instance_id, *key, plan.transfer_id, self._num_kv_bytes(run), duration_s))
+        self._report(
+            TransferLanded(self.instance_id, *key, plan.transfer_id, self._departures.num_kv_bytes(run), duration_s)
+        )
         self._join(run)
 
     def _join(self, run: RequestRun) -> None:
         run.decode_id = self.instance_id
-        self._residents.join(run, self._blocks[run.current.request_id, run.current.epoch])
+        self._residents.join(run, self._holdings.num_blocks((run.current.request_id, run.current.epoch)))
         self._stir()
-
-    def _num_kv_bytes(self, run: RequestRun) -> int:
-        return round(run.current.num_prompt_tokens * self._token_bytes)

@@ -1,6 +1,7 @@
-"""Modelled links: every instance has one port out and one port in, whose bandwidth its transfers share.
+"""Modelled links: every instance has one port out and one port in, whose bandwidth its flows share.
 
-A port gives each transfer that uses it an equal share; a transfer moves at the smaller of its two shares. What it
+A flow is what moves of one request's KV between two instances: a transfer, or between members of a group.
+A port gives each flow that uses it an equal share; a flow moves at the smaller of its two shares. What it
 leaves of the larger one is not handed on to others: ports are never overcommitted, and may be a little under-used.
 """
 
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 from pdmesh.model import InstanceId, RequestKey
 from pdmesh.sim.agenda import Agenda, Appointment
 
+#: Whose KV, from where, and to where.
+FlowId = tuple[RequestKey, InstanceId, InstanceId]
+
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """A transfer with bytes to move."""
+    """It has bytes to move."""
 
-    key: RequestKey
-    sender: InstanceId
-    receiver: InstanceId
+    flow_id: FlowId
     num_bytes: float
     since_s: float
     bytes_per_s: float = 0.0
@@ -27,56 +29,58 @@ class _Flow:
 
 
 class SimulatedLinks:
-    """Moves the bytes of KV transfers in virtual time.
+    """Moves the bytes of KV in virtual time.
 
-    ``on_drained`` is called when a transfer has moved all that it was given so far.
+    ``on_drained`` is called when a flow has moved all that it was given so far.
     """
 
-    def __init__(self, agenda: Agenda, port_bytes_per_s: float, on_drained: Callable[[RequestKey], None]) -> None:
+    def __init__(self, agenda: Agenda, port_bytes_per_s: float, on_drained: Callable[[FlowId], None]) -> None:
         self._agenda = agenda
         self._port_bytes_per_s = port_bytes_per_s
         self._on_drained = on_drained
-        self._flows: dict[RequestKey, _Flow] = {}
-        self._out: dict[InstanceId, dict[RequestKey, _Flow]] = {}
-        self._in: dict[InstanceId, dict[RequestKey, _Flow]] = {}
+        self._flows: dict[FlowId, _Flow] = {}
+        self._out: dict[InstanceId, dict[FlowId, _Flow]] = {}
+        self._in: dict[InstanceId, dict[FlowId, _Flow]] = {}
 
-    def send(self, key: RequestKey, sender: InstanceId, receiver: InstanceId, num_bytes: float) -> None:
-        """Give a transfer bytes to move, beside those it has."""
-        flow = self._flows.get(key)
+    def send(self, flow_id: FlowId, num_bytes: float) -> None:
+        """Give a flow bytes to move, beside those it has."""
+        flow = self._flows.get(flow_id)
         if flow is not None:
             self._settle(flow)
             flow.num_bytes += num_bytes
             self._appoint(flow)
             return
-        flow = self._flows[key] = _Flow(key, sender, receiver, num_bytes, self._agenda.now_s)
-        self._out.setdefault(sender, {})[key] = flow
-        self._in.setdefault(receiver, {})[key] = flow
+        flow = self._flows[flow_id] = _Flow(flow_id, num_bytes, self._agenda.now_s)
+        _, sender, receiver = flow_id
+        self._out.setdefault(sender, {})[flow_id] = flow
+        self._in.setdefault(receiver, {})[flow_id] = flow
         self._share(flow)
 
-    def drop(self, key: RequestKey) -> float:
-        """Stop a transfer; the bytes that it has not moved."""
-        flow = self._flows.pop(key, None)
+    def drop(self, flow_id: FlowId) -> float:
+        """Stop a flow; the bytes that it has not moved."""
+        flow = self._flows.pop(flow_id, None)
         if flow is None:
             return 0.0
         self._settle(flow)
         if flow.end is not None:
             flow.end.cancel()
-        del self._out[flow.sender][key], self._in[flow.receiver][key]
+        _, sender, receiver = flow_id
+        del self._out[sender][flow_id], self._in[receiver][flow_id]
         self._share(flow)
         return flow.num_bytes
 
-    def is_moving(self, key: RequestKey) -> bool:
-        return key in self._flows
+    def is_moving(self, flow_id: FlowId) -> bool:
+        return flow_id in self._flows
 
-    def bytes_per_s(self, key: RequestKey) -> float:
-        flow = self._flows.get(key)
+    def bytes_per_s(self, flow_id: FlowId) -> float:
+        flow = self._flows.get(flow_id)
         return 0.0 if flow is None else flow.bytes_per_s
 
     def _share(self, changed: _Flow) -> None:
-        """A transfer came or went: those that share a port with it get another rate."""
-        out, into = self._out[changed.sender], self._in[changed.receiver]
-        for flow in (out | into).values():
-            num_sharing = max(len(self._out[flow.sender]), len(self._in[flow.receiver]))
+        """A flow came or went: those that share a port with it get another rate."""
+        _, sender, receiver = changed.flow_id
+        for flow in (self._out[sender] | self._in[receiver]).values():
+            num_sharing = max(len(self._out[flow.flow_id[1]]), len(self._in[flow.flow_id[2]]))
             bytes_per_s = self._port_bytes_per_s / num_sharing
             if bytes_per_s != flow.bytes_per_s:
                 self._settle(flow)
@@ -95,5 +99,5 @@ class SimulatedLinks:
         flow.end = self._agenda.at(end_s, lambda: self._drained(flow))
 
     def _drained(self, flow: _Flow) -> None:
-        self.drop(flow.key)
-        self._on_drained(flow.key)
+        self.drop(flow.flow_id)
+        self._on_drained(flow.flow_id)

@@ -29,6 +29,7 @@ class MeshShape:
     num_groups: int | None = None  # the first so many groups of them; None: as many as there are
     max_num_seqs: int = 256
     num_transfer_backends: int = 4
+    relays: bool = False  # instances can compute a prompt in turn, as live ones can
 
     def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
         pools = ((Role.PREFILL, self.num_prefill), (Role.DECODE, self.num_decode), (Role.MIXED, self.num_mixed))
@@ -55,6 +56,7 @@ class MeshShape:
             num_transfer_backends=self.num_transfer_backends,
             data_address=b"",
             group_id=self._group_id(role, index),
+            relays=self.relays,
         )
 
 

@@ -14,7 +14,7 @@ from pdmesh.model import ChunkPlan, Epoch, InstanceId, Request, Role
 class StepSpan:
     """One planned step, or consecutive decode steps over the same number of residents.
 
-    An urgent step lies inside the span of the one that it interrupted.
+    An urgent step lies inside the span of the one that it interrupted, or in what that one waited.
     """
 
     start_s: float
@@ -23,10 +23,11 @@ class StepSpan:
     num_decodes: int
     num_steps: int = 1
     nested_s: float = 0.0  # of urgent steps inside
+    waited_s: float = 0.0  # beside those, for KV that other members of a group send
 
     @property
     def duration_s(self) -> float:
-        return self.end_s - self.start_s - self.nested_s
+        return self.end_s - self.start_s - self.nested_s - self.waited_s
 
 
 @dataclass(slots=True, eq=False)

@@ -45,8 +45,9 @@ from pdmesh.model import (
 )
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
+from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.instance import SimInstance
-from pdmesh.sim.links import SimulatedLinks
+from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
 from pdmesh.sim.workload import Arrival, ClosedLoop
 
@@ -92,6 +93,7 @@ class Simulator:
         self._core = core
         self._agenda = Agenda()
         self._links = SimulatedLinks(self._agenda, config.port_bytes_per_s, self._drained)
+        self._exchange = SimulatedExchange(self._agenda, self._links)
         self._requests: list[RequestRun] = []
         self._runs: dict[RequestKey, RequestRun] = {}  # by their newest epoch
         self._instances = {
@@ -100,6 +102,7 @@ class Simulator:
                 model,
                 agenda=self._agenda,
                 links=self._links,
+                exchange=self._exchange,
                 runs=self._runs,
                 report=self._report,
                 land=self._land,
@@ -287,10 +290,10 @@ class Simulator:
 
     # --- KV ---
 
-    def _drained(self, key: RequestKey) -> None:
-        sender_id = self._runs[key].prefill_id
-        assert sender_id is not None
-        self._instances[sender_id].drained(key)
+    def _drained(self, flow: FlowId) -> None:
+        if not self._exchange.drained(flow):
+            key, sender_id, _ = flow
+            self._instances[sender_id].drained(key)
 
     def _land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
         self._instances[plan.destination_ids[0]].land(plan, key, duration_s)

@@ -1,0 +1,57 @@
+"""A planned step of a modelled instance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.core.events import StepDone
+from pdmesh.model import ChunkDone, InstanceId, OwnDecodeSteps, StepPlan
+from pdmesh.sim.agenda import Appointment
+from pdmesh.sim.result import StepSpan
+
+
+@dataclass(slots=True, eq=False)
+class PlannedStep:
+    """One that is running, or was interrupted."""
+
+    plan: StepPlan
+    num_decodes: int
+    num_context_tokens: int  # of the decodes
+    started_s: float
+    duration_s: float
+    end_s: float
+    end: Appointment | None = None  # of a group's step: not its own
+    interruption: Appointment | None = None
+    nested_s: float = 0.0  # of the urgent steps that ran inside it
+    waits: bool = False  # computed but for KV that others send
+
+    def span(self, now_s: float) -> StepSpan:
+        """It ends now."""
+        waited_s = max(0.0, now_s - self.started_s - self.nested_s - self._computed_s(now_s))
+        return StepSpan(
+            self.started_s, now_s, self.plan.chunks, self.num_decodes, nested_s=self.nested_s, waited_s=waited_s
+        )
+
+    def done(self, instance_id: InstanceId, own_steps: OwnDecodeSteps | None, now_s: float) -> StepDone:
+        """What a worker reports of it."""
+        done = tuple(
+            [
+                ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
+                for c in self.plan.chunks
+            ]
+        )
+        return StepDone(
+            instance_id,
+            self.plan.plan_id,
+            self._computed_s(now_s),
+            done,
+            self.num_decodes,
+            self.num_context_tokens,
+            own_steps,
+            self.started_s,
+            now_s,
+        )
+
+    def _computed_s(self, now_s: float) -> float:
+        """Without what it waited for KV."""
+        return self.duration_s if self.waits else now_s - self.started_s - self.nested_s
