@@ -28,11 +28,12 @@ def run(
     members: int = 4,
     bytes_per_s: float = FAST,
     role: str = "prefill",
+    bundle: str = "pdmesh",
 ) -> SimResult:
     pools = {"mixed": num_prefill} if role == "mixed" else {"prefill": num_prefill, "decode": 1}
     shape = tiny_mesh(pools, num_kv_tokens=16_384)  # type: ignore[arg-type]
     shape = replace(shape, kv_layout=replace(TINY_LAYOUT, num_layers=NUM_LAYERS), relays=True)
-    core = study_core("pdmesh", replace(POLICY, relay_members=members, relay_bytes_per_s=bytes_per_s), 0)
+    core = study_core(bundle, replace(POLICY, relay_members=members, relay_bytes_per_s=bytes_per_s), 0)
     return Simulator(core, shape.instances(UNEVEN_MODEL), arrivals, SimConfig(port_bytes_per_s=bytes_per_s)).run()
 
 
@@ -73,6 +74,18 @@ def test_several_instances_bring_the_first_token_forward(num_prefill: int, role:
     check_turns(together, 0)
     assert steps[-1][1].end_s == pytest.approx(ttft_s)
     assert steps[-1][0] == together.requests[0].prefill_id
+
+
+@pytest.mark.parametrize(("num_prefill", "size"), [(2, 2), (3, 2), (4, 4)])
+def test_tetris_has_groups_of_1_2_4_members(num_prefill: int, size: int) -> None:
+    alone = run([LONG], num_prefill=num_prefill, members=1, bundle="tetris").requests[0].ttft_s
+    together = run([LONG], num_prefill=num_prefill, bundle="tetris")
+    ttft_s = together.requests[0].ttft_s
+    assert alone is not None
+    assert ttft_s is not None
+    assert alone / ttft_s > 0.75 * size
+    assert len({name for name, _, _ in chunks_of(together, 0)}) == size
+    check_turns(together, 0)
 
 
 def test_a_step_ends_a_layers_time_after_the_chunk_before_or_when_it_is_computed() -> None:

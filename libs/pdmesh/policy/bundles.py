@@ -34,6 +34,7 @@ from pdmesh.policy.placement import (
 )
 from pdmesh.policy.prediction import Prediction, RemainingTime
 from pdmesh.policy.relay import Relay
+from pdmesh.policy.sequence_parallel import ChunkwisePlanner
 
 _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
 
@@ -181,6 +182,21 @@ def _relay(config: PolicyConfig) -> Relay:
     )
 
 
+def _tetris(config: PolicyConfig) -> Bundle:
+    packing, _ = _adaptive(config, efficient=True, long_chunk_alone=True)
+    return Bundle(
+        name="tetris",
+        order=Fcfs(),
+        packing=packing,
+        prefill_placement=LeastQueuedTokens(),
+        group_placement=LeastQueuedGroup(),
+        decode_placement=Freeness(),
+        long_prompt_tokens=config.long_prompt_tokens,
+        batching=_mixed(config),
+        relay=replace(_relay(config), planner=ChunkwisePlanner, doubles=True),
+    )
+
+
 def _pdmesh(config: PolicyConfig) -> Bundle:
     packing, prediction = _adaptive(config, efficient=True, long_chunk_alone=True)
     long_tokens = config.long_prompt_tokens
@@ -224,6 +240,7 @@ BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
         "pecsched-no-preemption": _pecsched("pecsched-no-preemption", preempts=False),
         "pecsched-no-disaggregation": _pecsched("pecsched-no-disaggregation", disaggregates=False),
         "pecsched-no-colocation": _pecsched("pecsched-no-colocation", colocates=False),
+        "tetris": _tetris,
         "pdmesh": _pdmesh,
     }
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pdmesh.model import InstanceId
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, ChunkSizer
-from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt
+from pdmesh.policy.sequence_parallel import ChunkwisePlanner, ElasticPlanner, FreeAt
 
 #: Chunks that are left for each member when the taper begins.
 _CHUNKS_LEFT = 2
@@ -30,8 +30,12 @@ class Relay:
     bytes_per_s: float  # that an instance sends to others
     min_step_s: float  # a chunk is so long, but for a prompt's last
     step_overhead: float  # of the constant time of steps, as a share of them
+    planner: type[ElasticPlanner | ChunkwisePlanner] = ElasticPlanner
+    doubles: bool = False  # 1, 2, 4, ... members, and not those between
     #: By bytes of a token's KV, and the most members.
-    _planners: dict[tuple[float, int], ElasticPlanner] = field(default_factory=dict[tuple[float, int], ElasticPlanner])
+    _planners: dict[tuple[float, int], ElasticPlanner | ChunkwisePlanner] = field(
+        default_factory=dict[tuple[float, int], ElasticPlanner | ChunkwisePlanner]
+    )
 
     def helpers(
         self,
@@ -48,7 +52,7 @@ class Relay:
         part now; they need not be free yet, and who is not will be asked about again at the next chunk.
         """
         planner = self._planner(token_bytes, min(max_members, self.max_members))
-        if len(members) >= max(planner.latency):
+        if not any(len(members) < size <= len(pool) for size in planner.latency):
             return ()
         copy_s = num_done_tokens * token_bytes / self.bytes_per_s  # of all that was computed before
         arriving = sorted([(free_s if name in members else max(free_s, copy_s), name) for free_s, name in pool])
@@ -64,11 +68,12 @@ class Relay:
         least = ChunkSizer(self.latency, num_left).largest(NOTHING, start, num_left, self.min_step_s)
         return min(most, max(least, CHUNK_UNIT_TOKENS, num_left // (_CHUNKS_LEFT * num_members)))
 
-    def _planner(self, token_bytes: float, most: int) -> ElasticPlanner:
+    def _planner(self, token_bytes: float, most: int) -> ElasticPlanner | ChunkwisePlanner:
         known = self._planners.get((token_bytes, most))
         if known is None:
-            latency = {size: self._of_size(size, token_bytes) for size in range(1, most + 1)}
-            known = ElasticPlanner(latency, self.improvement_rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
+            sizes = [size for size in range(1, most + 1) if not (self.doubles and size & (size - 1))]
+            latency = {size: self._of_size(size, token_bytes) for size in sizes}
+            known = self.planner(latency, self.improvement_rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
             self._planners[token_bytes, most] = known
         return known
 
