@@ -44,6 +44,7 @@ def _instances(group: int, result: SimResult) -> Iterator[_Event]:
                     "num_steps": step.num_steps,
                     "num_decodes": step.num_decodes,
                     "chunks": [f"{c.request_id} {c.start}+{c.num_tokens}" for c in step.chunks],
+                    **({"waited_for_kv_s": step.waited_s} if step.waited_s else {}),
                 },
             }
 
