@@ -20,7 +20,8 @@ from pdmesh.model import Epoch
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh
 from pdmesh.wire.messages import Generation, TokenOut
-from pdmesh_gateway.generate import Choice, Generator
+from pdmesh_gateway.choices import Choice
+from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.http.completions import CompletionsEndpoint
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc

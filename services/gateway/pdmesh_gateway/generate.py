@@ -1,13 +1,12 @@
-"""One client request as one stream of text: fan-out to transcripts, detokenizing, stop strings, cancelling."""
+"""Requests of clients at the scheduler: submitted, resumed, cancelled, and told what it says of them."""
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import anyio
 import anyio.lowlevel
@@ -15,23 +14,18 @@ import structlog
 
 from pdmesh.core.commands import ForgetRequest, GatewayCommand, Reject, Restart
 from pdmesh.errors import RequestRejected
-from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, SamplingParams, request_id_of
+from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, request_id_of
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
-from pdmesh.wire.messages import (
-    OtherChoice,
-    Submit,
-    TokenLogprobs,
-    TokenOut,
-    pack_token_ids,
-)
-from pdmesh_gateway.detokenizer import Detokenizer
+from pdmesh.wire.messages import OtherChoice, Submit, pack_token_ids
+from pdmesh_gateway.choices import Choice
+from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
-from pdmesh_gateway.spans import FIRST_TOKEN, REQUEST, request_attributes, response_attributes
+from pdmesh_gateway.spans import REQUEST, request_attributes, response_attributes
 from pdmesh_gateway.stop import StopFinder
+from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcripts import FIRST_EPOCH, Mailbox, Transcript, Transcripts, finish_of
+from pdmesh_gateway.transcripts import FIRST_EPOCH, Mailbox, Transcript, Transcripts
 
 log = structlog.get_logger()
 
@@ -43,195 +37,6 @@ CONNECT_GRACE_S = 60.0
 
 #: When to come again, where no instance is usable: about what one needs to start.
 RETRY_AFTER_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob:
-    """What a client asked for, checked and tokenized."""
-
-    request_id: str  # ours: never a client's, never used again
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    priority: int = 0
-    slo: Slo = NO_SLO
-    tenant: str = ""  # the name of the client's key
-    share: int = 1  # of that key
-    traceparent: str | None = None
-    deadline_s: float = 3600.0
-    operation: str = "text_completion"
-    label: str = ""  # what its client calls it
-    received_at: float = field(default_factory=time.time)  # Unix time, seconds
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-
-@dataclass(slots=True, kw_only=True)
-class Delta:
-    """What is new of one choice."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list[int])
-    text_offsets: list[int] = field(default_factory=list[int])  # of each token: the choice's characters before it
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class GenerationFailed(RequestRejected):
-    """An instance could not go on with a generation."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, status=500, type="server_error", code="generation_failed")
-
-
-@dataclass(slots=True, kw_only=True)
-class Choice:
-    """One generation of a job, from tokens to text."""
-
-    index: int
-    transcript: Transcript
-    detokenizer: Detokenizer
-    stop: StopFinder
-    num_tokens: int = 0
-    num_characters: int = 0  # of the text so far, with what stop strings hold back
-    finish_reason: str | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.finish_reason is not None
-
-    def advance(self, tokens: list[TokenOut]) -> Delta:
-        """Turn delivered tokens into text. Raises GenerationFailed."""
-        delta = Delta(index=self.index)
-        min_tokens = self.transcript.params.min_tokens
-        for token in tokens:
-            finish = finish_of(token)
-            if finish == "error":
-                raise GenerationFailed(token.error or "The generation was aborted.")
-            piece = ""
-            if token.token_id is not None:
-                self.num_tokens += 1
-                delta.token_ids.append(token.token_id)
-                delta.text_offsets.append(self.num_characters)
-                delta.logprobs.append(token.logprobs)
-                # The token that stopped the generation is no text, unless its text was asked for.
-                if finish != "stop" or self.stop.include_stop:
-                    piece = self.detokenizer.push(token.token_id)
-            if finish is not None:
-                piece += self.detokenizer.flush()
-            self.num_characters += len(piece)
-            shown, found = self.stop.push(piece, check=self.num_tokens > min_tokens)
-            delta.text += shown
-            if found is not None:
-                finish, delta.stop_reason = "stop", found
-            elif finish is not None:
-                delta.text += self.stop.flush()
-                delta.stop_reason = token.stop_token_id
-            if finish is not None:
-                delta.finish_reason = self.finish_reason = finish
-                break
-        return delta
-
-
-class TextStream:
-    """The choices of one job under way. Iterate `deltas` once."""
-
-    def __init__(
-        self, generator: Generator, job: GenerationJob, choices: list[Choice], mailbox: Mailbox, span: Span
-    ) -> None:
-        self._generator = generator
-        self._span = span
-        self._mailbox = mailbox
-        self._choices = choices
-        self._by_transcript = {choice.transcript.request_id: choice for choice in choices}
-        self._num_left = len(choices)
-        self._started_s = time.monotonic()
-        self.job = job
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self._choices)
-
-    def num_tokens_of(self, index: int) -> int:
-        return self._choices[index].num_tokens
-
-    def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
-        """Of all prompt tokens of a choice, complete when its first token is here. The first has none."""
-        transcript = self._choices[index].transcript
-        return [transcript.prompt_logprobs.get(position) for position in range(transcript.num_prompt_tokens)]
-
-    async def deltas(self, *, idle_s: float = math.inf) -> AsyncIterator[list[Delta]]:
-        """What is new, until every choice has ended; an empty list after each ``idle_s`` without news.
-
-        Raises RequestRejected if a choice cannot go on.
-        """
-        metrics = self._generator.metrics
-        first_s: dict[int, float] = {}
-        last_s: dict[int, float] = {}
-        while self._num_left:
-            is_idle = not await self._wait(idle_s)
-            now_s = time.monotonic()
-            batch: list[Delta] = []
-            while (transcript := self._mailbox.take()) is not None:
-                choice = self._by_transcript[transcript.request_id]
-                tokens = transcript.take()
-                if choice.is_done:
-                    continue
-                if tokens:
-                    delta = choice.advance(tokens)
-                    if not first_s:
-                        self._span.event(FIRST_TOKEN)
-                    metrics.tokens_out(len(delta.token_ids), now_s, self._started_s, last_s.get(choice.index))
-                    first_s.setdefault(choice.index, now_s)
-                    last_s[choice.index] = now_s
-                    batch.append(delta)
-                    if delta.finish_reason is not None:
-                        metrics.finished(
-                            transcript.num_prompt_tokens,
-                            choice.num_tokens,
-                            delta.finish_reason,
-                            ttft_s=first_s[choice.index] - self._started_s,
-                            e2e_s=now_s - self._started_s,
-                            slo=self.job.slo,
-                        )
-                if choice.is_done:
-                    self._num_left -= 1
-                    self._generator.finish(transcript)
-                elif transcript.failure is not None:
-                    raise transcript.failure
-            if batch or is_idle:
-                yield batch
-
-    async def _wait(self, idle_s: float) -> bool:
-        """Until there is news, resuming what lost a token on the way. False after ``idle_s`` without any."""
-        idle_at_s = time.monotonic() + idle_s
-        while True:
-            stalled = [
-                (resume_at_s, choice.transcript)
-                for choice in self._choices
-                if (resume_at_s := choice.transcript.resume_at_s) is not None
-            ]
-            until_s = min((resume_at_s for resume_at_s, _ in stalled), default=math.inf)
-            with anyio.move_on_after(min(until_s, idle_at_s) - time.monotonic()):
-                await self._mailbox.wait()
-                return True
-            now_s = time.monotonic()
-            for resume_at_s, transcript in stalled:
-                if resume_at_s <= now_s:
-                    self._generator.resume(transcript, "a token was lost on the way", cancel=True)
-            if idle_at_s <= now_s:
-                return False
 
 
 class Generator:

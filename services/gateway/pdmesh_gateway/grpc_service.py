@@ -19,14 +19,16 @@ from pdmesh.metrics import Slo
 from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.auth import Client
+from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.failures import UNFORESEEN, failure_of
-from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
 from pdmesh_gateway.grpc_guard import MAX_PROBES, Guard
+from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent
+from pdmesh_gateway.text_stream import TextStream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 GENERATE = f"/{SERVICE}/Generate"

@@ -14,7 +14,7 @@ from pdmesh.testing.dst.plan import Ask
 from pdmesh.testing.dst.services import Gateway
 from pdmesh.testing.dst.timeline import Timeline
 from pdmesh.testing.engine import reference_output
-from pdmesh_gateway.generate import GenerationJob
+from pdmesh_gateway.jobs import GenerationJob
 
 TOKENS = "tokens as if undisturbed"
 ONE_END = "each request ends once, with a right end"

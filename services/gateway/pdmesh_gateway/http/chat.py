@@ -10,15 +10,17 @@ import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
+from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
 from pdmesh_gateway.http.logprobs import chat_logprobs
 from pdmesh_gateway.http.sse import ChunkWriter, usage_of
+from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import ChatChoice, ChatMessage, ChatRequest, ChatResponse, ResponseMessage, Usage
 from pdmesh_gateway.sampling import MAX_LOGPROBS, check_supported, fit_max_tokens, num_choices, number, sampling_params
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import check_nesting, nested_too_deep
+from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 #: Longer conversations are prepared on a thread.

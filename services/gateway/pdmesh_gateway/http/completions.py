@@ -10,11 +10,12 @@ import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh.wire.messages import TokenLogprobs
-from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
+from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
 from pdmesh_gateway.http.logprobs import completion_logprobs
 from pdmesh_gateway.http.sse import ChunkWriter, usage_of
+from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     CompletionChoice,
@@ -25,6 +26,7 @@ from pdmesh_gateway.protocol import (
 )
 from pdmesh_gateway.sampling import check_supported, fit_max_tokens, num_choices, number, sampling_params
 from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 

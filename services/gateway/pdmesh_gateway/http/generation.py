@@ -14,13 +14,15 @@ from pdmesh.errors import RequestRejected
 from pdmesh.metrics import Slo
 from pdmesh.model import SamplingParams
 from pdmesh.wire.messages import TokenLogprobs
-from pdmesh_gateway.generate import Delta, GenerationJob, TextStream
+from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.body import decode_body
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import DONE, KEEP_ALIVE, usage_of
+from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import SamplingFields, Usage
 from pdmesh_gateway.sampling import stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent
+from pdmesh_gateway.text_stream import TextStream
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
 

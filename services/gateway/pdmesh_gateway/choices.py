@@ -1,0 +1,80 @@
+"""One generation of a job: its tokens become text, and end where a stop string does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdmesh.errors import RequestRejected
+from pdmesh.wire.messages import TokenLogprobs, TokenOut
+from pdmesh_gateway.detokenizer import Detokenizer
+from pdmesh_gateway.stop import StopFinder
+from pdmesh_gateway.transcripts import Transcript, finish_of
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What is new of one choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    text_offsets: list[int] = field(default_factory=list[int])  # of each token: the choice's characters before it
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class GenerationFailed(RequestRejected):
+    """An instance could not go on with a generation."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=500, type="server_error", code="generation_failed")
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One generation of a job, from tokens to text."""
+
+    index: int
+    transcript: Transcript
+    detokenizer: Detokenizer
+    stop: StopFinder
+    num_tokens: int = 0
+    num_characters: int = 0  # of the text so far, with what stop strings hold back
+    finish_reason: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
+
+    def advance(self, tokens: list[TokenOut]) -> Delta:
+        """Turn delivered tokens into text. Raises GenerationFailed."""
+        delta = Delta(index=self.index)
+        min_tokens = self.transcript.params.min_tokens
+        for token in tokens:
+            finish = finish_of(token)
+            if finish == "error":
+                raise GenerationFailed(token.error or "The generation was aborted.")
+            piece = ""
+            if token.token_id is not None:
+                self.num_tokens += 1
+                delta.token_ids.append(token.token_id)
+                delta.text_offsets.append(self.num_characters)
+                delta.logprobs.append(token.logprobs)
+                # The token that stopped the generation is no text, unless its text was asked for.
+                if finish != "stop" or self.stop.include_stop:
+                    piece = self.detokenizer.push(token.token_id)
+            if finish is not None:
+                piece += self.detokenizer.flush()
+            self.num_characters += len(piece)
+            shown, found = self.stop.push(piece, check=self.num_tokens > min_tokens)
+            delta.text += shown
+            if found is not None:
+                finish, delta.stop_reason = "stop", found
+            elif finish is not None:
+                delta.text += self.stop.flush()
+                delta.stop_reason = token.stop_token_id
+            if finish is not None:
+                delta.finish_reason = self.finish_reason = finish
+                break
+        return delta

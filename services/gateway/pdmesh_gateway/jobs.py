@@ -1,0 +1,40 @@
+"""What a client asked for, checked and tokenized."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.metrics import NO_SLO, Slo
+from pdmesh.model import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """What a client asked for, checked and tokenized."""
+
+    request_id: str  # ours: never a client's, never used again
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    slo: Slo = NO_SLO
+    tenant: str = ""  # the name of the client's key
+    share: int = 1  # of that key
+    traceparent: str | None = None
+    deadline_s: float = 3600.0
+    operation: str = "text_completion"
+    label: str = ""  # what its client calls it
+    received_at: float = field(default_factory=time.time)  # Unix time, seconds
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))

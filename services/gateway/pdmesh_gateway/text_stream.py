@@ -1,0 +1,119 @@
+"""The text of one job under way, as it comes; what lost a token on its way is resumed meanwhile."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import anyio
+
+from pdmesh.telemetry.tracing import Span
+from pdmesh.wire.messages import TokenLogprobs
+from pdmesh_gateway.choices import Choice, Delta
+from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.spans import FIRST_TOKEN
+from pdmesh_gateway.transcripts import Mailbox, Transcript
+
+
+class Requests(Protocol):
+    """Who submitted the requests of a stream."""
+
+    @property
+    def metrics(self) -> GatewayMetrics: ...
+
+    def finish(self, transcript: Transcript) -> None: ...
+
+    def resume(self, transcript: Transcript, reason: str, *, cancel: bool = False) -> None: ...
+
+
+class TextStream:
+    """The choices of one job under way. Iterate `deltas` once."""
+
+    def __init__(
+        self, requests: Requests, job: GenerationJob, choices: list[Choice], mailbox: Mailbox, span: Span
+    ) -> None:
+        self._requests = requests
+        self._span = span
+        self._mailbox = mailbox
+        self._choices = choices
+        self._by_transcript = {choice.transcript.request_id: choice for choice in choices}
+        self._num_left = len(choices)
+        self._started_s = time.monotonic()
+        self.job = job
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
+
+    def num_tokens_of(self, index: int) -> int:
+        return self._choices[index].num_tokens
+
+    def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
+        """Of all prompt tokens of a choice, complete when its first token is here. The first has none."""
+        transcript = self._choices[index].transcript
+        return [transcript.prompt_logprobs.get(position) for position in range(transcript.num_prompt_tokens)]
+
+    async def deltas(self, *, idle_s: float = math.inf) -> AsyncIterator[list[Delta]]:
+        """What is new, until every choice has ended; an empty list after each ``idle_s`` without news.
+
+        Raises RequestRejected if a choice cannot go on.
+        """
+        metrics = self._requests.metrics
+        first_s: dict[int, float] = {}
+        last_s: dict[int, float] = {}
+        while self._num_left:
+            is_idle = not await self._wait(idle_s)
+            now_s = time.monotonic()
+            batch: list[Delta] = []
+            while (transcript := self._mailbox.take()) is not None:
+                choice = self._by_transcript[transcript.request_id]
+                tokens = transcript.take()
+                if choice.is_done:
+                    continue
+                if tokens:
+                    delta = choice.advance(tokens)
+                    if not first_s:
+                        self._span.event(FIRST_TOKEN)
+                    metrics.tokens_out(len(delta.token_ids), now_s, self._started_s, last_s.get(choice.index))
+                    first_s.setdefault(choice.index, now_s)
+                    last_s[choice.index] = now_s
+                    batch.append(delta)
+                    if delta.finish_reason is not None:
+                        metrics.finished(
+                            transcript.num_prompt_tokens,
+                            choice.num_tokens,
+                            delta.finish_reason,
+                            ttft_s=first_s[choice.index] - self._started_s,
+                            e2e_s=now_s - self._started_s,
+                            slo=self.job.slo,
+                        )
+                if choice.is_done:
+                    self._num_left -= 1
+                    self._requests.finish(transcript)
+                elif transcript.failure is not None:
+                    raise transcript.failure
+            if batch or is_idle:
+                yield batch
+
+    async def _wait(self, idle_s: float) -> bool:
+        """Until there is news, resuming what lost a token on the way. False after ``idle_s`` without any."""
+        idle_at_s = time.monotonic() + idle_s
+        while True:
+            stalled = [
+                (resume_at_s, choice.transcript)
+                for choice in self._choices
+                if (resume_at_s := choice.transcript.resume_at_s) is not None
+            ]
+            until_s = min((resume_at_s for resume_at_s, _ in stalled), default=math.inf)
+            with anyio.move_on_after(min(until_s, idle_at_s) - time.monotonic()):
+                await self._mailbox.wait()
+                return True
+            now_s = time.monotonic()
+            for resume_at_s, transcript in stalled:
+                if resume_at_s <= now_s:
+                    self._requests.resume(transcript, "a token was lost on the way", cancel=True)
+            if idle_at_s <= now_s:
+                return False
