@@ -15,12 +15,13 @@ from pdmesh.sim.agenda import Agenda
 from pdmesh.testing.dst.clients import MAY_REFUSE, TOO_MANY, SimulatedClient
 from pdmesh.testing.dst.data_plane import DataPlane, PieceWeather
 from pdmesh.testing.dst.laws import FREE, NO_FAILURE, PROGRESS, Laws
-from pdmesh.testing.dst.network import Network, Weather
+from pdmesh.testing.dst.network import Network
 from pdmesh.testing.dst.plan import SCHEDULER, Ask, FaultKind, Plan
 from pdmesh.testing.dst.process import ProcessLoop, TooManyTurns
 from pdmesh.testing.dst.simulation import Simulation
 from pdmesh.testing.dst.surroundings import simulated_surroundings
 from pdmesh.testing.dst.timeline import LawBroken, Timeline
+from pdmesh.testing.dst.weather import Weather
 
 #: Virtual seconds after the last fault within which all requests must have ended, and all must be free again.
 PROGRESS_S = 90.0
