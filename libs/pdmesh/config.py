@@ -313,7 +313,7 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
     for name, value in flags.items():
         if value is not None:
             setting = _lookup(settings, name, name)
-            values[name] = setting.checked(setting.parsed(value), name)
+            values[name] = setting.checked(value if setting.secret else setting.parsed(value), name)
 
     config = typing.cast(MeshConfig, with_values(MeshConfig, values))
     if (config.security.tls_cert is None) != (config.security.tls_key is None):

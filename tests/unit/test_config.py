@@ -109,6 +109,7 @@ def test_a_bad_variable_is_named_with_what_was_wanted(variable: str, text: str, 
     ("[gateway]\nport = [1]", "gateway.port in {file} is [1]: wanted a whole number from 0 to 65535"),
     ("gateway = 1", "unknown setting gateway in {file}: "),
     ("[worker]\ndeterministic = 1", "worker.deterministic in {file} is 1: wanted true or false"),
+    ("[security]\napi_key = ''", "security.api_key in {file} is empty, and would protect nothing: "),
     ("port = ", "{file} is not valid TOML: "),
 ])  # fmt: skip
 def test_a_bad_file_is_named_with_what_was_wanted(tmp_path: Path, text: str, wanted: str) -> None:
@@ -131,6 +132,16 @@ def test_secrets_are_not_shown_but_reach_children() -> None:
     with pytest.raises(ConfigError) as error:
         load_config(None, {}, {"security.api_key": 12345})
     assert "12345" not in str(error.value)
+
+
+def test_an_empty_key_protects_nothing_and_is_refused() -> None:
+    """In a command line it is a variable of a script that is not set; in the environment, as compose has it, none."""
+    with pytest.raises(
+        ConfigError, match=r"^security\.api_key is empty, and would protect nothing: leave it out, or give"
+    ):
+        load_config(None, {}, {"security.api_key": ""})
+    assert load_config(None, {"PDMESH_SECURITY_API_KEY": ""}, {}).security.api_key is None
+    assert load_config(None, {}, {"security.api_key": "k"}).security.api_key == "k"
 
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters='\n\t"\\'), min_size=1)
