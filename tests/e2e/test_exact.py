@@ -1,7 +1,9 @@
 """The promise: what comes out of a mesh of real processes is what `transformers` says, token for token."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -46,20 +48,35 @@ class Served:
     references: list[Reference]
 
 
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
+    """The model of an architecture, the same in each case."""
+
+    @cache
+    def write(architecture: Family) -> Path:
+        return write_checkpoint(tmp_path_factory.mktemp("model"), architecture=architecture, shape=SHAPE, seed=1)
+
+    return write
+
+
+@cache
+def reference_of(checkpoint: Path, prompt: tuple[int, ...]) -> Reference:
+    return reference(checkpoint, prompt, 24)
+
+
 @pytest.fixture(
     scope="module",
     params=CASES,
     ids=lambda case: f"{case.architecture}-{case.bundle}{case.batching}-{case.chunk_tokens}",
 )
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
+def served(
+    request: pytest.FixtureRequest, checkpoint_of: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Served]:
     case: Case = request.param
-    folder = tmp_path_factory.mktemp(case.architecture)
-    checkpoint = folder / "model"
-    checkpoint.mkdir()
-    write_checkpoint(checkpoint, architecture=case.architecture, shape=SHAPE, seed=1)
+    checkpoint = checkpoint_of(case.architecture)
     long = 1500 if 0 < case.chunk_tokens < 64 else 4000
     prompts = random_prompts([*PROMPT_LENGTHS, long], SHAPE.vocab_size, seed=7)
-    references = [reference(checkpoint, prompt, 24) for prompt in prompts]
+    references = [reference_of(checkpoint, tuple(prompt)) for prompt in prompts]
     settings = {
         "SCHEDULER_BUNDLE": case.bundle,
         "SCHEDULER_BATCHING": case.batching,
@@ -70,7 +87,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if case.over_ucx:
         settings |= {"TRANSFER_UCX_TLS": "tcp", "TRANSFER_UCX_NET_DEVICES": "lo"}
     with running_mesh(
-        folder,
+        tmp_path_factory.mktemp(case.architecture),
         model=checkpoint,
         prefill=case.prefill,
         decode=case.decode,

@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 Metadata = Sequence[tuple[str, str]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
     settings = {"WORKER_ENGINE": "fake", "SECURITY_API_KEY": "secret"}
     with running_mesh(tmp_path_factory.mktemp("strangers"), model=None, settings=settings) as mesh:
