@@ -88,19 +88,42 @@ def resize(
     return anyio.run(_run, asked, question, wait)
 
 
-def restart_all(asked: Asked, *, timeout_s: float, force: bool) -> int:
+def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force: bool) -> int:
     """Restart everything, one after the other: instances, gateways, the scheduler; stop at the first that fails.
 
-    Returns its exit code, or 0. Without an actuator, only instances. Raises PdmeshError as `start` does.
+    Without an actuator, only instances. With one, what is the last of its kind has another one started beside it first,
+    which leaves in the end. Returns the exit code of what failed, or 0. Raises PdmeshError as `start` does.
     """
     state = current_state(asked)
-    instances = [row.instance_id for row in state.instances]
-    others = sorted({each.name for each in state.services} - set(instances))  # gateways come before the scheduler
-    for name in (*instances, *others):
-        code = start(asked, OperationKind.RESTART, name, timeout_s=timeout_s, force=force)
+    sizes: dict[Role, int] = Counter(row.role for row in state.instances)
+
+    def restart(name: str) -> int:
+        return start(asked, OperationKind.RESTART, name, timeout_s=timeout_s, force=force)
+
+    for role in Role:
+        names = [row.instance_id for row in state.instances if row.role is role]
+        beside = bool(names) and bool(state.services) and not force and needs_one_beside(sizes, role)
+
+        def grow(number: int, role: Role = role) -> int:
+            wanted: dict[Role, int | None] = {**sizes, role: sizes[role] + number}
+            return resize(asked, wanted, timeout_s=timeout_s, start_timeout_s=start_timeout_s, wait=True)
+
+        code = grow(1) if beside else 0
         if code:
             return code
-    return 0
+        code = next((code for code in map(restart, names) if code), 0)
+        code = code or (grow(0) if beside else 0)
+        if code:
+            return code
+    others = sorted({each.name for each in state.services} - {row.instance_id for row in state.instances})
+    return next((code for code in map(restart, others) if code), 0)  # gateways come before the scheduler
+
+
+def needs_one_beside(sizes: Mapping[Role, int], role: Role) -> bool:
+    """Whether the mesh could not serve while one instance of ``role`` is away."""
+    left = {**sizes, role: sizes[role] - 1}
+    counts = PoolCounts(**{str(each): left.get(each, 0) for each in Role})
+    return counts.why_not is not None
 
 
 def list_operations(asked: Asked) -> None:

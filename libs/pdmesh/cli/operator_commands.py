@@ -99,13 +99,14 @@ def restart(
     ] = None,
     rolling: Annotated[bool, typer.Option("--rolling", help="Everything, one after the other.")] = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
+    start_timeout: StartTimeout = DEFAULT_START_TIMEOUT_S,
     force: Force = False,
     wait: Wait = True,
 ) -> None:
     """End a process once nothing is left on it, and wait until the next one is there. No stream breaks.
 
     Whoever looks after the process starts it again: `pdmesh up`, or Docker. The scheduler and gateways are restarted
-    by `pdmesh up` alone.
+    by `pdmesh up` alone. With --rolling it starts another instance beside the last of a kind, for a while.
     """
     if (instance is None) is not rolling:
         raise ConfigError("name one instance, or say --rolling")
@@ -113,7 +114,7 @@ def restart(
         _operate(asked, OperationKind.RESTART, instance, timeout, force, wait)
     from pdmesh.cli.operations import restart_all
 
-    raise typer.Exit(restart_all(asked, timeout_s=timeout, force=force))
+    raise typer.Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force))
 
 
 @pool_app.command("resize")

@@ -24,6 +24,9 @@ from pdmesh_scheduler.observing import Handled
 
 log = structlog.get_logger()
 
+#: Before what could not be written is tried again.
+WRITE_AGAIN_S = 5.0
+
 #: A larger file is none of ours: it holds a few hundred bytes an operation.
 MAX_FILE_BYTES = 1 << 20
 
@@ -154,23 +157,29 @@ class OperationsDesk:
     # --- the next scheduler ---
 
     async def run(self) -> None:
-        """Write what operators asked for whenever it has changed, until cancelled. A disk that fails ends nothing."""
+        """Write what operators asked for whenever it has changed, until cancelled.
+
+        A disk that fails ends nothing; it is tried again.
+        """
         try:
             while True:
                 changed = self._changed
-                await self._keep()
-                await changed.wait()
+                is_kept = await self._keep()
+                with anyio.move_on_after(None if is_kept else WRITE_AGAIN_S):
+                    await changed.wait()
         finally:
             with anyio.CancelScope(shield=True):
                 await self._keep()
 
-    async def _keep(self) -> None:
+    async def _keep(self) -> bool:
+        """Whether what is written is what is wanted."""
         while (wishes := self._wishes) != self._written:
-            if self._path is not None:
-                await anyio.to_thread.run_sync(self._write, self._path, wishes)
+            if self._path is not None and not await anyio.to_thread.run_sync(self._write, self._path, wishes):
+                return False
             self._written = wishes
+        return True
 
-    def _write(self, path: Path, wishes: Wishes) -> None:
+    def _write(self, path: Path, wishes: Wishes) -> bool:
         part = path.with_name(path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -186,5 +195,6 @@ class OperationsDesk:
             if not self._is_complaining:
                 log.error("what operators asked for is not kept", path=str(path), reason=error.strerror)
             self._is_complaining = True
-        else:
-            self._is_complaining = False
+            return False
+        self._is_complaining = False
+        return True
