@@ -1,6 +1,7 @@
 """Role flips and a rolling restart of every process under load: does a stream break or differ, and what does it cost?
 
 Usage: python benchmarks/operate.py [--flips N] [--streams N] [--gateways N] [--every-s S] [--no-restart] [--no-timings]
+                                    [--costs TERMS]
 
 A mesh of 2 prefill and 2 decode instances and two gateways serves so many streams of the `openai` client all the time,
 greedy and seeded, each compared with an undisturbed one. One instance of each kind gets the other role and then its own
@@ -8,6 +9,9 @@ again, in turns, a flip every ``--every-s`` seconds; then `pdmesh restart --roll
 the scheduler. Goodput is the tokens a second that clients get. Four flips lead back to the pools that there were, and
 after every four of them the mesh is left alone for as long: *before* is what clients get then, *during* while there
 are flips, so that a machine that is busier for a while is so for both.
+
+With ``--costs`` the engine is the stand-in, whose steps take what that says (``a_s=0.01,b_s=0.001,decode_a_s=0.02``):
+then processes do not compete for cores, and what a flip costs instances is seen.
 
 Exit code 1 if a stream fails or differs, an operation fails, or, without ``--no-timings``, goodput during the flips is
 below 0.9 of before.
@@ -33,6 +37,7 @@ from pdmesh.model import InstanceId, OperationId, OperationKind, Role
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.load import StreamLoad, requests_of, running_load
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.timed import timed_mesh
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import MAX_WAIT_S, OperationStatus, StartOperation, WaitOperation
 
@@ -140,13 +145,18 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=6, help="at once")
     parser.add_argument("--gateways", type=int, default=2)
     parser.add_argument("--every-s", type=float, default=1.0, help="between the beginnings of two flips")
+    parser.add_argument("--costs", metavar="TERMS", help="of the stand-in engine's steps")
     parser.add_argument("--no-restart", action="store_true")
     parser.add_argument("--no-timings", action="store_true", help="on a busy machine: goodput is printed, not judged")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        checkpoint = write_checkpoint(folder / "model", seed=3)
-        with running_mesh(folder, model=checkpoint, prefill=2, decode=2, gateways=options.gateways) as mesh:
+        pools = {"prefill": 2, "decode": 2, "gateways": options.gateways}
+        if options.costs is None:
+            running = running_mesh(folder, model=write_checkpoint(folder / "model", seed=3), **pools)
+        else:
+            running = timed_mesh(folder, options.costs, max_num_seqs=32, **pools)
+        with running as mesh:
             wrong = asyncio.run(operate(mesh, options))
     print(f"missed: {'; '.join(wrong)}" if wrong else "all limits kept")
     return 1 if wrong else 0
