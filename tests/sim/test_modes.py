@@ -120,7 +120,7 @@ def test_long_prompts_and_steps_without_room_for_prompts_do_not_halve_what_ebplu
         ends_s = sorted(run.token_times_s[-1] for run in result.requests)
         end_s[batching] = ends_s[450] - ends_s[100]  # without what nobody has learnt yet, and the last few
     assert end_s["ebplus"] < 0.7 * end_s["mb"]
-    assert end_s["ebplus"] < 1.1 * end_s["eb"]
+    assert end_s["ebplus"] < 1.15 * end_s["eb"]  # which has phases of four seconds, not of a fifth of one
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

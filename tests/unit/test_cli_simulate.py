@@ -85,7 +85,7 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
     pytest.importorskip("matplotlib")
     from pdmesh.cli.modes_plot import choice_of
 
-    few, many = (choice_of(PROFILES["a100-llama3-8b"], PolicyConfig(), number, 1530, 195) for number in (8, 48))
+    few, many = (choice_of(PROFILES["a100-llama3-8b"], PolicyConfig(), number, 1530, 195) for number in (3, 48))
     assert (few.mode, few.reason) == (Mode.MIXED, "few requests")
     assert many.mode is Mode.EXCLUSIVE
     assert many.gain == pytest.approx(0.8, abs=0.15)  # simulated with log-normal lengths: 0.81

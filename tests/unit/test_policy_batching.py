@@ -79,7 +79,7 @@ def test_the_case_of_which_the_theory_says_eight_percent_is_found() -> None:
 
 
 def test_few_requests_stay_mixed_whatever_is_gained() -> None:
-    choice = FREE.choose(a_load(NAMED, 15.9), Mode.MIXED)
+    choice = FREE.choose(a_load(NAMED, 3.9), Mode.MIXED)
     assert (choice.mode, choice.reason) == (Mode.MIXED, "few requests")
 
 
@@ -180,10 +180,10 @@ def test_a_phase_with_nobody_busy_ends_and_one_that_nobody_can_fill_does_not(
     elif num_fillable == 0:
         assert end_s == inf
     else:
-        # k of N idle seats, for the N that are busy or could be.
-        assert (end_s <= 10.0) == (num_fillable >= share * (num_busy + num_fillable) - 1e-9) or abs(
-            num_fillable - share * (num_busy + num_fillable)
-        ) < 1e-6
+        # k of N idle seats, to the nearest, for the N that are busy or could be.
+        missing = share * (num_busy + num_fillable) - num_fillable
+        assert end_s <= 10.0 or missing > 0.4
+        assert end_s > 10.0 or missing < 0.5
 
 
 def test_who_waits_is_served_when_its_target_wants_it_and_after_two_cycles_at_the_latest() -> None:

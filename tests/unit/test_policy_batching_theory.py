@@ -29,6 +29,7 @@ from pdmesh.policy.batching_theory import (
     mixed_throughput,
     phase_exponent,
     renewal_threshold,
+    tried_threshold,
 )
 
 FREE_TOKENS = StepCosts(switch_s=1.0, decode_step_s=1.0, mixed_step_s=1.0, prompt_token_s=0.0, decode_token_s=0.0)
@@ -414,3 +415,63 @@ def test_where_mixed_steps_interfere_exclusive_batching_is_ahead_and_where_they_
         free = costs(6e-3, decode_step_s=4e-3, mixed_step_s=4e-3, prompt_token_s=1.5e-4, decode_token_s=2e-4)
         exclusive = exclusive_throughput(num_slots, geometric_threshold(free, 128), free, lengths)
         assert exclusive < mixed_throughput(num_slots, free, lengths)
+
+
+def seconds_a_request(num_slots: int, num_idle: int, of: StepCosts, outputs: Sequence[int]) -> float:
+    """What phases and steps cost, step by step, of slots that begin empty; first and last turnovers do not count."""
+    left: list[int] = [0] * num_slots
+    waiting = iter(outputs)
+    clock_s, ends_s = 0.0, list[float]()
+    while True:
+        for slot in [slot for slot in range(num_slots) if not left[slot]]:
+            output = next(waiting, None)
+            if output is None:
+                first, last = ends_s[4 * num_slots], ends_s[-2 * num_slots]
+                return (last - first) / (len(ends_s) - 6 * num_slots)
+            left[slot] = output
+        clock_s += of.switch_s
+        while sum(not tokens for tokens in left) < num_idle:
+            clock_s += of.decode_step_s
+            ends_s += [clock_s] * sum(tokens == 1 for tokens in left)
+            left = [max(0, tokens - 1) for tokens in left]
+
+
+@pytest.mark.parametrize("switch_s", [1.5, 17.0])
+@pytest.mark.parametrize(("num_slots", "short", "long"), [(16, 10, 90), (32, 51, 461), (64, 51, 461)])
+def test_where_many_outputs_are_of_one_length_a_tried_threshold_is_nearly_the_best_and_says_what_it_gives(
+    num_slots: int, short: int, long: int, switch_s: float
+) -> None:
+    rng = random.Random(3)
+    outputs = [rng.choice((short, long)) for _ in range(40 * num_slots)]
+    of = costs(switch_s)
+    renewal = renewal_threshold(of, outputs[:500])
+    tried = tried_threshold(num_slots, of, outputs[:500], renewal)
+    measured = {k: seconds_a_request(num_slots, k, of, outputs) for k in range(1, num_slots)}
+    chosen_s = measured[round(tried.idle_share * num_slots)]
+    assert chosen_s <= 1.15 * min(measured.values())
+    assert chosen_s <= 1.001 * seconds_a_request(num_slots, math.ceil(renewal.idle_share * num_slots), of, outputs)
+    lengths = LengthMoments(mean_prompt_tokens=1, mean_output_tokens=1)
+    assert 1 / exclusive_throughput(num_slots, tried, of, lengths) == pytest.approx(chosen_s, rel=0.15)
+
+
+@pytest.mark.parametrize("mean_output", [20, 200])
+def test_where_outputs_are_geometric_a_tried_threshold_loses_next_to_nothing_in_the_exact_chain(
+    mean_output: int,
+) -> None:
+    rng = random.Random(5)
+    outputs = [1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean_output)) for _ in range(500)]
+    for num_slots, switch_s in itertools.product((8, 32, 64), (1.5, 17.0)):
+        of = costs(switch_s)
+        tried = tried_threshold(num_slots, of, outputs, renewal_threshold(of, outputs))
+        rates = exact_throughputs(num_slots, of, LengthMoments(mean_prompt_tokens=1, mean_output_tokens=mean_output))
+        assert rates[round(tried.idle_share * num_slots) - 1] >= 0.95 * max(rates)  # without any work beside phases
+
+
+def test_requests_that_begin_together_leave_more_steps_without_a_chunk() -> None:
+    lengths = LengthMoments(mean_prompt_tokens=100, mean_output_tokens=100)
+    of = costs(1.0, mixed_step_s=2.0, prompt_token_s=0.01, interference_s=0.02)
+    alone, together = (mixed_state(32, of, lengths, together=number) for number in (1.0, 4.0))
+    assert together.throughput > alone.throughput
+    assert mixed_state(32, of, lengths, together=1e9).throughput == pytest.approx(
+        mixed_throughput(32, costs(1.0, prompt_token_s=0.01), lengths), rel=1e-3
+    )

@@ -12,7 +12,7 @@ import pytest
 from pdmesh.policy.batching import Load, Mode, SwitchingBatching
 from pdmesh.policy.batching_theory import LengthMoments, StepCosts, geometric_threshold
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.policy.probing import PROBE_CYCLES, PROBE_EVERY, Meter, Probing, Tally
+from pdmesh.policy.probing import PROBE_CYCLES, PROBE_EVERY, Meter, Probing, Tally, Together
 
 MODEL = LinearLatencyModel(a_s=0.006, b_s=0.00015, c_s=1e-8, d_s=5e-9, decode_a_s=0.004, decode_s=0.0002)
 LENGTHS = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=128)
@@ -143,9 +143,9 @@ def test_a_meter_tallies_whole_cycles_and_all_their_work() -> None:
         for shape, seconds, number in ((chunk, 0.5, 1), (chunk, 0.25, 1), (decodes, 2.0, 10)):
             meter.step(now_s, now_s + seconds, shape, number)
             now_s += seconds + 0.125
-    assert meter.take() == Tally(2 * 3.125, 400, 8000, 40_000, 80, 8000)
+    assert meter.take() == Tally(2 * 3.125, 400, 8000, 40_000, 80, 8000, num_steps=20)
     meter.step(now_s, now_s + 0.5, chunk)
-    assert meter.take() == Tally(3.125, 200, 4000, 20_000, 40, 4000)
+    assert meter.take() == Tally(3.125, 200, 4000, 20_000, 40, 4000, num_steps=10)
 
 
 def test_what_ran_inside_another_step_opens_no_tally() -> None:
@@ -171,3 +171,16 @@ def test_work_is_what_a_step_is_predicted_to_take_without_constants() -> None:
     meter.step(1.0, 2.0, shape)
     free = replace(MODEL, a_s=0.0, mixed_a_s=0.0, decode_a_s=0.0)
     assert meter.take().work_s(MODEL) == pytest.approx(free.step_s(shape))
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_how_many_begin_together_is_read_from_the_steps(at_once: int) -> None:
+    rng, meter, together = random.Random(1), Meter(), Together()
+    assert together.number == 1.0  # nothing is known
+    for step in range(4000):
+        num_begun = at_once * sum(rng.random() < 0.02 for _ in range(10))
+        chunks = tuple(ChunkShape(100, 0) for _ in range(num_begun)) + (ChunkShape(50, 100),) * (step % 2)
+        meter.step(float(step), step + 1.0, StepShape(chunks, 32, 1000))
+        if step % 100 == 0:
+            together.note(meter.take())
+    assert together.number == pytest.approx(at_once, rel=0.15)

@@ -13,7 +13,7 @@ from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, ChunkSizer
-from pdmesh.policy.probing import Meter, Probing, Tally
+from pdmesh.policy.probing import Meter, Probing, Tally, Together
 
 if TYPE_CHECKING:
     from pdmesh.core.books import Books
@@ -60,6 +60,7 @@ class BatchingState:
     num_dwelt: int = 0  # cycles in this mode
     meter: Meter = field(default_factory=Meter)
     probing: Probing = field(default_factory=Probing)
+    together: Together = field(default_factory=Together)
 
 
 class BatchingView(NamedTuple):
@@ -119,20 +120,24 @@ class Modes:
         costs = self._lengths.costs(model, instance.switches.switch_s(model))
         if costs.decode_step_s <= 0 or costs.switch_s <= 0:
             return  # a model without the constants of steps says nothing about either mode
+        tally = batching.meter.take()
+        if batching.choice.mode is Mode.MIXED and not batching.probing.is_on:
+            batching.together.note(tally)
         own_s = [slo_s for slo_s in instance.view.slo_tpots_s if slo_s is not None]
         assert batching.num_slots is not None
+        num_slots = min(batching.num_slots, instance.profile.max_num_seqs)
         load = Load(
-            num_slots=min(batching.num_slots, instance.profile.max_num_seqs),
+            num_slots=num_slots,
             max_num_seqs=instance.profile.max_num_seqs,
             num_kv_tokens=instance.profile.num_blocks * instance.block_size,
             lengths=self._lengths.moments,
-            threshold=self._lengths.threshold(costs),
+            threshold=self._lengths.threshold(costs, num_slots),
             costs=costs,
             tpot_s=min(own_s, default=None),
             mixed_limit=bundle.packing.step_limit(instance.view),
             correction=batching.probing.correction,
+            together=batching.together.number,
         )
-        tally = batching.meter.take()
         if bundle.batching.probes:
             self._learn(batching, tally, load, model)
             load = load._replace(correction=batching.probing.correction)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
-from pdmesh.policy.batching_theory import LengthMoments, StepCosts, Threshold, renewal_threshold, threshold_after
+from pdmesh.policy.batching_theory import LengthMoments, StepCosts, Threshold, renewal_threshold, tried_threshold
 from pdmesh.policy.latency import LinearLatencyModel
 
 #: Requests that are remembered.
@@ -13,8 +14,8 @@ WINDOW = 500
 #: With fewer nothing is decided.
 MIN_REQUESTS = 32
 
-#: New ones after which the best phase is looked for again: a fifth of the survival function may have changed.
-_PER_SEARCH = 100
+#: New ones after which thresholds are looked for again: a tenth of the lengths has changed.
+_PER_SEARCH = 50
 
 
 class LengthsSeen:
@@ -24,9 +25,9 @@ class LengthsSeen:
         self._lengths: deque[tuple[int, int]] = deque()
         self._prompts = self._prompt_squares = self._outputs = self._output_squares = 0
         self._num_seen = 0
-        self._phase_steps: float | None = None  # the best, and what it was computed for
-        self._phase_at = 0
-        self._phase_ratio = 0.0
+        self._thresholds: dict[int, Threshold] = {}  # the best by number of slots, and what they were computed for
+        self._computed_at = 0
+        self._ratio = 0.0
 
     def add(self, num_prompt_tokens: int, num_decoded_tokens: int) -> None:
         """``num_decoded_tokens`` are the output but for its first token."""
@@ -73,16 +74,21 @@ class LengthsSeen:
             interference_s=model.interference_s,
         )
 
-    def threshold(self, costs: StepCosts) -> Threshold:
+    def threshold(self, costs: StepCosts, num_slots: float) -> Threshold:
         """The best for these outputs, whatever their law. Only the ratio of two costs matters to it."""
         ratio = costs.switch_s / costs.decode_step_s
-        outputs = [max(1, output) for _, output in self._lengths]
-        if (
-            self._phase_steps is None
-            or self._num_seen - self._phase_at >= _PER_SEARCH
-            or abs(ratio - self._phase_ratio) > 0.1 * self._phase_ratio
-        ):
-            self._phase_steps = renewal_threshold(costs, outputs).num_steps
-            self._phase_at, self._phase_ratio = self._num_seen, ratio
-        # The share that such a phase frees is that of the lengths as they are now, as all else in a prediction is.
-        return threshold_after(self._phase_steps, outputs)
+        if self._num_seen - self._computed_at >= _PER_SEARCH or abs(ratio - self._ratio) > 0.1 * self._ratio:
+            self._thresholds.clear()
+            self._computed_at, self._ratio = self._num_seen, ratio
+        slots = _rounded(num_slots)
+        found = self._thresholds.get(slots)
+        if found is None:
+            outputs = [max(1, output) for _, output in self._lengths]
+            found = tried_threshold(slots, costs, outputs, renewal_threshold(costs, outputs))
+            self._thresholds[slots] = found
+        return found
+
+
+def _rounded(num_slots: float) -> int:
+    """To the nearest twelfth, so that instances with nearly as many share what is found."""
+    return max(1, round(num_slots if num_slots < 12 else 1.08 ** round(math.log(num_slots) / math.log(1.08))))

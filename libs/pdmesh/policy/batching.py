@@ -68,6 +68,7 @@ class Load(NamedTuple):
     tpot_s: float | None  # the smallest target that a resident has of its own
     mixed_limit: StepLimit = NO_LIMIT
     correction: Correction = NO_CORRECTION
+    together: float = 1.0  # requests that begin at once where it is mixed, as observed
 
 
 class ModeChoice(NamedTuple):
@@ -120,17 +121,22 @@ class Batching(Protocol):
         ...
 
 
+#: Of a seat: a share of 1 / 7.9, of eight seats, is one, not two.
+_NEARLY = 0.45
+
+
 def phase_end_s(choice: ModeChoice, phase: DecodePhase) -> float:
     """The rule of EB(k) in its ratio form, which serves a queue shorter than k too (`ebplus_math`, section 5).
 
-    A phase ends when fillable / busy >= idle share / (1 - idle share), when nobody is busy, when the first in line must
-    begin for its own target, or when it has lasted its limit.
+    A phase ends when fillable / busy >= idle share / (1 - idle share), to the nearest seat, when nobody is busy, when
+    the first in line must begin for its own target, or when it has lasted its limit.
     """
     if phase.num_busy == 0:
         return -inf  # nothing else frees memory either
     if phase.num_fillable == 0:
         return inf
-    if phase.num_fillable * (1 - choice.idle_share) >= phase.num_busy * choice.idle_share:
+    wanted = (phase.num_busy + phase.num_fillable) * choice.idle_share
+    if phase.num_fillable >= wanted - _NEARLY:
         return min(phase.urgent_s, phase.turn_s)
     return min(phase.urgent_s, max(phase.turn_s, phase.began_s + phase.limit_s))
 
@@ -207,7 +213,7 @@ class SwitchingBatching:
     max_stall_s: float
     risk: float = 0.01
     dead_band: float = 0.003  # of throughput: no switch for less, nor for less than a probe may be wrong by
-    min_slots: float = 16.0  # below, mixed
+    min_slots: float = 4.0  # below, mixed
     name: str = "ebplus"
     probes: bool = True
 
@@ -283,7 +289,7 @@ class ModePrediction(NamedTuple):
     def of(cls, load: Load, threshold: Threshold, num_seats: int) -> ModePrediction:
         num_slots = max(1.0, min(load.num_slots, num_seats))
         num_mixed = max(1.0, min(load.num_slots, load.max_num_seqs))
-        mixed = mixed_state(num_mixed, load.costs, load.lengths, load.mixed_limit)
+        mixed = mixed_state(num_mixed, load.costs, load.lengths, load.mixed_limit, load.together)
         nothing_yet = cls(threshold, num_slots, mixed, 0.0)
         return nothing_yet.at(load, max(threshold.idle_share, 1 / num_slots))
 

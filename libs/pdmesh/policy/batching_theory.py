@@ -16,6 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ class Threshold(NamedTuple):
 
     idle_share: float
     num_steps: float
+    excess: float = 1.0  # so many times as many are idle then, in the mean: several may end at once
 
 
 def phase_exponent(rho: float) -> float:
@@ -156,20 +158,52 @@ def renewal_threshold(costs: StepCosts, output_tokens: Sequence[int]) -> Thresho
     return Threshold(1 / cost.mean_phases(phase), float(phase))
 
 
-def threshold_after(num_steps: float, output_tokens: Sequence[int]) -> Threshold:
-    """Of decode phases of so many steps, at least one: the share of slots that they free, 1 / G(T)."""
-    lengths = sorted(output_tokens)
-    phase = max(1, round(num_steps))
-    return Threshold(len(lengths) / _phases(lengths, phase), float(phase))
+def tried_threshold(num_slots: int, costs: StepCosts, output_tokens: Sequence[int], around: Threshold) -> Threshold:
+    """The best of several thresholds ``around`` one, by what each makes of these outputs (not empty), in their order.
+
+    Phases are not alike where many outputs are of one length: who began together ends together, and ``around`` may just
+    be missed by one such cohort, to wait for the next. So slots are followed through as many phases as the outputs
+    fill, some of them twice: nothing but steps and phases is counted, so that only the constants of steps matter.
+    """
+    number = max(len(output_tokens), _TURNOVERS * num_slots)
+    nearest = round(around.idle_share * num_slots)
+    tried = sorted({min(num_slots, max(1, round(nearest * factor))) for factor in _TRIED})
+    best, best_s = around, math.inf
+    for num_idle in tried:
+        num_phases, num_steps, num_ended = _phases_of(num_slots, num_idle, output_tokens, number)
+        cost_s = (costs.switch_s * num_phases + costs.decode_step_s * num_steps) / num_ended
+        if cost_s < best_s:
+            mean_ended = num_ended / num_phases
+            best = Threshold(num_idle / num_slots, max(1.0, num_steps / num_phases), mean_ended / num_idle)
+            best_s = cost_s
+    return best
 
 
-def _phases(lengths: Sequence[int], num_steps: int) -> int:
-    """Of how many phases of so many steps requests of these lengths, sorted, are a part, together."""
-    total, bound, count = 0, 0, len(lengths)
-    while bound == 0 or bound < lengths[-1]:
-        total += count - bisect_right(lengths, bound) if bound else count
-        bound += num_steps
-    return total
+#: Times the nearest number of idle slots.
+_TRIED = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4)
+
+#: Of all slots, that thresholds are tried over at least.
+_TURNOVERS = 4
+
+
+def _phases_of(num_slots: int, num_idle: int, output_tokens: Sequence[int], number: int) -> tuple[int, int, int]:
+    """Phases, steps and ended requests of slots that are filled when so many are idle, until ``number`` have begun.
+
+    In the beginning each slot has another part of its output before it, as in the long run.
+    """
+    ends = [1 + int(output_tokens[slot % len(output_tokens)] * (slot + 0.5) / num_slots) for slot in range(num_slots)]
+    heapify(ends)
+    num_begun, num_phases, step, size = num_slots, 0, 0, len(output_tokens)
+    while num_begun < number + num_slots:
+        ended = 0
+        while ended < num_idle or (ends and ends[0] == step):
+            step = heappop(ends)
+            ended += 1
+        for _ in range(ended):
+            heappush(ends, step + output_tokens[num_begun % size])
+            num_begun += 1
+        num_phases += 1
+    return num_phases, step, num_begun - num_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +215,12 @@ class _PhaseCost:
 
     def mean_phases(self, num_steps: int) -> float:
         """G(T): of how many phases a request is a part."""
-        return _phases(self.lengths, num_steps) / len(self.lengths)
+        lengths, count = self.lengths, len(self.lengths)
+        total, bound = count, num_steps
+        while bound < lengths[-1]:
+            total += count - bisect_right(lengths, bound)
+            bound += num_steps
+        return total / count
 
     def of(self, num_steps: int) -> float:
         return (self.costs.switch_s + self.costs.decode_step_s * num_steps) * self.mean_phases(num_steps)
@@ -194,7 +233,7 @@ def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCost
     """
     work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
     cycle_s = costs.switch_s + costs.decode_step_s * threshold.num_steps
-    return 1 / (work_s + cycle_s / (num_slots * threshold.idle_share))
+    return 1 / (work_s + cycle_s / (num_slots * threshold.idle_share * threshold.excess))
 
 
 def mixed_throughput(num_slots: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit = NO_LIMIT) -> float:
@@ -202,13 +241,16 @@ def mixed_throughput(num_slots: float, costs: StepCosts, lengths: LengthMoments,
     return mixed_state(num_slots, costs, lengths, limit).throughput
 
 
-def mixed_state(num_slots: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit = NO_LIMIT) -> MixedState:
+def mixed_state(
+    num_slots: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit = NO_LIMIT, together: float = 1.0
+) -> MixedState:
     """Mixed batching with steps of a limited size.
 
     Without a limit, a request has a slot for one step of its prompt and one for each output token, so N / (1 + mean
     output) of them begin in every step. They begin one by one, at random: steps without a chunk, and the spread of what
     the others carry, are taken from a Poisson law of that mean. Taking the mean for all steps overstates interference
-    by up to a third where less than two begin in a step.
+    by up to a third where less than two begin in a step. Where they begin ``together``, so many at once in the mean,
+    fewer steps have a chunk: requests that began at once and have outputs of one length end at once, for ever.
 
     A limit cuts prompts (taken as geometric in length) into chunks: so much more often a step has one. Where prompts
     would fill more than all steps, they hold slots until decodes leave room for as many prompt tokens in a step as come
@@ -220,8 +262,8 @@ def mixed_state(num_slots: float, costs: StepCosts, lengths: LengthMoments, limi
     num_chunks = -1 / math.expm1(-chunk_tokens / lengths.mean_prompt_tokens)  # of a prompt
     work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
     if num_chunks < _HARDLY_CUT:
-        with_chunks = -math.expm1(-starts)
-        mixing = _mean_mixing(starts, num_decodes, lengths)
+        with_chunks = -math.expm1(-starts / together)
+        mixing = _mean_mixing(starts / together, num_decodes, together * lengths.mean_prompt_tokens)
     else:
         filled = starts * lengths.mean_prompt_tokens / chunk_tokens
         if filled > 1:
@@ -235,15 +277,15 @@ def mixed_state(num_slots: float, costs: StepCosts, lengths: LengthMoments, limi
     return MixedState(starts / step_s, step_s, num_decodes)
 
 
-def _mean_mixing(starts: float, num_decodes: float, lengths: LengthMoments) -> float:
-    """The mean of L D / (L + D), where whole prompts begin at random, so many in the mean."""
+def _mean_mixing(starts: float, num_decodes: float, mean_tokens: float) -> float:
+    """The mean of L D / (L + D), where whole prompts (or several) begin at random, so many in the mean."""
     chance = math.exp(-starts)
     mixing = 0.0
     begun = 0
     while begun < starts or chance > 1e-12:
         begun += 1
         chance *= starts / begun
-        num_prompt_tokens = begun * lengths.mean_prompt_tokens
+        num_prompt_tokens = begun * mean_tokens
         mixing += chance * num_prompt_tokens * num_decodes / (num_prompt_tokens + num_decodes)
     return mixing
 

@@ -33,6 +33,9 @@ _COMPARED = 4
 #: Probes that are remembered.
 _MEMORY = 16
 
+#: Of what was seen of requests that begin at once, at each cycle; and steps in which some did, to tell.
+_FADING, _ENOUGH_STEPS = 0.95, 24
+
 #: Standard deviations, of log ratios: of what predictions are wrong by, and of one probe until several were made, which
 #: is worth so many of them.
 _WRONG, _NOISE, _NOISE_WORTH = 0.01, 0.015, 2.0
@@ -57,6 +60,9 @@ class Tally(NamedTuple):
     num_squares: float = 0.0  # of chunks' new tokens
     num_decodes: float = 0.0
     num_context_tokens: float = 0.0
+    num_begun: float = 0.0  # prompts, in steps with decodes beside them
+    num_steps: float = 0.0  # with decodes
+    num_with_begun: float = 0.0  # of these, that such prompts began in
 
     def plus(self, other: Tally) -> Tally:
         return Tally(*(one + two for one, two in zip(self, other, strict=True)))
@@ -85,7 +91,7 @@ class Meter:
         self._began_s: float | None = None  # of what is open
         self._ended_s = 0.0
         self._in_phase = False  # of prefill alone
-        self._sums = [0.0] * 5  # open, as in `Tally`
+        self._sums = [0.0] * 8  # open, as in `Tally`
         self._whole = Tally()
 
     def step(self, began_s: float, ended_s: float, shape: StepShape, num_steps: int = 1) -> None:
@@ -95,7 +101,7 @@ class Meter:
         if began_s >= self._ended_s and shape.chunks and (shape.num_decodes or not self._in_phase):
             if self._began_s is not None:
                 self._whole = self._whole.plus(Tally(began_s - self._began_s, *self._sums))
-            self._sums = [0.0] * 5
+            self._sums = [0.0] * 8
             self._began_s = began_s
         self._in_phase = bool(shape.chunks) and not shape.num_decodes
         self._ended_s = max(self._ended_s, ended_s)
@@ -106,6 +112,11 @@ class Meter:
             sums[2] += chunk.num_tokens * chunk.num_tokens
         sums[3] += num_steps * shape.num_decodes
         sums[4] += num_steps * shape.num_decode_context_tokens
+        if shape.num_decodes:
+            num_begun = sum([chunk.num_history_tokens == 0 for chunk in shape.chunks])
+            sums[5] += num_begun
+            sums[6] += num_steps
+            sums[7] += num_begun > 0
 
     def forget(self) -> None:
         """Nobody is there: what comes next follows on nothing."""
@@ -115,6 +126,31 @@ class Meter:
         """What is whole, since it was last asked for."""
         whole, self._whole = self._whole, Tally()
         return whole
+
+
+class Together:
+    """How many requests begin at once on an instance that is mixed: 1 where they begin at random, one by one.
+
+    Who began together and wants as many tokens ends together, and so on: then fewer steps have a chunk than a Poisson
+    law of the same mean says, and mixed batching is faster than predicted from it.
+    """
+
+    def __init__(self) -> None:
+        self._begun = self._steps = self._with_begun = 0.0
+
+    def note(self, tally: Tally) -> None:
+        """Of a cycle in which it was mixed; earlier ones fade."""
+        self._begun = _FADING * self._begun + tally.num_begun
+        self._steps = _FADING * self._steps + tally.num_steps
+        self._with_begun = _FADING * self._with_begun + tally.num_with_begun
+
+    @property
+    def number(self) -> float:
+        """As many as give a Poisson law of the observed mean the observed share of steps in which some begin."""
+        if not _ENOUGH_STEPS <= self._with_begun < self._steps:
+            return 1.0
+        number = -self._begun / self._steps / math.log1p(-self._with_begun / self._steps)
+        return max(1.0, number)
 
 
 class Probing:
