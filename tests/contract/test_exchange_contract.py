@@ -316,15 +316,64 @@ async def test_whatever_a_member_says_is_no_error(maker: TransportMaker) -> None
             member.free()
 
 
-async def test_a_member_that_takes_nothing_ends_the_exchange_alone(maker: TransportMaker) -> None:
-    """Its pages are no use to others, but theirs come: whoever cannot reach it says so, within the limit of a piece."""
-    async with open_members(maker, 2) as members:
-        leader, helper = members
+async def test_a_member_that_cannot_be_reached_is_left_out(maker: TransportMaker) -> None:
+    """It is for the scheduler to say what that means: nothing ends, and the others go on."""
+    async with open_members(maker, 3) as members:
+        leader, helper, gone = members
         for member in members:
             member.join(members)
         await anyio.wait_all_tasks_blocked()
-        helper.free()
-        leader.mover.forget(helper.transport.address)
-        assert leader.exchange.presence.aborted == "a member of the group is gone"
-        assert [type(outcome) for outcome in leader.outcomes] == [FailedExchange]
-        leader.free()
+        gone.free()
+        for member in (leader, helper):
+            member.mover.forget(gone.transport.address)
+        leader.compute(0, 8)
+        helper.compute(8, 8)
+        for member in (leader, helper):
+            await member.until_here(NUM_BLOCKS)
+            assert member.exchange.presence.aborted is None
+            assert member.outcomes == []
+            member.free()
+
+
+async def test_what_came_from_a_lost_member_is_sent_on_by_the_leader(maker: TransportMaker) -> None:
+    """It died before it told everyone. What the leader misses is computed again, here or there, where it is or not."""
+    async with open_members(maker, 3) as members:
+        leader, helper, lost = members
+        for member in (leader, lost):
+            member.join(members)
+        await anyio.wait_all_tasks_blocked()
+        lost.compute(0, 5)
+        await anyio.wait_all_tasks_blocked()
+        lost.mover.cancel(REQUEST, EPOCH)
+        helper.join(members)
+        leader.compute(5, 3)
+        await leader.until_here(8)
+        await anyio.wait_all_tasks_blocked()
+        assert not helper.exchange.presence.has(0, 1)
+        for member in (leader, helper):
+            addresses = [leader.transport.address, helper.transport.address, b""]
+            member.mover.groups.set_members(REQUEST, EPOCH, members.index(member), addresses)
+        await helper.until_here(8)
+        assert leader.exchange.num_lost == helper.exchange.num_lost == 1
+        helper.compute(4, 6)
+        leader.compute(3, 13)
+        for member in (leader, helper):
+            await member.until_here(NUM_BLOCKS)
+            assert member.outcomes == []
+        assert leader.content(0, 3) == helper.content(0, 3) == lost.content(0, 3)
+        assert leader.content(10, 6) == helper.content(10, 6)
+        for member in members:
+            member.free()
+
+
+async def test_no_member_changes_its_address_or_place(maker: TransportMaker) -> None:
+    async with open_members(maker, 3) as members:
+        leader, helper, third = members
+        for member in members:
+            member.join(members)
+        helper.tell([leader, helper, helper])
+        leader.mover.groups.set_members(REQUEST, EPOCH, 0, [b"", helper.transport.address, third.transport.address])
+        third.mover.groups.set_members(REQUEST, EPOCH, 1, [member.transport.address for member in members])
+        for member in members:
+            assert [type(outcome) for outcome in member.outcomes] == [FailedExchange]
+            member.free()

@@ -3,14 +3,17 @@
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import RunStep
 from pdmesh.core.events import (
+    GroupPrefix,
     HelperJoined,
     KvReleased,
     RequestDropped,
@@ -24,7 +27,7 @@ from pdmesh.model import ChunkPlan, Epoch, Role, SamplingParams, StepPlan
 from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
 from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
 from pdmesh.testing.kv import TransportMaker
-from pdmesh.testing.worker import RunningInstance, make_generation, running_instance
+from pdmesh.testing.worker import DECODE_INSTANCE, RunningInstance, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, PeerGone, PromptLogprobs
@@ -111,6 +114,10 @@ async def test_the_output_is_that_of_one_instance(maker: TransportMaker, number:
 
 def step_reports(member: RunningInstance) -> list[StepDone]:
     return [report for report in member.reports if isinstance(report, StepDone)]
+
+
+def has_reported(member: RunningInstance, num_steps: int) -> bool:
+    return len(step_reports(member)) >= num_steps
 
 
 async def test_a_group_hands_over_as_one_instance_does(maker: TransportMaker) -> None:
@@ -361,23 +368,110 @@ async def test_waiting_for_nothing_is_given_up(memory: TransportMaker) -> None:
         await free_all(running[:1], generation)
 
 
-async def test_a_member_that_is_gone_ends_the_request(maker: TransportMaker) -> None:
+async def test_a_member_that_is_gone_is_the_schedulers_to_say(maker: TransportMaker) -> None:
+    """What nobody will compute is waited for until then, and nothing is dropped."""
+    prompt = list(range(40))
     async with members(maker, 3) as running:
         leader, helper, dead = running
-        generation = make_generation("r", list(range(40)), GREEDY)
+        generation = make_generation("r", prompt, GREEDY)
         for member in running:
             admit_member(member, generation, running)
-        first, _, third, *_ = block_chunks(generation, BLOCK, [2])
+        first, second, third, *_ = block_chunks(generation, BLOCK, [2])
         leader.run([first])
         helper.run([third])
-        await leader.until(lambda: len(step_reports(leader)) == 1)
         for member in (leader, helper):
             member.instance.handle(PeerGone(data_address=dead.address))
+        await leader.until(lambda: len(step_reports(leader)) == 1)
+        await anyio.wait_all_tasks_blocked()
+        assert step_reports(helper) == []
         for member in (leader, helper):
-            assert (await member.reported(RequestDropped, "r")).reason == "a member of the group is gone"
-            await member.reported(KvReleased, "r")
-            member.assert_all_free()
-        await free_all([dead], generation)
+            regroup(member, generation, running, lost=[dead])
+        await helper.until(lambda: len(step_reports(helper)) == 1)
+        assert step_reports(helper)[0].chunks[0].num_tokens == 0
+        told = await leader.reported(GroupPrefix, "r")
+        assert (told.num_tokens, told.num_lost) == (second.start, 1)
+        helper.run([second])
+        leader.run([ChunkPlan(request_id=generation.request_id, epoch=Epoch(0), start=16, num_tokens=24, is_last=True)])
+        await check_output(leader, "r", prompt, GREEDY)
+        assert all(member.reports_of(RequestDropped, "r") == [] for member in running)
+        await free_all(running, generation)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
+    memory: TransportMaker, seed: int, moves: bool
+) -> None:
+    """It stops in some layer of some chunk; what the leader then misses is planned anew, with other boundaries."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(1000) for _ in range(150)]
+    number = rng.choice([2, 3, 4])
+    gate = StepGate()
+    gate.let_through(rng.randrange(1, 12))
+    victim = rng.randrange(1, number)
+
+    def make_engine(index: int) -> FakeEngine:
+        return FakeEngine(num_blocks=256, gate=gate if index == victim else None)
+
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(members(memory, number, make_engine=make_engine))
+        decode = None
+        if moves:
+            transport = await stack.enter_async_context(memory.open(CONFIG))
+            decode = await stack.enter_async_context(
+                running_instance(FakeEngine(num_blocks=256), transport, role=Role.DECODE, instance_id=DECODE_INSTANCE)
+            )
+        generation = make_generation("r", prompt, GREEDY)
+        for member in running:
+            admit_member(member, generation, running, decode=decode)
+        living = [member for member in running if member is not running[victim]]
+        leader, planned = running[0], block_chunks(generation, BLOCK, [rng.randint(1, 4), rng.randint(1, 4)])
+        sent: list[tuple[RunningInstance, int, ChunkPlan]] = []
+        for index, chunk in enumerate(planned[: rng.randint(2, len(planned))]):
+            member = leader if chunk.is_last else running[index % number]
+            sent.append((member, member.run([chunk]), chunk))
+        for _ in range(rng.randrange(30)):
+            await anyio.lowlevel.checkpoint()
+        for member in living:
+            regroup(member, generation, running, lost=[running[victim]])
+        for member in living:
+            num_sent = sum(each is member for each, _, _ in sent)
+            await member.until(partial(has_reported, member, num_sent))
+        start = (await leader.reported(GroupPrefix, "r")).num_tokens
+        done = {
+            (each.address, report.plan_id)
+            for each in living
+            for report in step_reports(each)
+            if report.chunks[0].num_tokens
+        }
+        for member, plan_id, chunk in sent:
+            if (member.address, plan_id) in done and chunk.start <= start:
+                start = max(start, chunk.start + chunk.num_tokens)
+        gate.open()  # it was only slow, and does not know yet
+        while start < len(prompt):
+            num_tokens = min(rng.randint(1, 5) * BLOCK, len(prompt) - start)
+            is_last = start + num_tokens == len(prompt)
+            member = leader if is_last else rng.choice(living)
+            chunk = ChunkPlan(
+                request_id=generation.request_id,
+                epoch=Epoch(0),
+                start=start,
+                num_tokens=num_tokens,
+                is_last=is_last,
+            )
+            member.run([chunk])
+            start += num_tokens
+        if decode is None:
+            await check_output(leader, "r", prompt, GREEDY)
+        else:
+            await leader.reported(TransferOffered, "r")
+            decode.expect(generation, leader)
+            leader.grant(generation, decode)
+            await decode.reported(RequestFinished, "r")
+            tokens = [token.token_id for token in (*leader.tokens_of("r"), *decode.tokens_of("r"))]
+            assert tokens == reference_output(prompt, GREEDY)
+        assert all(member.reports_of(RequestDropped, "r") == [] for member in living)
+        await free_all(running, generation)
 
 
 async def test_a_damaged_piece_ends_the_request_where_it_came(memory: TransportMaker) -> None:

@@ -13,6 +13,11 @@ other piece, says that its sender is ready. Of two members one hears of the othe
 ``n``-th part later, and as many layers behind. Whoever is ``d`` turns behind is sent ``d`` of these parts at once: it
 waits no longer for it, and a piece costs what it costs, be it of one layer or of eight. Whose turn is next is told by
 what came from whom last; a wrong guess makes somebody wait for half a chunk.
+
+**When a member is lost.** The scheduler says so by an empty address. Whatever was taken from it stays; the leader sends
+that to all others again, for the lost one may have had no time to. What the leader misses then is computed again, by
+whomever, with other boundaries perhaps, and with the same bits: a page may come, or be computed, where it is already.
+A member that cannot be sent to is left out, and it is the scheduler who says what that means.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from operator import or_
 from typing import Protocol
 
 import anyio
@@ -29,7 +34,7 @@ import structlog
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outbox import Outbox, Outgoing
-from pdmesh.kv.outgoing import Blocks, PieceWriter
+from pdmesh.kv.outgoing import Blocks, PieceWriter, runs
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
 from pdmesh.kv.store import KvStore
@@ -56,8 +61,20 @@ class KvExchange(Protocol):
     @property
     def leads(self) -> bool: ...
 
+    @property
+    def num_lost(self) -> int:
+        """Members that were lost, as the scheduler says."""
+        ...
+
     def begin(self, first_block: int, num_blocks: int) -> bool:
-        """A chunk that fills these blocks is about to be computed here. False if another one was. Event loop."""
+        """A chunk that fills these blocks is about to be computed here. Event loop.
+
+        False if another one was, here or elsewhere; unless a member was lost.
+        """
+        ...
+
+    def abandon(self, first_block: int, num_blocks: int) -> None:
+        """A chunk that was begun has ended without having filled them in all layers. Event loop."""
         ...
 
     def publish(self, blocks: Blocks) -> None:
@@ -77,6 +94,7 @@ class _Peer:
     address: bytes
     outbox: Outbox
     ready: anyio.Event = field(default_factory=anyio.Event)
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of sending there; cancelled for good
     last_block: int = -1  # where the last chunk began that something came of
 
 
@@ -117,10 +135,11 @@ class PieceExchange:
         self._on_landed = on_landed
         self._on_failed = on_failed
         self._begun = bytearray(len(block_ids))  # blocks that chunks fill here
-        self._claimed = [bytearray(len(block_ids)) for _ in range(self._layout.num_layers)]
+        self._claimed = [bytearray(len(block_ids)) for _ in range(self._layout.num_layers)]  # 1 + whom it is from
         self._audience = [bytearray(len(block_ids)) for _ in range(self._layout.num_layers)]  # 0: not here yet
         self._addresses: tuple[bytes, ...] = ()
         self._peers: dict[int, _Peer] = {}
+        self._lost: set[int] = set()
         self._joined_in, self._joined_out = anyio.create_memory_object_stream[_Peer](MAX_MEMBERS)
         self._welcomes_in, self._welcomes_out = anyio.create_memory_object_stream[_Peer](MAX_MEMBERS)
 
@@ -132,17 +151,24 @@ class PieceExchange:
     def leads(self) -> bool:
         return self._number == LEADER
 
-    def has_member(self, address: bytes) -> bool:
-        return any(peer.address == address for peer in self._peers.values())
+    @property
+    def num_lost(self) -> int:
+        return len(self._lost)
 
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def begin(self, first_block: int, num_blocks: int) -> bool:
         blocks = slice(first_block, first_block + num_blocks)
-        if self._number is None or any(self._begun[blocks]) or any(any(claimed[blocks]) for claimed in self._claimed):
+        if self._number is None:
+            return False
+        taken = any(self._begun[blocks]) or any(any(claimed[blocks]) for claimed in self._claimed)
+        if taken and not self._lost:
             return False
         self._begun[blocks] = b"\1" * num_blocks
         return True
+
+    def abandon(self, first_block: int, num_blocks: int) -> None:
+        self._begun[first_block : first_block + num_blocks] = bytes(num_blocks)
 
     def publish(self, blocks: Blocks) -> None:
         self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
@@ -165,19 +191,24 @@ class PieceExchange:
     def set_members(self, number: int, addresses: Sequence[bytes]) -> str | None:
         """All members' data addresses, in their order: those known before and more. Otherwise says what is wrong.
 
-        This is member number ``number``, now and later.
+        This is member number ``number``, now and later. The address of a member that was lost is empty from then on.
         """
         known = len(self._addresses)
         if self._number is None:
             self._number = number
         if number != self._number:
             return f"member {self._number} cannot become member {number}"
-        if tuple(addresses[:known]) != self._addresses[: len(addresses)] or len(addresses) > MAX_MEMBERS:
+        if any(new not in (old, b"") for old, new in zip(self._addresses, addresses, strict=False)):
             return f"{len(addresses)} members do not follow {known}"
+        if len(addresses) > MAX_MEMBERS or (number < len(addresses) and not addresses[number]):
+            return f"member {number} of {len(addresses)} was lost"
         for other, address in enumerate(addresses[known:], start=known):
             self._addresses = (*self._addresses, address)
-            if other != number:
+            if other != number and address:
                 self._join(other, address)
+        for other, address in enumerate(addresses):
+            if not address and other not in self._lost:
+                self._lose(other)
         return None
 
     async def run(self) -> None:
@@ -186,9 +217,7 @@ class PieceExchange:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._welcome)
                 async for peer in self._joined_out:
-                    tasks.start_soon(self._tell, PieceKind.HELLO, peer)
-                    for _ in range(PIECES_IN_FLIGHT):
-                        tasks.start_soon(self._send_to, peer)
+                    tasks.start_soon(self._serve, peer)
 
     def end(self, reason: str) -> None:
         """Neither send nor take any more; whoever waits for KV is told. Idempotent."""
@@ -232,10 +261,11 @@ class PieceExchange:
         ):
             return "range"
         claimed, pages = self._claimed[layers.start : layers.stop], slice(*blocks)
-        if any(self._begun[pages]) or any(any(layer[pages]) for layer in claimed):
+        begun = self._begun[pages]
+        if all(all(map(or_, begun, layer[pages])) for layer in claimed):
             return "duplicate"
         for layer in claimed:
-            layer[pages] = b"\1" * blocks.size
+            layer[pages] = bytes([header.source + 1]) * blocks.size
         peer = self._peers[header.source]
         peer.ready.set()
         peer.last_block = max(peer.last_block, blocks.start)
@@ -248,9 +278,12 @@ class PieceExchange:
         blocks = Blocks(header.chunk, layers.start, pages.start, pages.size, layers.size)
         self.num_bytes_received += header.payload_bytes
         self._set_audience(blocks, header.num_members)
-        if self.leads:
+        if self.leads and header.source in self._lost:
+            self._send_again(blocks)
+        elif self.leads:
             for number in range(header.num_members, len(self._addresses)):
-                self._pass_on(self._peers[number], blocks)
+                if number in self._peers:
+                    self._pass_on(self._peers[number], blocks)
         if self._on_landed is not None:
             self._on_landed(blocks)
         for layer in range(*layers):
@@ -262,8 +295,16 @@ class PieceExchange:
             self.presence.abort(reason)
             self._on_failed(self, reason)
 
+    def cut_off(self, address: bytes) -> None:
+        """Nothing more can be sent there. What this means for the request is for the scheduler to say."""
+        for peer in self._peers.values():
+            if peer.address == address:
+                peer.scope.cancel()
+
     def check_integrity(self) -> None:
-        """No page that is computed here was taken from others."""
+        """No page that is computed here was taken from others, unless a member was lost."""
+        if self._lost:
+            return
         for layer, claimed in enumerate(self._claimed):
             both = [block for block, taken in enumerate(claimed) if taken and self._begun[block]]
             assert not both, f"blocks {both} of layer {layer} are computed here and came from others"
@@ -276,6 +317,23 @@ class PieceExchange:
         if self.leads:
             self._pass_on(peer, Blocks(0, 0, 0, len(self._block_ids), self._layout.num_layers))
         self._joined_in.send_nowait(peer)
+
+    def _lose(self, number: int) -> None:
+        self._lost.add(number)
+        peer = self._peers.pop(number, None)
+        if peer is not None:
+            peer.scope.cancel()
+        if self.leads:
+            for layer, (claimed, audience) in enumerate(zip(self._claimed, self._audience, strict=True)):
+                here = (block for block, source in enumerate(claimed) if source == number + 1 and audience[block])
+                for first, count in runs(here):
+                    self._send_again(Blocks(0, layer, first, count))
+
+    def _send_again(self, blocks: Blocks) -> None:
+        """To all: who computed them may not have sent them to everyone."""
+        self._set_audience(blocks, len(self._addresses))
+        for peer in self._peers.values():
+            peer.outbox.put(Outgoing(blocks, len(self._addresses)))
 
     def _push(self, blocks: Blocks) -> None:
         """Send blocks that were computed here to all members that there are."""
@@ -293,9 +351,8 @@ class PieceExchange:
         for layer in range(blocks.layer, blocks.end_layer):
             audience = self._audience[layer]
             wanted = (block for block in range(blocks.first_block, blocks.end) if 0 < audience[block] <= peer.number)
-            for _, run in groupby(enumerate(wanted), key=lambda item: item[1] - item[0]):
-                found = [block for _, block in run]
-                passed = Blocks(blocks.chunk, layer, found[0], len(found))
+            for first, count in runs(wanted):
+                passed = Blocks(blocks.chunk, layer, first, count)
                 self._set_audience(passed, peer.number + 1)
                 peer.outbox.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
         peer.outbox.flush()
@@ -325,6 +382,14 @@ class PieceExchange:
         except KvTransferError as error:  # it has not heard of us yet, and will greet us; or it is gone
             log.info("member not told", request_id=self.request_id, epoch=self.epoch, kind=kind.name, reason=str(error))
 
+    async def _serve(self, peer: _Peer) -> None:
+        """Send what is to be sent there, as long as that can be done."""
+        with peer.scope:
+            async with anyio.create_task_group() as lanes:
+                lanes.start_soon(self._tell, PieceKind.HELLO, peer)
+                for _ in range(PIECES_IN_FLIGHT):
+                    lanes.start_soon(self._send_to, peer)
+
     async def _send_to(self, peer: _Peer) -> None:
         await peer.ready.wait()
         about = self._header(PieceKind.KV, peer)
@@ -333,7 +398,14 @@ class PieceExchange:
                 blocks, num_members = await peer.outbox.take()
                 await self._writer.send(peer.address, blocks, replace(about, num_members=num_members))
         except KvTransferError as error:
-            self.fail(f"a member of the group takes no KV: {error}")
+            log.warning(
+                "a member takes no KV",
+                request_id=self.request_id,
+                epoch=self.epoch,
+                member=peer.number,
+                reason=str(error),
+            )
+            peer.scope.cancel()
 
 
 def exchange_key(request_id: RequestId) -> bytes:

@@ -104,11 +104,12 @@ class KvGroups:
     def set_members(self, request_id: RequestId, epoch: Epoch, number: int, addresses: Sequence[bytes]) -> None:
         """All members' data addresses, those set before and more; this is member number ``number``.
 
+        Those of members that were lost are empty.
         Ignored if the exchange is not there: the request was freed meanwhile.
         """
         exchange = self._exchanges.get(exchange_key(request_id))
         if exchange is not None and exchange.epoch == epoch:
-            for address in addresses:
+            for address in filter(None, addresses):
                 self._admit(address)
             if fault := exchange.set_members(number, addresses):
                 exchange.fail(fault)
@@ -121,10 +122,9 @@ class KvGroups:
             exchange.end(reason)
 
     def forget(self, address: bytes) -> None:
-        """The instance at this data address is gone, and what it would have computed."""
-        for exchange in list(self._exchanges.values()):
-            if exchange.has_member(address):
-                exchange.fail("a member of the group is gone")
+        """The instance at this data address is gone. What becomes of its groups is for the scheduler to say."""
+        for exchange in self._exchanges.values():
+            exchange.cut_off(address)
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         """A piece whose key is in here."""

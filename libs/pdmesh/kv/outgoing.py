@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 import anyio
@@ -51,6 +52,13 @@ class Blocks(NamedTuple):
                     min(size, self.end - first),
                     min(num_layers, self.end_layer - layer),
                 )
+
+
+def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Increasing numbers as (first, count) of those that are next to each other."""
+    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        found = [number for _, number in run]
+        yield found[0], len(found)
 
 
 class PieceWriter:

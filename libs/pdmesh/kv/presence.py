@@ -65,6 +65,7 @@ class KvPresence:
         self._clock = clock
         self._progress_s = clock()
         self._aborted: str | None = None
+        self._given_up_plan_id = -1  # plans up to this one do not wait
         self._awaited: tuple[int, int] | None = None  # a layer, and how many of its first blocks
 
     @property
@@ -90,18 +91,33 @@ class KvPresence:
                 self._aborted = reason
             self._bell.ring()
 
+    def give_up(self, plan_id: int) -> None:
+        """Chunks of plans up to this one end where they would wait, or do: what they wait for is planned anew."""
+        with self._bell.lock:
+            self._given_up_plan_id = max(self._given_up_plan_id, plan_id)
+            self._bell.ring()
+
+    @property
+    def num_complete_blocks(self) -> int:
+        """So many of the context's first blocks are here in all layers."""
+        return min(self._num_first)
+
     def has(self, layer: int, num_blocks: int) -> bool:
         """Whether the context's first ``num_blocks`` blocks are all here in this layer."""
         return self._num_first[layer] >= num_blocks
 
-    def wait(self, layer: int, num_blocks: int, urgent: Urgent) -> bool:
+    def wait(self, layer: int, num_blocks: int, urgent: Urgent, plan_id: int = 0) -> bool:
         """Wait until the context's first ``num_blocks`` blocks are here in this layer. The engine's thread.
 
-        What is ``urgent`` is run meanwhile. False if it was aborted (see `aborted`): they will not come.
+        What is ``urgent`` is run meanwhile. False if it was aborted (see `aborted`), or this plan was given up: they
+        will not come.
         """
 
+        def is_over() -> bool:
+            return self._aborted is not None or (plan_id <= self._given_up_plan_id and not self.has(layer, num_blocks))
+
         def can_go_on() -> bool:
-            return self._aborted is not None or self.has(layer, num_blocks) or urgent.waits()
+            return is_over() or self.has(layer, num_blocks) or urgent.waits()
 
         since_s = self._clock()
         while True:
@@ -109,7 +125,7 @@ class KvPresence:
                 self._awaited = layer, num_blocks
                 self._bell.wait_for(can_go_on, self._left_s(since_s))
                 self._awaited = None
-                if self._aborted is not None:
+                if is_over():
                     return False
                 if self.has(layer, num_blocks):
                     return True

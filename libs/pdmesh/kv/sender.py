@@ -6,11 +6,11 @@ If its receiver fails, all of it is here for the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import anyio
 
-from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.outgoing import Blocks, runs
 from pdmesh.kv.piece import request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
@@ -59,6 +59,7 @@ class KvSender:
         self._call_soon = call_soon
         self._clock = clock
         self._num_awaited = self.part.num_pages  # not yet computed
+        self._named = [bytearray(num_blocks) for _ in range(layout.num_layers)]  # pages that are in ``ready``
         self._held: Blocks | None = None  # layers of a chunk that more will join
         self._news = anyio.Event()
 
@@ -67,7 +68,8 @@ class KvSender:
     def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
         """Blocks ``first_block`` … of the request's block table are complete in this layer. The engine's thread; cheap.
 
-        Each (layer, block) of this source's is named once; the context's last block when its last token was computed.
+        The context's last block when its last token was computed. One that is named again has the same bits, and is
+        ignored: members of a group that lost one compute what they miss, and perhaps more.
         """
         if num_blocks > 0:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
@@ -126,10 +128,23 @@ class KvSender:
         assert blocks.end_layer <= self._store.layout.num_layers, f"layer {blocks.layer}"
         own = self.part.blocks
         assert own.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {own}"
+        pages = slice(blocks.first_block, blocks.end)
+        layers = self._named[blocks.layer : blocks.end_layer]
+        if any(any(named[pages]) for named in layers):
+            for new in self._unnamed(blocks):
+                self._add_ready(new)
+            return
+        for named in layers:
+            named[pages] = b"\1" * blocks.num_blocks
         self._num_awaited -= blocks.num_pages
-        assert self._num_awaited >= 0, "a block was named twice"
         self.ready += blocks.cut(self._pages_per_piece)
         self._tell()
+
+    def _unnamed(self, blocks: Blocks) -> Iterator[Blocks]:
+        for layer in range(blocks.layer, blocks.end_layer):
+            new = (block for block in range(blocks.first_block, blocks.end) if not self._named[layer][block])
+            for first, count in runs(new):
+                yield Blocks(blocks.chunk, layer, first, count)
 
     def _tell(self) -> None:
         self._news.set()

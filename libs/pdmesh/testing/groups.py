@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from pdmesh.config import TransferConfig
@@ -71,15 +71,17 @@ def regroup(
     members: Sequence[RunningInstance],
     *,
     capability: int = GROUP_CAPABILITY,
+    lost: Collection[RunningInstance] = (),
 ) -> None:
-    """Tell one of them who they all are."""
+    """Tell one of them who they all are, and who of them were lost."""
     command = SetGroup(
         instance_id=member.instance.instance_id,
         request_id=generation.request_id,
         epoch=generation.epoch,
         group=group_of(members, capability),
     )
-    member.instance.handle(Regroup(command=command, member_addresses=tuple(other.address for other in members)))
+    addresses = tuple(b"" if other in lost else other.address for other in members)
+    member.instance.handle(Regroup(command=command, member_addresses=addresses))
 
 
 def block_chunks(generation: Generation, block_size: int, sizes: Sequence[int]) -> list[ChunkPlan]:

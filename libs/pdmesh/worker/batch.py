@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.outgoing import Blocks
-from pdmesh.model import ChunkPlan, StepPlan
+from pdmesh.model import ChunkPlan, StepPlan, num_blocks_for
 from pdmesh.worker.sequences import Hold
 
 
@@ -36,6 +37,11 @@ class BatchChunk:
         last = -(-end // block_size) if self.plan.is_last else end // block_size
         return first, last - first
 
+    def begun_blocks(self, block_size: int) -> tuple[int, int]:
+        """(first, count) of the blocks that it writes before any other chunk does."""
+        first = num_blocks_for(self.plan.start, block_size)
+        return first, num_blocks_for(self.plan.start + self.plan.num_tokens, block_size) - first
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -62,8 +68,11 @@ class Batch:
         """Chunks that may have to wait for KV that other members of their groups compute."""
         return [chunk for chunk in self.chunks if chunk.exchange is not None and chunk.plan.start > 0]
 
-    def on_layer(self, block_size: int) -> LayerHook | None:
-        """Tells senders and groups, from the engine's thread, which blocks of a layer are complete."""
+    def on_layer(self, block_size: int, ended: Collection[BatchChunk]) -> LayerHook | None:
+        """Tells senders and groups, from the engine's thread, which blocks of a layer are complete.
+
+        Nothing of chunks that have ``ended``, looked at then: they go on without the KV before them.
+        """
         moving: list[tuple[BatchChunk, int, int]] = []
         for chunk in self.chunks:
             first, count = chunk.completed_blocks(block_size)
@@ -74,6 +83,8 @@ class Batch:
 
         def layer_done(layer: int) -> None:
             for chunk, first, count in moving:
+                if chunk in ended:
+                    continue
                 hold, number = chunk.hold, chunk.number
                 if chunk.exchange is not None and not chunk.plan.is_last:
                     chunk.exchange.publish(Blocks(number, layer, first, count))

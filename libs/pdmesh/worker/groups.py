@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.core.events import HelperJoined
+from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
-from pdmesh.kv.exchange import MAX_MEMBERS
+from pdmesh.kv.exchange import MAX_MEMBERS, KvExchange
 from pdmesh.kv.presence import Bell
 from pdmesh.model import PrefillGroup, num_blocks_for
 from pdmesh.wire.messages import Admit, Regroup
@@ -42,8 +42,11 @@ class PrefillGroups:
         else:
             self._context.report(HelperJoined(self._context.instance_id, hold.request_id, hold.epoch))
 
-    def regroup(self, message: Regroup) -> None:
-        """Take the members that a group has from now on, of a prompt that is being computed."""
+    def regroup(self, message: Regroup, newest_plan_id: int) -> None:
+        """Take the members that a group has from now on, of a prompt that is being computed.
+
+        If one was lost, what was planned until now ends where it would wait, and the leader tells what it has.
+        """
         command = message.command
         hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None or hold.stage is not Stage.PREFILLING:
@@ -53,9 +56,21 @@ class PrefillGroups:
         except ProtocolError as error:
             self._context.endings.drop(hold, str(error))
             return
-        if hold.exchange is None:  # it leads a group that was formed while it computed
-            self._open(hold, command.group)
+        # without an exchange it leads a group that was formed while it computed
+        exchange = hold.exchange or self._open(hold, command.group)
+        num_lost = exchange.num_lost
         self._exchanges.set_members(hold.request_id, hold.epoch, number, message.member_addresses)
+        if exchange.num_lost > num_lost:
+            self._go_on_without(hold, exchange, newest_plan_id)
+
+    def _go_on_without(self, hold: Hold, exchange: KvExchange, newest_plan_id: int) -> None:
+        """A member was lost: what was planned ends where it would wait, and the leader says what it has."""
+        exchange.presence.give_up(newest_plan_id)
+        if exchange.leads:
+            num_tokens = exchange.presence.num_complete_blocks * self._context.block_size
+            self._context.report(
+                GroupPrefix(self._context.instance_id, hold.request_id, hold.epoch, num_tokens, exchange.num_lost)
+            )
 
     def leave(self, hold: Hold) -> None:
         """The request's prompt is computed, by a group or not."""
@@ -72,7 +87,7 @@ class PrefillGroups:
             raise ProtocolError(f"a group of {len(member_ids)} members; {MAX_MEMBERS} are the most")
         return member_ids.index(self._context.instance_id)
 
-    def _open(self, hold: Hold, group: PrefillGroup) -> None:
+    def _open(self, hold: Hold, group: PrefillGroup) -> KvExchange:
         """Let the rest of a request's prompt be computed together with others."""
         num_blocks = num_blocks_for(len(hold.sequence.token_ids), hold.block_size)
         hold.exchange = exchange = self._exchanges.open(
@@ -85,3 +100,4 @@ class PrefillGroups:
         )
         exchange.reserve(0, num_blocks_for(hold.num_begun_tokens, hold.block_size))
         exchange.add_computed(0, hold.num_computed_tokens // hold.block_size)
+        return exchange

@@ -132,7 +132,7 @@ class Instance:
             case ExpectKv():
                 self._arrivals.expect(message)
             case Regroup():
-                self._groups.regroup(message)
+                self._groups.regroup(message, self.plans.newest_plan_id)
             case ExpectMove():
                 self._moves.expect(message)
             case Grant() if message.command.transfer.purpose is TransferPurpose.MOVE:

@@ -55,8 +55,10 @@ class Plans:
         self._plans: deque[StepPlan] = deque()
         self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
         self._has_work = anyio.Event()
+        self.newest_plan_id = -1  # that was told of
 
     def queue(self, plan: StepPlan) -> None:
+        self.newest_plan_id = plan.plan_id
         if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS and not self._may_wait(plan):
             batch = self._batch(plan)
             if batch is not None:

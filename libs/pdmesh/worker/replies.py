@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Protocol
 
 from pdmesh.core.events import RequestFinished, StepDone
@@ -58,13 +59,18 @@ def step_done(
     batch: Batch | None = None,
     time: StepTime = StepTime(),  # noqa: B008  # frozen
     own_steps: OwnDecodeSteps | None = None,
+    ended: Collection[BatchChunk] = (),
 ) -> StepDone:
     """What was done of a plan: ``batch``, or nothing. A chunk that was dropped, before or while it ran, has no tokens.
+
+    Nor have those of the batch that ``ended`` before they were computed.
 
     ``own_steps`` are those made before it that were not told of yet.
     """
     chunks = () if batch is None else batch.chunks
-    computed = {(chunk.plan.request_id, chunk.plan.epoch) for chunk in chunks if not chunk.hold.doomed}
+    computed = {
+        (chunk.plan.request_id, chunk.plan.epoch) for chunk in chunks if not (chunk.hold.doomed or chunk in ended)
+    }
     return StepDone(
         instance_id=instance_id,
         plan_id=plan.plan_id,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import structlog
 
 from pdmesh.core.events import DecodeStepsDone
@@ -47,10 +49,15 @@ class Results:
         """
         if batch.waiting:
             self._context.metrics.kv_wait_s.observe(time.waited_s)
-        for chunk, result in zip(batch.chunks, results, strict=False):
-            if result is None and not chunk.hold.doomed and chunk.exchange is not None:
-                self._context.endings.drop(chunk.hold, chunk.exchange.presence.aborted or "it was given up")
-        self._tell_of_step(batch, time)
+        ended = [chunk for chunk, result in zip(batch.chunks, results, strict=False) if result is None]
+        for chunk in ended:
+            if chunk.exchange is None or chunk.hold.doomed:
+                continue
+            if chunk.exchange.presence.aborted is not None:
+                self._context.endings.drop(chunk.hold, chunk.exchange.presence.aborted)
+            else:  # a member was lost, and what it waited for is planned anew
+                chunk.exchange.abandon(*chunk.begun_blocks(self._context.block_size))
+        self._tell_of_step(batch, time, ended)
         for chunk, result in zip(batch.chunks, results, strict=False):
             if self._context.sequences.step_ended(chunk.hold) and result is not None:
                 self._finish_chunk(chunk, result, time)
@@ -72,12 +79,13 @@ class Results:
                 self._context.gateways.send(hold, error_out(hold, error))
                 self._context.endings.finish(hold, FinishReason.ERROR)
 
-    def _tell_of_step(self, batch: Batch, time: StepTime) -> None:
+    def _tell_of_step(self, batch: Batch, time: StepTime, ended: Collection[BatchChunk]) -> None:
         """Report a planned step; note one of the instance's own."""
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
         self._context.metrics.step_s.labels(kind).observe(time.duration_s)
         if batch.plan is not None:
-            self._context.report(step_done(self._context.instance_id, batch.plan, batch, time, self._own.take()))
+            report = step_done(self._context.instance_id, batch.plan, batch, time, self._own.take(), ended)
+            self._context.report(report)
         else:
             self._own.made(
                 num_tokens=len(batch.decodes),

@@ -53,9 +53,9 @@ class _Step:
         self._engine = engine
         self._run_inside = run_inside  # None: it is inside another
         self._block_size = engine.kv.layout.block_size
-        self._publish = batch.on_layer(self._block_size)
-        self._waiting = batch.waiting
         self._aborted: list[BatchChunk] = []
+        self._publish = batch.on_layer(self._block_size, self._aborted)
+        self._waiting = batch.waiting
         self._urgent = Urgent(lambda: plans.has_urgent, self._run_urgent)
         self._nested_s = 0.0
         self._waited_s = 0.0
@@ -94,9 +94,11 @@ class _Step:
 
     def _wait(self, layer: int) -> None:
         began_s, nested_s = time.perf_counter(), self._nested_s
+        plan_id = 0 if self._batch.plan is None else self._batch.plan.plan_id
         for chunk in list(self._waiting):
             assert chunk.exchange is not None
-            if not chunk.exchange.presence.wait(layer, chunk.plan.start // self._block_size, self._urgent):
+            num_blocks = chunk.plan.start // self._block_size
+            if not chunk.exchange.presence.wait(layer, num_blocks, self._urgent, plan_id):
                 self._waiting.remove(chunk)
                 self._aborted.append(chunk)
         self._waited_s += time.perf_counter() - began_s - (self._nested_s - nested_s)
