@@ -3,7 +3,8 @@
 With the stand-in engine, whose steps sleep for what a latency model says, so that cores do not count: 2, 4 and 8
 prefill instances. With the 82M-parameter model, bf16, an engine thread an instance: 2 instances, beside the ceiling
 that they reach in the same run with a prompt each and no relay. One decode instance, one prompt of 16K tokens at a
-time, one output token, one HTTP client; the median of the rounds, after a prompt that warms up.
+time, one output token, one HTTP client; the median of the rounds, after a prompt that warms up. Of stand-ins, what all
+processes of the mesh spend of the cores is told too: where that is all there is, more members give nothing.
 
     python benchmarks/relay.py [--rounds 3] [--only stand-in|model] [--members 2 4 8] [--tokens 16384]
 """
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import httpx
@@ -38,6 +41,13 @@ MODEL_TARGET, CEILING_TARGET = 1.8, 0.95
 ALONE = {"POLICY_RELAY_MEMBERS": "1"}
 
 
+class Seen(NamedTuple):
+    """Of the prompts of a round."""
+
+    ttft_s: float  # until all have their token, the median
+    cpu_s: float  # of all processes of the mesh, the mean
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     mesh: RunningMesh
@@ -45,44 +55,58 @@ class Load:
     vocab_size: int
     num_rounds: int
 
-    def ttft_s(self, num_prompts: int = 1) -> float:
-        """Until all of so many prompts, sent at once, have their token. Each round has other prompts."""
-        return asyncio.run(self._ttft_s(num_prompts))
+    def ask(self, num_prompts: int = 1) -> Seen:
+        """So many prompts at once. Each round has other prompts."""
+        return asyncio.run(self._ask(num_prompts))
 
-    async def _ttft_s(self, num_prompts: int) -> float:
+    async def _ask(self, num_prompts: int) -> Seen:
         prompts = random_prompts([self.num_tokens] * num_prompts * (self.num_rounds + 1), self.vocab_size, seed=1)
         seen_s: list[float] = []
+        cpu_s = 0.0
         async with self.mesh.client() as client:
             for index in range(self.num_rounds + 1):
+                if index == 1:
+                    cpu_s = self._cpu_s()
                 began_s = time.monotonic()
                 async with anyio.create_task_group() as tasks:
                     for prompt in prompts[index * num_prompts : (index + 1) * num_prompts]:
-                        tasks.start_soon(self._ask, client, prompt)
+                        tasks.start_soon(self._complete, client, prompt)
                 seen_s.append(time.monotonic() - began_s)
-        return statistics.median(seen_s[1:])
+        return Seen(statistics.median(seen_s[1:]), (self._cpu_s() - cpu_s) / self.num_rounds)
 
-    async def _ask(self, client: httpx.AsyncClient, prompt: list[int]) -> None:
+    def _cpu_s(self) -> float:
+        """What the mesh's processes have spent so far."""
+        spent = 0
+        for pid in self.mesh.pids().values():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            spent += int(fields[11]) + int(fields[12])  # user and system time
+        return spent / os.sysconf("SC_CLK_TCK")
+
+    async def _complete(self, client: httpx.AsyncClient, prompt: list[int]) -> None:
         await complete(client, self.mesh.model, prompt, 1)
 
 
 def stand_in(members: list[int], num_tokens: int, num_rounds: int, limits: Limits) -> None:
     settings = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": STEPS, "WORKER_KV_CACHE_BYTES": str(256 << 20)}
 
-    def ttft_s(num_prefill: int) -> float:
+    def ask(num_prefill: int) -> Seen:
         extra = {"POLICY_RELAY_MEMBERS": str(num_prefill)}
         with tempfile.TemporaryDirectory() as name:
             shape = replace(TINY, max_position_embeddings=2 * num_tokens)
             tokenizer = write_checkpoint(Path(name) / "model", shape=shape)
             with running_mesh(Path(name), model=tokenizer, prefill=num_prefill, settings=settings | extra) as mesh:
-                return Load(mesh, num_tokens, shape.vocab_size, num_rounds).ttft_s()
+                return Load(mesh, num_tokens, shape.vocab_size, num_rounds).ask()
 
-    alone_s = ttft_s(1)
+    alone_s = ask(1).ttft_s
+    num_cores = len(os.sched_getaffinity(0))
     print(f"stand-in ({STEPS}), alone: {alone_s:.2f} s")
     for num_members in members:
-        together_s = ttft_s(num_members)
+        together_s, cpu_s = ask(num_members)
         gain, target = alone_s / together_s, STAND_IN_TARGETS.get(num_members, 1.0)
         stands = limits.at_least(f"{num_members} stand-ins", gain, target)
-        print(f"  {num_members} prefill instances: {together_s:.2f} s, {gain:.2f} x ({stands} of {target})", flush=True)
+        print(f"  {num_members} prefill instances: {together_s:.2f} s, {gain:.2f} x ({stands} of {target})")
+        used, most = cpu_s / together_s / num_cores, alone_s * num_cores / cpu_s
+        print(f"    {cpu_s:.2f} s of CPU, {used:.0%} of {num_cores} cores, which end at {most:.1f} x", flush=True)
 
 
 def model(num_tokens: int, num_rounds: int, limits: Limits) -> None:
@@ -94,9 +118,9 @@ def model(num_tokens: int, num_rounds: int, limits: Limits) -> None:
             return Load(mesh, num_tokens, LLAMA_82M.vocab_size, num_rounds)
 
         with running_mesh(Path(name) / "alone", model=checkpoint, prefill=2, settings=settings | ALONE) as mesh:
-            alone_s, side_by_side_s = load(mesh).ttft_s(), load(mesh).ttft_s(num_prompts=2)
+            alone_s, side_by_side_s = load(mesh).ask().ttft_s, load(mesh).ask(num_prompts=2).ttft_s
         with running_mesh(Path(name) / "together", model=checkpoint, prefill=2, settings=settings) as mesh:
-            together_s = load(mesh).ttft_s()
+            together_s = load(mesh).ask().ttft_s
     gain, ceiling = alone_s / together_s, 2 * alone_s / side_by_side_s
     print(f"82M bf16, alone: {alone_s:.2f} s; two side by side: {side_by_side_s:.2f} s, a ceiling of {ceiling:.2f} x")
     stands = limits.at_least("the model, 2 instances", gain, MODEL_TARGET)
