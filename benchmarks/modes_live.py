@@ -1,7 +1,7 @@
 """Both batching modes in turns on one live instance: does what is predicted of them have the sign of what is measured?
 
-Usage: python benchmarks/modes_live.py [--engine model|fake] [--mixes 128/128 ...] [--clients 64] [--rounds 30]
-                                       [--window-s 4] [--costs TERMS]
+Usage: python benchmarks/modes_live.py [--engine model|fake] [--mixes 128/128 ...] [--clients 64] [--window-s 4]
+                                       [--rounds 30 | --minutes M] [--costs TERMS]
 
 A mesh of real processes with one instance that does both, and so many clients, each of which asks again as soon as it
 is answered. The mode is set over and over as a b b a (`pdmesh policy set`'s own call; a is mb, b is eb at the
@@ -16,9 +16,11 @@ by chance does not matter, nor how much of the run's prompts a window had. It is
 on the instance's clock, from the second `SETTLE_S` of a window on; under eb over whole cycles. Predicted is what the
 scheduler says of its instance while it is under eb, from what it has measured itself.
 
-Of each mix: the mean log ratio of eb over mb with its 95 % interval over rounds, and the prediction. Exits 1 if
-an interval excludes 0 and the prediction has the other sign, or if a mix has no two rounds with a whole cycle in every
-window: then make these longer. A run takes rounds x 4 x window a mix, and half a minute.
+Of each mix: the log ratio of eb over mb with its 95 % interval over rounds, and the prediction. Something else on the
+machine may spoil a round: so means are trimmed (a tenth of the rounds at each end, and as many in the interval's
+deviation: Yuen's). Exits 1 if an interval excludes 0 and the prediction has the other sign, or if a mix has no two
+rounds with a whole cycle in every window: then make these longer. A run takes rounds x 4 x window a mix, and half a
+minute; ``--minutes`` has as many rounds of each mix as fit.
 """
 
 from __future__ import annotations
@@ -65,6 +67,9 @@ SETTLE_S = 1.0
 
 #: Before the first window: the lengths and steps from which modes are predicted are observed.
 WARM_UP_S = 12.0
+
+#: Of a mix, beside its windows: the mesh starts, warms up, stops, and its log is read.
+BESIDE_S = 40.0
 
 #: A target that nobody has, so that throughput alone decides.
 NO_TARGET = "10000"
@@ -272,10 +277,20 @@ def verdict(windows: Sequence[Window], model: LinearLatencyModel) -> Verdict:
     gains = [view.gain for window in windows if window.mode == "eb" and (view := window.view) and view.gain is not None]
     if not gains:
         raise NothingToJudge("nothing was predicted: the windows are too short, or there are too few clients")
-    freedom = len(ratios) - 1
+    measured, half_width = trimmed(ratios)
+    return Verdict(measured, half_width, math.log1p(statistics.median(gains)), len(ratios))
+
+
+def trimmed(values: Sequence[float]) -> tuple[float, float]:
+    """The mean without a tenth of two values or more at each end, and half of its 95 % interval (Yuen, 1974)."""
+    cut = len(values) // 10
+    line = sorted(values)
+    kept = line[cut : len(line) - cut]
+    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
+    freedom = len(kept) - 1
     quantile = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 2.0
-    half_width = quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
-    return Verdict(statistics.mean(ratios), half_width, math.log1p(statistics.median(gains)), len(ratios))
+    deviation = statistics.stdev(winsorised) * len(values) / len(kept)
+    return statistics.mean(kept), quantile * deviation / math.sqrt(len(values))
 
 
 def measure(mix: Mix, options: argparse.Namespace) -> Verdict:
@@ -306,15 +321,19 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="+", type=Mix.parsed, default=[Mix(256, 64), Mix(128, 128), Mix(32, 224)])
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--minutes", type=float, help="of the whole run, instead of --rounds")
     parser.add_argument("--window-s", type=float, default=4.0)
     parser.add_argument("--keep", type=Path, help="leave the event logs in this folder")
     options = parser.parse_args()
+    if options.minutes is not None:
+        of_mix_s = 60 * options.minutes / len(options.mixes) - BESIDE_S
+        options.rounds = int(of_mix_s / (len(ROUND) * options.window_s))
     if options.rounds < 2 or options.window_s < 2 * SETTLE_S:
         parser.error(f"an interval takes 2 rounds, and a window {2 * SETTLE_S:g} s")
     print(heading("eb over mb, live, in turns"))
     engine = f"stand-in, {options.costs}" if options.engine == "fake" else "82M parameters"
     print(f"{engine}; {options.clients} clients; {options.rounds} rounds of 4 x {options.window_s:g} s", flush=True)
-    limits = Limits()
+    limits, num_rounds = Limits(), 0
     for mix in options.mixes:
         began_s = time.perf_counter()
         try:
@@ -323,6 +342,7 @@ def main() -> None:
             limits.at_least(f"anything of {mix.prompt}/{mix.output}", 0.0, 1.0)
             print(f"{mix.prompt:>5}/{mix.output:<5} MISSED: {reason}", flush=True)
             continue
+        num_rounds += found.num_rounds
         limits.at_least(f"the sign of {mix.prompt}/{mix.output}", float(found.agrees), 1.0)
         print(
             f"{mix.prompt:>5}/{mix.output:<5} measured {found.measured:+.2%} +- {found.half_width:.2%}"
@@ -330,6 +350,7 @@ def main() -> None:
             f" {'ok' if found.agrees else 'MISSED'}  {found.num_rounds} rounds, {time.perf_counter() - began_s:.0f} s",
             flush=True,
         )
+    print(f"{num_rounds} rounds in all", flush=True)
     limits.end()
 
 

@@ -72,3 +72,13 @@ def test_windows_without_a_cycle_are_not_judged(live: ModuleType) -> None:
         windows[at].spans = windows[at].spans[:3]
     with pytest.raises(live.NothingToJudge, match="1 of 3 rounds"):
         live.verdict(windows, MODEL)
+
+
+def test_a_spoilt_round_does_not_move_the_interval_and_19_of_20_intervals_hold_the_truth(live: ModuleType) -> None:
+    rng = random.Random(4)
+    runs = [[rng.gauss(0.01, 0.02) for _ in range(12)] for _ in range(2000)]
+    held = sum(abs(mean - 0.01) <= half for mean, half in map(live.trimmed, runs))
+    assert 0.93 < held / len(runs) < 0.97
+    mean, half_width = live.trimmed([*(0.01 + 0.001 * (index % 3) for index in range(11)), -0.4])
+    assert mean - half_width > 0.009
+    assert live.trimmed([0.1, 0.2])[0] == pytest.approx(0.15)
