@@ -75,6 +75,7 @@ from pdmesh.wire.messages import (
     CommandMessage,
     EventMessage,
     ExpectKv,
+    ExpectMove,
     GatewayDown,
     GatewayUp,
     Generation,
@@ -264,7 +265,7 @@ def as_command(message: WorkerDown) -> Command:
     match message:
         case CommandMessage() | Admit():
             return message.command
-        case ExpectKv():
+        case ExpectKv() | ExpectMove():
             assert message.source_addresses == tuple(i.encode() for i in message.command.transfer.source_ids)
             return message.command
         case Regroup():

@@ -43,10 +43,15 @@ class _Receiver:
 
     def may_begin(self, transfer: Transfer) -> bool:
         """Whether its kind may have one more of the backends."""
-        if not transfer.is_move:
-            return True
-        limit = max(1, min(MAX_MOVE_BACKENDS, self.num_backends - 1))
-        return sum(granted.is_move for granted in self.granted.values()) < limit
+        return not transfer.is_move or self.num_moves < self.most_moves
+
+    @property
+    def num_moves(self) -> int:
+        return sum(granted.is_move for granted in self.granted.values())
+
+    @property
+    def most_moves(self) -> int:
+        return max(1, min(MAX_MOVE_BACKENDS, self.num_backends - 1))
 
     @property
     def num_returning(self) -> int:
@@ -167,6 +172,11 @@ class TransferBroker:
         self._leave_line(transfer)
         transfer.withdraw()
         self._forget_if_done(transfer)
+
+    def takes_move(self, receiver_id: InstanceId) -> bool:
+        """Whether one more running decode could move there now, without waiting for a backend."""
+        receiver = self._receivers.get(receiver_id)
+        return receiver is not None and not receiver.is_full and receiver.num_moves < receiver.most_moves
 
     def granted(self, receiver_id: InstanceId) -> tuple[RequestKey, ...]:
         """The requests that have a backend of this receiver."""

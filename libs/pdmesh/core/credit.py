@@ -1,20 +1,23 @@
-"""Requests that decode are granted KV as they grow; where there is none left, some are preempted for older ones.
+"""Requests that decode are granted KV as they grow; where there is none left, some move away or are preempted.
 
 An instance says which of its requests have room for few tokens more, long before they have none. They are granted more
 at once, the oldest first; what cannot be granted waits for the next release. A request that cannot go on at all takes
 precedence over younger ones: of these, those are preempted that cost the least work to bring back for each block that
-they free. So the oldest on an instance always goes on, and no two ever preempt each other in turns.
+they free. So the oldest on an instance always goes on, and no two ever preempt each other in turns. Where there is
+another instance that has room, what would take longer to compute again than to move is moved instead, and already
+when somebody asks in vain, long before that cannot go on (`pdmesh.core.rebalancing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import GrowKv
 from pdmesh.core.placing import could_place
+from pdmesh.core.rebalancing import Rebalancer
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import HeldBlocks, HoldKind, InstanceBooks
 from pdmesh.model import InstanceId, RequestId, RequestKey, ResidentContext
@@ -35,8 +38,9 @@ class _Victim(NamedTuple):
 
 
 class Credit:
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, rebalancer: Rebalancer) -> None:
         self._books = books
+        self._rebalancer = rebalancer
         self._short: dict[InstanceId, None] = {}  # where somebody has asked
 
     def joined(self, instance: InstanceBooks) -> None:
@@ -94,7 +98,7 @@ class Credit:
 
     # --- granting ---
 
-    def serve(self, bundle: Bundle, latency: LatencyModel) -> None:
+    def serve(self, bundle: Bundle, latency: LatencyModel, now_s: float, *, moves: bool) -> None:
         """Give those that asked what there is, and make room for those that cannot go on without."""
         for instance_id in list(self._short):
             instance = self._books.instances.get(instance_id)
@@ -102,6 +106,15 @@ class Credit:
                 del self._short[instance_id]
                 continue
             stuck = self._grant_all(instance)
+            if instance.low and moves and bundle.rebalancing is not None:
+                self._rebalancer.relieve(
+                    instance,
+                    len(instance.low),
+                    _younger_than(min(map(self._age, instance.low))),
+                    bundle.rebalancing,
+                    bundle.decode_placement,
+                    now_s,
+                )
             if stuck:
                 self._make_room(instance, stuck, bundle, latency)
 
@@ -147,6 +160,7 @@ class Credit:
     ) -> None:
         """A block for each of ``stuck``, the oldest first, from what is being freed or from somebody younger."""
         coming = sum(hold.num_blocks for hold in instance.holds.values() if hold.freeing)
+        coming += self._rebalancer.num_leaving_blocks(instance)
         for key in stuck:
             if not coming:
                 victim = self._victim(instance, self._age(key), bundle, latency)
@@ -189,3 +203,7 @@ class Credit:
 
 def _age_of(state: RequestState) -> _Age:
     return state.request.arrival_s, state.request.request_id
+
+
+def _younger_than(age: _Age) -> Callable[[RequestState], bool]:
+    return lambda state: _age_of(state) > age

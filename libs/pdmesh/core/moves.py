@@ -35,8 +35,11 @@ class Moves:
 
     # --- one begins ---
 
-    def why_not(self, state: RequestState, target: InstanceBooks) -> str | None:
-        """Why a request cannot move to an instance now, in the words of a sentence that begins with its name."""
+    def why_not(self, state: RequestState, target: InstanceBooks, spare_blocks: int | None = None) -> str | None:
+        """Why a request cannot move to an instance now, in the words of a sentence that begins with its name.
+
+        ``spare_blocks`` as for `InstanceBooks.can_take_over`.
+        """
         if state.phase is not Phase.DECODING:
             return f"is {state.phase}, and only what decodes can move"
         if state.in_group:
@@ -52,7 +55,7 @@ class Moves:
             return "is about to end"
         request = state.request
         if (
-            not target.can_take_over(state.key, self._num_blocks(source, hold), hold.max_blocks)
+            not target.can_take_over(state.key, self._num_blocks(source, hold), hold.max_blocks, spare_blocks)
             or request.num_prompt_tokens + request.max_tokens > target.profile.max_model_len
         ):
             return f"has no room on {target.instance_id}"

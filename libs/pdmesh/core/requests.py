@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from math import inf
 from typing import NamedTuple
 
 from pdmesh.core.transfers import Move, Transfer
@@ -50,6 +51,7 @@ class RequestState:
     num_lost_receivers: int = 0
     move: Move | None = None  # while it decodes: its way to another instance
     num_failed_moves: int = 0
+    rebalanced_s: float = -inf  # when it last began to move because of where it was
     in_group: bool = False  # the instances of its shards compute its chunks together
     work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     placed_s: float | None = None

@@ -71,6 +71,7 @@ from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import could_place, have_pair
 from pdmesh.core.pools import DesiredPools, Pools
+from pdmesh.core.rebalancing import Rebalancer
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import HoldKind, InstanceBooks
@@ -92,10 +93,11 @@ class SchedulerCore:
         growth = Growth(by_credit=config.kv_reservation is KvReservation.CREDIT, risk=config.kv_risk)
         self._books = Books(rng, growth, config.max_lost_receivers)
         self._books.broker.computed_first = bundle.sends_computed_first
-        self._credit = Credit(self._books)
         self._transfers = TransferReports(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._moves = Moves(self._books)
+        self._rebalancer = Rebalancer(self._books, self._moves)
+        self._credit = Credit(self._books, self._rebalancer)
         self._judge = Judge()
         self._operations = Operations(self._books, self._moves, self._judge)
         self._pools = Pools(self._books, self._operations)
@@ -268,6 +270,7 @@ class SchedulerCore:
             case InstanceLost():
                 self._reunion.instance_lost(event.instance_id)
                 self._moves.lost(event.instance_id)
+                self._rebalancer.lost(event.instance_id)
                 self._operations.lost(event.instance_id, now_s)
             case DrainRequested():
                 if instance := self._instance(event.instance_id, event):
@@ -309,6 +312,7 @@ class SchedulerCore:
                 self._transfers.handle(event)
             case MoveSent():
                 self._moves.sent(event)
+                self._rebalancer.timed(event)
             case MoveFailed():
                 self._moves.failed(event)
             case RequestDropped():
@@ -332,7 +336,9 @@ class SchedulerCore:
             self._operations.advance(now_s)
         if self._config.evacuates:
             self._moves.evacuate(self._operations.leaving, self._bundle.decode_placement)
-        self._credit.serve(self._bundle, self._learner.model)
+            if self._bundle.rebalancing is not None:
+                self._rebalancer.speed_up(self._bundle.rebalancing, now_s)
+        self._credit.serve(self._bundle, self._learner.model, now_s, moves=self._config.evacuates)
         self._packer.pack(self._bundle, now_s)
         self._admission.note(commands)
         self._books.take_back_backends()

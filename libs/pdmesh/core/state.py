@@ -277,7 +277,7 @@ class InstanceBooks:
         self._decode_tokens = self._prompt_tokens = 0
         room = int(max(self.room)) * self.block_size
         if room > 0 and self.takes_new:
-            if self.role.can_decode and self.num_seats_taken < self.profile.max_num_seqs:
+            if self.takes_decodes:
                 longest = self.profile.max_model_len - 1
                 self._decode_tokens = room if room < longest else longest
             if self.role.can_prefill:
@@ -289,6 +289,11 @@ class InstanceBooks:
         if not self._knows_room:
             self._count_room()
         return self._decode_tokens
+
+    @property
+    def takes_decodes(self) -> bool:
+        """Whether it has a seat for one more, whatever the memory."""
+        return self.takes_new and self.role.can_decode and self.num_seats_taken < self.profile.max_num_seqs
 
     @property
     def room(self) -> Room:
@@ -335,10 +340,15 @@ class InstanceBooks:
         first, most = first - hold.num_blocks, most - hold.num_blocks
         return first <= self.room.open if is_open else most <= self.room.bounded
 
-    def can_take_over(self, key: RequestKey, num_blocks: int, max_blocks: int) -> bool:
-        """Whether a request that decodes elsewhere fits now, with ``num_blocks`` of the ``max_blocks`` it may need."""
-        if key in self.holds or self.num_decode_tokens == 0 or max_blocks > self.profile.num_blocks:
+    def can_take_over(self, key: RequestKey, num_blocks: int, max_blocks: int, spare_blocks: int | None = None) -> bool:
+        """Whether a request that decodes elsewhere fits now, with ``num_blocks`` of the ``max_blocks`` it may need.
+
+        ``spare_blocks`` are to be free then, whatever those that are here will come to need; None: as for a new one.
+        """
+        if key in self.holds or not self.takes_decodes or max_blocks > self.profile.num_blocks:
             return False
+        if spare_blocks is not None:
+            return num_blocks + spare_blocks <= self.num_free_blocks
         is_open = self._growth.by_credit and (max_blocks - num_blocks) * self.block_size > self._growth.mean_tokens
         return num_blocks <= self.room.open if is_open else max_blocks <= self.room.bounded
 

@@ -19,6 +19,7 @@ from pdmesh.ranges import COUNT, SHARE, Range
 from pdmesh.settings import NO_SETTING
 
 if TYPE_CHECKING:
+    from pdmesh.policy.rebalancing import Rebalancing
     from pdmesh.policy.relay import Relay
 
 
@@ -228,6 +229,11 @@ class PolicyConfig:
         float, Range(0, 0.9), "...each more of them only if it brings the first token forward by this share"
     ] = 0.1
     relay_bytes_per_s: Annotated[float, Range(1), "...at which an instance passes KV on to others"] = 1e9
+    rebalances: Annotated[
+        bool,
+        "`pdmesh` moves running decodes from an instance that is short of memory, or too slow for them, to one that "
+        "is neither, with their KV",
+    ] = True
     local_prompt_tokens: Annotated[
         int,
         "prompts up to this are computed where they decode while every prefill instance is busy (`pdmesh`); 0: never",
@@ -262,6 +268,7 @@ class Bundle:
     keeps_groups_for_long: bool = False  # short prompts are computed outside groups of instances only
     sends_computed_first: bool = False  # KV that is all there goes before KV that is being computed
     relay: Relay | None = None  # None: no prompt is computed by several instances in turn
+    rebalancing: Rebalancing | None = None  # None: what decodes moves only where an instance is to be empty
 
     def why_not(self, instances: Sequence[InstanceView]) -> str | None:
         """Why these instances cannot serve by it, in words; None if they can, or if none of them computes prompts."""

@@ -33,6 +33,7 @@ from pdmesh.policy.placement import (
     ShortAroundLong,
 )
 from pdmesh.policy.prediction import Prediction, RemainingTime
+from pdmesh.policy.rebalancing import Rebalancing
 from pdmesh.policy.relay import Relay
 from pdmesh.policy.sequence_parallel import ChunkwisePlanner
 
@@ -197,6 +198,17 @@ def _tetris(config: PolicyConfig) -> Bundle:
     )
 
 
+def _rebalancing(config: PolicyConfig) -> Rebalancing | None:
+    if not config.rebalances:
+        return None
+    return Rebalancing(
+        latency=config.latency,
+        latency_of_make=config.latency_of_make,
+        slo_tpot_s=config.slo_tpot_s,
+        bytes_per_s=config.relay_bytes_per_s,
+    )
+
+
 def _pdmesh(config: PolicyConfig) -> Bundle:
     packing, prediction = _adaptive(config, efficient=True, long_chunk_alone=True)
     long_tokens = config.long_prompt_tokens
@@ -213,6 +225,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
         sends_computed_first=True,
         relay=_relay(config),
+        rebalancing=_rebalancing(config),
     )
 
 

@@ -27,6 +27,7 @@ from pdmesh.core.commands import (
     GrowKv,
     PauseTransfer,
     PlaceDecode,
+    ResumeDecode,
     RunStep,
     SetGroup,
     SetRole,
@@ -52,6 +53,7 @@ from pdmesh.model import (
     RequestKey,
     StepPlan,
     TransferPlan,
+    TransferPurpose,
 )
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
@@ -59,6 +61,7 @@ from pdmesh.sim.departures import Prefill, SimulatedDepartures
 from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.holdings import Holdings
 from pdmesh.sim.links import SimulatedLinks
+from pdmesh.sim.moves import SimulatedMoves
 from pdmesh.sim.planned_step import PlannedStep
 from pdmesh.sim.residents import Residents
 from pdmesh.sim.result import RequestRun, StepSpan
@@ -106,6 +109,17 @@ class SimInstance:
         )
         self._prefills = self._departures.prefills
         self._residents = Residents(profile.kv_layout.block_size)
+        self._moves = SimulatedMoves(
+            profile,
+            agenda=agenda,
+            links=links,
+            residents=self._residents,
+            runs=runs,
+            report=report,
+            land=land,
+            stir=self._stir,
+            release=self._holdings.release,
+        )
         self._num_turns = 0
         self._busy = False
         self._step: PlannedStep | None = None
@@ -146,6 +160,8 @@ class SimInstance:
                 else:
                     self._plans.append(command.plan)
                 self._stir()
+            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
+                self._moves.begin((command.request_id, command.epoch), transfer)
             case GrantTransfer():
                 self._departures.grant((command.request_id, command.epoch))
             case PauseTransfer():
@@ -153,6 +169,7 @@ class SimInstance:
             case FreeKv():
                 key = (command.request_id, command.epoch)
                 assert key not in self._prefills, f"{self.instance_id}: {key} is freed while it is computed"
+                self._moves.drop(key)
                 if self._residents.free(key):
                     self._stir()
                 else:
@@ -161,8 +178,8 @@ class SimInstance:
                 key, num_blocks = (command.request_id, command.epoch), command.num_blocks
                 if self._holdings.grow(key, num_blocks) and self._residents.grow(key, num_blocks):
                     self._stir()
-            case SetRole():
-                pass
+            case SetRole() | ResumeDecode():
+                pass  # what fails to move has gone on meanwhile
             case _:
                 raise AssertionError(f"{command} is not for an instance")
 
@@ -208,7 +225,10 @@ class SimInstance:
         if self._busy:
             return
         for key in self._residents.seat():
-            self._holdings.release(key)
+            if key in self._moves:
+                self._moves.left(key)
+            else:
+                self._holdings.release(key)
         if self._plans:
             if (group := self._plans[0].group) is not None:
                 self._meet(group)
@@ -438,6 +458,7 @@ class SimInstance:
 
     def _finish(self, run: RequestRun) -> None:
         key = (run.current.request_id, run.current.epoch)
+        self._moves.drop(key)
         self._report(
             RequestFinished(self.instance_id, *key, FinishReason.LENGTH, run.num_output_tokens, self._own.take())
         )
@@ -446,8 +467,11 @@ class SimInstance:
     # --- transfers ---
 
     def drained(self, key: RequestKey) -> None:
-        """All KV of a request that is computed here, and may move so far, has moved."""
-        self._departures.drained(key)
+        """All KV of a request that is computed or decodes here, and may move so far, has moved."""
+        if key in self._moves:
+            self._moves.drained(key)
+        else:
+            self._departures.drained(key)
 
     def land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
         """A request's whole KV is here."""

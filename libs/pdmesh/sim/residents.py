@@ -63,7 +63,7 @@ class Residents:
         self._all: dict[RequestKey, _Resident] = {}
         self._decoding: dict[RequestKey, _Resident] = {}
         self._joining: dict[RequestKey, _Resident] = {}  # from the next step on
-        self._leaving: dict[RequestKey, None] = {}  # the same
+        self._leaving: dict[RequestKey, bool] = {}  # the same; whether it goes on elsewhere with what it draws here
         self._due: list[tuple[int, int, int, _Resident]] = []  # by step, order, number of the entry
         self._num_entries = 0
         self._ends_s = array("d")  # of every step with decodes; a resident's token times are a slice of it
@@ -101,8 +101,17 @@ class Residents:
         """It leaves before the next step; `seat` tells of it. False if it does not decode here."""
         if key not in self._all:
             return False
-        self._leaving[key] = None
+        self._leaving[key] = False
         return True
+
+    def leave(self, key: RequestKey) -> None:
+        """The same of one that goes on elsewhere, unless it ends with the step that is being made."""
+        self._leaving.setdefault(key, True)
+
+    def num_tokens(self, key: RequestKey) -> int | None:
+        """Of its prompt, and drawn, up to the last step whose end was told; None if it does not decode here."""
+        resident = self._all.get(key)
+        return None if resident is None else resident.num_tokens + self._num_made(resident)
 
     def seat(self) -> list[RequestKey]:
         """Between two steps: those that joined take part, those that were freed do not, and are returned."""
@@ -126,7 +135,9 @@ class Residents:
         told = Told([], ())
         while self._due and self._due[0][0] <= len(self._ends_s):
             _, _, number, resident = heappop(self._due)
-            if number != resident.num_entries or resident.joined_step is None or resident.key in self._leaving:
+            if number != resident.num_entries or resident.joined_step is None:
+                continue
+            if self._leaving.get(resident.key) is False:
                 continue
             told = self._look_at(resident, told)
         return told
@@ -138,6 +149,7 @@ class Residents:
         if num_tokens == resident.num_total_tokens:
             self._stand(resident)
             del self._all[key]
+            self._leaving.pop(key, None)
             told.finished.append(run)
             return told
         is_out = num_tokens > resident.num_blocks * self._block_size
@@ -171,7 +183,7 @@ class Residents:
             return
         num_made = self._num_made(resident)
         self.num_context_tokens -= resident.num_context_tokens + num_made
-        if resident.key not in self._leaving:  # else what it drew was taken from it
+        if self._leaving.get(resident.key, True):  # else what it drew was taken from it
             run, joined_step = resident.run, resident.joined_step
             run.token_times_s = array("d", [*run.token_times_s, *self._ends_s[joined_step:]])
         resident.num_tokens += num_made

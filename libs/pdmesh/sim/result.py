@@ -48,6 +48,7 @@ class RequestRun:
     exposed_s: float | None = None
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
+    num_moves: int = 0  # of its running decode, from one instance to another
 
     @property
     def current(self) -> Request:

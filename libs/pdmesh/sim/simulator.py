@@ -222,7 +222,7 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case StopInstance() | CancelMove() | ResumeDecode():
+            case StopInstance() | CancelMove():
                 raise AssertionError("a simulated mesh has no operators")
             case (
                 AdmitPrefill()
@@ -235,6 +235,7 @@ class Simulator:
                 | KeepKv()
                 | GrowKv()
                 | FreeKv()
+                | ResumeDecode()
                 | SetRole()
             ):
                 take = self._instances[command.instance_id].take

@@ -1,0 +1,172 @@
+"""Running decodes move from an instance that is short of memory, or too slow for them, to one that is neither.
+
+Which moves pay is the policy's business (`pdmesh.policy.rebalancing`); this module keeps to what may be: a decode moves
+so at most once in a while, and between two instances in one direction, so that nothing goes to and fro; for memory only
+one that is younger than the oldest that asks for more, as it is for preemption, which a move takes the place of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+
+from pdmesh.core.books import Books
+from pdmesh.core.events import MoveSent
+from pdmesh.core.moves import Moves
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import HeldBlocks, InstanceBooks
+from pdmesh.model import InstanceId
+from pdmesh.policy.base import DecodePlacement
+from pdmesh.policy.rebalancing import Rebalancing
+
+#: What moved stays so long where it is, and nothing comes back that way, seconds.
+COOL_DOWN_S = 10.0
+
+#: How often it is looked whether steps are too slow, at most, seconds.
+LOOK_S = 0.25
+
+#: Away from an instance at once, for memory; for time one.
+MAX_AT_ONCE = 2
+
+#: Of a move that is timed: with less, its time says little of the link.
+MIN_TIMED_BYTES = 1 << 20
+
+#: How much the last timed move counts.
+_WEIGHT = 0.25
+
+
+class Rebalancer:
+    def __init__(self, books: Books, moves: Moves) -> None:
+        self._books = books
+        self._moves = moves
+        self._bytes_per_s: float | None = None
+        self._last_s: dict[tuple[InstanceId, InstanceId], float] = {}  # when something went from the one to the other
+        self._look_s = -inf
+
+    def timed(self, event: MoveSent) -> None:
+        """A move tells how fast its link is."""
+        if event.num_bytes >= MIN_TIMED_BYTES and event.duration_s > 0:
+            rate = event.num_bytes / event.duration_s
+            before = rate if self._bytes_per_s is None else self._bytes_per_s
+            self._bytes_per_s = before + _WEIGHT * (rate - before)
+
+    def lost(self, instance_id: InstanceId) -> None:
+        """An instance is gone, and what was known of its links."""
+        self._last_s = {pair: at_s for pair, at_s in self._last_s.items() if instance_id not in pair}
+
+    # --- memory ---
+
+    def num_leaving_blocks(self, instance: InstanceBooks) -> int:
+        """Blocks that what moves away from an instance will give back there."""
+        return sum(instance.holds[state.key].num_blocks for state in self._leaving(instance))
+
+    def relieve(
+        self,
+        source: InstanceBooks,
+        num_blocks: int,
+        is_younger: Callable[[RequestState], bool],
+        rule: Rebalancing,
+        placement: DecodePlacement,
+        now_s: float,
+    ) -> None:
+        """Move away what gives back ``num_blocks``, where that takes less than to compute it again.
+
+        Of those that may, first what takes the shortest for each block.
+        """
+        num_coming = self.num_leaving_blocks(source)
+        num_free = MAX_AT_ONCE - sum(1 for _ in self._leaving(source))
+        if num_free <= 0 or num_coming >= num_blocks:
+            return
+        found: list[tuple[float, RequestState, int]] = []
+        for state, hold in self._movable(source, now_s):
+            num_bytes = self._num_bytes(source, hold)
+            move_s = rule.move_s(num_bytes, self._bytes_per_s)
+            if is_younger(state) and move_s < rule.again_s(self._num_tokens(source, hold)):
+                found.append((move_s / hold.num_blocks, state, hold.num_blocks))
+        for _, state, number in sorted(found, key=lambda each: (each[0], each[1].key)):
+            if num_free <= 0 or num_coming >= num_blocks:
+                return
+            able = [
+                each
+                for each in self._targets(source, now_s)
+                if self._moves.why_not(state, each, rule.spare_blocks(each.view)) is None
+            ]
+            target = min(able, default=None, key=lambda each: (placement.key(each.view), each.instance_id))
+            if target is not None:
+                self._begin(state, source, target, now_s)
+                num_free -= 1
+                num_coming += number
+
+    # --- time ---
+
+    def speed_up(self, rule: Rebalancing, now_s: float) -> None:
+        """From each instance that is too slow for its residents one moves to an instance that has time for it."""
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + LOOK_S
+        for source in list(self._books.instances.values()):
+            if source.reachable and not source.suspected and rule.is_behind(source.view):
+                self._speed_up(source, rule, now_s)
+
+    def _speed_up(self, source: InstanceBooks, rule: Rebalancing, now_s: float) -> None:
+        targets = self._targets(source, now_s)
+        if not targets or any(True for _ in self._leaving(source)):
+            return
+        best: tuple[float, RequestState, InstanceBooks] | None = None
+        for state, hold in self._movable(source, now_s):
+            num_tokens = self._num_tokens(source, hold)
+            able = [each for each in targets if rule.has_time_for(each.view, num_tokens, hold.slo_tpot_s)]
+            gain = rule.gain(source.view, num_tokens, self._num_bytes(source, hold), self._bytes_per_s)
+            if not able or (best is not None and gain <= best[0]):
+                continue
+            fastest = sorted(able, key=lambda each: (rule.step_s(each.view), each.instance_id))
+            target = next((each for each in fastest if self._moves.why_not(state, each) is None), None)
+            if target is not None:
+                best = gain, state, target
+        if best is not None:
+            self._begin(best[1], source, best[2], now_s)
+
+    # --- what may be ---
+
+    def _leaving(self, source: InstanceBooks) -> Iterator[RequestState]:
+        for state in self._books.moving.values():
+            move = state.move
+            if move is not None and move.source_id == source.instance_id and not move.given_up:
+                yield state
+
+    def _movable(self, source: InstanceBooks, now_s: float) -> Iterator[tuple[RequestState, HeldBlocks]]:
+        """What decodes there, moves nowhere, and has not moved of late."""
+        for key, hold in source.holds.items():
+            state = self._books.find(key)
+            if state is None or state.move is not None or hold.num_blocks == 0:
+                continue
+            if state.decode_id == source.instance_id and now_s - state.rebalanced_s >= COOL_DOWN_S:
+                yield state, hold
+
+    def _targets(self, source: InstanceBooks, now_s: float) -> list[InstanceBooks]:
+        """Others with room and a backend, to which no move is on its way; nothing came from there of late."""
+        coming_to = {state.move.target_id for state in self._books.moving.values() if state.move is not None}
+        return [
+            each
+            for each in self._books.instances.values()
+            if each is not source
+            and each.takes_decodes
+            and not each.low
+            and each.instance_id not in coming_to
+            and now_s - self._last_s.get((each.instance_id, source.instance_id), -inf) >= COOL_DOWN_S
+            and self._books.broker.takes_move(each.instance_id)
+        ]
+
+    def _begin(self, state: RequestState, source: InstanceBooks, target: InstanceBooks, now_s: float) -> None:
+        state.rebalanced_s = now_s
+        self._last_s[source.instance_id, target.instance_id] = now_s
+        self._moves.begin(state, target)
+
+    @staticmethod
+    def _num_bytes(source: InstanceBooks, hold: HeldBlocks) -> int:
+        layout = source.profile.kv_layout
+        return hold.num_blocks * layout.num_layers * layout.block_bytes
+
+    @staticmethod
+    def _num_tokens(source: InstanceBooks, hold: HeldBlocks) -> int:
+        return hold.num_tokens or hold.num_blocks * source.block_size

@@ -1,0 +1,71 @@
+"""When it pays to move a running decode to another instance: for memory, or for the time between its tokens.
+
+A move costs the transfer of its KV, beside which it decodes on. For memory it is weighed against what it would take to
+compute the context again, which is what preemption costs; for time, against residents that are drawn more slowly than
+they want. Targets have to have much to spare, so that what has moved has no reason to move back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdmesh.policy.base import InstanceView
+from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+
+#: Of a move, beside its bytes: word to both sides, a step of each, and the way of the last of it.
+OVERHEAD_S = 0.05
+
+#: Of the time that residents want between tokens, that a step of a target takes at most with one more of them.
+SPARE = 0.8
+
+
+#: Of a target's memory, that is to be left free by what moves there because the other has none. Its residents may come
+#: to need it: together two instances run out later than one of them alone.
+SPARE_MEMORY = 0.125
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalancing:
+    """Predictions of what a move costs, and what it saves."""
+
+    latency: LatencyModel
+    slo_tpot_s: float  # of those without a target of their own
+    bytes_per_s: float  # that an instance sends to another, until moves have been timed
+    latency_of_make: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
+
+    def move_s(self, num_bytes: int, bytes_per_s: float | None) -> float:
+        """How long a move takes at the rate of moves before it, if there were any."""
+        return OVERHEAD_S + num_bytes / (bytes_per_s or self.bytes_per_s)
+
+    def spare_blocks(self, instance: InstanceView) -> int:
+        """That are to be left free on an instance to which something moves for memory."""
+        return int(SPARE_MEMORY * instance.num_blocks)
+
+    def again_s(self, num_tokens: int) -> float:
+        """How long it takes to compute a context again."""
+        return self.latency.step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))
+
+    def step_s(self, instance: InstanceView, num_decodes: int = 0, num_tokens: int = 0) -> float:
+        """A decode step of an instance, with so many more or fewer, and their context."""
+        model = self.latency_of_make.get(instance.make, self.latency)
+        shape = StepShape((), instance.num_decoding + num_decodes, instance.num_resident_tokens + num_tokens)
+        return model.step_s(shape)
+
+    def is_behind(self, instance: InstanceView) -> bool:
+        """Whether its decode steps take longer than those who decode there want."""
+        return instance.num_decoding > 1 and self.step_s(instance) > self._wanted_s(instance)
+
+    def has_time_for(self, instance: InstanceView, num_tokens: int, slo_tpot_s: float | None) -> bool:
+        """Whether one more would leave an instance well within what everybody there wants, that one too."""
+        wanted_s = min(self._wanted_s(instance), self.slo_tpot_s if slo_tpot_s is None else slo_tpot_s)
+        return self.step_s(instance, 1, num_tokens) <= SPARE * wanted_s
+
+    def gain(self, instance: InstanceView, num_tokens: int, num_bytes: int, bytes_per_s: float | None) -> float:
+        """By how much its steps get shorter without one of its residents, for each second that the move takes."""
+        saved_s = self.step_s(instance) - self.step_s(instance, -1, -num_tokens)
+        return saved_s / self.move_s(num_bytes, bytes_per_s)
+
+    def _wanted_s(self, instance: InstanceView) -> float:
+        wanted = [self.slo_tpot_s if slo_s is None else slo_s for slo_s in instance.slo_tpots_s]
+        return min(wanted, default=self.slo_tpot_s)
