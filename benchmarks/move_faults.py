@@ -59,7 +59,7 @@ POINTS = (
 FAULTS: tuple[float | None, ...] = (None, 0.1, None, 0.4, None, 1.5, None, 7.0)
 
 #: A point that nothing comes to for so long is given up.
-HIT_LIMIT_S = 30.0
+HIT_LIMIT_S = 60.0
 BACK_LIMIT_S = 120.0
 
 #: So many moves are asked for at once.
@@ -152,7 +152,7 @@ class Faults:
         pid = self._mesh.pids()[victim]
         armed, hit = self._folder / f"{victim}.armed", self._folder / f"{victim}.hit"
         hit.unlink(missing_ok=True)
-        which = self._rng.randint(1, 60) if "pages" in point else 1
+        which = self._rng.randint(1, 40) if "pages" in point else 1
         fresh = armed.with_suffix(".fresh")
         number = signal.SIGKILL if how is None else signal.SIGSTOP
         fresh.write_text(f"{point.replace(' ', '_')} {int(number)} {which}")

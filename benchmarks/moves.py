@@ -7,7 +7,8 @@ The first asks for the same requests twice: undisturbed, and while random ones o
 again: greedy, seeded and filtered, every penalty, log-probabilities, stop strings, two choices, contexts around block
 ends. It prints how many streams differ, and how long a stream stands still for a move (from the step after which it
 stands still to the acknowledgement) beside two decode steps and 10 ms. The second drains an instance, and prints how
-long that took beside the time that its bytes would take at the best rate of a transfer in the same run.
+long that took beside the time that its bytes would take at the best rate of a transfer in the same run. What its
+streams had drawn by then, and a little after, is compared with what an undisturbed request draws.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ BLOCK_SIZE = 16
 
 #: For all streams to decode, before an instance is drained.
 ALL_DECODE_S = 400.0
+
+#: So many tokens more are drawn by each stream once it has moved, if that takes no longer.
+NUM_AFTER = 16
+GO_ON_S = 60.0
 
 #: How requests are drawn, in turns.
 WAYS: list[dict[str, Any]] = [
@@ -200,9 +205,10 @@ async def figures(operator: Operator) -> tuple[list[float], list[float], int, in
 def exact(options: argparse.Namespace) -> int:
     print(heading(f"{options.moves} moves of running decodes, {options.dtype}"), flush=True)
     rng = random.Random(1)
-    ends = [BLOCK_SIZE * blocks + off for blocks in (1, 3, 8) for off in (-1, 0, 1)]
+    ends = [BLOCK_SIZE * blocks + off for blocks in (1, 3, 8, 24) for off in (-1, 0, 1)]
     lengths = [ends[place % len(ends)] if place % 4 else rng.randint(20, 300) for place in range(options.requests)]
-    lengths[: options.long] = [options.context - options.tokens - 8 - place for place in range(options.long)]
+    longest = BLOCK_SIZE * ((options.context - options.tokens) // BLOCK_SIZE - 1)
+    lengths[: options.long] = [longest + place % 3 - 1 for place in range(options.long)]
     prompts = random_prompts(lengths, SHAPE.vocab_size, seed=3)
     settings = {"WORKER_DETERMINISTIC": "true", "WORKER_DTYPE": options.dtype}
     with tempfile.TemporaryDirectory() as name:
@@ -247,7 +253,11 @@ def drain(options: argparse.Namespace) -> int:
     print(heading(f"An instance with {options.streams} streams of {options.context} tokens is drained"), flush=True)
     prompts = random_prompts([options.context] * options.streams, SHAPE.vocab_size, seed=3)
     num_tokens = SHAPE.max_position_embeddings - options.context  # the first decodes until the last one does
-    settings = {"WORKER_DTYPE": options.dtype, "WORKER_MAX_NUM_SEQS": str(2 * options.streams)}
+    settings = {
+        "WORKER_DETERMINISTIC": "true",
+        "WORKER_DTYPE": options.dtype,
+        "WORKER_MAX_NUM_SEQS": str(2 * options.streams),
+    }
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(
             Path(name) / "model", architecture="llama", shape=SHAPE, dtype=options.dtype, seed=1
@@ -264,16 +274,30 @@ async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens
     took_s = float("nan")
     moves: list[dict[str, float]] = []
     sent: list[dict[str, float]] = []
+    drawn: list[list[int]] = [[] for _ in prompts]
 
-    async def ask(place: int) -> None:
+    async def ask(place: int, num_tokens: int, into: list[int]) -> None:
         nonlocal failed
-        body = {"model": mesh.model, "prompt": list(prompts[place]), "max_tokens": num_tokens, "ignore_eos": True}
-        response = await client.post("/v1/completions", json={**body, "temperature": 0}, timeout=900)
-        failed += response.status_code != 200
+        body = {
+            "model": mesh.model,
+            "prompt": list(prompts[place]),
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        async with client.stream("POST", "/v1/completions", json=body, timeout=900) as response:
+            failed += response.status_code != 200
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    failed += "error" in event
+                    into += [token for choice in event.get("choices", ()) for token in choice["token_ids"]]
 
     async with mesh.client() as client, anyio.create_task_group() as tasks:
         for place in range(len(prompts)):
-            tasks.start_soon(ask, place)
+            tasks.start_soon(ask, place, num_tokens, drawn[place])
         names = await _all_decode(operator, len(prompts))
         await operator.operate(OperationKind.UNDRAIN, "decode-1")
         began_s = time.monotonic()
@@ -282,14 +306,27 @@ async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens
         records = [await operator.record(name) for name in names]
         moves = [e.figures for record in records for e in record.entries if e.what == "moved away"]
         sent = [e.figures for record in records for e in record.entries if e.what == "sent"]
+        before = [len(tokens) for tokens in drawn]
+        with anyio.move_on_after(GO_ON_S):
+            while True:
+                if all(len(tokens) >= number + NUM_AFTER for tokens, number in zip(drawn, before, strict=True)):
+                    break
+                await anyio.sleep(0.1)  # streams tell of no such thing by themselves
         tasks.cancel_scope.cancel()
+    await operator.operate(OperationKind.UNDRAIN, "decode-0")
+    again: list[list[int]] = [[] for _ in prompts]
+    async with mesh.client() as client, anyio.create_task_group() as tasks:
+        for place, tokens in enumerate(drawn):
+            tasks.start_soon(ask, place, len(tokens), again[place])
+    differ = [place for place, tokens in enumerate(drawn) if again[place] != tokens]
     num_bytes = sum(each["num_bytes"] for each in moves)
     rate = max(each["num_bytes"] / each["duration_s"] for each in [*moves, *sent])
     print(f"{status and status.state}: {len(moves)} of {len(prompts)} moved, {failed} failed, in {took_s:.2f} s")
     print(
         f"{num_bytes / 1e6:.0f} MB; at the best rate of one transfer, {rate / 1e6:.0f} MB/s, {num_bytes / rate:.2f} s"
     )
-    return 0 if len(moves) == len(prompts) and not failed else 1
+    print(f"streams: {len(drawn)} of {sum(map(len, drawn))} tokens, {len(differ)} differ {differ[:10]}")
+    return 0 if len(moves) == len(prompts) and not failed and not differ else 1
 
 
 async def _all_decode(operator: Operator, num_requests: int) -> list[str]:
@@ -318,7 +355,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=36)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=12)
-    parser.add_argument("--long", type=int, default=2, help="requests whose context comes to --context")
+    parser.add_argument("--long", type=int, default=3, help="requests whose context comes to --context")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--drain", action="store_true")
