@@ -214,7 +214,7 @@ class KvMover:
             request_id,
             epoch,
             writer=writer,
-            blocks_per_piece=self._transport.max_payload_bytes // self._store.layout.block_bytes,
+            max_pages=writer.max_pages,
             destination=destination,
             capability=capability,
             transcript=transcript,

@@ -40,7 +40,7 @@ class MoveSender:
         epoch: Epoch,
         *,
         writer: PieceWriter,
-        blocks_per_piece: int,
+        max_pages: int,
         destination: KvDestination,
         capability: int,
         transcript: bytes,
@@ -64,7 +64,7 @@ class MoveSender:
         self._layout = layout
         self._clock = clock
         self._on_caught_up = on_caught_up
-        self._blocks_per_piece = blocks_per_piece
+        self._max_pages = max_pages  # of a piece
         self._num_named = 0  # blocks of each layer
         self._ready: deque[Blocks] = deque()  # named, and not begun
         self._num_under_way = 0
@@ -160,8 +160,8 @@ class MoveSender:
     def _name(self, num_blocks: int) -> None:
         """The first ``num_blocks`` of every layer are complete."""
         first, self._num_named = self._num_named, max(self._num_named, num_blocks)
-        for layer in range(self._layout.num_layers):
-            self._ready += Blocks(0, layer, first, self._num_named - first).cut(self._blocks_per_piece)
+        num_layers, number = self._layout.num_layers, self._num_named - first
+        self._ready += Blocks(0, 0, first, number, num_layers).cut(self._max_pages)
         if self._ready:
             self._wanted.set()
 
