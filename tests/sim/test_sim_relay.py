@@ -10,6 +10,7 @@ import pytest
 
 from pdmesh.model import InstanceId
 from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult, StepSpan
 from pdmesh.sim.simulator import SimConfig, Simulator
@@ -135,3 +136,21 @@ def test_random_workloads_are_served_whole(seed: int, bytes_per_s: float) -> Non
                 end += next(c.num_tokens for c in step.chunks if c.request_id == request.request.request_id)
             assert end == request.request.num_prompt_tokens
     assert grouped
+
+
+def test_eight_members_have_a_chunk_each_before_anybody_has_a_second() -> None:
+    """Who has two would begin the second after the first, and all who come after it would wait for that."""
+    model = LinearLatencyModel(a_s=4e-3, b_s=4e-4, c_s=1.5e-8, d_s=7.5e-9)
+    layout = replace(TINY_LAYOUT, num_layers=16, block_size=16)
+
+    def prompt(num_prefill: int) -> SimResult:
+        shape = replace(tiny_mesh({"prefill": num_prefill, "decode": 1}), kv_layout=layout, num_kv_tokens=65_536)
+        core = study_core("pdmesh", PolicyConfig(latency=model, relay_members=num_prefill), 0)
+        arrival = Arrival(arrival_s=0.0, num_prompt_tokens=16_384, num_output_tokens=1)
+        return Simulator(core, replace(shape, relays=True).instances(model), [arrival]).run()
+
+    alone_s, together = prompt(1).requests[0].ttft_s, prompt(8)
+    first = chunks_of(together, 0)[:8]
+    assert len({name for name, _, _ in first}) == 8
+    assert alone_s is not None
+    assert alone_s / (together.requests[0].ttft_s or 0.0) > 5.5

@@ -104,6 +104,10 @@ class Relays:
             if instance is not None and (hold := instance.holds.get(state.key)) is not None and not hold.freeing
         ]
 
+    def _answers_soon(self, state: RequestState) -> bool:
+        """Whether somebody who was asked to help has not answered, and does so at once if it is well."""
+        return any(self._books.instances[name].takes_new for name in self._awaited(state))
+
     # --- the leader's chunks ---
 
     def leader_tokens(
@@ -114,8 +118,8 @@ class Relays:
             return 0
         if state.is_healing:
             return 0
-        if state.num_chunks_in_flight and any(self._books.instances[name].takes_new for name in self._awaited(state)):
-            return 0  # they answer at once, and the next chunk is for one of them
+        if state.num_chunks_in_flight and self._answers_soon(state):
+            return 0  # the next chunk is for one of those
         if self._had_last(state, leader.instance_id):
             return 0
         return self._cut(leader, state, most, bundle.relay)
@@ -166,7 +170,8 @@ class Relays:
         relay = bundle.relay
         if relay is None or not self._open:
             return False
-        spare = sorted([each for each in idle if self._is_spare(each)], key=lambda instance: instance.number)
+        # Who has less in flight begins sooner, and everybody after it waits for its chunk.
+        spare = sorted([each for each in idle if self._is_spare(each)], key=lambda each: (len(each.plans), each.number))
         if not spare:
             return False
         for state in in_order(bundle.order, list(self._open.values()), now_s):
@@ -268,6 +273,8 @@ class Relays:
                 continue
             if self._had_last(state, helper.instance_id):
                 continue
+            if self._in_flight(state, helper.instance_id) and self._answers_soon(state):
+                continue  # a second one here would be computed after the first; one of those can begin it at once
             most = bundle.packing.num_tokens(helper.view, PartialStep(now_s), state.request, start)
             num_tokens = self._cut(leader, state, most, relay)
             if 0 < num_tokens < state.request.num_prompt_tokens - start:
