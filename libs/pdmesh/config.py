@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pdmesh.errors import ConfigError
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.ranges import COUNT, PORT, Range
+from pdmesh.ranges import COUNT, KV_RISK, PORT, Range
 from pdmesh.settings import SECRET, Setting, one_of, settings_of, values_of, with_values
 
 LOOPBACK = "127.0.0.1"
@@ -135,7 +135,7 @@ class SchedulerConfig:
         "room for output: as requests grow, preempting some where there is none left, or all of it from the start",
     ] = "credit"
     kv_risk: Annotated[
-        float, Range(1e-6, 0.5), "by credit: the accepted risk of needing more memory than there is, at admission"
+        float, KV_RISK, "by credit: the accepted risk of needing more memory than there is, at admission"
     ] = 0.01
     lease_s: Annotated[float, "a silent instance or gateway is given up after this"] = 5.0
     suspect_s: Annotated[

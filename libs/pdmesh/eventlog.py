@@ -35,7 +35,7 @@ from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.policy.bundles import make_bundle
-from pdmesh.ranges import Range, out_of_range
+from pdmesh.ranges import KV_RISK, Range, out_of_range
 from pdmesh.rotation import set_aside
 from pdmesh.settings import values_of
 
@@ -201,6 +201,10 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
                 raise EventLogError(
                     f"{self._path} is damaged: {setting.name} in its header is {value}: wanted a number{least}"
                 )
+        if header.config.kv_risk not in KV_RISK:
+            raise EventLogError(
+                f"{self._path} is damaged: kv_risk in its header is {header.config.kv_risk}: wanted a number{KV_RISK}"
+            )
         policy = header.config.policy
         for model in (policy.latency, policy.group_latency):
             if model is not None and not all(map(math.isfinite, model.coefficients)):

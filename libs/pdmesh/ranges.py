@@ -40,6 +40,7 @@ SHARE = Range(0, 1)
 PORT = Range(0, 65535)
 SECONDS = Range(0)
 FINITE = Range(-math.inf)
+KV_RISK = Range(1e-6, 0.5)  # its score is a quantile of a normal distribution: infinite at 0
 
 
 def out_of_range(value: Any) -> str | None:

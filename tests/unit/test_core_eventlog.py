@@ -146,19 +146,23 @@ def test_a_number_that_cannot_be_is_damage(tmp_path: Path, event: Event, what: s
 
 
 @pytest.mark.parametrize(
-    ("policy", "what"),
+    ("config", "what"),
     [
         (
-            replace(POLICY, chunk_tokens=-16),
+            replace(CONFIG, policy=replace(POLICY, chunk_tokens=-16)),
             r"policy\.chunk_tokens in its header is -16: wanted a number of at least 1",
         ),
-        (replace(POLICY, slo_tpot_s=math.nan), r"policy\.slo_tpot_s"),
-        (replace(POLICY, latency=replace(POLICY.latency, b_s=math.inf)), "its header has a latency model of"),
+        (replace(CONFIG, policy=replace(POLICY, slo_tpot_s=math.nan)), r"policy\.slo_tpot_s"),
+        (
+            replace(CONFIG, policy=replace(POLICY, latency=replace(POLICY.latency, b_s=math.inf))),
+            "its header has a latency model of",
+        ),
+        (replace(CONFIG, kv_risk=1.0), r"kv_risk in its header is 1\.0: wanted a number from 1e-06 to 0\.5"),
     ],
 )
-def test_a_setting_that_cannot_be_is_damage(tmp_path: Path, policy: PolicyConfig, what: str) -> None:
+def test_a_setting_that_cannot_be_is_damage(tmp_path: Path, config: CoreConfig, what: str) -> None:
     path = tmp_path / "events.log"
-    with EventLogWriter(path, replace(HEADER, config=replace(CONFIG, policy=policy))):
+    with EventLogWriter(path, replace(HEADER, config=config)):
         pass
     with pytest.raises(EventLogError, match=rf"events\.log is damaged: {what}"):
         EventLogReader(path)

@@ -8,6 +8,9 @@ import numpy as np
 
 from pdmesh.policy.latency import LinearLatencyModel, StepShape, features
 
+#: No machine is so fast; relative errors of damaged times below it are no numbers.
+MIN_STEP_S = 1e-9
+
 
 def fit(samples: Sequence[tuple[StepShape, float]]) -> LinearLatencyModel:
     """The model with the least squared *relative* error on measured (step, seconds).
@@ -15,10 +18,10 @@ def fit(samples: Sequence[tuple[StepShape, float]]) -> LinearLatencyModel:
     No coefficient is negative: a term that would be is left out, the worst first. Terms that no sample exercises are 0,
     but for history: without a chunk that has one, its cost is twice that of a new pair of tokens, since a causal chunk
     has L²/2 pairs of its own and C·L with its history; and but for the constant of steps of chunks and decodes, which
-    is that of chunks alone without any. Raises ValueError where a time is not positive.
+    is that of chunks alone without any. Raises ValueError where a time is below `MIN_STEP_S`.
     """
-    if not samples or not all(seconds > 0 for _, seconds in samples):
-        raise ValueError("a fit needs samples, each of a positive time")
+    if not samples or not all(seconds >= MIN_STEP_S for _, seconds in samples):
+        raise ValueError(f"a fit needs samples, each of at least {MIN_STEP_S:g} s")
     values = np.array([features(shape) for shape, _ in samples], dtype=float)
     seconds = np.array([seconds for _, seconds in samples])
     has_history, has_mixed = bool(values[:, 2].any()), bool(values[:, 7].any())
