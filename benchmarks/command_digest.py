@@ -90,6 +90,7 @@ ADDED: Sequence[str] = (
     "StepDone.own_steps",
     "StepDone.began_s",
     "StepDone.ended_s",
+    "StepDone.waited_s",
     "RequestFinished.own_steps",
     "InstanceJoined.stopping",
     "GatewayJoined.unbegun",

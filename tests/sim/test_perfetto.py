@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pdmesh.model import ChunkPlan, Epoch, RequestId
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.perfetto import chrome_trace
+from pdmesh.sim.result import StepSpan
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival
 from pdmesh.testing.sim import BINARY_MODEL, TINY_LAYOUT, simulate
@@ -46,6 +49,38 @@ def test_a_story() -> None:
         ("e", "request", "r0000000"),
         ("b", "kv", "KV transfer"),
         ("e", "kv", "KV transfer"),
+    ]
+
+
+def test_members_of_a_group_have_a_track_each() -> None:
+    """Two instances compute a prompt in turn; the second waits a quarter of a second for the KV of the first."""
+    arrivals = [Arrival(arrival_s=0.0, num_prompt_tokens=16, num_output_tokens=2)]
+    result = simulate(arrivals, prefill=2, decode=1)
+    first, second, _ = result.instances
+    chunks = tuple(
+        ChunkPlan(request_id=RequestId("r"), epoch=Epoch(0), start=start, num_tokens=8, is_last=start > 0)
+        for start in (0, 8)
+    )
+    instances = [
+        replace(first, steps=[StepSpan(1.0, 2.0, chunks[:1], 0)]),
+        replace(second, steps=[StepSpan(1.5, 2.75, chunks[1:], 0, waited_s=0.25)]),
+    ]
+    events = chrome_trace({"one": replace(result, instances=instances)})["traceEvents"]
+    assert [event["args"].get("waited_for_kv_ms") for event in named(events, "X") if event["name"] == "r"] == [
+        None,
+        250,
+    ]
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] in "be" and event["id"].startswith("0/r/"):
+            tracks[event["id"]].append((event["ph"], event["name"], event["ts"]))
+    names = [first.instance_id, second.instance_id]
+    assert tracks[f"0/r/{names[0]}"] == [("b", f"r on {names[0]}", 1e6), ("e", f"r on {names[0]}", 2e6)]
+    assert tracks[f"0/r/{names[1]}"] == [
+        ("b", f"r on {names[1]}", 1.5e6),
+        ("b", "waits for KV", 1.5e6),
+        ("e", "waits for KV", 1.75e6),
+        ("e", f"r on {names[1]}", 2.75e6),
     ]
 
 

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
-from pdmesh.cli.admin import instances_table, target
+from pdmesh.cli.admin import group_line, instances_table, target
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import Severity, check_memory, check_port, check_ptrace, check_transports
 from pdmesh.cli.http import Target
@@ -30,7 +30,7 @@ from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.cli.terminal import terminal
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
-from pdmesh.model import InstanceId, Role
+from pdmesh.model import InstanceId, RequestId, Role
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import serving
@@ -362,3 +362,13 @@ def test_doctor_finds_restricted_attach(tmp_path: Path) -> None:
     assert check_ptrace(scope).verdict is Severity.OK
     scope.write_text("3\n")
     assert check_ptrace(scope).verdict is Severity.WARNING
+
+
+def test_a_group_is_a_line() -> None:
+    group = messages.GroupStatus(
+        request_id=RequestId("r1"),
+        member_ids=(InstanceId("prefill-0"), InstanceId("prefill-1"), InstanceId("prefill-2")),
+        num_prompt_tokens=16384,
+        num_planned_tokens=4096,
+    )
+    assert group_line(group) == "prefill-0 + prefill-1 + prefill-2  compute r1 in turn: 4096 of 16384 tokens"

@@ -76,6 +76,13 @@ def test_a_frame_says_what_the_page_says() -> None:
         assert part in text
 
 
+def test_who_helps_stands_beside_the_leader() -> None:
+    (request,) = FRAME["requests"]
+    helped = {**request, "helpers": ["prefill-1", "prefill-2"]}
+    assert "prefill-0 + prefill-1 + prefill-2 → decode-0" in text_of({**FRAME, "requests": [helped]})
+    assert "waiting" in text_of({**FRAME, "requests": [{**request, "where": []}]})
+
+
 def test_modes_and_phases_are_shown_where_there_are_any() -> None:
     assert "batching" not in text_of(FRAME)
     (prefill,) = FRAME["instances"]

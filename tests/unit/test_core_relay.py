@@ -120,6 +120,18 @@ def test_whoever_has_an_opening_takes_the_next_chunk() -> None:
     assert [(name, chunk.start) for name, chunk in chunks_of(running.end(HELPER))] == [(HELPER, 320), (LEADER, 384)]
 
 
+def test_members_are_told_of_while_they_compute() -> None:
+    bench = bench_of()
+    bench.arrive("long", 1024)
+    assert bench.core.helped == []
+    join(bench)
+    (view,) = bench.core.helped
+    assert (view.request_id, view.instance_ids, view.helper_ids) == ("long", (LEADER, "d"), (HELPER,))
+    assert 0 < view.num_planned_tokens < view.num_prompt_tokens
+    bench.feed(InstanceLost(HELPER))
+    assert bench.core.helped == []
+
+
 def test_a_prompt_whose_logprobs_are_asked_for_is_computed_by_one_instance() -> None:
     """A gateway takes them from one; a helper's would be missing in the answer."""
     bench = bench_of()

@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from pdmesh.cli.request_view import summary
-from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart
-from pdmesh.core.events import Event, RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
+from pdmesh.cli.request_view import computed_by, summary
+from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart, RunStep, SetGroup
+from pdmesh.core.events import (
+    Event,
+    GroupPrefix,
+    HelperJoined,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    StepDone,
+    Tick,
+)
 from pdmesh.core.lives import Lives
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams
+from pdmesh.model import (
+    ChunkDone,
+    ChunkPlan,
+    Epoch,
+    FinishReason,
+    GatewayId,
+    InstanceId,
+    PrefillGroup,
+    Request,
+    RequestId,
+    SamplingParams,
+    StepPlan,
+)
 from pdmesh.testing.worker import a_shard
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_scheduler.observing import Handled
@@ -288,3 +310,48 @@ def test_a_chunk_says_how_many_decoded_beside_it() -> None:
     assert mixed.detail == "tokens 0 to 4, step 0 of 100.0 ms beside 31 decodes"
     assert mixed.figures["num_decodes"] == 31
     assert alone.detail == "tokens 5 to 7, step 1 of 100.0 ms, first token"
+
+
+def test_members_of_a_group_with_their_chunks_and_waits() -> None:
+    """The leader computes 4 tokens, its helper the next 2 and waits for it; then that is lost, and has 2 in flight."""
+    told, other, key = Told(), InstanceId("j"), (RequestId("r"), Epoch(0))
+    group = PrefillGroup(member_ids=(I, other), capability=7)
+    told.arrived("r", 0.0)
+
+    def plan(instance_id: InstanceId, plan_id: int, start: int, num_tokens: int) -> RunStep:
+        chunk = ChunkPlan(
+            request_id=key[0], epoch=key[1], start=start, num_tokens=num_tokens, is_last=start + num_tokens == 8
+        )
+        return RunStep(instance_id=instance_id, plan=StepPlan(plan_id=plan_id, chunks=(chunk,), with_decodes=False))
+
+    def done(step: RunStep, *, waited_s: float = 0.0) -> StepDone:
+        (chunk,) = step.plan.chunks
+        result = ChunkDone(request_id=key[0], epoch=key[1], num_tokens=chunk.num_tokens, is_last=chunk.is_last)
+        return StepDone(step.instance_id, step.plan.plan_id, 0.1, (result,), 0, waited_s=waited_s)
+
+    steps = [plan(I, 0, 0, 4), plan(other, 0, 4, 2), plan(other, 1, 6, 2), plan(I, 1, 6, 2)]
+    told.tell(HelperJoined(other, *key), [steps[0], steps[1], steps[2]], 0.1)
+    told.tell(done(steps[0]), [], 0.2)
+    told.tell(done(steps[1], waited_s=0.025), [], 0.3)
+    lost = SetGroup(
+        instance_id=I, request_id=key[0], epoch=key[1], group=msgspec.structs.replace(group, lost_ids=(other,))
+    )
+    told.tell(Tick(), [lost], 0.4)
+    told.tell(GroupPrefix(I, *key, 6, 1), [steps[3]], 0.5)
+    told.tell(done(steps[3]), [], 0.6)
+    record = told.records.get("r")
+    assert record is not None
+    lines = [(entry.instance_id, entry.what, entry.detail) for entry in record.entries[2:]]
+    assert lines == [
+        (other, "helps", ""),
+        (I, "chunk", "tokens 0 to 3, step 0 of 100.0 ms"),
+        (other, "chunk", "tokens 4 to 5, step 0 of 100.0 ms and 25.0 ms of waiting for KV"),
+        (I, "goes on without", "j, which helped"),
+        (I, "has", "the first 6 tokens"),
+        (I, "chunk", "tokens 6 to 7, step 1 of 100.0 ms, first token"),
+    ]
+    assert computed_by(record) == (
+        "i (2 chunks, 6 tokens, 200.0 ms, 0.0 ms of waiting for KV), "
+        "j (1 chunk, 2 tokens, 100.0 ms, 25.0 ms of waiting for KV)"
+    )
+    assert record.state == "decoding"

@@ -43,6 +43,8 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     for row in messages.in_order(answer.instances):
         if row.batching is not None:
             console.print(f"{row.instance_id}  {batching_line(row.batching)}")
+    for group in answer.groups:
+        console.print(group_line(group))
     if answer.tenants:
         console.print()
         console.print(tenants_table(answer))
@@ -139,6 +141,13 @@ def batching_line(batching: messages.BatchingStatus) -> str:
     if batching.reason:
         parts.append(f"not eb: {batching.reason}")
     return "  ".join(parts)
+
+
+def group_line(group: messages.GroupStatus) -> str:
+    """Who computes a prompt in turn, and how far they are."""
+    leader, *helpers = group.member_ids
+    done = f"{group.num_planned_tokens} of {group.num_prompt_tokens} tokens"
+    return f"{leader} + {' + '.join(helpers)}  compute {group.request_id} in turn: {done}"
 
 
 def tenants_table(answer: messages.MeshState) -> Table:

@@ -18,6 +18,8 @@ def print_request(console: Console, record: RequestRecord) -> None:
     console.print(Text.assemble("request ", (record.request_id, "bold"), f"  arrived {arrived}"))
     console.print(f"prompt {record.num_prompt_tokens} tokens  policy {record.bundle}")
     console.print(summary(record))
+    if shares := computed_by(record):
+        console.print(f"computed by {shares}")
     table = Table(box=None, pad_edge=False)
     table.add_column("ms", justify="right")
     table.add_column("+ms", justify="right")
@@ -61,6 +63,20 @@ def requests_table(requests: Sequence[RequestRecord]) -> Table:
             _ms(record.last_token_s),
         )
     return table
+
+
+def computed_by(record: RequestRecord) -> str:
+    """Who computed how much of a prompt, and waited for how long; nothing if it was one instance."""
+    chunks = [(entry.instance_id or "", entry.figures) for entry in record.entries if entry.what == "chunk"]
+    parts: list[str] = []
+    for name in dict.fromkeys(name for name, _ in chunks):
+        own = [figures for owner, figures in chunks if owner == name]
+        num_tokens = sum(figures.get("num_tokens", 0.0) for figures in own)
+        waited_s = sum(figures.get("waited_s", 0.0) for figures in own)
+        step_s = sum(figures.get("step_s", 0.0) for figures in own)
+        words = f"{len(own)} chunk{'s' * (len(own) > 1)}, {num_tokens:.0f} tokens, {_ms(step_s)} ms"
+        parts.append(f"{name} ({words}, {_ms(waited_s)} ms of waiting for KV)")
+    return ", ".join(parts) if len(parts) > 1 else ""
 
 
 def summary(record: RequestRecord) -> str:

@@ -162,12 +162,18 @@ def _requests(frame: Frame) -> Table:
         done = 1.0 if item["phase"] == "decoding" else item["num_planned_tokens"] / max(item["num_prompt_tokens"], 1)
         table.add_row(
             str(item.get("label") or item["id"])[:40],
-            " → ".join(item["where"]) or "waiting",
+            _where(item) or "waiting",
             str(item["num_prompt_tokens"]),
             "decoding" if item["phase"] == "decoding" else f"{100 * done:.0f} %",
             f"{item['age_s']:.1f} s",
         )
     return table
+
+
+def _where(item: Mapping[str, Any]) -> str:
+    """Who computes the prompt, and who decodes."""
+    leader, *others = item["where"] or [""]
+    return " → ".join([" + ".join([leader, *item.get("helpers", ())]), *others])
 
 
 def _bar(share: float, width: int = 5) -> str:

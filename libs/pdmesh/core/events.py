@@ -231,6 +231,7 @@ class StepDone:
     own_steps: OwnDecodeSteps | None = None  # before this step
     began_s: Annotated[float, FINITE] = 0.0
     ended_s: Annotated[float, FINITE] = 0.0
+    waited_s: Annotated[float, SECONDS] = 0.0  # of that time, for KV of other members of a group
 
 
 @dataclass(frozen=True, slots=True)

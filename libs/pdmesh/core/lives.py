@@ -106,6 +106,7 @@ class Chunk(NamedTuple):
     is_last: bool  # the step sampled a token
     step_s: float  # device time of the whole step
     num_decodes: int = 0  # beside it in the step
+    waited_s: float = 0.0  # that the step waited for KV which others compute
 
 
 class Forgotten(NamedTuple):
@@ -242,6 +243,7 @@ class Lives:
                 done.is_last,
                 event.duration_s,
                 event.num_decodes,
+                event.waited_s,
             )
             found.append(Milestone(life, attempt, chunk))
 

@@ -63,6 +63,11 @@ class Relays:
         """Whether somebody may yet be asked to help with it."""
         return key in self._open or key in self._books.healing
 
+    @property
+    def helped(self) -> list[RequestState]:
+        """Those with helpers whose prompts are not planned to the end, and that may be helped by others yet."""
+        return [state for state in self._open.values() if self._is_helped_on(state) and len(state.prefill_ids) > 1]
+
     def heal(self, bundle: Bundle, now_s: float) -> None:
         """Go on with the prompts of groups that lost a helper, where it is known from which token on."""
         for state in self.healing.heal(bundle):

@@ -27,6 +27,7 @@ class RequestView(NamedTuple):
     num_prompt_tokens: int
     num_planned_tokens: int
     arrival_s: float
+    helper_ids: tuple[InstanceId, ...] = ()  # that compute its prompt in turn with the first of those
 
 
 class ComputedPart(NamedTuple):
@@ -84,13 +85,16 @@ class RequestState:
 
     @property
     def view(self) -> RequestView:
+        is_relayed = self.phase is Phase.PREFILLING and self.group is not None
+        leaders, helpers = (self.prefill_ids[:1], self.prefill_ids[1:]) if is_relayed else (self.prefill_ids, ())
         return RequestView(
             request_id=self.request.request_id,
             phase=self.phase,
-            instance_ids=tuple(dict.fromkeys(self.prefill_ids + self.decode_ids)),
+            instance_ids=tuple(dict.fromkeys((*leaders, *self.decode_ids))),
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_planned_tokens=self.num_planned_tokens,
             arrival_s=self.request.arrival_s,
+            helper_ids=helpers,
         )
 
     @property

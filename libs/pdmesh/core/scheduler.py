@@ -159,6 +159,11 @@ class SchedulerCore:
         waiting = (state for state in states if state.phase is Phase.WAITING)
         return [state.view for state in islice(chain(running, waiting), limit)]
 
+    @property
+    def helped(self) -> list[RequestView]:
+        """Requests whose prompts several instances compute in turn, in the order in which they were placed."""
+        return [state.view for state in self._packer.relays.helped]
+
     def request(self, request_id: RequestId) -> RequestView | None:
         """A request that waits or runs."""
         state = self._books.requests.get(request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pdmesh.model import RequestId
+from pdmesh.model import InstanceId, RequestId
 from pdmesh.sim.result import RequestRun, SimResult, StepSpan
 
 _Event = dict[str, Any]
@@ -14,7 +14,8 @@ _Span = tuple[float, float]
 
 def chrome_trace(results: Mapping[str, SimResult]) -> dict[str, Any]:
     """One group for each run, by its name: a row for each instance with its steps, and a track for each request that
-    got a token, with its phases, its preemptions and its KV transfer.
+    got a token, with its phases, its preemptions and its KV transfer; where several instances computed its prompt, one
+    for each of them.
     """
     events = [
         event
@@ -23,6 +24,7 @@ def chrome_trace(results: Mapping[str, SimResult]) -> dict[str, Any]:
             {"ph": "M", "name": "process_name", "pid": group, "args": {"name": name}},
             *_instances(group, result),
             *_requests(group, result),
+            *_members(group, result),
         )
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -58,6 +60,24 @@ def _requests(group: int, result: SimResult) -> Iterator[_Event]:
         yield from _spans(track, _phases(run, preempted.get(run.request.request_id, ())))
         if run.granted_s is not None and run.landed_s is not None:
             yield from _spans({**track, "cat": "kv"}, [("KV transfer", [(run.granted_s, run.landed_s)])])
+
+
+def _members(group: int, result: SimResult) -> Iterator[_Event]:
+    """Of a prompt that several instances computed: a track for each with its chunks.
+
+    How long a chunk waited for the others' KV stands at its beginning: it waited at each layer for a part of that.
+    """
+    chunks: dict[RequestId, dict[InstanceId, list[StepSpan]]] = {}
+    for instance in result.instances:
+        for step in instance.steps:
+            for chunk in step.chunks:
+                chunks.setdefault(chunk.request_id, {}).setdefault(instance.instance_id, []).append(step)
+    for request_id, steps_of in chunks.items():
+        for instance_id, steps in steps_of.items() if len(steps_of) > 1 else ():
+            track = {"cat": "request", "id": f"{group}/{request_id}/{instance_id}", "pid": group, "tid": 0}
+            whole = [(step.start_s, step.end_s) for step in steps]
+            waits = [(step.start_s, step.start_s + step.waited_s) for step in steps]
+            yield from _spans(track, [(f"{request_id} on {instance_id}", whole), ("waits for KV", waits)])
 
 
 def _phases(run: RequestRun, preempted: Sequence[_Span]) -> list[tuple[str, Sequence[_Span]]]:

@@ -179,7 +179,7 @@ class _Recorder:
             event.num_decodes,
             event.num_decode_context_tokens,
         )
-        start_s, nested_s = now_s - max(0.0, event.duration_s), 0.0
+        start_s, nested_s = now_s - max(0.0, event.duration_s) - event.waited_s, 0.0
         nested: list[StepSpan] = []
         if not plan.urgent:
             while tracks.urgent and tracks.urgent[-1].end_s > start_s + 1e-9:
@@ -187,7 +187,7 @@ class _Recorder:
                 nested_s += nested[-1].duration_s
                 start_s -= nested[-1].duration_s
             start_s = max(tracks.idle_s, start_s)
-        span = StepSpan(start_s, now_s, chunks, event.num_decodes, nested_s=nested_s)
+        span = StepSpan(start_s, now_s, chunks, event.num_decodes, nested_s=nested_s, waited_s=event.waited_s)
         tracks.spans.append(span)
         self._steps.append(step)
         for chunk in chunks:

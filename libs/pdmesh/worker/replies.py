@@ -89,6 +89,7 @@ def step_done(
         own_steps=own_steps,
         began_s=time.began_s,
         ended_s=time.ended_s,
+        waited_s=time.waited_s,
     )
 
 

@@ -108,7 +108,7 @@ class ActivityFeed:
     def _planned_step(self, event: StepDone, now_s: float) -> None:
         urgent = (event.instance_id, event.plan_id) in self._urgent
         self._urgent.discard((event.instance_id, event.plan_id))
-        begin_s = now_s - event.duration_s
+        begin_s = now_s - event.duration_s - event.waited_s
         if (own_steps := event.own_steps) is not None:
             pause_s = max(event.began_s - own_steps.ended_s, 0.0)  # both are on the instance's clock
             self._own_steps(event.instance_id, own_steps, begin_s - pause_s)
@@ -162,6 +162,7 @@ class ActivityFeed:
                 label=self._label(view.request_id),
                 phase=view.phase,
                 where=view.instance_ids,
+                helpers=view.helper_ids,
                 num_prompt_tokens=view.num_prompt_tokens,
                 num_planned_tokens=view.num_planned_tokens,
                 age_s=now_s - view.arrival_s,

@@ -72,6 +72,7 @@ from pdmesh.wire.messages import (
     GatewayDown,
     Generation,
     Grant,
+    GroupStatus,
     InstanceStatus,
     MeshState,
     PeerGone,
@@ -86,6 +87,9 @@ log = structlog.get_logger()
 
 #: Events waiting to be applied; beyond them streams are not read, and their peers feel it.
 MAX_INBOX = 4096
+
+#: Groups that are told of.
+MAX_GROUPS = 64
 
 #: Events applied before other tasks get their turn.
 BATCH = 64
@@ -411,6 +415,15 @@ class Driver:
             num_gateways=len(self._gateways),
             num_coming=self._num_coming,
             pools=None if wish is None else wish.pools,
+            groups=tuple(
+                GroupStatus(
+                    request_id=view.request_id,
+                    member_ids=(*view.instance_ids[:1], *view.helper_ids),
+                    num_prompt_tokens=view.num_prompt_tokens,
+                    num_planned_tokens=view.num_planned_tokens,
+                )
+                for view in self._core.helped[:MAX_GROUPS]
+            ),
         )
 
     def _statuses(self) -> tuple[InstanceStatus, ...]:

@@ -241,6 +241,8 @@ def _line(record: _Record, what: Happening) -> _Line | None:
         case Chunk():
             end = what.start + what.num_tokens
             detail = f"tokens {what.start} to {end - 1}, step {what.plan_id} of {_ms(what.step_s)}"
+            if what.waited_s > 0:
+                detail += f" and {_ms(what.waited_s)} of waiting for KV"
             if what.num_decodes:
                 detail += f" beside {what.num_decodes} decodes"
             if what.is_last:
@@ -249,12 +251,13 @@ def _line(record: _Record, what: Happening) -> _Line | None:
                 "num_tokens": float(what.num_tokens),
                 "step_s": what.step_s,
                 "num_decodes": float(what.num_decodes),
+                "waited_s": what.waited_s,
             }
             return _Line("chunk", detail, what.instance_id, figures)
         case HelperJoined():
             return _Line("helps", "", what.instance_id)
         case GroupPrefix():
-            return _Line("goes on", f"has the first {what.num_tokens} tokens", what.instance_id)
+            return _Line("has", f"the first {what.num_tokens} tokens", what.instance_id)
         case TransferOffered():
             return _Line("offered", "", what.instance_id)
         case TransferPaused():
@@ -298,6 +301,8 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             return _Line("placed", f"{what.num_blocks} blocks, prefill and decode", what.instance_id)
         case AdmitPrefill():
             return _Line("placed for prefill", f"{what.num_blocks} blocks", what.instance_id)
+        case SetGroup(group=group) if group.lost_ids and what.instance_id == group.member_ids[0]:
+            return _Line("goes on without", f"{group.lost_ids[-1]}, which helped", what.instance_id)
         case SetGroup():
             return None  # the new members' own lines tell of it
         case GrantTransfer():

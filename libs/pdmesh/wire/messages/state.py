@@ -83,6 +83,15 @@ class TenantStatus(Message, frozen=True, kw_only=True):
     used_of_late: float  # share of the tokens charged in the last minute, 0 to 1
 
 
+class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that instances compute in turn."""
+
+    request_id: RequestId
+    member_ids: tuple[InstanceId, ...]  # the leader first
+    num_prompt_tokens: int
+    num_planned_tokens: int  # computed, or in a plan
+
+
 class MeshState(Message, frozen=True, kw_only=True):
     """Pushed to gateways at each change of readiness and at each heartbeat; also what `pdmesh status` prints."""
 
@@ -97,6 +106,7 @@ class MeshState(Message, frozen=True, kw_only=True):
     num_gateways: int = 0
     num_coming: int = 0  # instances that served and are away, and are being started again or may only be silent
     pools: PoolCounts | None = None  # that an operator wants; None if none asked for other ones
+    groups: tuple[GroupStatus, ...] = ()  # some, where there are many
     tenants: tuple[TenantStatus, ...] = ()  # for operators alone, as is
     services: tuple[ServiceProcess, ...] = ()  # all that `pdmesh up` keeps running
 
@@ -111,6 +121,7 @@ class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     num_prompt_tokens: int
     num_planned_tokens: int  # of the prompt, computed or in a plan
     age_s: float
+    helpers: tuple[InstanceId, ...] = ()  # that compute its prompt in turn with the first instance
 
 
 class StepBar(msgspec.Struct, frozen=True, array_like=True):

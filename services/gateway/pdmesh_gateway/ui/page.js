@@ -105,7 +105,7 @@ function showRequests() {
     row.classList.toggle("chosen", item.id === chosen);
     put(id, item.label || item.id);
     id.title = item.id;
-    put(where, item.where.join(" → ") || "waiting");
+    put(where, [[...item.where.slice(0, 1), ...(item.helpers ?? [])].join(" + "), ...item.where.slice(1)].join(" → ") || "waiting");
     put(prompt, count(item.num_prompt_tokens));
     const done = item.phase === "decoding" ? 1 : item.num_planned_tokens / Math.max(item.num_prompt_tokens, 1);
     progress.firstChild.value = done;
