@@ -668,8 +668,9 @@ class MeshMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.mesh.pieces.under_way)
     @rule(data=st.data(), at_most=st.sampled_from((1, 9, 9)))
     def pieces_arrive(self, data: st.DataObject, at_most: int) -> None:
-        destinations = sorted({piece.destination_id for piece in self.mesh.pieces.under_way})
-        self.mesh.instances[data.draw(st.sampled_from(destinations))].take_pieces(at_most)
+        destinations = {piece.destination_id for piece in self.mesh.pieces.under_way}
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.instance_id in destinations]):
+            instance.take_pieces(at_most)
 
     @rule(data=st.data(), at_most=st.sampled_from((1, 9, 9)))
     def reports_arrive(self, data: st.DataObject, at_most: int) -> None:
@@ -928,6 +929,7 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 
     def new_instance(self, instance_id: InstanceId) -> ModelledInstance:
+        self.mesh.pieces.cut_off(instance_id)  # what others sent there before they heard of its end
         return ModelledInstance(self.profiles[instance_id], self.max_total_of, self.mesh.pieces)
 
     def instance_reconnects(self, data: st.DataObject) -> None:
