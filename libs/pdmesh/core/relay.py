@@ -21,6 +21,7 @@ draws the first token, and helpers are freed when the leader is done, perhaps be
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from msgspec import structs
 
@@ -181,8 +182,11 @@ class Relays:
             return False
         for state in in_order(bundle.order, list(self._open.values()), now_s):
             self._ask(state, spare, relay)
-        given = [self._give_chunk(instance, relay, bundle, now_s) for instance in spare]
-        return any(given)
+        for _, equals in groupby(spare, key=lambda each: len(each.plans)):
+            given = [self._give_chunk(instance, relay, bundle, now_s) for instance in tuple(equals)]
+            if any(given):
+                return True  # the others' turn comes after a leader's that has as few
+        return False
 
     def _is_helped_on(self, state: RequestState) -> bool:
         return state.phase is Phase.PREFILLING and not state.is_planned and self._books.find(state.key) is state
