@@ -66,9 +66,9 @@ def test_members_of_a_group_have_a_track_each() -> None:
         replace(second, steps=[StepSpan(1.5, 2.75, chunks[1:], 0, waited_s=0.25)]),
     ]
     events = chrome_trace({"one": replace(result, instances=instances)})["traceEvents"]
-    assert [event["args"].get("waited_for_kv_ms") for event in named(events, "X") if event["name"] == "r"] == [
+    assert [event["args"].get("waited_for_kv_s") for event in named(events, "X") if event["name"] == "r"] == [
         None,
-        250,
+        0.25,
     ]
     tracks = defaultdict(list)
     for event in events:
