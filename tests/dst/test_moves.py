@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,29 @@ def test_and_whatever_becomes_of_the_pieces(seen: Counter[str], seed: int) -> No
     plan = a_plan(seed, fault, delay_s=0.05 if seed % 2 else 0.002, copy_s=0.4 if seed % 3 == 0 else 0.0)
     assert run(plan).broken is None
     assert seen["failed before the commit"] + seen["failed after the commit"]
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_what_moves_because_memory_is_short_is_the_stream_of_an_undisturbed_run(
+    seen: Counter[str], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operator: more are admitted than will fit, and some move instead of being computed again."""
+    monkeypatch.setattr("pdmesh.policy.rebalancing.OVERHEAD_S", 0.0)  # prompts here are of no time
+    monkeypatch.setattr("pdmesh.policy.credit.RemainingTokens.mean", property(lambda _: 1.0))
+    monkeypatch.setattr("pdmesh.core.growth.risk_score", lambda _: 0.0)
+    rng = random.Random(seed)
+    asks = tuple(
+        Ask(
+            at_s=0.02 * number,
+            gateway=GATEWAY,
+            label=f"r{number}",
+            prompt=tuple(rng.randrange(200) for _ in range(rng.choice((3, 15, 17)))),
+            max_tokens=20 if number % 3 else MAX_MODEL_LEN - 20,
+            temperature=float(number % 2),
+            seed=number,
+        )
+        for number in range(9)
+    )
+    plan = replace(a_plan(seed), asks=asks, faults=(), num_blocks=30)
+    assert run(plan).broken is None
+    assert seen["sent"]
