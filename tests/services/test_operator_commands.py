@@ -119,6 +119,7 @@ async def test_the_last_of_a_kind_is_restarted_beside_another_one(monkeypatch: p
         return 0
 
     def sized(_asked: object, sizes: Mapping[Role, int | None], **_options: object) -> int:
+        assert list(sizes) == list(Role), "each is said"
         done.append(" + ".join(f"{size} {role}" for role, size in sizes.items() if size))
         return 0
 

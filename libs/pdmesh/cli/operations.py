@@ -95,7 +95,7 @@ def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force
     which leaves in the end. Returns the exit code of what failed, or 0. Raises PdmeshError as `start` does.
     """
     state = current_state(asked)
-    sizes: dict[Role, int] = Counter(row.role for row in state.instances)
+    sizes = Counter(row.role for row in state.instances)
 
     def restart(name: str) -> int:
         return start(asked, OperationKind.RESTART, name, timeout_s=timeout_s, force=force)
@@ -105,7 +105,7 @@ def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force
         beside = bool(names) and bool(state.services) and not force and needs_one_beside(sizes, role)
 
         def grow(number: int, role: Role = role) -> int:
-            wanted: dict[Role, int | None] = {**sizes, role: sizes[role] + number}
+            wanted = {each: sizes[each] + number * (each is role) for each in Role}
             return resize(asked, wanted, timeout_s=timeout_s, start_timeout_s=start_timeout_s, wait=True)
 
         code = grow(1) if beside else 0
