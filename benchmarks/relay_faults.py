@@ -57,9 +57,9 @@ def faulty(pid, address, num_bytes, out_address):
     read_memory(pid, address, num_bytes, out_address)
     if os.path.exists({flag!r}):
         drawn = rng.random()
-        if drawn < 0.01:
+        if drawn < 0.05:
             ctypes.c_ubyte.from_address(out_address + rng.randrange(num_bytes)).value ^= 1 << rng.randrange(8)
-        elif drawn < 0.05:
+        elif drawn < 0.1:
             time.sleep(rng.uniform(0, 0.1))
 reading.read_memory = faulty
 """
@@ -72,7 +72,7 @@ class Fault(StrEnum):
     DAMAGE = "damaged"
 
 
-WEIGHTS = {Fault.KILL: 3, Fault.STOP: 3, Fault.CANCEL: 1, Fault.DAMAGE: 1}
+WEIGHTS = {Fault.KILL: 3, Fault.STOP: 3, Fault.CANCEL: 1, Fault.DAMAGE: 2}
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
@@ -218,12 +218,12 @@ def main() -> None:
         (folder / "sitecustomize.py").write_text(DAMAGE.format(flag=str(flag)))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [temporary, os.environ.get("PYTHONPATH")]))
         if options.small:
-            model, more = write_checkpoint(folder / "model", shape=SMALL), {"POLICY_PREFILL_STEP_S": "0.05"}
+            model, more = write_checkpoint(folder / "model", shape=SMALL), {"POLICY_PREFILL_STEP_S": "0.1"}
         else:
             model, more = write_checkpoint(folder / "model", shape=LLAMA_82M, dtype="bfloat16"), {}
         with running_mesh(folder, model=model, prefill=3, decode=1, settings=SETTINGS | more) as mesh:
             faults = asyncio.run(storm(mesh, flag, options.number, options.seed))
-            dropped = total(mesh, r'pdmesh:num_dropped_pieces\{reason="checksum"\}')
+            dropped = total(mesh, r'pdmesh:num_dropped_pieces_total\{reason="checksum"\}')
             restarts = total(mesh, r"pdmesh:request_restarts_total")
     num_hits = sum(faults.hits.values())
     print(", ".join(f"{count} {fault}" for fault, count in faults.hits.items()), f"({faults.num_missed} hit nobody)")
