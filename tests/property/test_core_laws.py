@@ -384,7 +384,7 @@ class MeshMachine(RuleBasedStateMachine):
         for command in commands:
             if isinstance(command, Restart) and not command.preempted:
                 key = (command.request_id, command.epoch)
-                if self.scale > 1 and key in self.leader_of:
+                if self.scale > 1 and key in self.leader_of and self.leader_of[key] not in self.silent:
                     assert failed_id in (self.leader_of[key], self.receiver_of.get(key)), f"{key} lost but a helper"
                 source = self.mesh.instances.get(self.leader_of.get(key, failed_id))
                 has_all = source is not None and key in source.holds and source.holds[key].sends

@@ -144,6 +144,21 @@ async def test_every_prompt_token_but_the_first_gets_its_logprobs(sizes: list[in
         assert all(one is not None and len(one.top) == 2 for one in logprobs)
 
 
+async def test_a_chunk_of_what_was_freed_does_no_harm_to_what_is_received_since() -> None:
+    """A helper that was lost may be named as the receiver, before the chunks come up that it was to compute."""
+    generation = make_generation("r", [3] * 8, GREEDY)
+    async with mixed() as running:
+        running.expect(generation, running)
+        plan_id = running.run(chunk_plans(generation, [4])[:1])
+        await running.until(lambda: any(isinstance(report, StepDone) for report in running.reports))
+        (step,) = [report for report in running.reports if isinstance(report, StepDone)]
+        assert (step.plan_id, [done.num_tokens for done in step.chunks]) == (plan_id, [0])
+        assert running.reports_of(RequestDropped, "r") == []
+        free(running, generation)
+        await running.reported(KvReleased, "r")
+        running.assert_all_free()
+
+
 async def test_a_free_that_finds_nothing_is_answered() -> None:
     async with mixed() as running:
         free(running, make_generation("r", [1], GREEDY, epoch=4))

@@ -385,6 +385,8 @@ class ModelledInstance:
         for chunk in plan.chunks:
             key = (chunk.request_id, chunk.epoch)
             hold = self.holds.get(key)
+            if hold is not None and hold.received_by != NO_TRANSFER:
+                hold = None  # it was freed, and is to receive its KV since then
             is_computed = hold is not None and self._compute(plan.plan_id, chunk, hold)
             if hold is not None and is_computed and chunk.is_last:
                 hold.computed = True

@@ -147,7 +147,7 @@ class Plans:
 
     def _begin(self, part: ChunkPlan) -> BatchChunk | None:
         hold = self._sequences.get(part.request_id, part.epoch)
-        if hold is None:  # freed meanwhile
+        if hold is None or hold.received_by != NO_TRANSFER:  # freed meanwhile, perhaps to receive its KV since then
             return None
         end = part.start + part.num_tokens
         num_tokens = len(hold.sequence.token_ids)
