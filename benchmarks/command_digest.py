@@ -196,6 +196,9 @@ class DigestingCore:
 DECIDED_ANEW: Sequence[str] = (
     "a resumed request does not time out in the queue: random workloads (153 of these 560 differ, each first in a "
     "Reject for queue_timeout of an epoch above 0)",
+    "pdmesh computes prompts ahead of room to decode, bounds the KV that waits, computes locally where that pays, and "
+    "lets computed KV have a scarce backend first: its traces, and random workloads of any bundle that switch to it "
+    "(each differs first while pdmesh decides); the runs of --all that this concerns have not been taken again",
 )
 
 

@@ -22,6 +22,7 @@ from pdmesh.core.commands import (
     ForgetRequest,
     GrantTransfer,
     GrowKv,
+    KeepKv,
     PauseTransfer,
     PlaceDecode,
     Reject,
@@ -226,6 +227,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.has_resized = False
         self.told: tuple[InstanceId, ...] | None = None  # as the actuator has last
         self.held: set[InstanceId] = set()  # their residents wait for the end of a prefill phase
+        self.ahead: dict[RequestKey, tuple[InstanceId, int]] = {}  # computed without room to decode, and never had any
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
         for wish in wishes:
@@ -278,6 +280,7 @@ class MeshMachine(RuleBasedStateMachine):
                 case AdmitPrefill():
                     key = (command.request_id, command.epoch)
                     self.check_may_prefill(command)
+                    self.check_waits(command)
                     if not command.leads:
                         shards, group = command.shards, command.group
                         leader_id = shards[0].instance_id if group is None else group.member_ids[0]
@@ -301,6 +304,7 @@ class MeshMachine(RuleBasedStateMachine):
                         self.target_of[command.transfer.transfer_id] = command.instance_id
                     else:
                         self.forget_receiver(key)
+                        self.ahead.pop(key, None)
                         self.receiver_of[key] = command.instance_id
                         self.transfer_of[key] = command.transfer.transfer_id
                         self.num_receivers[key] += 1
@@ -342,8 +346,11 @@ class MeshMachine(RuleBasedStateMachine):
                     assert key not in self.ended, f"{key} ended twice"
                     self.ended.add(key)
                     self.waiting.pop(key, None)
+                    self.ahead.pop(key, None)
                 case GrowKv():
                     self.check_growth(command)
+                case KeepKv():
+                    self.ahead.pop((command.request_id, command.epoch), None)
                 case Reject():
                     if self.is_current(command.request_id, command.epoch):
                         self.check_may_reject(command)
@@ -432,10 +439,19 @@ class MeshMachine(RuleBasedStateMachine):
         assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
         if command.group is not None:
             assert role.can_prefill, f"{command} on an instance that does not prefill"
-        elif command.transfer is None:
+        elif not command.moves_on:
             assert role.can_decode, f"{command} on an instance that does not decode"
         else:
             assert role.can_prefill, f"{command} on an instance that does not prefill"
+
+    def check_waits(self, command: AdmitPrefill) -> None:
+        """Of what is computed ahead of room to decode no more is on an instance than may wait there, or one alone."""
+        if command.awaits_receiver:
+            key = (command.request_id, command.epoch)
+            self.ahead[key] = command.instance_id, command.num_blocks
+            there = [num for instance_id, num in self.ahead.values() if instance_id == command.instance_id]
+            share = sum(there) / self.profiles[command.instance_id].num_blocks
+            assert len(there) == 1 or share <= self.chosen.waiting_kv_share, f"{command}, beside {there}"
 
     def check_growth(self, command: GrowKv) -> None:
         key = (command.request_id, command.epoch)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -13,6 +14,7 @@ from pdmesh.core.events import (
     KvReleased,
     RequestDropped,
     RequestFinished,
+    StepDone,
     TransferFailed,
     TransferLanded,
     TransferOffered,
@@ -71,6 +73,10 @@ def output_of(request_id: str, *instances: RunningInstance, epoch: int = 0) -> l
     return [token_id for _, token_id in sorted(tokens.items()) if token_id is not None]
 
 
+def _is_done(running: RunningInstance, plan_id: int) -> bool:
+    return any(isinstance(report, StepDone) and report.plan_id == plan_id for report in running.reports)
+
+
 def free(running: RunningInstance, generation: Generation) -> None:
     running.free(generation.request_id, generation.epoch)
 
@@ -99,6 +105,26 @@ async def test_the_output_is_that_of_one_instance(sizes: list[int]) -> None:
     async with memory_pair() as pair:
         await check_whole_way(pair, "r", list(range(50, 71)), GREEDY, sizes)
         for instance in pair:
+            instance.assert_all_free()
+
+
+@pytest.mark.parametrize("granted_after", [1, 3])
+async def test_what_is_computed_ahead_of_room_goes_to_whom_a_grant_names(granted_after: int) -> None:
+    prompt = list(range(50, 71))
+    async with memory_pair() as (prefill, decode):
+        generation = make_generation("r", prompt, GREEDY)
+        prefill.admit(generation, kv_moves=True, awaits_receiver=True)
+        for number, chunk in enumerate(chunk_plans(generation, [7]), 1):
+            plan_id = prefill.run([chunk])
+            await prefill.until(partial(_is_done, prefill, plan_id))
+            if number == granted_after:
+                decode.expect(generation, prefill)
+                prefill.grant(generation, decode)
+        await decode.reported(KvReleased, "r")
+        await prefill.reported(KvReleased, "r")
+        assert len(prefill.reports_of(TransferOffered, "r")) == 1
+        assert output_of("r", prefill, decode) == reference_output(prompt, GREEDY)
+        for instance in (prefill, decode):
             instance.assert_all_free()
 
 

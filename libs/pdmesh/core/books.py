@@ -125,14 +125,15 @@ class Books:
     ) -> None:
         """A waiting request gets its room: on the ``prefills`` that compute it, the leader first, and on ``decode``.
 
-        None for ``decode`` means that it stays where it is computed. ``long_tokens`` are its prompt's, if it is long.
+        It stays where it is computed if that is the leader; None for ``decode`` means that it gets its room later.
+        ``long_tokens`` are its prompt's, if it is long.
         Where it decodes it gets what it is admitted with; in a group, room for all of it.
         """
         request, (request_id, epoch) = state.request, state.key
         self.queue.remove(state)
         self.queue.counters.placed(request)
         state.phase, state.placed_s, state.in_group = Phase.PREFILLING, now_s, in_group
-        stays = decode is None
+        stays, awaits_receiver = decode is prefills[0], decode is None
         max_blocks = prefills[0].num_decode_blocks(request) if stays and not in_group else 0
         if in_group:
             state.prefill_shards = _shares(prefills, request.max_total_tokens)
@@ -141,8 +142,10 @@ class Books:
         else:
             state.prefill_shards = (prefills[0].shard(prefills[0].num_prefill_blocks(request)),)
         plan = None
-        if decode is None:
+        if stays:
             state.decode_shards = state.prefill_shards
+        elif decode is None:
+            self.unreceived[state.key] = state
         else:
             plan = self.promise(state, decode, long_tokens).plan
         for instance, shard in zip(prefills, state.prefill_shards, strict=True):
@@ -154,6 +157,7 @@ class Books:
                 long_tokens=long_tokens,
                 slo_tpot_s=request.slo_tpot_s,
             )
+            instance.let_wait(state.key, awaits_receiver)
             self.commands.append(
                 AdmitPrefill(
                     instance_id=instance.instance_id,
@@ -161,6 +165,7 @@ class Books:
                     epoch=epoch,
                     shards=state.prefill_shards,
                     transfer=plan,
+                    awaits_receiver=awaits_receiver,
                 )
             )
             instance.add_prefill(state)
@@ -237,6 +242,7 @@ class Books:
         state.num_lost_receivers += 1
         state.transfer, state.decode_shards = None, ()
         self.unreceived[state.key] = state
+        self.instances[state.prefill_ids[0]].let_wait(state.key, True)
 
     def lose_helper(self, state: RequestState, instance_id: InstanceId) -> None:
         """The rest of its group has most of what this one computed; what it has not is computed again."""
@@ -268,6 +274,12 @@ class Books:
         hold = self._hold(state.prefill_ids[0], state.key)
         assert hold is not None, f"{state.key} has no KV to send"
         self.promise(state, decode, hold.long_tokens)
+        self.instances[state.prefill_ids[0]].let_wait(state.key, state.is_computed)
+
+    def computed(self, state: RequestState) -> None:
+        """Its prompt is, and its KV is to move on."""
+        self.disband(state)
+        self.instances[state.prefill_ids[0]].let_wait(state.key, True)
 
     def keep(self, state: RequestState) -> None:
         """A request without a receiver decodes where it is computed."""

@@ -26,7 +26,8 @@ class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Hold blocks on ``instance_id`` for a request whose chunks follow in later plans.
 
     ``shards`` say who holds what of its KV while its prompt is computed, the leader first; each is asked for its own.
-    ``transfer`` moves it on; None means that it stays and decodes there, and the shards then have room for the output.
+    ``transfer`` moves it on; None means that it stays and decodes there, and the shards then have room for the output,
+    or, where it ``awaits_receiver``, that a later grant says where it goes (or KeepKv that it stays).
     A member of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes
     chunks, and passes their KV on to the other members.
     """
@@ -37,6 +38,12 @@ class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):
     shards: tuple[KvShard, ...]
     transfer: TransferPlan | None
     group: PrefillGroup | None = None
+    awaits_receiver: bool = False
+
+    @property
+    def moves_on(self) -> bool:
+        """Whether its KV is to be sent from the instance."""
+        return self.transfer is not None or self.awaits_receiver
 
     @property
     def leads(self) -> bool:
@@ -51,7 +58,7 @@ class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def decode_instance_id(self) -> InstanceId | None:
-        """Where the KV goes; None if it stays."""
+        """Where the KV goes; None if it stays, or is not known yet."""
         return None if self.transfer is None else self.transfer.destinations[0].instance_id
 
 

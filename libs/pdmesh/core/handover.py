@@ -1,19 +1,26 @@
 """Requests whose KV is computed where it cannot stay, and that have no receiver.
 
-A receiver that dies, refuses or times out takes nothing with it: what is computed stays where it is, keeps the rank of
-its first offer, and is granted to the next instance with room; or it decodes where it is, if that instance may. It is
-computed again only if its own instance fails, if its receivers fail too often, or if none was found for a time limit.
-While one waits, room to decode goes to nobody who has no place yet.
+Some are computed ahead of room to decode (`pdmesh.policy.handover`). Others had a receiver: one that dies, refuses or
+times out takes nothing with it. What is computed stays where it is, keeps the rank of its first offer, and is granted
+to the next instance with room; or it decodes where it is, if that instance may. It is computed again only if its own
+instance fails, if its receivers fail too often, or if none was found for a time limit. While one needs room, room to
+decode goes to nobody who has no place yet.
+
+KV that waits to move away is bounded on each instance, and that bound holds back new prompts there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 
 from pdmesh.core.books import Books
 from pdmesh.core.openings import Openings
 from pdmesh.core.requests import RequestState
-from pdmesh.model import RequestKey
+from pdmesh.core.state import InstanceBooks
+from pdmesh.model import Request, RequestKey, Role
+from pdmesh.policy.base import Bundle
+from pdmesh.policy.handover import Decoding, RunAhead
 
 
 class HandOvers:
@@ -35,14 +42,18 @@ class HandOvers:
         """Infinite if nobody waits."""
         return min(self._due_s.values(), default=inf)
 
-    def find_receivers(self, openings: Openings, now_s: float) -> None:
-        """Give those that have none what room there is, strictly in the order of their first offers."""
+    def find_receivers(self, openings: Openings, bundle: Bundle, now_s: float) -> None:
+        """Give those that need one now what room there is, strictly in the order of their first offers."""
         books = self._books
         self._closed.clear()
-        self._due_s = {key: self._due_s.get(key, now_s + self._limit_s) for key in books.unreceived}
-        for state in sorted(books.unreceived.values(), key=_turn):
+        line = sorted(books.unreceived.values(), key=_turn)
+        due = [state.key for state in line if state.num_lost_receivers or state.is_computed]
+        self._due_s = {key: self._due_s.get(key, now_s + self._limit_s) for key in due}
+        for index, state in enumerate(line):
             source = books.instances[state.prefill_ids[0]]
             if source.kv_group in self._closed:
+                continue
+            if not self._needs_room(state, source, line[:index], bundle):
                 continue
             receiver = openings.decoders.firsts(state.request).get(source.kv_group)
             if receiver is not None:
@@ -52,7 +63,7 @@ class HandOvers:
             else:
                 self._closed.add(source.kv_group)
                 continue
-            del self._due_s[state.key]
+            self._due_s.pop(state.key, None)
             openings.refresh([source] if receiver is None else [source, receiver])
 
     def expire(self, now_s: float) -> None:
@@ -61,6 +72,88 @@ class HandOvers:
             del self._due_s[key]
             if (state := self._books.unreceived.get(key)) is not None:
                 self._books.restart(state, f"no instance took its KV for {self._limit_s:g} s")
+
+    # --- ahead of room to decode ---
+
+    def holds_back(self, prefill: InstanceBooks, bundle: Bundle) -> bool:
+        """Whether as much KV waits there as may."""
+        return not prefill.may_add_waiting(0, bundle.waiting_kv_share)
+
+    def begins_ahead(self, request: Request, prefill: InstanceBooks, bundle: Bundle) -> bool:
+        """Whether to compute a prompt there that has no room to decode now."""
+        ahead = bundle.run_ahead
+        if ahead is None or not self._may_wait(request, prefill, bundle):
+            return False
+        decoders = [each for each in self._decoders(prefill.kv_group) if each.could_decode(request)]
+        if not decoders:
+            return False
+        before = [s.request for s in self._books.unreceived.values() if self._group_of(s) == prefill.kv_group]
+        decoding = self._decoding(decoders, ahead)
+        num_requests, num_blocks = len(before) + 1, _num_blocks(decoders[0], [*before, request])
+        return ahead.begins(
+            request,
+            prefill.view,
+            max(decoders, key=lambda each: each.num_seats_taken).view,
+            room_s=decoding.room_s(num_requests, num_blocks),
+            line_s=len(self._books.queue) / decoding.ends_per_s if decoding.ends_per_s else inf,
+            mean_tokens=self._books.growth.mean_tokens,
+        )
+
+    def promises_later(self, request: Request, prefill: InstanceBooks, bundle: Bundle) -> bool:
+        """Whether a long prompt leaves the room that there is to those who wait behind it, until it needs it."""
+        ahead = bundle.run_ahead
+        if ahead is None or not bundle.is_long(request) or len(self._books.queue) < 2:
+            return False
+        if not self._may_wait(request, prefill, bundle):
+            return False
+        return not ahead.needs_room(request, 0, _kv_bytes(request, prefill), 0.0)
+
+    def _may_wait(self, request: Request, prefill: InstanceBooks, bundle: Bundle) -> bool:
+        return prefill.role is Role.PREFILL and prefill.may_add_waiting(
+            prefill.num_prefill_blocks(request), bundle.waiting_kv_share
+        )
+
+    def _needs_room(
+        self, state: RequestState, source: InstanceBooks, before: Iterable[RequestState], bundle: Bundle
+    ) -> bool:
+        ahead, request = bundle.run_ahead, state.request
+        if ahead is None or state.is_planned or not bundle.is_long(request) or not len(self._books.queue):
+            return True
+        decoders = self._decoders(source.kv_group)
+        line = [*(other.request for other in before if other.key in self._books.unreceived), request]
+        room_s = 0.0
+        if decoders and not any(each.can_decode(request) for each in decoders):
+            room_s = self._decoding(decoders, ahead).room_s(len(line), _num_blocks(decoders[0], line))
+        return ahead.needs_room(request, state.num_planned_tokens, _kv_bytes(request, source), room_s)
+
+    def _decoding(self, decoders: Iterable[InstanceBooks], ahead: RunAhead) -> Decoding:
+        num_requests = num_held = num_free_seats = num_free_blocks = 0
+        ends_per_s = 0.0
+        for instance in decoders:
+            num_requests += instance.num_seats_taken
+            num_held += instance.num_taken_blocks
+            num_free_seats += instance.profile.max_num_seqs - instance.num_seats_taken
+            num_free_blocks += max(0, int(instance.room.open))
+            ends_per_s += ahead.ends_per_s(instance.view, self._books.growth.mean_tokens)
+        return Decoding(num_requests, num_held, num_free_seats, num_free_blocks, ends_per_s)
+
+    def _decoders(self, kv_group: str) -> list[InstanceBooks]:
+        instances = self._books.instances.values()
+        return [each for each in instances if each.kv_group == kv_group and each.role.can_decode and each.takes_new]
+
+    def _group_of(self, state: RequestState) -> str:
+        return self._books.instances[state.prefill_ids[0]].kv_group
+
+
+def _num_blocks(instance: InstanceBooks, requests: Iterable[Request]) -> int:
+    """That they begin to decode with."""
+    return sum([instance.num_first_blocks(request) for request in requests])
+
+
+def _kv_bytes(request: Request, instance: InstanceBooks) -> float:
+    """Of its prompt."""
+    layout = instance.profile.kv_layout
+    return request.num_prompt_tokens * layout.num_layers * layout.block_bytes / layout.block_size
 
 
 def _turn(state: RequestState) -> tuple[float, float, str]:

@@ -293,7 +293,9 @@ class Lives:
                 attempt.placed_s = now_s
                 life.placed_s = now_s if life.placed_s is None else life.placed_s
                 life.prefill_id = command.instance_id
-                life.decode_id = command.decode_instance_id or command.instance_id
+                life.decode_id = command.decode_instance_id
+                if not command.moves_on:
+                    life.decode_id = command.instance_id
             case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
                 life.moves.add(command.transfer.transfer_id)
             case PlaceDecode():

@@ -72,7 +72,7 @@ class Packer:
             self.relays.heal(bundle, now_s)
         openings.update(bundle)
         if self._books.unreceived:
-            self._handovers.find_receivers(openings, now_s)
+            self._handovers.find_receivers(openings, bundle, now_s)
             openings.update(bundle)
         instances, for_waiting = openings.computing(), openings.for_waiting()
         if not for_waiting and self.relays.help(openings.idle(), bundle, now_s):
@@ -177,7 +177,7 @@ class Round:
             match self._place_for(head):
                 case Placement() as placement:
                     self._place(head, placement)
-                    self._known.refresh((placement.prefill, placement.decode, *placement.members))
+                    self._known.refresh(placement.instances)
                     self._begin(head, placement)
                 case Wait.FOR_TURN:
                     queue.let_wait(head, as_long=self._bundle.is_long(head.request))
@@ -195,8 +195,7 @@ class Round:
             if opening.running:
                 line = self._in_order([*opening.running, head])
                 self._plan_running(opening, line[: line.index(head)])
-        closed = self._handovers.closed_groups
-        placement = place(request, self._offers(head), self._known.decoders, bundle, closed)
+        placement = place(request, self._offers(head), self._known.decoders, bundle, self._handovers)
         if placement is Wait.FOR_ROOM:
             wait = room_or_turn(request, self._known.any_long, bundle)
             never = wait is Wait.FOR_ROOM and not could_place(request, books.kinds, books.groups, bundle)
@@ -205,7 +204,8 @@ class Round:
             return placement
         if self._for_waiting and request.num_prompt_tokens <= bundle.local_prompt_tokens:
             spare = (instance for instance in self._known.spare() if instance.instance_id not in self._openings)
-            if (local := place_locally(request, spare, bundle, closed)) is not None:
+            local = place_locally(request, spare, books.instances.values(), bundle, self._handovers)
+            if local is not None:
                 return local
         others = bundle.is_long(request) and any(
             opening.step.longest_prompt_tokens >= bundle.long_prompt_tokens for opening in self._openings.values()
@@ -239,7 +239,7 @@ class Round:
         self._books.place(
             state,
             members or (prefill,),
-            None if decode is prefill else decode,
+            decode,
             in_group=bool(members),
             long_tokens=state.request.num_prompt_tokens if self._bundle.is_long(state.request) else 0,
             now_s=self._now_s,

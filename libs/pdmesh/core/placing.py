@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdmesh.core.ranking import Decoders
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import InstanceId, Request
+from pdmesh.model import Request
 from pdmesh.policy.base import Bundle
+
+if TYPE_CHECKING:
+    from pdmesh.core.handover import HandOvers
 
 #: Instances that compute long prompts together, the leader first, by the name that they declared.
 Groups = Mapping[str, Sequence[InstanceBooks]]
@@ -25,16 +28,20 @@ class Wait(Enum):
 
 
 class Placement(NamedTuple):
-    """``prefill is decode`` where the request stays; ``members``, if any, compute and hold it together with these."""
+    """``prefill is decode`` where the request stays; without ``decode`` it is computed ahead of room to decode.
+
+    ``members``, if any, compute and hold it together with these.
+    """
 
     prefill: InstanceBooks
-    decode: InstanceBooks
+    decode: InstanceBooks | None
     members: tuple[InstanceBooks, ...] = ()
 
     @property
-    def instance_ids(self) -> Collection[InstanceId]:
-        """Of all that have a part in it."""
-        return dict.fromkeys([instance.instance_id for instance in (self.prefill, self.decode, *self.members)])
+    def instances(self) -> Sequence[InstanceBooks]:
+        """All that have a part in it."""
+        decode = () if self.decode is None else (self.decode,)
+        return (self.prefill, *decode, *self.members)
 
 
 def place(
@@ -42,38 +49,61 @@ def place(
     offers: Iterable[InstanceBooks],
     decoders: Decoders,
     bundle: Bundle,
-    closed: Collection[str] = (),
+    handovers: HandOvers,
 ) -> Placement | Wait:
-    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy.
-
-    Room in the KV groups ``closed`` is for others.
-    """
+    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy."""
     wait = Wait.FOR_OPENING
     firsts = decoders.firsts(request)
-    if closed:
+    if closed := handovers.closed_groups:
         firsts = {kv_group: first for kv_group, first in firsts.items() if kv_group not in closed}
     for prefill in offers:
-        if not firsts:
+        if not firsts and bundle.run_ahead is None:
             return Wait.FOR_ROOM
         first = firsts.get(prefill.kv_group)
-        if first is None or not prefill.can_prefill(request):
+        if handovers.holds_back(prefill, bundle):
+            continue
+        if not prefill.can_prefill(request):
+            wait = Wait.FOR_ROOM if wait is Wait.FOR_OPENING else wait
+        elif first is None:
+            takes = bundle.prefill_placement.takes(request, prefill.view)
+            if takes and handovers.begins_ahead(request, prefill, bundle):
+                return Placement(prefill, None)
             wait = Wait.FOR_ROOM if wait is Wait.FOR_OPENING else wait
         elif not bundle.prefill_placement.takes(request, prefill.view):
             wait = Wait.FOR_TURN
         else:
-            stays = prefill.can_decode(request) and bundle.decode_placement.stays(request, prefill.view, first.view)
-            return Placement(prefill, prefill if stays else first)
+            if prefill.can_decode(request) and bundle.decode_placement.stays(request, prefill.view, first.view):
+                return Placement(prefill, prefill)
+            return Placement(prefill, None if handovers.promises_later(request, prefill, bundle) else first)
     return wait
 
 
 def place_locally(
-    request: Request, spare: Iterable[InstanceBooks], bundle: Bundle, closed: Collection[str] = ()
+    request: Request,
+    spare: Iterable[InstanceBooks],
+    instances: Collection[InstanceBooks],
+    bundle: Bundle,
+    handovers: HandOvers,
 ) -> Placement | None:
-    """Where an instance of ``spare`` that only decodes has room for it: it is computed there, and no KV moves."""
+    """Where one of ``spare``, which only decode, has room for it, and that pays: computed there, its KV stays.
+
+    Otherwise it waits for those of ``instances`` that prefill.
+    """
+    local = bundle.local_prefill
+    if local is None:
+        return None
     for instance in spare:
-        if instance.kv_group in closed:
+        if instance.kv_group in handovers.closed_groups or not instance.can_decode(request):
             continue
-        if instance.can_decode(request) and bundle.prefill_placement.takes(request, instance.view):
+        prefills = [
+            other.view
+            for other in instances
+            if other.takes_prompts and other.kv_group == instance.kv_group and not handovers.holds_back(other, bundle)
+        ]
+        layer_bytes = instance.num_prefill_blocks(request) * instance.profile.kv_layout.block_bytes
+        if local.pays(request, instance.view, prefills, layer_bytes) and bundle.prefill_placement.takes(
+            request, instance.view
+        ):
             return Placement(instance, instance)
     return None
 

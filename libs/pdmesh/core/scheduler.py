@@ -140,6 +140,12 @@ class SchedulerCore:
         return sum(state.request.num_prompt_tokens for state in self._books.unreceived.values())
 
     @property
+    def max_waiting_kv_share(self) -> float:
+        """The largest share of an instance's KV that waits to move away."""
+        shares = (each.num_waiting_blocks / each.profile.num_blocks for each in self._books.instances.values())
+        return max(shares, default=0.0)
+
+    @property
     def instances(self) -> list[InstanceView]:
         return [instance.view for instance in self._books.instances.values()]
 
@@ -474,7 +480,7 @@ class SchedulerCore:
             elif chunk.is_last and state.decode_id == event.instance_id:
                 self._books.land(state)
             elif chunk.is_last:
-                self._books.disband(state)
+                self._books.computed(state)
             else:
                 self._books.note_preemption(state)
 

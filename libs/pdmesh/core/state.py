@@ -52,6 +52,7 @@ class HeldBlocks:
     num_tokens: int = 0  # that it was last heard to hold; 0: not yet
     is_open: bool = False  # it may grow by more than requests do in the mean
     freeing: bool = False  # FreeKv was sent
+    waits: bool = False  # to move away: it is computed, or has no room promised where it is to go
     transfer_id: TransferId = NO_TRANSFER  # that is to bring its KV, or brought it
 
 
@@ -108,6 +109,7 @@ class InstanceBooks:
         self.num_decoding = 0
         self.num_seats_taken = 0  # by those that decode here, or will
         self._num_promised_blocks = 0
+        self.num_waiting_blocks = 0  # of KV that waits to move away
         self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
         self._slo_tpots_s: frozenset[float | None] = frozenset()  # of the above
         self._num_resident_blocks = 0
@@ -152,10 +154,19 @@ class InstanceBooks:
 
     def keep(self, key: RequestKey, num_blocks: int, max_blocks: int) -> None:
         """What was to move away stays, with room for its output and a seat."""
+        self.let_wait(key, False)
         hold = self.holds[key]
         self._count(hold, -1)
         hold.kind, hold.num_blocks, hold.max_blocks = HoldKind.LOCAL, num_blocks, max(num_blocks, max_blocks)
         self._count(hold, 1)
+
+    def let_wait(self, key: RequestKey, waits: bool) -> None:
+        """Whether KV that is to move away waits for that."""
+        hold = self.holds.get(key)
+        if hold is not None and hold.kind is HoldKind.PREFILL and hold.waits != waits:
+            hold.waits = waits
+            self.num_waiting_blocks += hold.num_blocks if waits else -hold.num_blocks
+            self._change()
 
     def settle(self, key: RequestKey) -> None:
         """The KV is whole and in place: what was promised, or computed to stay, is a resident."""
@@ -178,6 +189,7 @@ class InstanceBooks:
         """None if there is nothing for this transfer."""
         if key in self.holds and self.holds[key].transfer_id != transfer_id:
             return None
+        self.let_wait(key, False)
         hold = self.holds.pop(key, None)
         self.low.pop(key, None)
         if hold is not None:
@@ -351,6 +363,14 @@ class InstanceBooks:
             return num_blocks + spare_blocks <= self.num_free_blocks
         is_open = self._growth.by_credit and (max_blocks - num_blocks) * self.block_size > self._growth.mean_tokens
         return num_blocks <= self.room.open if is_open else max_blocks <= self.room.bounded
+
+    def may_add_waiting(self, num_blocks: int, share: float) -> bool:
+        """Whether a prompt may begin of which so many blocks will wait, if ``share`` of all may. One may, of any size.
+
+        A prompt with room promised is one of 0 blocks: it may while what waits is within the bound.
+        """
+        waiting = self.num_waiting_blocks
+        return not waiting or waiting + num_blocks <= share * self.profile.num_blocks
 
     def can_prefill(self, request: Request) -> bool:
         """Whether the prompt fits now."""
@@ -533,6 +553,8 @@ class InstanceBooks:
         assert computing == self.num_prefilling, f"{name}: {computing} prompts, books say {self.num_prefilling}"
         assert seats == self.num_seats_taken, f"{name}: {seats} seats taken, books say {self.num_seats_taken}"
         promised = sum(hold.num_blocks for hold in self.holds.values() if hold.kind is HoldKind.PROMISED)
+        waiting = sum(hold.num_blocks for hold in self.holds.values() if hold.waits)
+        assert waiting == self.num_waiting_blocks, f"{name}: {waiting} wait, books say {self.num_waiting_blocks}"
         assert promised == self._num_promised_blocks, f"{name}: {promised} promised, books {self._num_promised_blocks}"
         assert self.num_seats_taken <= self.profile.max_num_seqs, f"{name}: {self.num_seats_taken} seats taken"
         urgent = [plan_id for plan_id, plan in self.plans.items() if plan.urgent]

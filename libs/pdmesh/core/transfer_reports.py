@@ -15,6 +15,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.requests import Phase
 from pdmesh.core.transfers import Side, Transfer, TransferState
+from pdmesh.model import NO_TRANSFER
 
 TransferReport = DecodeReserved | TransferOffered | TransferPaused | TransferLanded | TransferSent | TransferFailed
 
@@ -52,7 +53,8 @@ class TransferReports:
         if (
             state is not None
             and state.phase is Phase.PREFILLING
-            and state.num_lost_receivers
+            and (state.num_lost_receivers or event.transfer_id == NO_TRANSFER)
+            and (state.transfer is not None or state.key in self._books.unreceived)
             and event.instance_id in state.prefill_ids
         ):
             self._books.offer(state)  # to whoever receives it now

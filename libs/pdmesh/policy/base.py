@@ -19,6 +19,8 @@ from pdmesh.ranges import COUNT, SHARE, Range
 from pdmesh.settings import NO_SETTING
 
 if TYPE_CHECKING:
+    from pdmesh.policy.handover import RunAhead
+    from pdmesh.policy.local_prefill import LocalPrefill
     from pdmesh.policy.rebalancing import Rebalancing
     from pdmesh.policy.relay import Relay
 
@@ -124,6 +126,10 @@ class Packing(Protocol):
 
     def takes_local(self, instance: InstanceView) -> bool:
         """Whether steps of ``instance``, which only decodes, have room for some of a prompt."""
+        ...
+
+    def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
+        """Predicted time of a prompt on such an instance, behind those that are computed there; infinite: no room."""
         ...
 
     def group_chunk(
@@ -234,10 +240,13 @@ class PolicyConfig:
         "`pdmesh` moves running decodes from an instance that is short of memory, or too slow for them, to one that "
         "is neither, with their KV",
     ] = True
+    waiting_kv_share: Annotated[
+        float, SHARE, "of an instance's KV, that may wait there to move away: beyond it no new prompt begins (`pdmesh`)"
+    ] = 0.5
     local_prompt_tokens: Annotated[
         int,
-        "prompts up to this are computed where they decode while every prefill instance is busy (`pdmesh`); 0: never",
-    ] = 1024
+        "prompts up to this are computed where they decode, where that pays while others are busy (`pdmesh`); 0: never",
+    ] = 8192
     local_step_share: Annotated[float, SHARE, "of the TPOT target, that a step with such a prompt may take"] = 0.6
     batching: Annotated[str, NO_SETTING] = ""  # of `scheduler.batching`; empty: the bundle's own
     eb_threshold: Annotated[
@@ -265,7 +274,10 @@ class Bundle:
     batching: Batching
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
     local_prompt_tokens: int = 0  # prompts up to so long may be computed on an instance that only decodes
+    local_prefill: LocalPrefill | None = None  # whether one is
     keeps_groups_for_long: bool = False  # short prompts are computed outside groups of instances only
+    run_ahead: RunAhead | None = None  # None: no prompt is computed ahead of room to decode
+    waiting_kv_share: float = 1.0  # of a prefill instance's KV, that may wait to move away
     sends_computed_first: bool = False  # KV that is all there goes before KV that is being computed
     relay: Relay | None = None  # None: no prompt is computed by several instances in turn
     rebalancing: Rebalancing | None = None  # None: what decodes moves only where an instance is to be empty

@@ -9,8 +9,10 @@ from types import MappingProxyType
 from pdmesh.errors import ConfigError
 from pdmesh.policy.base import Bundle, GroupPlacement, Packing, PolicyConfig, PrefillOrder, PrefillPlacement
 from pdmesh.policy.batching import Batching, ExclusiveBatching, MixedBatching, SwitchingBatching
+from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.order import (
     ByPriority,
     EarliestDeadline,
@@ -223,6 +225,17 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         batching=_switching(config),
         interruption=ShortInterruptsLong(config.latency, long_tokens),
         local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
+        local_prefill=LocalPrefill(
+            remaining=prediction.remaining, packing=packing, bytes_per_s=config.relay_bytes_per_s
+        ),
+        run_ahead=RunAhead(
+            prediction=prediction,
+            latency=config.latency,
+            slo_tpot_s=config.slo_tpot_s,
+            bytes_per_s=config.relay_bytes_per_s,
+            latency_of_make=config.latency_of_make,
+        ),
+        waiting_kv_share=config.waiting_kv_share,
         sends_computed_first=True,
         relay=_relay(config),
         rebalancing=_rebalancing(config),

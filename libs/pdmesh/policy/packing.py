@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil, inf
 
 from pdmesh.model import Request, Role
 from pdmesh.policy.base import InstanceView, PartialStep
@@ -38,6 +39,9 @@ class StaticChunks:
 
     def takes_local(self, instance: InstanceView) -> bool:
         return False
+
+    def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
+        return inf
 
     def group_chunk(
         self,
@@ -121,6 +125,16 @@ class AdaptiveChunks:
         budget_s = self.local_step_share * self._tpot_s(instance)
         decodes = StepShape((), instance.num_decoding, instance.num_resident_tokens)
         return self._sizer(instance).largest(decodes, 0, CHUNK_UNIT_TOKENS, budget_s) > 0
+
+    def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
+        budget_s = self.local_step_share * self._tpot_s(instance)
+        beside = StepShape((), instance.num_decoding, instance.num_resident_tokens)
+        sizer, half = self._sizer(instance), num_prompt_tokens // 2
+        chunk_tokens = sizer.largest(beside, half, num_prompt_tokens, budget_s)  # as large as in the mean
+        if not chunk_tokens:
+            return inf
+        num_steps = ceil((num_prompt_tokens + instance.num_queued_tokens) / chunk_tokens)
+        return num_steps * sizer.model.with_chunk_s(beside, half)(chunk_tokens)
 
     def group_chunk(
         self,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.core.events import Event, TransferPaused, TransferSent
-from pdmesh.model import ChunkPlan, InstanceId, InstanceProfile, RequestKey, TransferPlan
+from pdmesh.core.events import Event, TransferOffered, TransferPaused, TransferSent
+from pdmesh.model import NO_TRANSFER, ChunkPlan, InstanceId, InstanceProfile, RequestKey, TransferPlan
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.result import RequestRun
@@ -21,7 +21,8 @@ class Prefill:
     """A request whose prompt is computed here."""
 
     run: RequestRun
-    transfer: TransferPlan | None  # that moves its KV on; None if it stays
+    transfer: TransferPlan | None  # that moves its KV on; None if it stays, or has no receiver yet
+    moves_on: bool
     num_computed_tokens: int = 0
     last_turn: int | None = None  # the planned step that had its latest chunk
     granted: bool = False
@@ -57,6 +58,12 @@ class SimulatedDepartures:
     def num_kv_bytes(self, run: RequestRun) -> int:
         return round(run.current.num_prompt_tokens * self.token_bytes)
 
+    def offer(self, key: RequestKey, prefill: Prefill) -> None:
+        """Its first chunk begins."""
+        if prefill.moves_on:
+            transfer_id = NO_TRANSFER if prefill.transfer is None else prefill.transfer.transfer_id
+            self._report(TransferOffered(self._instance_id, *key, transfer_id))
+
     def began(self, key: RequestKey, prefill: Prefill, chunk: ChunkPlan) -> None:
         """A chunk of it is computed: all layers but the last one may move."""
         self._move(key, prefill, chunk.num_tokens * self.token_bytes * (1 - self.last_layer_share))
@@ -74,12 +81,22 @@ class SimulatedDepartures:
         if prefill.transfer is not None:
             self._links.drop(self._flow(key, prefill.transfer))
 
-    def grant(self, key: RequestKey) -> None:
+    def keep(self, key: RequestKey) -> RequestRun | None:
+        """What was to move away decodes here: now, if it is computed."""
+        prefill = self.prefills[key]
+        assert prefill.transfer is None, f"{key}: kept, and has a receiver"
+        prefill.moves_on = False
+        if prefill.computed_s is None:
+            return None
+        self.forget(key)
+        return prefill.run
+
+    def grant(self, key: RequestKey, transfer: TransferPlan) -> None:
         prefill = self.prefills.get(key)
         if prefill is None:
             return  # the request ended with its first token while the grant was on its way
         assert prefill.last_turn is not None, f"{key}: granted without an offer"
-        prefill.granted = True
+        prefill.granted, prefill.transfer = True, transfer
         if prefill.granted_s is None:
             prefill.granted_s = self._agenda.now_s
         self._move(key, prefill, 0.0)
@@ -111,10 +128,11 @@ class SimulatedDepartures:
         self._release(key)
 
     def _move(self, key: RequestKey, prefill: Prefill, num_bytes: float) -> None:
-        if prefill.transfer is None:
+        if not prefill.moves_on:
             return
         prefill.num_unsent_bytes += num_bytes
         if prefill.granted:
+            assert prefill.transfer is not None
             self._links.send(self._flow(key, prefill.transfer), prefill.num_unsent_bytes)
             prefill.num_unsent_bytes = 0.0
 

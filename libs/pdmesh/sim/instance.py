@@ -25,6 +25,7 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     GrowKv,
+    KeepKv,
     PauseTransfer,
     PlaceDecode,
     ResumeDecode,
@@ -40,7 +41,6 @@ from pdmesh.core.events import (
     HelperJoined,
     RequestFinished,
     TransferLanded,
-    TransferOffered,
 )
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.model import (
@@ -146,7 +146,7 @@ class SimInstance:
                 if run.placed_s is None:
                     run.placed_s = self._agenda.now_s
                 run.num_shards = len(command.shards)
-                self._prefills[key] = Prefill(run, command.transfer)
+                self._prefills[key] = Prefill(run, command.transfer, command.moves_on)
             case SetGroup():
                 self._set_group((command.request_id, command.epoch), command.group)
             case PlaceDecode():
@@ -163,7 +163,12 @@ class SimInstance:
             case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
                 self._moves.begin((command.request_id, command.epoch), transfer)
             case GrantTransfer():
-                self._departures.grant((command.request_id, command.epoch))
+                self._departures.grant((command.request_id, command.epoch), command.transfer)
+            case KeepKv():
+                key = (command.request_id, command.epoch)
+                self._holdings.grow(key, command.num_blocks)
+                if (kept := self._departures.keep(key)) is not None:
+                    self._join(kept)
             case PauseTransfer():
                 self._departures.pause((command.request_id, command.epoch))
             case FreeKv():
@@ -332,8 +337,7 @@ class SimInstance:
         if prefill.last_turn is None:
             if prefill.run.started_s is None:
                 prefill.run.started_s = self._agenda.now_s
-            if prefill.transfer is not None:
-                self._report(TransferOffered(self.instance_id, *key, prefill.transfer.transfer_id))
+            self._departures.offer(key, prefill)
         elif self._num_turns - prefill.last_turn > 1:
             prefill.run.num_preemptions += 1
         prefill.last_turn = self._num_turns
@@ -399,7 +403,7 @@ class SimInstance:
                 self._departures.forget(key)
                 self._finish(prefill.run)
                 return
-            if prefill.transfer is None:
+            if not prefill.moves_on:
                 self._departures.forget(key)
                 self._join(prefill.run)
                 return

@@ -171,7 +171,7 @@ class ModelledInstance:
         """Receive the next command."""
         match self.commands.popleft():
             case AdmitPrefill() as admit:
-                stays, key = admit.transfer is None and admit.leads, (admit.request_id, admit.epoch)
+                stays, key = admit.leads and not admit.moves_on, (admit.request_id, admit.epoch)
                 is_held = self._hold(
                     key,
                     ModelledHold(
@@ -180,7 +180,7 @@ class ModelledInstance:
                         seated=stays,
                         leads=admit.leads,
                         transfer=admit.transfer,
-                        sends=admit.transfer is not None,
+                        sends=admit.moves_on,
                         member=None if admit.group is None else self._member(key, admit.group),
                     ),
                 )

@@ -127,8 +127,15 @@ class RunningInstance:
             if isinstance(token, TokenOut) and token.request_id == request_id and token.epoch == epoch
         ]
 
-    def admit(self, generation: Generation, *, kv_moves: bool, num_blocks: int | None = None) -> None:
-        """With room for all of it, unless ``num_blocks`` are given."""
+    def admit(
+        self,
+        generation: Generation,
+        *,
+        kv_moves: bool,
+        num_blocks: int | None = None,
+        awaits_receiver: bool = False,
+    ) -> None:
+        """With room for all of it, unless ``num_blocks`` are given. ``awaits_receiver``: nobody knows yet where to."""
         num_kept = 0 if kv_moves else generation.max_tokens_left - 1
         shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_kept, self.block_size))
         command = AdmitPrefill(
@@ -136,7 +143,8 @@ class RunningInstance:
             request_id=generation.request_id,
             epoch=generation.epoch,
             shards=(shard,),
-            transfer=a_transfer(shard, a_shard(DECODE_INSTANCE, 1)) if kv_moves else None,
+            transfer=a_transfer(shard, a_shard(DECODE_INSTANCE, 1)) if kv_moves and not awaits_receiver else None,
+            awaits_receiver=awaits_receiver,
         )
         self.instance.handle(Admit(command=command, generation=generation))
 

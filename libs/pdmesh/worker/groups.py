@@ -28,7 +28,7 @@ class PrefillGroups:
         if group is None:
             return
         self._own_number(group, message.member_addresses)
-        if message.command.transfer is not None and not message.command.leads:
+        if message.command.moves_on and not message.command.leads:
             raise ProtocolError("a transfer from a member that does not lead its group")
 
     def join(self, hold: Hold, message: Admit) -> None:

@@ -40,7 +40,7 @@ class Intake:
     def admit(self, message: Admit) -> None:
         """Take a request whose prompt is to be computed here, alone or in a group."""
         generation, command = message.generation, message.command
-        decodes = command.transfer is None and command.leads
+        decodes = command.leads and not command.moves_on
         try:
             self._groups.check(message)
             token_ids = transcript(generation)
@@ -50,16 +50,17 @@ class Intake:
         except PdmeshError as error:
             self.refuse(generation, str(error))
             return
-        if command.transfer is not None:
+        if command.moves_on:
             hold.transfer = command.transfer
-            source = command.transfer.source_ids.index(self._context.instance_id)
+            sources = command.shards if command.transfer is None else command.transfer.sources
+            source = [shard.instance_id for shard in sources].index(self._context.instance_id)
             hold.sender = self._context.mover.offer(
                 hold.request_id,
                 hold.epoch,
                 block_ids=hold.sequence.block_table,
                 num_context_tokens=num_tokens,
                 source=source,
-                blocks=command.transfer.sources[source].part.blocks,
+                blocks=sources[source].part.blocks,
             )
         self._groups.join(hold, message)
 

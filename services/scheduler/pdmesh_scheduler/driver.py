@@ -301,7 +301,7 @@ class Driver:
                 generation = self._waiting[key]
                 if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
                     del self._waiting[key]  # all that need the prompt have it
-                if command.transfer is not None:
+                if command.moves_on:
                     self._moving[key] = _Moving.of(generation)
                 member_ids = () if command.group is None else command.group.member_ids
                 admit = Admit(command=command, generation=generation, member_addresses=self._addresses(member_ids))
@@ -312,7 +312,7 @@ class Driver:
                     epoch=command.epoch,
                     label=generation.label,
                     prefill=command.instance_id,
-                    decode=command.decode_instance_id or command.instance_id,
+                    decode=command.decode_instance_id if command.moves_on else command.instance_id,
                 )
             case SetRole():
                 self._workers.post(command.instance_id, CommandMessage.of(command))

@@ -297,6 +297,8 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             return _Line("placed for decode", f"{what.num_blocks} blocks", what.instance_id)
         case AdmitPrefill(leads=False, group=group) if group is not None:
             return _Line("asked to help", f"{what.num_blocks} blocks, led by {group.member_ids[0]}", what.instance_id)
+        case AdmitPrefill(awaits_receiver=True):
+            return _Line("placed for prefill", f"{what.num_blocks} blocks, ahead of room to decode", what.instance_id)
         case AdmitPrefill(decode_instance_id=None):
             return _Line("placed", f"{what.num_blocks} blocks, prefill and decode", what.instance_id)
         case AdmitPrefill():

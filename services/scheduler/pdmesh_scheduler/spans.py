@@ -66,9 +66,10 @@ class SchedulerSpans:
             return
         self._record(QUEUED, trace, now_s, None)
         trace.since_s = now_s
-        decode_id = command.decode_instance_id or command.instance_id
         trace.attributes["pdmesh.prefill_instance_id"] = command.instance_id
-        trace.attributes["pdmesh.decode_instance_id"] = decode_id
+        decode_id = command.decode_instance_id if command.moves_on else command.instance_id
+        if decode_id is not None:
+            trace.attributes["pdmesh.decode_instance_id"] = decode_id
 
     def _ended(self, attempt: Attempt, outcome: Outcome, now_s: float) -> None:
         trace = self._traces.pop(_key(attempt.request), None)

@@ -1,0 +1,232 @@
+"""Hand-over under pressure: `pdmesh` beside fixed settings, where decode has a quarter of what the load needs.
+
+Usage: python benchmarks/pressure.py [--requests 600] [--seeds 3] [--shape NAME ...]
+
+Simulated, the same core: three prefill instances and one that decodes, whose KV and seats serve a quarter of the load.
+The fixed settings are all of: room promised as a prompt begins, or prompts computed ahead of it as long as so much of
+an instance's KV waits (five bounds); local prefill never or always. `pdmesh` begins a prompt when it is predicted to
+have room, and computes it locally where that is predicted to pay. The shapes of load are clients in a closed loop,
+bursts, and a steady overload of which what would be late is refused.
+
+Prints goodput (requests that kept their targets, a second), relative to the best fixed setting of the shape, and the
+most KV that ever waited on an instance that prefills. Exits 1 if `pdmesh` has less than 0.95 of the best, in the mean
+of the seeds, or more KV waited than its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from report import heading
+from simulated import layout, table
+
+from pdmesh.core.commands import Command
+from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.events import Event
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.metrics import Slo
+from pdmesh.model import InstanceProfile, Request, Role
+from pdmesh.policy.base import Bundle, InstanceView, PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.handover import RunAhead
+from pdmesh.policy.latency import LLAMA_3_8B, PROFILES, LatencyModel
+from pdmesh.policy.local_prefill import LocalPrefill
+from pdmesh.sim.mesh import MeshShape
+from pdmesh.sim.report import report
+from pdmesh.sim.simulator import SimConfig, Simulator
+from pdmesh.sim.workload import Arrival, ClosedLoop, Synthetic, synthetic
+
+WANTED = 0.95
+TARGETS = Slo(ttft_s=3.0, tpot_s=0.05)
+POLICY = PolicyConfig(latency=PROFILES["h100-llama3-8b"], slo_ttft_s=3.0, slo_tpot_s=0.05)
+LENGTHS = Synthetic(max_prompt_tokens=6000, max_output_tokens=600)
+
+#: Of the decode instance: about 10 requests a second.
+NUM_SEATS, NUM_KV_TOKENS = 16, 24_000
+REQUESTS_PER_S = 40.0
+NUM_PREFILL_KV_TOKENS = 60_000
+
+BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlwaysAhead(RunAhead):
+    """Whatever is predicted."""
+
+    def begins(
+        self,
+        request: Request,
+        prefill: InstanceView,
+        decode: InstanceView,
+        *,
+        room_s: float,
+        line_s: float,
+        mean_tokens: float,
+    ) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlwaysLocal(LocalPrefill):
+    """Whatever is predicted."""
+
+    def pays(self, request: Request, decode: InstanceView, prefills: object, last_layer_bytes: float) -> bool:
+        return True
+
+
+def fixed(bundle: Bundle, bound: float, *, local: bool) -> Bundle:
+    """``bound`` 0: room is promised as a prompt begins."""
+    ahead, prefill = bundle.run_ahead, bundle.local_prefill
+    assert ahead is not None
+    assert prefill is not None
+    return replace(
+        bundle,
+        run_ahead=None
+        if not bound
+        else AlwaysAhead(**{name: getattr(ahead, name) for name in RunAhead.__dataclass_fields__}),
+        waiting_kv_share=bound or 1.0,
+        local_prompt_tokens=bundle.local_prompt_tokens if local else 0,
+        local_prefill=AlwaysLocal(**{name: getattr(prefill, name) for name in LocalPrefill.__dataclass_fields__}),
+    )
+
+
+def settings() -> Mapping[str, Bundle]:
+    bundle = make_bundle("pdmesh", POLICY)
+    found = {"pdmesh": bundle}
+    for bound, local in product((0.0, *BOUNDS), (False, True)):
+        room = f"ahead up to {bound:g}" if bound else "room at the offer"
+        found[f"{room}, local {'always' if local else 'never'}"] = fixed(bundle, bound, local=local)
+    return found
+
+
+# --- loads --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    arrivals: Sequence[Arrival]
+    closed_loop: ClosedLoop | None = None
+    refuses_early: bool = False
+
+
+def drawn(num_requests: int, seed: int, requests_per_s: float) -> list[Arrival]:
+    shape = replace(LENGTHS, num_requests=num_requests, requests_per_s=requests_per_s)
+    arrivals = synthetic(shape, random.Random(seed))
+    return [replace(each, max_tokens=600, slo_ttft_s=TARGETS.ttft_s, slo_tpot_s=TARGETS.tpot_s) for each in arrivals]
+
+
+def closed(num_requests: int, seed: int) -> Load:
+    return Load(
+        arrivals=drawn(num_requests, seed, REQUESTS_PER_S), closed_loop=ClosedLoop(num_clients=((0, 4 * NUM_SEATS),))
+    )
+
+
+def bursts(num_requests: int, seed: int) -> Load:
+    """Of 60 requests each, a quarter of the time."""
+    arrivals = drawn(num_requests, seed, REQUESTS_PER_S)
+    length_s = 60 / REQUESTS_PER_S
+    return Load(
+        arrivals=[replace(each, arrival_s=each.arrival_s + 3 * length_s * (i // 60)) for i, each in enumerate(arrivals)]
+    )
+
+
+def steady(num_requests: int, seed: int) -> Load:
+    return Load(arrivals=drawn(num_requests, seed, REQUESTS_PER_S), refuses_early=True)
+
+
+SHAPES: Mapping[str, Callable[[int, int], Load]] = {"closed loop": closed, "bursts": bursts, "steady": steady}
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+class WatchedCore:
+    """In the place of a core: looks at how much KV waits on instances that prefill."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        self._core = core
+        self.most_waiting = 0.0
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        commands = self._core.handle(event, now_s)
+        self.most_waiting = max(self.most_waiting, self._core.max_waiting_kv_share)
+        return commands
+
+    def check_integrity(self) -> None:
+        self._core.check_integrity()
+
+
+def instances() -> list[tuple[InstanceProfile, LatencyModel]]:
+    mesh = MeshShape(
+        num_prefill=3,
+        num_decode=1,
+        num_mixed=0,
+        kv_layout=layout(LLAMA_3_8B),
+        num_kv_tokens=NUM_PREFILL_KV_TOKENS,
+        max_num_seqs=NUM_SEATS,
+    )
+    return [
+        (
+            replace(profile, num_blocks=NUM_KV_TOKENS // profile.kv_layout.block_size)
+            if profile.role is Role.DECODE
+            else profile,
+            model,
+        )
+        for profile, model in mesh.instances(POLICY.latency)
+    ]
+
+
+def run(bundle: Bundle, load: Load, seed: int) -> tuple[float, float]:
+    """Goodput, and the largest share of an instance's KV that waited."""
+    limit = 10**15
+    config = CoreConfig(
+        max_queue_entries=limit,
+        max_queue_tokens=limit,
+        max_queue_s=float(limit),
+        refuses_early=load.refuses_early,
+        kv_reservation=KvReservation.CREDIT,
+        policy=POLICY,
+    )
+    core = WatchedCore(SchedulerCore(config, bundle, random.Random(seed)))
+    simulator = Simulator(core, instances(), load.arrivals, SimConfig(), closed_loop=load.closed_loop)
+    figures = report(simulator.run(), long_tokens=POLICY.long_prompt_tokens, slo=TARGETS)
+    return figures.goodput_per_s or 0.0, core.most_waiting
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="by default all")
+    options = parser.parse_args()
+    print(heading("pressure"))
+    holds = True
+    rows: dict[str, list[str]] = {name: [name] for name in settings()}
+    shapes = options.shape or list(SHAPES)
+    for shape in shapes:
+        goodput: dict[str, float] = {}
+        for name, bundle in settings().items():
+            found = [run(bundle, SHAPES[shape](options.requests, seed), seed) for seed in range(options.seeds)]
+            goodput[name] = statistics.fmean(good for good, _ in found)
+            most = max(share for _, share in found)
+            rows[name] += [f"{goodput[name]:.2f}", f"{most:.2f}"]
+            print(f"{shape}, {name}: {goodput[name]:.2f} requests/s, {most:.2f} waited", file=sys.stderr, flush=True)
+            holds &= name != "pdmesh" or most <= bundle.waiting_kv_share
+        best = max(value for name, value in goodput.items() if name != "pdmesh")
+        ratio = goodput["pdmesh"] / best if best else 1.0
+        name_of_best = max(goodput, key=lambda name: goodput[name])
+        print(f"{shape}: {ratio:.3f} of the best fixed setting ({name_of_best} is best)", flush=True)
+        holds &= ratio >= WANTED
+    heads = [f"{shape}: {what}" for shape in shapes for what in ("goodput/s", "most waiting")]
+    print(table(["setting", *heads], [*rows.values()]))
+    sys.exit(0 if holds else 1)
+
+
+if __name__ == "__main__":
+    main()

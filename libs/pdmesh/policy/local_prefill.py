@@ -1,0 +1,39 @@
+"""Whether a prompt is computed where it decodes, beside the decodes there, or waits for an instance that prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from pdmesh.model import Request
+
+if TYPE_CHECKING:
+    from pdmesh.policy.base import InstanceView, Packing
+    from pdmesh.policy.prediction import RemainingTime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPrefill:
+    """Where its first token is predicted to come earlier, with its KV in place.
+
+    What the residents there can bear is kept by the packing: no step with a chunk takes longer than a share of the
+    smallest target of theirs.
+    """
+
+    remaining: RemainingTime
+    packing: Packing
+    bytes_per_s: float  # at which KV moves
+
+    def pays(
+        self, request: Request, decode: InstanceView, prefills: Iterable[InstanceView], last_layer_bytes: float
+    ) -> bool:
+        """Whether to compute it on ``decode``; ``prefills`` take prompts, now or later.
+
+        There it waits for what is computed there, takes its own time, and its last layer's KV moves after that.
+        """
+        total_s = self.remaining.total_s
+        wait_s = min([total_s(prefill.num_queued_tokens) for prefill in prefills], default=inf)
+        there_s = wait_s + total_s(request.num_prompt_tokens) + last_layer_bytes / self.bytes_per_s
+        return self.packing.local_s(decode, request.num_prompt_tokens) < there_s
