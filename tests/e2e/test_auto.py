@@ -1,0 +1,80 @@
+"""`pdmesh pool auto` on a mesh that runs: roles change where that helps, and what makes things worse is taken back."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import anyio
+import pytest
+
+from pdmesh.testing.mesh import RunningMesh
+from pdmesh.testing.timed import TimedRequest, poisson, send, timed_mesh
+
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(600)]
+
+#: A prompt token takes a millisecond, a step of decodes a fiftieth of a second.
+COSTS = "a_s=0.01,b_s=0.001,decode_a_s=0.02"
+
+#: More than one instance can prefill, and hardly anything to decode.
+PROMPTS = poisson(1, per_s=4.0, seconds=18.0, prompt=range(300, 400), num_output_tokens=4)
+
+#: Hardly anything to prefill; each answer has a seat for a second, so that one instance of 4 seats serves 4 a second.
+ANSWERS = [TimedRequest(index / 5.5, 8, 50) for index in range(300)]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
+    with timed_mesh(tmp_path_factory.mktemp("auto"), COSTS, prefill=1, decode=2, max_num_seqs=4) as mesh:
+        yield mesh
+
+
+def pools(mesh: RunningMesh) -> dict[str, int]:
+    return dict(Counter(row.role for row in mesh.status().instances))
+
+
+def typed(mesh: RunningMesh, *arguments: str) -> tuple[int, str]:
+    """A command's exit code and what it says."""
+    try:
+        return 0, mesh.pdmesh(*arguments)
+    except subprocess.CalledProcessError as error:
+        return error.returncode, error.stdout + error.stderr
+
+
+async def under_load(
+    mesh: RunningMesh, load: Sequence[TimedRequest], after_s: float, *arguments: str
+) -> tuple[int, str]:
+    """The same, while a load goes on: by it the change is judged."""
+    said = (0, "")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send, mesh, load)
+        await anyio.sleep(after_s)
+        said = await anyio.to_thread.run_sync(typed, mesh, *arguments)
+        tasks.cancel_scope.cancel()
+    return said
+
+
+async def test_auto_changes_a_role_where_that_helps_and_within_bounds(mesh: RunningMesh, tmp_path: Path) -> None:
+    await send(mesh, PROMPTS)
+    log = tmp_path / "events.log"
+    shutil.copy(Path(mesh.environ["PDMESH_SCHEDULER_EVENT_LOG"]), log)
+    auto = ("pool", "auto", "--once", "--slo-ttft", "1", "--last", "60", "--log", str(log))
+    code, said = await under_load(mesh, PROMPTS, 0.0, *auto)
+    changed = {"prefill": 1, "mixed": 1, "decode": 1}
+    assert (code, await anyio.to_thread.run_sync(pools, mesh)) == (0, changed), said
+    code, said = await anyio.to_thread.run_sync(typed, mesh, *auto)
+    assert (code, "leaves fewer than 1 of a kind" in said) == (0, True), said
+    assert await anyio.to_thread.run_sync(pools, mesh) == changed, "within bounds"
+
+
+async def test_a_change_of_roles_that_makes_requests_wait_is_taken_back(mesh: RunningMesh) -> None:
+    """As `pool auto` asks for it, and an operator."""
+    rows = (await anyio.to_thread.run_sync(mesh.status)).instances
+    for mixed in [row.instance_id for row in rows if row.role == "mixed"]:
+        await anyio.to_thread.run_sync(mesh.pdmesh, "role", mixed, "decode", "--no-judge")
+    code, said = await under_load(mesh, ANSWERS, 8.0, "role", "decode-0", "prefill", "--timeout", "1")
+    assert (code, "taken back: requests wait" in said) == (1, True), said
+    assert await anyio.to_thread.run_sync(pools, mesh) == {"prefill": 1, "decode": 2}
