@@ -206,7 +206,8 @@ def test_every_knob_of_the_policies_reaches_the_core(data: st.DataObject) -> Non
     setting = data.draw(st.sampled_from(settings))
     default = 0.5 if setting.default is None else setting.default
     assert isinstance(default, int | float)
-    value = data.draw(st.sampled_from([default / 2 if setting.type is float else default + 1]))
+    others = {bool: not default, float: default / 2, int: default + 1}
+    value = data.draw(st.just(others[setting.type]))
     if setting.range is not None and not setting.range.low <= value <= setting.range.high:
         value = type(default)(default * 1.5)
     core = core_config_of(load_config(None, {}, {setting.name: value}), None)
