@@ -31,6 +31,10 @@ _RANK = attrgetter("rank")
 MAX_MOVE_BACKENDS = 2
 
 
+#: Turns of those that wait, from the earliest.
+_COMPUTED, _COMPUTING, _LAST = 0, 1, 2
+
+
 @dataclass(slots=True)
 class _Receiver:
     num_backends: int
@@ -276,18 +280,23 @@ class TransferBroker:
         """
         if receiver.is_full or not receiver.line:
             return None
-        line = [transfer for transfer in receiver.line if receiver.may_begin(transfer)]
-        if not line:
+        first, least = None, _LAST + 1
+        earliest = _COMPUTED if self.computed_first else _COMPUTING
+        for transfer in receiver.line:
+            if (turn := self._turn(transfer)) < least and receiver.may_begin(transfer):
+                first, least = transfer, turn
+                if turn == earliest:
+                    break  # of equal ones the first offer counts
+        if first is None:
             return None
-        first = min(line, key=self._turn)
         others = (self._receivers[destination_id] for destination_id in first.plan.destination_ids)
         return None if any(other.is_full for other in others) else first
 
     def _turn(self, transfer: Transfer) -> int:
         """Smaller is earlier, a preempted request the last; of equal ones the first offer counts."""
         if self._is_preempted(transfer.key):
-            return 2
-        return int(not (self.computed_first and self._is_computed(transfer.key)))
+            return _LAST
+        return _COMPUTED if self.computed_first and self._is_computed(transfer.key) else _COMPUTING
 
     def check_integrity(self) -> None:
         """AssertionError names what does not balance."""
