@@ -70,6 +70,24 @@ async def test_what_was_sent_to_more_members_does_not_join() -> None:
     assert await take_all(outbox) == [Outgoing(Blocks(0, 0, 0, 5), 2)]
 
 
+async def test_whoever_waits_is_woken_while_another_is_busy() -> None:
+    outbox = an_outbox()
+    taken: list[Outgoing] = []
+
+    async def take() -> None:
+        taken.append(await outbox.take())  # then it is busy for good
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(take)
+        await anyio.wait_all_tasks_blocked()
+        for layer in (0, 1):
+            put(outbox, layer, together=1)
+            await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert taken == [Outgoing(Blocks(0, layer, 0, 5), 2) for layer in (0, 1)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_each_page_leaves_once_in_order_and_in_pieces_that_fit(seed: int) -> None:
     rng = random.Random(seed)

@@ -55,7 +55,8 @@ class Outbox:
     async def take(self) -> Outgoing:
         """The next that is due. Several tasks may wait for it."""
         while len(self._waiting) <= self._holds_last:
-            self._due = anyio.Event()
+            if self._due.is_set():  # else somebody waits for this one
+                self._due = anyio.Event()
             await self._due.wait()
         return self._waiting.popleft()
 
