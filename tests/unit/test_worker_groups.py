@@ -3,6 +3,7 @@
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -24,7 +25,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.kv.piece import unpack_header
 from pdmesh.model import ChunkPlan, Epoch, Role, SamplingParams, StepPlan
-from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
+from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
 from pdmesh.testing.kv import TransportMaker
 from pdmesh.testing.worker import DECODE_INSTANCE, RunningInstance, make_generation, running_instance
@@ -394,6 +395,35 @@ async def test_a_member_that_is_gone_is_the_schedulers_to_say(maker: TransportMa
         leader.run([ChunkPlan(request_id=generation.request_id, epoch=Epoch(0), start=16, num_tokens=24, is_last=True)])
         await check_output(leader, "r", prompt, GREEDY)
         assert all(member.reports_of(RequestDropped, "r") == [] for member in running)
+        await free_all(running, generation)
+
+
+async def test_nothing_is_computed_of_a_chunk_that_was_given_up(memory: TransportMaker) -> None:
+    """Its blocks stay the request's: pages that others sent there before would be overwritten with something else."""
+    prompt, other = list(range(40)), list(range(9))
+    layout = replace(FAKE_LAYOUT, num_layers=4)
+    engines = [FakeEngine(layout, num_blocks=256) for _ in range(3)]
+    async with members(memory, 3, make_engine=lambda number: engines[number]) as running:
+        leader, helper, dead = running
+        generation, mixed = make_generation("r", prompt, GREEDY), make_generation("mixed", other, GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        helper.admit(mixed, kv_moves=False)
+        (other_chunk,) = block_chunks(mixed, BLOCK, [10])
+        chunk = block_chunks(generation, BLOCK, [2])[1]
+        blocks = slice(chunk.start // BLOCK, (chunk.start + chunk.num_tokens) // BLOCK)  # it has the pool's first ones
+        pages = engines[1].kv.words[1:, blocks]
+        pages[:] = 7  # as if they had come
+        helper.run([chunk, other_chunk])
+        await anyio.wait_all_tasks_blocked()
+        for member in (leader, helper):
+            regroup(member, generation, running, lost=[dead])
+        await helper.until(lambda: len(step_reports(helper)) >= 1)
+        assert [part.num_tokens for part in step_reports(helper)[0].chunks] == [0, len(other)]
+        assert (pages == 7).all()
+        await helper.reported(RequestFinished, "mixed")
+        tokens = [token.token_id for token in helper.tokens_of("mixed")]
+        assert tokens == reference_output(other, GREEDY, layout=layout)
         await free_all(running, generation)
 
 

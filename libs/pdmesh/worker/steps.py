@@ -19,7 +19,7 @@ import anyio.lowlevel
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from pdmesh.engine.base import Engine, SliceResult
+from pdmesh.engine.base import Engine, SequenceSlice, SliceResult
 from pdmesh.kv.presence import Urgent
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.instance import Instance
@@ -36,15 +36,17 @@ class _Executed(NamedTuple):
     time: StepTime
 
 
-class _NothingLeft(Exception):
-    """All that a running step computes was aborted."""
+class _EndsEarly(Exception):
+    """A running step should go no further as it is: all of it was aborted, or a chunk was given up."""
 
 
 class _Step:
     """One batch on the engine's thread, and what happens between its layers.
 
     New KV is handed on, what is urgent is run, and chunks of groups wait for the KV before them; what is urgent
-    meanwhile is run then. A chunk whose waiting is aborted goes on with whatever is in its blocks, which are given up.
+    meanwhile is run then. A chunk whose waiting is aborted goes on with whatever is in its blocks: they are freed next.
+    Those of one that was given up, as a member was lost, are not, and some of its pages may be here already, and on
+    their way to others. So nothing is computed of it without the KV before it: the step's other rows begin again.
     """
 
     def __init__(self, batch: Batch, plans: Plans, engine: Engine, run_inside: Callable[[Batch], None] | None) -> None:
@@ -64,17 +66,25 @@ class _Step:
         batch = self._batch
         hook = self._layer_done if batch.chunks and self._run_inside is not None else self._publish
         started_s = time.perf_counter()
-        results: list[SliceResult | None]
-        try:
-            results = [*self._engine.execute(batch.slices, on_layer=hook)]
-        except _NothingLeft:
-            results = [None] * (len(batch.chunks) + len(batch.decodes))
+        results: list[SliceResult | None] = [None] * (len(batch.chunks) + len(batch.decodes))
+        while rows := self._rows():
+            try:
+                for row, result in zip(rows, self._engine.execute(list(rows.values()), on_layer=hook), strict=True):
+                    results[row] = result
+                break
+            except _EndsEarly:
+                continue
         ended_s = time.perf_counter()
         for index, chunk in enumerate(batch.chunks):
             if chunk in self._aborted:
                 results[index] = None
         duration_s = ended_s - started_s - self._nested_s - self._waited_s
         return _Executed(batch, results, StepTime(started_s, ended_s, duration_s, self._waited_s))
+
+    def _rows(self) -> dict[int, SequenceSlice]:
+        """What is left to compute, by its place in the batch."""
+        ended = {index for index, chunk in enumerate(self._batch.chunks) if chunk in self._aborted}
+        return {index: part for index, part in enumerate(self._batch.slices) if index not in ended}
 
     def _layer_done(self, layer: int) -> None:
         if self._publish is not None:
@@ -95,15 +105,17 @@ class _Step:
     def _wait(self, layer: int) -> None:
         began_s, nested_s = time.perf_counter(), self._nested_s
         plan_id = 0 if self._batch.plan is None else self._batch.plan.plan_id
+        given_up = False
         for chunk in list(self._waiting):
             assert chunk.exchange is not None
             num_blocks = chunk.plan.start // self._block_size
             if not chunk.exchange.presence.wait(layer, num_blocks, self._urgent, plan_id):
                 self._waiting.remove(chunk)
                 self._aborted.append(chunk)
+                given_up = given_up or chunk.exchange.presence.aborted is None
         self._waited_s += time.perf_counter() - began_s - (self._nested_s - nested_s)
-        if len(self._aborted) == len(self._batch.chunks) and not self._batch.decodes:
-            raise _NothingLeft
+        if given_up or (len(self._aborted) == len(self._batch.chunks) and not self._batch.decodes):
+            raise _EndsEarly
 
 
 class _Executor:
