@@ -427,6 +427,36 @@ async def test_nothing_is_computed_of_a_chunk_that_was_given_up(memory: Transpor
         await free_all(running, generation)
 
 
+async def test_plans_of_a_scheduler_that_began_anew_wait_as_others_do(memory: TransportMaker) -> None:
+    """It counts from 0; a helper that joins after a loss gives up none of its plans."""
+    prompt = list(range(40))
+    async with members(memory, 3) as running:
+        leader, helper, dead = running
+        before, generation = make_generation("before", list(range(9)), GREEDY), make_generation("r", prompt, GREEDY)
+        helper.admit(before, kv_moves=False)
+        old = StepPlan(plan_id=500, chunks=tuple(block_chunks(before, BLOCK, [1])[:1]), with_decodes=False)
+        helper.instance.handle(RunStep(instance_id=helper.instance.instance_id, plan=old))
+        await helper.until(partial(has_reported, helper, 1))
+        await helper.instance.drop_all_but_decoding()
+        for member in (leader, helper):
+            admit_member(member, generation, running)
+        for member in (leader, helper):
+            regroup(member, generation, running, lost=[dead])
+        chunks = block_chunks(generation, BLOCK, [4])
+        new = StepPlan(plan_id=0, chunks=(chunks[1],), with_decodes=False)
+        helper.instance.handle(RunStep(instance_id=helper.instance.instance_id, plan=new))
+        await anyio.wait_all_tasks_blocked()
+        leader.run([chunks[0]])
+        await helper.until(partial(has_reported, helper, 2))
+        assert step_reports(helper)[1].chunks[0].num_tokens == chunks[1].num_tokens
+        leader.run([chunks[2]])
+        await check_output(leader, "r", prompt, GREEDY)
+        for member in (leader, helper):
+            member.free(generation.request_id, generation.epoch)
+            await member.reported(KvReleased, "r")
+            member.assert_all_free()
+
+
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(

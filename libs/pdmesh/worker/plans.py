@@ -75,6 +75,7 @@ class Plans:
     def clear(self) -> None:
         """Forget them all; nobody waits for an answer."""
         self.release_decodes()
+        self.newest_plan_id = -1  # another scheduler counts from 0
         self._plans.clear()
         while (batch := self.take_urgent()) is not None:
             for chunk in batch.chunks:
