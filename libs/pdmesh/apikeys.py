@@ -76,6 +76,10 @@ class Operator:
     scopes: frozenset[str] = DEFAULT_OPERATOR_SCOPES
 
     @property
+    def may_read(self) -> bool:
+        return bool(self.scopes)  # who changes looks, too
+
+    @property
     def may_write(self) -> bool:
         return "write" in self.scopes
 
@@ -140,7 +144,8 @@ def _check_entry(name: str, entry: Any, known: Sequence[str], scopes: frozenset[
         if field not in known:
             raise ConfigError(f"{where}: unknown setting {field}; there are {', '.join(known)}")
         if problem := _problem(field, value, scopes):
-            raise ConfigError(f"{where}: {field} {problem}, not {value!r}")
+            given = "" if field == "hash" else f", not {value!r}"  # it may be the secret itself
+            raise ConfigError(f"{where}: {field} {problem}{given}")
 
 
 def _api_key(name: str, entry: Any, where: str) -> ApiKey:

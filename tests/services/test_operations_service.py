@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -28,14 +29,17 @@ from pdmesh.wire.messages import (
     FailedStart,
     FollowPools,
     GetPolicies,
+    GetRequest,
     GetStatus,
     ListOperations,
+    ListRequests,
     MeshState,
     OperationList,
     OperationStatus,
     Policies,
     PoolsWanted,
     ServiceProcess,
+    SetBatching,
     SetPolicy,
     StartOperation,
     StartResize,
@@ -150,13 +154,60 @@ async def test_operators_have_tokens_and_scopes_of_their_own_and_changes_bear_th
         assert audit == [("eve", "warning"), ("bob", "info"), ("", "warning")]
 
 
+#: Every message to the Admin method, by who may say it.
+ASKS: tuple[AdminRequest, ...] = (
+    GetStatus(),
+    GetRequest(request_id="x"),
+    ListRequests(),
+    GetPolicies(),
+    ListOperations(),
+    WaitOperation(operation_id=OperationId("x"), num_left=0, wait_s=0.0),
+)
+CHANGES: tuple[AdminRequest, ...] = (
+    SetPolicy(bundle="fcfs"),
+    SetBatching(batching="mb"),
+    asking(OperationKind.DRAIN, "nobody"),
+    StartResize(operation_id=OperationId("r"), pools=PoolCounts(prefill=1, decode=1), timeout_s=1, start_timeout_s=1),
+    CancelOperation(operation_id=OperationId("x")),
+)
+
+
+async def test_each_question_and_change_is_for_those_who_may_alone(tmp_path: Path) -> None:
+    ours: tuple[AdminRequest, ...] = (ExpectInstances(instance_ids=()), FOLLOWING)
+    kinds = [type(question) for question in (*ASKS, *CHANGES, *ours)]
+    assert sorted(kinds, key=str) == sorted(get_args(AdminRequest), key=str), "a new message needs a place above"
+    file = tmp_path / "operators.toml"
+    entries = {"w": ("write",), "rw": ("read", "write"), "r": ("read",), "none": ()}
+    file.write_text("".join(entry(name, name, *scopes) for name, scopes in entries.items()))
+    security = SecurityConfig(mesh_token="ours", operators_file=file)
+    stranger, look, token, inside = "wrong mesh token", "may look and change nothing", "changes need", "only what runs"
+    async with running_scheduler(replace(CONFIG, security=security)) as mesh:
+        cases: tuple[tuple[dict[str, str], tuple[str, str, str]], ...] = (
+            ({}, (stranger, stranger, stranger)),
+            ({"operator_token": "wrong"}, (stranger, stranger, stranger)),
+            ({"operator_token": "none"}, (stranger, stranger, stranger)),
+            ({"operator_token": "r"}, ("", look, inside)),
+            ({"operator_token": "r", "mesh_token": "ours"}, ("", look, "")),
+            ({"mesh_token": "ours"}, ("", token, "")),
+            ({"operator_token": "w"}, ("", "", inside)),
+            ({"operator_token": "rw"}, ("", "", inside)),
+        )
+        for tokens, reasons in cases:
+            for questions, reason in zip((ASKS, CHANGES, ours), reasons, strict=True):
+                for question in questions:
+                    answer = await ask(mesh, question, **tokens)
+                    said = answer.message if isinstance(answer, AdminError) else ""
+                    given = next((each for each in (stranger, look, token, inside) if each in said), "")
+                    assert given == reason, (tokens, question, said)
+
+
 async def test_a_file_of_operators_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     security = SecurityConfig(operators_file=tmp_path / "missing.toml")
     with pytest.raises(ConfigError, match="operators_file"):
         Operators(security)
 
 
-def test_operators_change_while_the_scheduler_runs(tmp_path: Path) -> None:
+def test_operators_change_while_the_scheduler_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, now_s = tmp_path / "operators.toml", 0.0
     file.write_text(entry("bob", "b", "read"))
     operators = Operators(SecurityConfig(operators_file=file, operator_token="one"), lambda: now_s)
@@ -173,6 +224,18 @@ def test_operators_change_while_the_scheduler_runs(tmp_path: Path) -> None:
     file.write_text("nonsense")
     now_s += 2.0
     assert (who("b"), who("e")) == (None, "eve"), "a wrong file leaves them as they were"
+    file.write_text(entry("bob", "b", "read"))
+
+    def denied(*_arguments: object, **_options: object) -> str:
+        raise PermissionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", denied)
+        now_s += 2.0
+        assert (who("b"), who("e")) == (None, "eve")
+    file.chmod(0o600)
+    now_s += 2.0
+    assert (who("b"), who("e")) == ("bob", None), "it may be read now"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Keys: their file, what each may ask for, and the law of an allowance."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,13 @@ def test_a_wrong_file_of_operators_is_one_sentence(text: str, message: str) -> N
         parse_operators(text, "FILE")
     assert "\n" not in str(wrong.value)
     assert parse_operators(OPERATOR, "FILE") == {"bob": Operator(name="bob", hash=hash_key("t"))}
+
+
+@pytest.mark.parametrize(("parse", "table"), [(parse_api_keys, "keys"), (parse_operators, "operators")])
+def test_a_key_in_the_place_of_its_hash_is_not_repeated(parse: Callable[[str, str], object], table: str) -> None:
+    with pytest.raises(ConfigError, match="64 hexadecimal digits") as wrong:
+        parse(f'[{table}.bob]\nhash = "sk-pdmesh-secret"', "FILE")
+    assert "secret" not in str(wrong.value), "it would be in a log"
 
 
 def test_an_operators_token_is_made_with_its_entry(tmp_path: Path) -> None:

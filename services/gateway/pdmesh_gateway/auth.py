@@ -223,12 +223,12 @@ def _lines(text: str, where: str) -> list[ApiKey]:
     return [ApiKey(name=f"key-{digest[7:15]}", hash=digest) for digest in hashes]
 
 
-def _state_of(file: Path) -> tuple[int, int, int] | None:
+def _state_of(file: Path) -> tuple[int, ...] | None:
     try:
         stat = file.stat()
     except OSError:
         return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # a change of who may read it counts
 
 
 def _range(low: int | None, high: int | None) -> str:

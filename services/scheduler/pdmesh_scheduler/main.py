@@ -158,7 +158,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 port=settings.port,
                 security=config.security,
                 grace_s=STOP_GRACE_S,
-                admits=lambda method, metadata: method == ADMIN_METHOD and operators.who(metadata) is not None,
+                admits=lambda method, metadata: method == ADMIN_METHOD and operators.admits(metadata),
             ) as port:
                 closing.enter_context(rare_collections())
                 context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)

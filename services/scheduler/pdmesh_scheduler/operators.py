@@ -48,6 +48,11 @@ class Operators:
             return None
         return self._by_hash.get(hash_key(token)) if token else None
 
+    def admits(self, metadata: Mapping[str, str]) -> bool:
+        """Whether a call's metadata shows the token of an operator who may ask."""
+        operator = self.who(metadata)
+        return operator is not None and operator.may_read
+
     def _look_again(self) -> None:
         now_s = self._clock()
         if self._file is None or now_s < self._looked_s + LOOK_S:
@@ -79,9 +84,9 @@ class Operators:
         return {each.hash: each for each in operators}
 
 
-def _state_of(file: Path) -> tuple[int, int, int] | None:
+def _state_of(file: Path) -> tuple[int, ...] | None:
     try:
         stat = file.stat()
     except OSError:
         return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # a change of who may read it counts
