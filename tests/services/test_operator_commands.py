@@ -56,7 +56,7 @@ async def typed(mesh: SchedulerBench, *arguments: str, **environ: str) -> Typed:
         dial = ("--scheduler", mesh.context.facts["address"])
         result = CliRunner(env=environ).invoke(app, [*arguments, *dial])
         if isinstance(result.exception, PdmeshError):  # `pdmesh.cli.main` prints it
-            return Typed(1, str(result.exception))
+            return Typed(1, f"{result.stderr}{result.exception}")
         return Typed(result.exit_code, result.stderr.strip())  # the scheduler's log goes to the same stdout
 
     return await anyio.to_thread.run_sync(run)
@@ -111,17 +111,24 @@ async def test_a_wrong_token_changes_nothing_and_is_one_sentence() -> None:
         assert (await typed(mesh, "drain", "p1", PDMESH_SECURITY_OPERATOR_TOKEN="sesame")).code == 0
 
 
+#: A scheduler that does not answer.
+GONE = -1
+
+
 async def test_the_last_of_a_kind_is_restarted_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
+    fails: dict[str, int] = {}
 
     def started(_asked: object, _kind: object, name: str, **_options: object) -> int:
         done.append(name)
-        return 0
+        if fails.get(name) == GONE:
+            raise PdmeshError("the scheduler does not answer")
+        return fails.get(name, 0)
 
     def sized(_asked: object, sizes: Mapping[Role, int | None], **_options: object) -> int:
         assert list(sizes) == list(Role), "each is said"
         done.append(" + ".join(f"{size} {role}" for role, size in sizes.items() if size))
-        return 0
+        return fails.get(done[-1], 0)
 
     monkeypatch.setattr("pdmesh.cli.operations.start", started)
     monkeypatch.setattr("pdmesh.cli.operations.resize", sized)
@@ -134,6 +141,22 @@ async def test_the_last_of_a_kind_is_restarted_beside_another_one(monkeypatch: p
         assert (await typed(mesh, "restart", "--rolling")).code == 0
         grown, there = "2 prefill + 2 decode", "2 prefill + 1 decode"
         assert done == ["p0", "p1", grown, "d0", there, "gateway", "scheduler"]
+        left = "one decode instance more than before may be there: `pdmesh pool resize --decode 1`"
+        for failing, code, did, says in (
+            ({"d0": 1}, 1, ["p0", "p1", grown, "d0", there], False),
+            ({"d0": 1, there: 4}, 1, ["p0", "p1", grown, "d0", there], True),
+            ({there: 4}, 4, ["p0", "p1", grown, "d0", there], True),
+            ({grown: 4}, 4, ["p0", "p1", grown], False),
+            ({"p1": 4}, 4, ["p0", "p1"], False),
+        ):
+            done.clear()
+            fails.clear()
+            fails.update(failing)
+            failed = await typed(mesh, "restart", "--rolling")
+            assert (failed.code, done, left in failed.said) == (code, did, says), failing
+        fails.clear()
+        fails["d0"] = GONE
+        assert left in (await typed(mesh, "restart", "--rolling")).said, "nobody could take it back"
 
 
 # --- a supervisor that stands still ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import anyio
 import msgspec
@@ -92,31 +92,38 @@ def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force
     """Restart everything, one after the other: instances, gateways, the scheduler; stop at the first that fails.
 
     Without an actuator, only instances. With one, what is the last of its kind has another one started beside it first,
-    which leaves in the end. Returns the exit code of what failed, or 0. Raises PdmeshError as `start` does.
+    which leaves in the end, also after a failure. Returns the exit code of what failed, or 0. Raises PdmeshError as
+    `start` does.
     """
     state = current_state(asked)
     sizes = Counter(row.role for row in state.instances)
 
-    def restart(name: str) -> int:
-        return start(asked, OperationKind.RESTART, name, timeout_s=timeout_s, force=force)
+    def restart(names: Iterable[str]) -> int:
+        codes = (start(asked, OperationKind.RESTART, name, timeout_s=timeout_s, force=force) for name in names)
+        return next(filter(None, codes), 0)
+
+    def grow(role: Role, number: int) -> int:
+        wanted = {each: sizes[each] + number * (each is role) for each in Role}
+        return resize(asked, wanted, timeout_s=timeout_s, start_timeout_s=start_timeout_s, wait=True)
 
     for role in Role:
         names = [row.instance_id for row in state.instances if row.role is role]
-        beside = bool(names) and bool(state.services) and not force and needs_one_beside(sizes, role)
-
-        def grow(number: int, role: Role = role) -> int:
-            wanted = {each: sizes[each] + number * (each is role) for each in Role}
-            return resize(asked, wanted, timeout_s=timeout_s, start_timeout_s=start_timeout_s, wait=True)
-
-        code = grow(1) if beside else 0
-        if code:
-            return code
-        code = next((code for code in map(restart, names) if code), 0)
-        code = code or (grow(0) if beside else 0)
+        if not (names and state.services and not force and needs_one_beside(sizes, role)):
+            code = restart(names)
+        elif not (code := grow(role, 1)):  # one that fails is taken back by the scheduler
+            back = 1
+            try:
+                code = restart(names)
+                back = grow(role, 0)
+            finally:
+                if back:
+                    how = f"`pdmesh pool resize --{role} {sizes[role]}`"
+                    typer.echo(f"pdmesh: one {role} instance more than before may be there: {how}", err=True)
+            code = code or back
         if code:
             return code
     others = sorted({each.name for each in state.services} - {row.instance_id for row in state.instances})
-    return next((code for code in map(restart, others) if code), 0)  # gateways come before the scheduler
+    return restart(others)  # gateways come before the scheduler
 
 
 def needs_one_beside(sizes: Mapping[Role, int], role: Role) -> bool:
