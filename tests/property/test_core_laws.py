@@ -1241,7 +1241,7 @@ def make_reckless(core: SchedulerCore) -> None:
 
 def make_diligent(core: SchedulerCore) -> None:
     """Have it pack as if it could not tell which instances have changed."""
-    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight, core._bundle, core._modes)
+    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight, core._choice.bundle, core._modes)
 
 
 def key_of(request: Request) -> RequestKey:

@@ -145,6 +145,18 @@ def have_pair(instances: Collection[InstanceBooks]) -> bool:
     return any(instance.role.can_prefill and instance.kv_group in groups for instance in instances)
 
 
+def unready_reason(instances: Iterable[InstanceBooks]) -> str | None:
+    """Why no request can be served now; None if one can."""
+    takers = [instance for instance in instances if instance.is_usable]
+    if have_pair(takers):
+        return None
+    if not any(instance.role.can_prefill for instance in takers):
+        return "no prefill instance is there"
+    if not any(instance.role.can_decode for instance in takers):
+        return "no decode instance is there"
+    return "no prefill and decode instance have the same model and KV layout"
+
+
 def _could_share(request: Request, group: Sequence[InstanceBooks]) -> bool:
     return all(
         instance.could_share(request, len(group)) and instance.kv_group == group[0].kv_group for instance in group

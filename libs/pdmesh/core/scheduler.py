@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from itertools import chain, islice
 from math import inf
 from typing import assert_never
 
-from pdmesh.core.admission import Admission, work_us
+from pdmesh.core.admission import Admission
 from pdmesh.core.batching import BatchingView, Modes
 from pdmesh.core.books import Books
+from pdmesh.core.bundle_choice import BundleChoice
 from pdmesh.core.commands import Command, Outcome, SetRole, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.credit import Credit
@@ -65,22 +65,21 @@ from pdmesh.core.fairness import TenantView
 from pdmesh.core.growth import Growth
 from pdmesh.core.handover import HandOvers
 from pdmesh.core.judging import Judge
-from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.moves import Moves
+from pdmesh.core.new_requests import NewRequests
 from pdmesh.core.operations import Operations, OperationView
 from pdmesh.core.packing import Packer
-from pdmesh.core.placing import could_place, have_pair
+from pdmesh.core.placing import unready_reason
 from pdmesh.core.pools import DesiredPools, Pools
 from pdmesh.core.rebalancing import Rebalancer
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import HoldKind, InstanceBooks
+from pdmesh.core.step_reports import StepReports
 from pdmesh.core.suspicion import go_on_without, receive_elsewhere, start_elsewhere
 from pdmesh.core.transfer_reports import TransferReports
-from pdmesh.errors import ConfigError
-from pdmesh.model import InstanceId, RejectReason, Request, RequestId, RequestKey
+from pdmesh.model import InstanceId, RequestId, RequestKey
 from pdmesh.policy.base import Bundle, InstanceView
-from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 
 
@@ -89,10 +88,9 @@ class SchedulerCore:
 
     def __init__(self, config: CoreConfig, bundle: Bundle, rng: random.Random) -> None:
         self._config = config
-        self._bundle = bundle
         growth = Growth(by_credit=config.kv_reservation is KvReservation.CREDIT, risk=config.kv_risk)
         self._books = Books(rng, growth, config.max_lost_receivers)
-        self._books.broker.computed_first = bundle.sends_computed_first
+        self._choice = BundleChoice(self._books, config, bundle)
         self._transfers = TransferReports(self._books)
         self._reunion = Reunion(self._books, config.orphan_grace_s)
         self._moves = Moves(self._books)
@@ -104,8 +102,9 @@ class SchedulerCore:
         self._modes = Modes(self._books)
         self._handovers = HandOvers(self._books, config.max_queue_s)
         self._packer = Packer(self._books, config.plans_in_flight, bundle, self._modes, self._handovers)
-        self._learner = LatencyLearner(config.policy.latency, config.learning)
         self._admission = Admission(self._books, config)
+        self._new_requests = NewRequests(self._books, config, self._admission, self._reunion, self._judge)
+        self._steps = StepReports(self._books, self._choice, self._admission, self._packer.relays.healing)
         self._now_s = 0.0
         self._due_s = inf  # when the next time limit of a request ends
         self._wake_s = inf  # for when a Tick was asked for
@@ -114,12 +113,12 @@ class SchedulerCore:
 
     @property
     def bundle(self) -> str:
-        return self._bundle.name
+        return self._choice.bundle.name
 
     @property
     def latency(self) -> LinearLatencyModel:
         """What steps are predicted by now."""
-        return self._learner.model
+        return self._choice.learner.model
 
     @property
     def num_waiting(self) -> int:
@@ -152,7 +151,7 @@ class SchedulerCore:
     @property
     def batching(self) -> str:
         """The batching mode that is chosen for all instances: `mb`, `eb` or `ebplus`."""
-        return self._bundle.batching.name
+        return self._choice.bundle.batching.name
 
     def batching_of(self, instance_id: InstanceId) -> BatchingView:
         """What an instance that is there does, and why."""
@@ -213,14 +212,7 @@ class SchedulerCore:
     @property
     def unready_reason(self) -> str | None:
         """Why no request can be served now; None if one can."""
-        takers = [instance for instance in self._books.instances.values() if instance.is_usable]
-        if have_pair(takers):
-            return None
-        if not any(instance.role.can_prefill for instance in takers):
-            return "no prefill instance is there"
-        if not any(instance.role.can_decode for instance in takers):
-            return "no decode instance is there"
-        return "no prefill and decode instance have the same model and KV layout"
+        return unready_reason(self._books.instances.values())
 
     def is_active(self, key: RequestKey) -> bool:
         """Whether the request waits or runs."""
@@ -242,16 +234,18 @@ class SchedulerCore:
         """Take note of an event and return what is to be done, in order."""
         self._now_s = now_s
         commands = self._books.commands = []
-        if isinstance(event, DecodeStepsDone) and not self._own_steps(event):
+        if isinstance(event, DecodeStepsDone) and not self._steps.own_steps(event):
             return commands  # nothing is decided by it
         self._admission.passed(now_s)
         if self._due_s <= now_s:
-            self._expire()
+            self._new_requests.expire(now_s)
+            self._reunion.expire(now_s)
+            self._handovers.expire(now_s)
         match event:
             case RequestArrived():
-                self._arrived(event.request)
+                self._new_requests.arrived(event.request, self._choice, now_s)
             case RequestCancelled():
-                self._cancelled(event)
+                self._new_requests.cancelled(event)
             case GatewayJoined():
                 self._reunion.gateway_joined(
                     event.gateway_id, dict(event.waiting), now_s, unbegun=frozenset(event.unbegun)
@@ -261,11 +255,10 @@ class SchedulerCore:
             case InstanceJoined():
                 self._reunion.instance_joined(event.profile, event.residents, now_s, stopping=event.stopping)
                 self._credit.joined(self._books.instances[event.profile.instance_id])
-                if self._learner.joined(event.profile):
-                    self._rebuild_bundle(self._bundle.name)
+                self._choice.joined(event.profile)
                 self._moves.joined(event.profile.instance_id, stopping=event.stopping)
                 self._operations.joined(event.profile.instance_id, now_s)
-                start_elsewhere(self._books, self._bundle)
+                start_elsewhere(self._books, self._choice.bundle)
             case InstanceUnreachable():
                 if instance := self._instance(event.instance_id, event):
                     instance.set_reachable(False)
@@ -277,7 +270,7 @@ class SchedulerCore:
                     if event.suspected:
                         self._moves.suspected(event.instance_id)
                         go_on_without(self._books, instance)
-                    start_elsewhere(self._books, self._bundle)
+                    start_elsewhere(self._books, self._choice.bundle)
             case InstanceLost():
                 self._reunion.instance_lost(event.instance_id)
                 self._moves.lost(event.instance_id)
@@ -301,15 +294,16 @@ class SchedulerCore:
             case ProcessesReported():
                 self._pools.processes_reported(event)
             case BundleChangeRequested():
-                self._bundle_change_requested(event.bundle)
+                self._choice.change(event)
             case BatchingChangeRequested():
-                self._batching_change_requested(event)
+                self._choice.change_batching(event)
             case StepDone():
-                self._step_done(event)
+                if instance := self._instance(event.instance_id, event):
+                    self._steps.done(instance, event, now_s)
             case DecodeStepsDone():
                 pass  # learnt from above
             case HelperJoined():
-                self._packer.relays.joined(event, now_s, self._bundle)
+                self._packer.relays.joined(event, now_s, self._choice.bundle)
             case GroupPrefix():
                 self._packer.relays.healing.told(event)
             case (
@@ -345,81 +339,23 @@ class SchedulerCore:
         self._operations.advance(now_s)
         while self._pools.advance(now_s):
             self._operations.advance(now_s)
+        bundle = self._choice.bundle
         if self._config.evacuates:
-            self._moves.evacuate(self._operations.leaving, self._bundle.decode_placement)
-            if self._bundle.rebalancing is not None:
-                self._rebalancer.speed_up(self._bundle.rebalancing, now_s)
-        self._credit.serve(self._bundle, self._learner.model, now_s, moves=self._config.evacuates)
-        self._packer.pack(self._bundle, now_s)
+            self._moves.evacuate(self._operations.leaving, bundle.decode_placement)
+            if bundle.rebalancing is not None:
+                self._rebalancer.speed_up(bundle.rebalancing, now_s)
+        self._credit.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
+        self._packer.pack(bundle, now_s)
         self._admission.note(commands)
         self._books.take_back_backends()
         self._ask_for_wake_up()
         return commands
 
-    # --- requests come and go ---
-
-    def _arrived(self, request: Request) -> None:
-        books = self._books
-        known = books.requests.get(request.request_id)
-        owner = self._reunion.gateway_of(request.request_id) if known is None else known.request.gateway_id
-        if owner is not None and owner != request.gateway_id:
-            books.refuse(request, "another gateway's request has this id", self._config.retry_after_s)
-            return
-        if known is not None:
-            if known.request.epoch >= request.epoch:
-                books.ignore("RequestArrived")  # sent again after a reconnect
-                return
-            books.end(known, Outcome.SUPERSEDED)
-        state = books.open(request, self._bundle.order.rank(request, 0, None))
-        state.work_us = work_us(request, self._learner.model)
-        instance_id = self._reunion.claim(state.key, request.gateway_id)
-        if instance_id is not None:
-            books.adopt(state, instance_id)
-        elif self._is_full_for(request):
-            self._judge.refused(request, self._now_s)
-            message = f"{len(books.queue)} requests are waiting"
-            books.reject(
-                state,
-                RejectReason.OVERLOADED,
-                message,
-                self._admission.full_retry_after_s(state, self._bundle.order, self._now_s),
-            )
-        elif self._is_too_long(request):
-            message = f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate fit no instance"
-            books.reject(state, RejectReason.TOO_LONG, message, None)
-        elif (refusal := self._admission.refusal(state, self._bundle.order, self._now_s)) is not None:
-            self._judge.refused(request, self._now_s)
-            message = (
-                f"its first token is predicted {refusal.predicted_s:.2g} s from now, later than {refusal.limit_s:g} s"
-            )
-            books.reject(state, RejectReason.OVERLOADED, message, refusal.retry_after_s)
-        else:
-            books.queue.add(state, self._now_s + self._config.max_queue_s)
-
-    def _is_full_for(self, request: Request) -> bool:
-        if request.epoch > 0:
-            return False  # it was let in before, and half of its answer may be out
-        queue = self._books.queue
-        return (
-            len(queue) >= self._config.max_queue_entries
-            or queue.num_tokens + request.num_prompt_tokens > self._config.max_queue_tokens
-        )
-
-    def _is_too_long(self, request: Request) -> bool:
-        kinds = self._books.kinds
-        return have_pair(kinds) and not could_place(request, kinds, self._books.groups, self._bundle)
-
-    def _cancelled(self, event: RequestCancelled) -> None:
-        was_orphan = self._reunion.forget(event.request_id, event.gateway_id)
-        state = self._books.requests.get(event.request_id)
-        if state is not None and state.request.gateway_id == event.gateway_id and state.request.epoch <= event.epoch:
-            self._books.end(state, Outcome.CANCELLED, num_output_tokens=event.num_output_tokens)
-        elif not was_orphan:
-            self._books.ignore("RequestCancelled")
+    # --- requests end ---
 
     def _finished(self, event: RequestFinished) -> None:
         if event.instance_id in self._books.instances:
-            self._own_steps(event)
+            self._steps.own_steps(event)
         state = self._books.find((event.request_id, event.epoch))
         if state is None or not state.needs(event.instance_id):
             self._books.ignore("RequestFinished")
@@ -432,57 +368,6 @@ class SchedulerCore:
         if state.move is not None:  # perhaps back to where it came from
             spare = tuple([name for name in spare if name != state.move.target_id])
         self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
-
-    # --- steps ---
-
-    def _own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
-        """Learn from decode steps that an instance made by itself. Whether that changes what is decided."""
-        own_steps, instance = event.own_steps, self._books.instances.get(event.instance_id)
-        if own_steps is None:
-            return False
-        if instance is None:
-            self._books.ignore(type(event).__name__)
-            return False
-        moved = self._learner.own_steps(instance, own_steps)
-        if moved:
-            self._rebuild_bundle(self._bundle.name)
-        return moved
-
-    def _step_done(self, event: StepDone) -> None:
-        instance = self._instance(event.instance_id, event)
-        if instance is None:
-            return
-        plan = instance.end_plan(event.plan_id)
-        if plan is None:
-            self._books.ignore("StepDone")
-            return
-        if self._learner.step_done(instance, plan, event):
-            self._rebuild_bundle(self._bundle.name)
-        done = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
-        for chunk in plan.chunks:
-            state = self._books.find((chunk.request_id, chunk.epoch))
-            if state is None:
-                continue
-            state.num_chunks_in_flight -= 1
-            if state.phase is not Phase.PREFILLING:
-                continue
-            is_computed = done.get(state.key) == chunk.num_tokens
-            if chunk.is_last and is_computed:
-                state.first_token_s = self._now_s
-                self._admission.first_token(state, self._now_s)
-            if is_computed and state.group is not None:
-                self._packer.relays.healing.computed(state, event.instance_id, chunk)
-            if not is_computed and not state.is_healing:
-                if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
-                    self._books.restart(state, f"instance {event.instance_id} dropped a chunk")
-            elif not is_computed:
-                self._books.note_preemption(state)
-            elif chunk.is_last and state.decode_id == event.instance_id:
-                self._books.land(state)
-            elif chunk.is_last:
-                self._books.computed(state)
-            else:
-                self._books.note_preemption(state)
 
     def _dropped(self, event: RequestDropped) -> None:
         state = self._books.find((event.request_id, event.epoch))
@@ -502,7 +387,7 @@ class SchedulerCore:
             self._books.ignore("KvReleased")
             return
         if hold.kind is not HoldKind.PREFILL:
-            self._modes.released(instance, self._bundle, self._learner.estimate(instance.make))
+            self._modes.released(instance, self._choice.bundle, self._choice.learner.estimate(instance.make))
         self._reunion.released(event.instance_id, key)
         self._moves.released(event.instance_id, key)
         state = self._books.find(key)
@@ -525,52 +410,7 @@ class SchedulerCore:
             self._books.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
             self._books.queue.unpark()
 
-    def _bundle_change_requested(self, name: str) -> None:
-        try:
-            self._rebuild_bundle(name)
-        except ConfigError:
-            self._books.ignore("BundleChangeRequested")
-
-    def _batching_change_requested(self, event: BatchingChangeRequested) -> None:
-        before = self._config
-        policy = replace(before.policy, batching=event.batching, eb_threshold=event.threshold)
-        self._config = replace(before, policy=policy)
-        try:
-            self._rebuild_bundle(self._bundle.name)
-        except ConfigError:
-            self._config = before
-            self._books.ignore("BatchingChangeRequested")
-
-    def _rebuild_bundle(self, name: str) -> None:
-        """Decide by the bundle called ``name`` from here on, and by what is known of latency now.
-
-        Raises ConfigError if there is none.
-        """
-        learner = self._learner
-        policy = replace(self._config.policy, latency=learner.model, latency_of_make=learner.models)
-        self._bundle = make_bundle(name, policy)
-        self._books.broker.computed_first = self._bundle.sends_computed_first
-        self._books.queue.reorder(self._bundle.order)
-        for state in self._books.requests.values():
-            if state.phase is Phase.PREFILLING:
-                state.rank_by(self._bundle.order)
-
     # --- time ---
-
-    def _expire(self) -> None:
-        retry_after_s = self._config.retry_after_s
-        while (state := self._books.queue.first_due(self._now_s)) is not None:
-            unready = self.unready_reason
-            if unready is None and state.request.epoch > 0:  # it was let in before, and half of its answer may be out
-                self._books.queue.postpone(state, self._now_s + self._config.max_queue_s)
-            elif unready is None:
-                self._judge.refused(state.request, self._now_s)
-                message = f"no room for {self._config.max_queue_s:g} s"
-                self._books.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
-            else:
-                self._books.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)
-        self._reunion.expire(self._now_s)
-        self._handovers.expire(self._now_s)
 
     def _ask_for_wake_up(self) -> None:
         self._due_s = min(

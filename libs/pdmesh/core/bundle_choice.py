@@ -1,0 +1,62 @@
+"""The bundle that decides now: chosen by operators, and built anew when predictions of latency have moved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.core.books import Books
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested
+from pdmesh.core.learning import LatencyLearner
+from pdmesh.core.requests import Phase
+from pdmesh.errors import ConfigError
+from pdmesh.model import InstanceProfile
+from pdmesh.policy.base import Bundle, PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+
+
+class BundleChoice:
+    """Keeps ``bundle``, and what ``learner`` knows of latency."""
+
+    def __init__(self, books: Books, config: CoreConfig, bundle: Bundle) -> None:
+        self._books = books
+        self._policy = config.policy
+        self.bundle = bundle
+        self.learner = LatencyLearner(config.policy.latency, config.learning)
+        books.broker.computed_first = bundle.sends_computed_first
+
+    def joined(self, profile: InstanceProfile) -> None:
+        """An instance joined, which may have timed itself."""
+        if self.learner.joined(profile):
+            self.rebuild()
+
+    def rebuild(self) -> None:
+        """Decide by what is known of latency now."""
+        self._build(self.bundle.name, self._policy)
+
+    def change(self, event: BundleChangeRequested) -> None:
+        """Decide by another bundle from here on, if there is one of this name."""
+        try:
+            self._build(event.bundle, self._policy)
+        except ConfigError:
+            self._books.ignore("BundleChangeRequested")
+
+    def change_batching(self, event: BatchingChangeRequested) -> None:
+        """Batch in another mode from here on, if there is one of this name, and whatever the bundle."""
+        policy = replace(self._policy, batching=event.batching, eb_threshold=event.threshold)
+        try:
+            self._build(self.bundle.name, policy)
+        except ConfigError:
+            self._books.ignore("BatchingChangeRequested")
+        else:
+            self._policy = policy
+
+    def _build(self, name: str, policy: PolicyConfig) -> None:
+        """Raises ConfigError, and changes nothing, if there is no such bundle."""
+        learner = self.learner
+        self.bundle = make_bundle(name, replace(policy, latency=learner.model, latency_of_make=learner.models))
+        self._books.broker.computed_first = self.bundle.sends_computed_first
+        self._books.queue.reorder(self.bundle.order)
+        for state in self._books.requests.values():
+            if state.phase is Phase.PREFILLING:
+                state.rank_by(self.bundle.order)
