@@ -6,8 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from msgspec import structs
-
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -15,14 +13,11 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
-    KeepKv,
     Outcome,
     PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
-    SetGroup,
-    WithdrawTransfer,
 )
 from pdmesh.core.growth import Growth
 from pdmesh.core.queue import WaitingQueue
@@ -48,7 +43,7 @@ class Books:
 
     def __init__(self, rng: random.Random, growth: Growth, max_lost_receivers: int = 0) -> None:
         self.growth = growth
-        self._max_lost_receivers = max_lost_receivers
+        self.max_lost_receivers = max_lost_receivers  # of one request's KV
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, InstanceBooks] = {}
@@ -68,6 +63,11 @@ class Books:
     def find(self, key: RequestKey) -> RequestState | None:
         state = self.requests.get(key[0])
         return state if state is not None and state.request.epoch == key[1] else None
+
+    def hold_of(self, instance_id: InstanceId, key: RequestKey) -> HeldBlocks | None:
+        """What a request has on an instance."""
+        instance = self.instances.get(instance_id)
+        return None if instance is None else instance.holds.get(key)
 
     def ignore(self, what: str) -> None:
         """Something from outside does not fit the books: it changes nothing."""
@@ -192,74 +192,7 @@ class Books:
         )
         return transfer
 
-    # --- its receiver fails ---
-
-    def do_without(self, state: RequestState, instance_id: InstanceId, reason: str) -> None:
-        """An instance fails a request that needs it.
-
-        If that was to receive its KV, another one will; if it only helped, the others compute what it did not.
-        """
-        if state.is_helped_by(instance_id):
-            self.lose_helper(state, instance_id)
-        elif self.has_all_kv(state) and instance_id not in state.prefill_ids:
-            self.lose_receiver(state)
-        else:
-            self.restart(state, reason)
-
-    def has_all_kv(self, state: RequestState) -> bool:
-        """Whether all that is computed of a request that moves is where it was computed, for another receiver."""
-        transfer = state.transfer
-        too_often = state.num_lost_receivers >= self._max_lost_receivers
-        if state.phase is not Phase.PREFILLING or transfer is None or too_often:
-            return False
-        source_ids = transfer.plan.source_ids
-        holds = [self._hold(source_id, state.key) for source_id in source_ids]
-        has_left = any(transfer.was_sent_by(source_id) for source_id in source_ids)
-        return not has_left and all(hold is not None and not hold.freeing for hold in holds)
-
-    def _hold(self, instance_id: InstanceId, key: RequestKey) -> HeldBlocks | None:
-        instance = self.instances.get(instance_id)
-        return None if instance is None else instance.holds.get(key)
-
-    def lose_receiver(self, state: RequestState, *, told_by: InstanceId | None = None) -> None:
-        """Its KV waits where it is computed for another receiver. The source ``told_by`` knows."""
-        transfer = state.transfer
-        assert transfer is not None, f"{state.key} has no receiver to lose"
-        self.broker.withdraw(transfer)
-        for source_id in transfer.plan.source_ids:
-            if source_id != told_by:
-                self.commands.append(
-                    WithdrawTransfer(
-                        instance_id=source_id,
-                        request_id=state.key[0],
-                        epoch=state.key[1],
-                        transfer_id=transfer.plan.transfer_id,
-                    )
-                )
-        for destination_id in transfer.plan.destination_ids:
-            self.free(destination_id, state.key)
-        state.rank_of_offer = transfer.rank
-        state.num_lost_receivers += 1
-        state.transfer, state.decode_shards = None, ()
-        self.unreceived[state.key] = state
-        self.instances[state.prefill_ids[0]].let_wait(state.key, True)
-
-    def lose_helper(self, state: RequestState, instance_id: InstanceId) -> None:
-        """The rest of its group has most of what this one computed; what it has not is computed again."""
-        assert state.group is not None, f"{state.key} has no helper to lose"
-        state.group = structs.replace(state.group, lost_ids=(*state.group.lost_ids, instance_id))
-        state.asked_ids = tuple([helper_id for helper_id in state.asked_ids if helper_id != instance_id])
-        state.is_healing, state.prefix_tokens = True, None
-        self.healing[state.key] = state
-        self.free(instance_id, state.key)
-        self.tell_group(state)
-
-    def tell_group(self, state: RequestState) -> None:
-        """Tell all members who they are."""
-        assert state.group is not None, f"{state.key} has no group to tell"
-        request_id, epoch = state.key
-        for member_id in state.group.living_ids:
-            self.commands.append(SetGroup(instance_id=member_id, request_id=request_id, epoch=epoch, group=state.group))
+    # --- its KV moves on ---
 
     def offer(self, state: RequestState) -> None:
         """Its KV begins to be computed where it cannot stay: for the receiver that it has, or will have."""
@@ -268,33 +201,10 @@ class Books:
         elif state.rank_of_offer is None:
             state.rank_of_offer = self.broker.new_rank()
 
-    def receive(self, state: RequestState, decode: InstanceBooks) -> None:
-        """A request without a receiver gets one."""
-        del self.unreceived[state.key]
-        hold = self._hold(state.prefill_ids[0], state.key)
-        assert hold is not None, f"{state.key} has no KV to send"
-        self.promise(state, decode, hold.long_tokens)
-        self.instances[state.prefill_ids[0]].let_wait(state.key, state.is_computed)
-
     def computed(self, state: RequestState) -> None:
         """Its prompt is, and its KV is to move on."""
         self.disband(state)
         self.instances[state.prefill_ids[0]].let_wait(state.key, True)
-
-    def keep(self, state: RequestState) -> None:
-        """A request without a receiver decodes where it is computed."""
-        del self.unreceived[state.key]
-        request, instance = state.request, self.instances[state.prefill_ids[0]]
-        num_blocks = instance.num_first_blocks(request)
-        instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
-        state.prefill_shards = state.decode_shards = (instance.shard(num_blocks),)
-        self.commands.append(
-            KeepKv(instance_id=instance.instance_id, request_id=state.key[0], epoch=state.key[1], num_blocks=num_blocks)
-        )
-        if state.is_computed:
-            self.land(state)
-
-    # --- its KV lands ---
 
     def grant(self, transfers: Iterable[Transfer]) -> None:
         """Tell the sources of transfers that the broker granted."""

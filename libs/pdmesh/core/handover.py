@@ -16,6 +16,7 @@ from math import inf
 
 from pdmesh.core.books import Books
 from pdmesh.core.openings import Openings
+from pdmesh.core.receivers import keep, receive
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import Request, RequestKey, Role
@@ -57,9 +58,9 @@ class HandOvers:
                 continue
             receiver = openings.decoders.firsts(state.request).get(source.kv_group)
             if receiver is not None:
-                books.receive(state, receiver)
+                receive(books, state, receiver)
             elif source.can_keep(state.request):
-                books.keep(state)
+                keep(books, state)
             else:
                 self._closed.add(source.kv_group)
                 continue

@@ -1,6 +1,6 @@
 """When a group loses a helper: the others have most of what it computed, and compute what they have not.
 
-All members are told (`Books.lose_helper`). Whatever they have in flight of the prompt then ends without waiting for
+All members are told (`lose_helper`). Whatever they have in flight of the prompt then ends without waiting for
 anybody: computed, or not at all. The leader says how much of the prompt it has from the first token on. When both are
 known, the prompt goes on from the first token that neither the leader has, nor a member that is left has computed and
 passes on. What came after it is computed again, with the same bits.
@@ -8,11 +8,33 @@ passes on. What came after it is computed again, with the same bits.
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from pdmesh.core.books import Books
+from pdmesh.core.commands import SetGroup
 from pdmesh.core.events import GroupPrefix
 from pdmesh.core.requests import ComputedPart, RequestState
 from pdmesh.model import ChunkPlan, InstanceId
 from pdmesh.policy.base import Bundle
+
+
+def lose_helper(books: Books, state: RequestState, instance_id: InstanceId) -> None:
+    """The rest of its group has most of what this one computed; what it has not is computed again."""
+    assert state.group is not None, f"{state.key} has no helper to lose"
+    state.group = structs.replace(state.group, lost_ids=(*state.group.lost_ids, instance_id))
+    state.asked_ids = tuple([helper_id for helper_id in state.asked_ids if helper_id != instance_id])
+    state.is_healing, state.prefix_tokens = True, None
+    books.healing[state.key] = state
+    books.free(instance_id, state.key)
+    tell_group(books, state)
+
+
+def tell_group(books: Books, state: RequestState) -> None:
+    """Tell all members who they are."""
+    assert state.group is not None, f"{state.key} has no group to tell"
+    request_id, epoch = state.key
+    for member_id in state.group.living_ids:
+        books.commands.append(SetGroup(instance_id=member_id, request_id=request_id, epoch=epoch, group=state.group))
 
 
 class Healing:

@@ -20,6 +20,7 @@ from pdmesh.core.events import OperationRequested
 from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, is_told, why_worse
 from pdmesh.core.moves import Moves
 from pdmesh.core.placing import have_pair
+from pdmesh.core.receivers import do_without
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.core.transfers import Move
@@ -354,7 +355,7 @@ class Operations:
     def _restart(self, key: RequestKey, instance: InstanceBooks) -> None:
         state = self._books.find(key)
         if state is not None and state.needs(instance.instance_id):
-            self._books.do_without(state, instance.instance_id, f"instance {instance.instance_id} is drained")
+            do_without(self._books, state, instance.instance_id, f"instance {instance.instance_id} is drained")
 
     # --- of one request ---
 

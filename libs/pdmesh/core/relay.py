@@ -29,7 +29,7 @@ from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import HelperJoined
-from pdmesh.core.healing import Healing
+from pdmesh.core.healing import Healing, tell_group
 from pdmesh.core.queue import in_order
 from pdmesh.core.requests import ComputedPart, Phase, RequestState
 from pdmesh.core.state import HoldKind, InstanceBooks
@@ -97,7 +97,7 @@ class Relays:
         state.group = structs.replace(state.group, member_ids=(*state.group.member_ids, event.instance_id))
         copy_s = 0.0 if bundle.relay is None else bundle.relay.copy_s(num_computed_tokens, _token_bytes(instance))
         self._helping.setdefault(event.instance_id, {})[state.key] = now_s + copy_s
-        self._books.tell_group(state)
+        tell_group(self._books, state)
 
     def _awaited(self, state: RequestState) -> list[InstanceId]:
         """Those that were asked to help, and have not answered."""

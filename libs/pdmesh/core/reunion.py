@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Outcome
 from pdmesh.core.orphans import Orphans
+from pdmesh.core.receivers import do_without
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import HoldKind, InstanceBooks
 from pdmesh.model import (
@@ -172,7 +173,7 @@ class Reunion:
         for key in keys:
             state = self._books.find(key)
             if state is not None and state.needs(instance_id):
-                self._books.do_without(state, instance_id, reason)
+                do_without(self._books, state, instance_id, reason)
 
     # --- residents ---
 

@@ -72,6 +72,7 @@ from pdmesh.core.packing import Packer
 from pdmesh.core.placing import unready_reason
 from pdmesh.core.pools import DesiredPools, Pools
 from pdmesh.core.rebalancing import Rebalancer
+from pdmesh.core.receivers import do_without
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
 from pdmesh.core.state import HoldKind, InstanceBooks
@@ -373,7 +374,7 @@ class SchedulerCore:
         state = self._books.find((event.request_id, event.epoch))
         if state is not None and state.needs(event.instance_id):
             reason = f"instance {event.instance_id} does not serve it: {event.reason}"
-            self._books.do_without(state, event.instance_id, reason)
+            do_without(self._books, state, event.instance_id, reason)
         elif state is None or state.move is None or state.move.target_id != event.instance_id:
             self._books.ignore("RequestDropped")
 
@@ -398,7 +399,7 @@ class SchedulerCore:
             and state.needs(event.instance_id)
             and not (state.transfer is not None and state.transfer.was_sent_by(event.instance_id))
         ):
-            self._books.do_without(state, event.instance_id, f"instance {event.instance_id} dropped its KV")
+            do_without(self._books, state, event.instance_id, f"instance {event.instance_id} dropped its KV")
         self._books.grant(self._books.broker.release_of(key, event.instance_id))
 
     # --- an operator's changes ---

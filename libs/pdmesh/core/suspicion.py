@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdmesh.core.books import Books
+from pdmesh.core.healing import lose_helper
 from pdmesh.core.placing import could_place
+from pdmesh.core.receivers import has_all_kv, lose_receiver
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import TransferState
@@ -44,9 +46,9 @@ def start_elsewhere(books: Books, bundle: Bundle) -> None:
             ):
                 continue
             loses_nothing = _loses_nothing(state, [books.instances.get(name) for name in state.prefill_ids])
-            if _only_receives(state, instance.instance_id) and books.has_all_kv(state):
+            if _only_receives(state, instance.instance_id) and has_all_kv(books, state):
                 if loses_nothing or not _may_have_landed(state):
-                    books.lose_receiver(state)
+                    lose_receiver(books, state)
             elif loses_nothing and state.request.epoch <= MAX_EPOCH:
                 books.restart(state, f"instance {instance.instance_id} is silent")
 
@@ -56,7 +58,7 @@ def go_on_without(books: Books, instance: InstanceBooks) -> None:
     for key in list(instance.holds):
         state = books.find(key)
         if state is not None and state.is_helped_by(instance.instance_id):
-            books.lose_helper(state, instance.instance_id)
+            lose_helper(books, state, instance.instance_id)
 
 
 def receive_elsewhere(books: Books, instance: InstanceBooks) -> None:
@@ -67,10 +69,10 @@ def receive_elsewhere(books: Books, instance: InstanceBooks) -> None:
             state is not None
             and state.needs(instance.instance_id)
             and _only_receives(state, instance.instance_id)
-            and books.has_all_kv(state)
+            and has_all_kv(books, state)
             and not _may_have_landed(state)
         ):
-            books.lose_receiver(state)
+            lose_receiver(books, state)
 
 
 def _only_receives(state: RequestState, instance_id: InstanceId) -> bool:

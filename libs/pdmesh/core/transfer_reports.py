@@ -13,6 +13,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.core.receivers import has_all_kv, lose_receiver
 from pdmesh.core.requests import Phase
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.model import NO_TRANSFER
@@ -85,8 +86,8 @@ class TransferReports:
             self._books.free(event.instance_id, key)  # a move's target, or a sender without acknowledgement
         elif state.transfer is None or state.transfer.plan.transfer_id != event.transfer_id:
             self._books.ignore("TransferFailed")  # the other side said so before
-        elif self._books.has_all_kv(state):
-            self._books.lose_receiver(state, told_by=event.instance_id)
+        elif has_all_kv(self._books, state):
+            lose_receiver(self._books, state, told_by=event.instance_id)
         else:
             self._books.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}")
 

@@ -1,0 +1,85 @@
+"""A request loses the instance that was to receive its KV, and gets another, or decodes where it is computed.
+
+What is computed of it stays where that was done. Who receives it next is chosen in `pdmesh.core.handover`.
+"""
+
+from __future__ import annotations
+
+from pdmesh.core.books import Books
+from pdmesh.core.commands import KeepKv, WithdrawTransfer
+from pdmesh.core.healing import lose_helper
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.state import InstanceBooks
+from pdmesh.model import InstanceId
+
+
+def do_without(books: Books, state: RequestState, instance_id: InstanceId, reason: str) -> None:
+    """An instance fails a request that needs it.
+
+    If that was to receive its KV, another one will; if it only helped, the others compute what it did not.
+    """
+    if state.is_helped_by(instance_id):
+        lose_helper(books, state, instance_id)
+    elif has_all_kv(books, state) and instance_id not in state.prefill_ids:
+        lose_receiver(books, state)
+    else:
+        books.restart(state, reason)
+
+
+def has_all_kv(books: Books, state: RequestState) -> bool:
+    """Whether all that is computed of a request that moves is where it was computed, for another receiver."""
+    transfer = state.transfer
+    too_often = state.num_lost_receivers >= books.max_lost_receivers
+    if state.phase is not Phase.PREFILLING or transfer is None or too_often:
+        return False
+    source_ids = transfer.plan.source_ids
+    holds = [books.hold_of(source_id, state.key) for source_id in source_ids]
+    has_left = any(transfer.was_sent_by(source_id) for source_id in source_ids)
+    return not has_left and all(hold is not None and not hold.freeing for hold in holds)
+
+
+def lose_receiver(books: Books, state: RequestState, *, told_by: InstanceId | None = None) -> None:
+    """Its KV waits where it is computed for another receiver. The source ``told_by`` knows."""
+    transfer = state.transfer
+    assert transfer is not None, f"{state.key} has no receiver to lose"
+    books.broker.withdraw(transfer)
+    for source_id in transfer.plan.source_ids:
+        if source_id != told_by:
+            books.commands.append(
+                WithdrawTransfer(
+                    instance_id=source_id,
+                    request_id=state.key[0],
+                    epoch=state.key[1],
+                    transfer_id=transfer.plan.transfer_id,
+                )
+            )
+    for destination_id in transfer.plan.destination_ids:
+        books.free(destination_id, state.key)
+    state.rank_of_offer = transfer.rank
+    state.num_lost_receivers += 1
+    state.transfer, state.decode_shards = None, ()
+    books.unreceived[state.key] = state
+    books.instances[state.prefill_ids[0]].let_wait(state.key, True)
+
+
+def receive(books: Books, state: RequestState, decode: InstanceBooks) -> None:
+    """A request without a receiver gets one."""
+    del books.unreceived[state.key]
+    hold = books.hold_of(state.prefill_ids[0], state.key)
+    assert hold is not None, f"{state.key} has no KV to send"
+    books.promise(state, decode, hold.long_tokens)
+    books.instances[state.prefill_ids[0]].let_wait(state.key, state.is_computed)
+
+
+def keep(books: Books, state: RequestState) -> None:
+    """A request without a receiver decodes where it is computed."""
+    del books.unreceived[state.key]
+    request, instance = state.request, books.instances[state.prefill_ids[0]]
+    num_blocks = instance.num_first_blocks(request)
+    instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
+    state.prefill_shards = state.decode_shards = (instance.shard(num_blocks),)
+    books.commands.append(
+        KeepKv(instance_id=instance.instance_id, request_id=state.key[0], epoch=state.key[1], num_blocks=num_blocks)
+    )
+    if state.is_computed:
+        books.land(state)
