@@ -21,7 +21,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
 from pdmesh.kv.presence import Bell
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
@@ -113,6 +113,28 @@ async def open_members(maker: TransportMaker, number: int) -> AsyncIterator[list
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
 def maker(request: pytest.FixtureRequest) -> TransportMaker:
     return TransportMaker(request.param)
+
+
+async def test_a_member_that_stopped_keeps_nobody_else_from_being_welcomed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said HELLO, and takes no answer."""
+    async with open_members(TransportMaker("memory"), 3) as members:
+        first, late, stopped = members
+        send = first.transport.send
+
+        async def send_to_the_living(address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+            if address == stopped.transport.address:
+                await anyio.sleep_forever()
+            await send(address, buffer, payload_bytes)
+
+        monkeypatch.setattr(first.transport, "send", send_to_the_living)
+        for member in (first, stopped, late):
+            member.join(members)
+            await anyio.wait_all_tasks_blocked()
+        late.compute(0, 5)
+        await anyio.wait_all_tasks_blocked()
+        assert all(first.exchange.presence.has(layer, 5) for layer in range(NUM_LAYERS))
+        for member in members:
+            member.free()
 
 
 async def test_every_page_comes_to_every_member_once(maker: TransportMaker) -> None:

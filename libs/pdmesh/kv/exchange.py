@@ -94,6 +94,7 @@ class _Peer:
     address: bytes
     outbox: Outbox
     ready: anyio.Event = field(default_factory=anyio.Event)
+    greeted: anyio.Event = field(default_factory=anyio.Event)  # it said HELLO
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of sending there; cancelled for good
     last_block: int = -1  # where the last chunk began that something came of
 
@@ -141,7 +142,6 @@ class PieceExchange:
         self._peers: dict[int, _Peer] = {}
         self._lost: set[int] = set()
         self._joined_in, self._joined_out = anyio.create_memory_object_stream[_Peer](MAX_MEMBERS)
-        self._welcomes_in, self._welcomes_out = anyio.create_memory_object_stream[_Peer](MAX_MEMBERS)
 
     @property
     def num_bytes_sent(self) -> int:
@@ -215,7 +215,6 @@ class PieceExchange:
         """Send what is to be sent, until cancelled."""
         with self.scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._welcome)
                 async for peer in self._joined_out:
                     tasks.start_soon(self._serve, peer)
 
@@ -226,8 +225,8 @@ class PieceExchange:
 
     def close(self) -> None:
         """After `run`."""
-        for stream in (self._joined_in, self._joined_out, self._welcomes_in, self._welcomes_out):
-            stream.close()
+        self._joined_in.close()
+        self._joined_out.close()
 
     def take_greeting(self, header: PieceHeader) -> str | None:
         """A HELLO or a WELCOME; or say why it must be dropped."""
@@ -236,10 +235,7 @@ class PieceExchange:
             return "range"
         peer.ready.set()
         if header.kind is PieceKind.HELLO:
-            try:
-                self._welcomes_in.send_nowait(peer)
-            except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
-                return "flood"  # no member says it twice
+            peer.greeted.set()
         return None
 
     def block_ids_of(self, header: PieceHeader) -> list[int]:
@@ -372,9 +368,10 @@ class PieceExchange:
             destination=peer.number,
         )
 
-    async def _welcome(self) -> None:
-        async for peer in self._welcomes_out:
-            await self._tell(PieceKind.WELCOME, peer)
+    async def _welcome(self, peer: _Peer) -> None:
+        """Answer its HELLO, once."""
+        await peer.greeted.wait()
+        await self._tell(PieceKind.WELCOME, peer)
 
     async def _tell(self, kind: PieceKind, peer: _Peer) -> None:
         try:
@@ -387,6 +384,7 @@ class PieceExchange:
         with peer.scope:
             async with anyio.create_task_group() as lanes:
                 lanes.start_soon(self._tell, PieceKind.HELLO, peer)
+                lanes.start_soon(self._welcome, peer)
                 for _ in range(PIECES_IN_FLIGHT):
                     lanes.start_soon(self._send_to, peer)
 
