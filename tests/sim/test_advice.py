@@ -6,14 +6,15 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from pdmesh.cli.advise import AdviceOptions, advise, command_of
-from pdmesh.cli.auto import next_flip
-from pdmesh.cli.options import Output
+from pdmesh.cli.auto import next_flip, run_auto
+from pdmesh.cli.options import Asked, Output
 from pdmesh.core.config import CoreConfig
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
 from pdmesh.model import InstanceId, PoolCounts, Role
@@ -136,3 +137,27 @@ def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
     assert next_flip(there, wanted, 1) == ("decode-1", Role.PREFILL), "one that is drained is left alone"
     assert next_flip(there, wanted, 3) is None, "within its bounds"
     assert next_flip(there, PoolCounts(prefill=1, decode=3), 1) is None, "it is there"
+
+
+def test_auto_outlives_a_scheduler_that_is_away_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = InstanceUnavailable("the scheduler does not answer")
+
+    def run(*outcomes: BaseException | None, once: bool = False) -> None:
+        left = iter(outcomes)
+
+        def look(*_arguments: object) -> int:
+            if (outcome := next(left)) is not None:
+                raise outcome
+            return 0
+
+        monkeypatch.setattr("pdmesh.cli.auto._look", look)
+        run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=once)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(None, away, away, None, KeyboardInterrupt())
+    assert capsys.readouterr().err.count("does not answer") == 2
+    for once in (True, False):
+        with pytest.raises(InstanceUnavailable):
+            run(away, once=once)

@@ -11,7 +11,7 @@ import typer
 from pdmesh.cli.advise import AdviceOptions, advise, log_file
 from pdmesh.cli.operations import current_state, start
 from pdmesh.cli.options import Asked, Output
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
 from pdmesh.wire.messages import InstanceStatus
 
@@ -46,13 +46,22 @@ def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts, least: int) -
 def run_auto(asked: Asked, options: AdviceOptions, *, every_s: float, least: int, timeout_s: float, once: bool) -> int:
     """Look every ``every_s`` seconds until interrupted; ``once`` looks once and returns the exit code of what it did.
 
-    Bundles are left alone, and no process is started or stopped. Raises PdmeshError if no mesh can be asked.
+    Bundles are left alone, and no process is started or stopped. Raises PdmeshError if no mesh can be asked; a
+    scheduler that has answered once may be away for a while, as when it is restarted.
     """
+    has_looked = False
     while True:
         began_s = time.monotonic()
-        code = _look(asked, options, least, timeout_s)
-        if once:
-            return code
+        try:
+            code = _look(asked, options, least, timeout_s)
+        except InstanceUnavailable as error:
+            if not has_looked:
+                raise
+            typer.echo(f"pdmesh: {error}; looking again later", err=True)
+        else:
+            if once:
+                return code
+            has_looked = True
         time.sleep(max(0.0, began_s + every_s - time.monotonic()))
 
 
