@@ -31,7 +31,7 @@ from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.transcript import pack_transcript
 from pdmesh.model import Epoch, RequestId, Role, SamplingParams, TransferId, num_blocks_for
-from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, reference_output
+from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
 from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
@@ -392,6 +392,32 @@ async def test_what_outgrows_its_room_on_the_way_stays() -> None:
         assert "more than" in (await source.reported(MoveFailed, "r")).reason
         fabric.faults = MemoryFaults()
         await ends_where_it_was(source, target)
+
+
+async def test_what_caught_up_with_a_full_target_is_not_committed_to_it() -> None:
+    """The step in flight computes a token more than there is room for."""
+    fabric, gate = MemoryFabric(), StepGate()
+    async with (
+        MemoryTransport(CONFIG, fabric) as one,
+        MemoryTransport(CONFIG, fabric) as other,
+        running_instance(FakeEngine(num_blocks=512, gate=gate), one, role=Role.MIXED, config=CONFIG) as source,
+        running_instance(FakeEngine(num_blocks=512), other, role=Role.DECODE, config=CONFIG) as target,
+    ):
+        prompt = list(range(2 * BLOCK))
+        gate.let_through(FAKE_LAYOUT.num_layers)
+        start(source, "r", prompt, LONG)
+        await drawn(source, "r", 1)
+        await anyio.wait_all_tasks_blocked()  # the next step has begun
+        source.move("r", target, 2)
+        await target.reported(DecodeReserved, "r")
+        await anyio.wait_all_tasks_blocked()
+        gate.open()
+        failed = await source.reported(MoveFailed, "r")
+        assert not failed.committed
+        await source.reported(RequestFinished, "r")
+        assert [token.token_id for token in source.tokens_of("r")] == reference_output(prompt, LONG)
+        target.free(RequestId("r"), Epoch(0))
+        await target.reported(KvReleased, "r")
 
 
 async def test_a_target_without_room_or_that_stops_refuses() -> None:

@@ -90,10 +90,14 @@ class MoveSender:
 
     def advance(self, num_kv_tokens: int) -> None:
         """So many tokens of the request have their KV by now: what they fill of blocks can go."""
-        if num_kv_tokens > self._num_tokens_taken:
+        if not self.has_room_for(num_kv_tokens):
             self.fail(f"{num_kv_tokens} tokens are more than the {self._num_tokens_taken} that it has room for there")
             return
         self._name(num_kv_tokens // self._layout.block_size)
+
+    def has_room_for(self, num_kv_tokens: int) -> bool:
+        """Whether the target has."""
+        return num_kv_tokens <= self._num_tokens_taken
 
     @property
     def has_caught_up(self) -> bool:
@@ -107,6 +111,7 @@ class MoveSender:
         on its way once the event loop has had a turn, if there are buffers.
         """
         assert self.has_caught_up, "it stands still, and has not caught up"
+        assert self.has_room_for(num_kv_tokens), f"{num_kv_tokens} tokens; the target takes {self._num_tokens_taken}"
         self._frozen_s = self._clock()
         self._work.deadline = anyio.current_time() + FREEZE_LIMIT_S
         self._name(num_blocks_for(num_kv_tokens, self._layout.block_size))

@@ -63,7 +63,10 @@ class MovingDecodes:
     def successor(self, hold: Hold) -> InstanceId | None:
         """Who goes on after the token that a step has just drawn; None: this instance."""
         leaving = hold.leaving
-        return leaving.target_id if leaving is not None and leaving.can_freeze else None
+        if leaving is None or leaving.sender is None or not leaving.can_freeze:
+            return None
+        # The step has computed the KV of the token before.
+        return leaving.target_id if leaving.sender.has_room_for(len(hold.sequence.token_ids)) else None
 
     def stepped(self, hold: Hold, successor: InstanceId | None) -> None:
         """A step has drawn a token more, and named who goes on."""
