@@ -31,7 +31,7 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None
     instances = [
         InstanceBooks(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=Growth()) for n in range(12)
     ]
-    ranking, decoders = Ranking(PLACE.key), Decoders(PLACE, by_credit=False)
+    ranking, decoders = Ranking(PLACE.key), Decoders(PLACE, None, by_credit=False)
     members: dict[InstanceId, InstanceBooks] = {}
     for number in range(400):
         instance = rng.choice(instances)

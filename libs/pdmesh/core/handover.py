@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from math import inf
 
 from pdmesh.core.books import Books
+from pdmesh.core.decoding import DecodingSums
 from pdmesh.core.openings import Openings
 from pdmesh.core.receivers import keep, receive
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import Request, RequestKey, Role
 from pdmesh.policy.base import Bundle
-from pdmesh.policy.handover import Decoding, RunAhead
 
 
 class HandOvers:
@@ -54,9 +54,11 @@ class HandOvers:
             source = books.instances[state.prefill_ids[0]]
             if source.kv_group in self._closed:
                 continue
-            if not self._needs_room(state, source, line[:index], bundle):
-                continue
             receiver = openings.decoders.firsts(state.request).get(source.kv_group)
+            if self._may_yet_wait(state, bundle) and not self._needs_room(
+                state, source, line[:index], None if receiver is not None else openings.decoders.sums, bundle
+            ):
+                continue
             if receiver is not None:
                 receive(books, state, receiver)
             elif source.can_keep(state.request):
@@ -80,24 +82,24 @@ class HandOvers:
         """Whether as much KV waits there as may."""
         return not prefill.may_add_waiting(0, bundle.waiting_kv_share)
 
-    def begins_ahead(self, request: Request, prefill: InstanceBooks, bundle: Bundle) -> bool:
+    def begins_ahead(self, request: Request, prefill: InstanceBooks, sums: DecodingSums, bundle: Bundle) -> bool:
         """Whether to compute a prompt there that has no room to decode now."""
         ahead = bundle.run_ahead
         if ahead is None or not self._may_wait(request, prefill, bundle):
             return False
-        decoders = [each for each in self._decoders(prefill.kv_group) if each.could_decode(request)]
-        if not decoders:
+        mean_tokens = self._books.growth.mean_tokens
+        decoding = sums.decoding(prefill.kv_group, mean_tokens, request)
+        if decoding is None:
             return False
         before = [s.request for s in self._books.unreceived.values() if self._group_of(s) == prefill.kv_group]
-        decoding = self._decoding(decoders, ahead)
-        num_requests, num_blocks = len(before) + 1, _num_blocks(decoders[0], [*before, request])
+        num_requests, num_blocks = len(before) + 1, _num_blocks(prefill, [*before, request])
         return ahead.begins(
             request,
             prefill.view,
-            max(decoders, key=lambda each: each.num_seats_taken).view,
+            sums.fullest(prefill.kv_group, request).view,
             room_s=decoding.room_s(num_requests, num_blocks),
             line_s=len(self._books.queue) / decoding.ends_per_s if decoding.ends_per_s else inf,
-            mean_tokens=self._books.growth.mean_tokens,
+            mean_tokens=mean_tokens,
         )
 
     def promises_later(self, request: Request, prefill: InstanceBooks, bundle: Bundle) -> bool:
@@ -114,33 +116,28 @@ class HandOvers:
             prefill.num_prefill_blocks(request), bundle.waiting_kv_share
         )
 
+    def _may_yet_wait(self, state: RequestState, bundle: Bundle) -> bool:
+        """Whether it may leave room to others while it is computed."""
+        is_open = bundle.run_ahead is not None and not state.is_planned
+        return is_open and bundle.is_long(state.request) and bool(len(self._books.queue))
+
     def _needs_room(
-        self, state: RequestState, source: InstanceBooks, before: Iterable[RequestState], bundle: Bundle
+        self,
+        state: RequestState,
+        source: InstanceBooks,
+        before: Iterable[RequestState],
+        sums: DecodingSums | None,
+        bundle: Bundle,
     ) -> bool:
+        """Whether it is time to promise it room; without ``sums`` there is some now."""
         ahead, request = bundle.run_ahead, state.request
-        if ahead is None or state.is_planned or not bundle.is_long(request) or not len(self._books.queue):
-            return True
-        decoders = self._decoders(source.kv_group)
-        line = [*(other.request for other in before if other.key in self._books.unreceived), request]
+        assert ahead is not None
+        decoding = None if sums is None else sums.decoding(source.kv_group, self._books.growth.mean_tokens)
         room_s = 0.0
-        if decoders and not any(each.can_decode(request) for each in decoders):
-            room_s = self._decoding(decoders, ahead).room_s(len(line), _num_blocks(decoders[0], line))
+        if decoding is not None:
+            line = [*(other.request for other in before if other.key in self._books.unreceived), request]
+            room_s = decoding.room_s(len(line), _num_blocks(source, line))
         return ahead.needs_room(request, state.num_planned_tokens, _kv_bytes(request, source), room_s)
-
-    def _decoding(self, decoders: Iterable[InstanceBooks], ahead: RunAhead) -> Decoding:
-        num_requests = num_held = num_free_seats = num_free_blocks = 0
-        ends_per_s = 0.0
-        for instance in decoders:
-            num_requests += instance.num_seats_taken
-            num_held += instance.num_taken_blocks
-            num_free_seats += instance.profile.max_num_seqs - instance.num_seats_taken
-            num_free_blocks += max(0, int(instance.room.open))
-            ends_per_s += ahead.ends_per_s(instance.view, self._books.growth.mean_tokens)
-        return Decoding(num_requests, num_held, num_free_seats, num_free_blocks, ends_per_s)
-
-    def _decoders(self, kv_group: str) -> list[InstanceBooks]:
-        instances = self._books.instances.values()
-        return [each for each in instances if each.kv_group == kv_group and each.role.can_decode and each.takes_new]
 
     def _group_of(self, state: RequestState) -> str:
         return self._books.instances[state.prefill_ids[0]].kv_group

@@ -22,7 +22,7 @@ from pdmesh.core.ranking import Decoders, Ranked, Ranking
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId
-from pdmesh.policy.base import Bundle
+from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.interruption import Interruption, StepInFlight
 from pdmesh.policy.latency import ChunkShape, StepShape
@@ -60,7 +60,9 @@ class Openings:
         self._with_own: dict[InstanceId, InstanceBooks] = {}  # of the same: where one placed there may interrupt
         self._takers = Ranking(bundle.prefill_placement.key)  # the idle and the interruptible
         self._with_long: dict[InstanceId, None] = {}
-        self.decoders = Decoders(bundle.decode_placement, by_credit=self._books.growth.by_credit)
+        self._prefilling: dict[str, Ranking] = {}  # by KV group: those that take prompts, the least queued first
+        by_credit = self._books.growth.by_credit
+        self.decoders = Decoders(bundle.decode_placement, bundle.run_ahead, by_credit=by_credit)
         self._books.changed.update(dict.fromkeys(self._books.instances))
 
     def update(self, bundle: Bundle) -> None:
@@ -102,10 +104,25 @@ class Openings:
 
     def _note(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         self.decoders.look_at(instance_id, instance)
+        self._note_prefilling(instance_id, instance)
         if instance is None or not instance.has_long:
             self._with_long.pop(instance_id, None)
         else:
             self._with_long[instance_id] = None
+
+    def _note_prefilling(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
+        bundle = self._bundle
+        if bundle.local_prefill is None:
+            return
+        takes = instance is not None and instance.takes_prompts and instance.may_add_waiting(0, bundle.waiting_kv_share)
+        kv_group = instance.kv_group if instance is not None and takes else None
+        for name, ranking in self._prefilling.items():
+            if name != kv_group:
+                ranking.discard(instance_id)
+        if instance is not None and kv_group is not None:
+            if kv_group not in self._prefilling:
+                self._prefilling[kv_group] = Ranking(_queued_tokens)
+            self._prefilling[kv_group].put(instance)
 
     def _look_at(self, instance: InstanceBooks) -> None:
         instance_id = instance.instance_id
@@ -192,9 +209,17 @@ class Openings:
         beside.sort()
         return _merged(line, beside)
 
-    def spare(self) -> list[InstanceBooks]:
+    def least_queued(self, kv_group: str) -> InstanceBooks | None:
+        """Of those that take prompts, and are not held back; nobody asks under a bundle without local prefill."""
+        ranking = self._prefilling.get(kv_group)
+        line = [] if ranking is None else ranking.line()
+        return line[0][2] if line else None
+
+    def spare(self) -> Iterator[InstanceBooks]:
         """Those that only decode, with room in their steps, as the placement sorts them."""
-        return [instance for _, _, instance in self._spare.line()] if self._any_spare() else []
+        if self._any_spare():
+            for _, _, instance in self._spare.line():
+                yield instance
 
     def _any_spare(self) -> bool:
         if self._perhaps_spare:
@@ -227,6 +252,10 @@ class Openings:
             and state not in inside.states
             and first_of(self._bundle.order, [state, *inside.states], now_s) is state
         )
+
+
+def _queued_tokens(instance: InstanceView) -> tuple[float, ...]:
+    return (instance.num_queued_tokens,)
 
 
 def _merged(line: Iterable[Ranked], beside: Sequence[Ranked]) -> Iterator[InstanceBooks]:

@@ -204,7 +204,7 @@ class Round:
             return placement
         if self._for_waiting and request.num_prompt_tokens <= bundle.local_prompt_tokens:
             spare = (instance for instance in self._known.spare() if instance.instance_id not in self._openings)
-            local = place_locally(request, spare, books.instances.values(), bundle, self._handovers)
+            local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers)
             if local is not None:
                 return local
         others = bundle.is_long(request) and any(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdmesh.core.ranking import Decoders
@@ -13,6 +14,10 @@ from pdmesh.policy.base import Bundle
 
 if TYPE_CHECKING:
     from pdmesh.core.handover import HandOvers
+
+#: So many instances are asked whether a prompt had better begin there before its time, the first in the order of the
+#: policy: what one says no to, those behind it seldom do, and nobody pays for a look at all of a large mesh.
+MAX_ASKED = 8
 
 #: Instances that compute long prompts together, the leader first, by the name that they declared.
 Groups = Mapping[str, Sequence[InstanceBooks]]
@@ -53,11 +58,12 @@ def place(
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy."""
     wait = Wait.FOR_OPENING
+    num_asked = 0
     firsts = decoders.firsts(request)
     if closed := handovers.closed_groups:
         firsts = {kv_group: first for kv_group, first in firsts.items() if kv_group not in closed}
     for prefill in offers:
-        if not firsts and bundle.run_ahead is None:
+        if not firsts and (bundle.run_ahead is None or num_asked == MAX_ASKED):
             return Wait.FOR_ROOM
         first = firsts.get(prefill.kv_group)
         if handovers.holds_back(prefill, bundle):
@@ -65,9 +71,10 @@ def place(
         if not prefill.can_prefill(request):
             wait = Wait.FOR_ROOM if wait is Wait.FOR_OPENING else wait
         elif first is None:
-            takes = bundle.prefill_placement.takes(request, prefill.view)
-            if takes and handovers.begins_ahead(request, prefill, bundle):
-                return Placement(prefill, None)
+            if num_asked < MAX_ASKED and bundle.prefill_placement.takes(request, prefill.view):
+                num_asked += 1
+                if handovers.begins_ahead(request, prefill, decoders.sums, bundle):
+                    return Placement(prefill, None)
             wait = Wait.FOR_ROOM if wait is Wait.FOR_OPENING else wait
         elif not bundle.prefill_placement.takes(request, prefill.view):
             wait = Wait.FOR_TURN
@@ -81,29 +88,25 @@ def place(
 def place_locally(
     request: Request,
     spare: Iterable[InstanceBooks],
-    instances: Collection[InstanceBooks],
+    least_queued: Callable[[str], InstanceBooks | None],
     bundle: Bundle,
     handovers: HandOvers,
 ) -> Placement | None:
     """Where one of ``spare``, which only decode, has room for it, and that pays: computed there, its KV stays.
 
-    Otherwise it waits for those of ``instances`` that prefill.
+    Otherwise it waits for an instance that prefills: of a KV group the ``least_queued`` is the first to take it.
     """
     local = bundle.local_prefill
     if local is None:
         return None
-    for instance in spare:
+    for instance in islice(spare, MAX_ASKED):
         if instance.kv_group in handovers.closed_groups or not instance.can_decode(request):
             continue
-        prefills = [
-            other.view
-            for other in instances
-            if other.takes_prompts and other.kv_group == instance.kv_group and not handovers.holds_back(other, bundle)
-        ]
+        prefill = least_queued(instance.kv_group)
         layer_bytes = instance.num_prefill_blocks(request) * instance.profile.kv_layout.block_bytes
-        if local.pays(request, instance.view, prefills, layer_bytes) and bundle.prefill_placement.takes(
-            request, instance.view
-        ):
+        if local.pays(
+            request, instance.view, None if prefill is None else prefill.view, layer_bytes
+        ) and bundle.prefill_placement.takes(request, instance.view):
             return Placement(instance, instance)
     return None
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
+from pdmesh.core.decoding import DecodingSums
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, Request
 from pdmesh.policy.base import DecodePlacement, InstanceView
+from pdmesh.policy.handover import RunAhead
 
 #: An instance behind its key and its id, which no two share: so entries compare without the instances.
 Ranked = tuple[tuple[float, ...], InstanceId, InstanceBooks]
@@ -74,7 +76,8 @@ class _KvGroup:
 class Decoders:
     """The instances with room for one more request to decode, and a seat: by KV group, in the order of the policy."""
 
-    def __init__(self, placement: DecodePlacement, *, by_credit: bool) -> None:
+    def __init__(self, placement: DecodePlacement, run_ahead: RunAhead | None, *, by_credit: bool) -> None:
+        self.sums = DecodingSums(run_ahead)  # of those without room, too
         self._placement = placement
         self._by_credit = by_credit
         self._groups: dict[str, _KvGroup] = {}
@@ -84,6 +87,7 @@ class Decoders:
     def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         """It changed; None: it is gone."""
         self._changed[instance_id] = instance
+        self.sums.look_at(instance_id, instance)
 
     def _look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         room = 0 if instance is None else instance.num_decode_tokens

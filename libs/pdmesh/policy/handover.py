@@ -63,9 +63,9 @@ class RunAhead:
     bytes_per_s: float  # at which KV moves
     latency_of_make: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
-    def ends_per_s(self, instance: InstanceView, mean_tokens: float) -> float:
-        """Of the requests on an instance, which draw so many tokens more in the mean."""
-        return instance.num_seats_taken / (mean_tokens * self._decode_step_s(instance))
+    def tokens_per_s(self, instance: InstanceView) -> float:
+        """That the requests on an instance draw, once all of them decode."""
+        return instance.num_seats_taken / self._decode_step_s(instance)
 
     def begins(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
@@ -27,13 +26,13 @@ class LocalPrefill:
     bytes_per_s: float  # at which KV moves
 
     def pays(
-        self, request: Request, decode: InstanceView, prefills: Iterable[InstanceView], last_layer_bytes: float
+        self, request: Request, decode: InstanceView, prefill: InstanceView | None, last_layer_bytes: float
     ) -> bool:
-        """Whether to compute it on ``decode``; ``prefills`` take prompts, now or later.
+        """Whether to compute it on ``decode``; of those that take prompts, now or later, ``prefill`` has the fewest.
 
         There it waits for what is computed there, takes its own time, and its last layer's KV moves after that.
         """
         total_s = self.remaining.total_s
-        wait_s = min([total_s(prefill.num_queued_tokens) for prefill in prefills], default=inf)
+        wait_s = inf if prefill is None else total_s(prefill.num_queued_tokens)
         there_s = wait_s + total_s(request.num_prompt_tokens) + last_layer_bytes / self.bytes_per_s
         return self.packing.local_s(decode, request.num_prompt_tokens) < there_s

@@ -1,0 +1,102 @@
+"""What instances that decode hold together, kept by those that changed: whoever asks does not look at all of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+from pdmesh.core.state import InstanceBooks
+from pdmesh.model import InstanceId, Request
+from pdmesh.policy.handover import Decoding, RunAhead
+
+#: Rates are summed as whole numbers of so many a second, so that sums come back to 0.
+_RATE_UNIT = 1e-9
+
+#: Seats taken, negative, and the number of the instance, which no two share.
+_Place = tuple[int, int, InstanceBooks]
+
+
+class _Sums(NamedTuple):
+    """Of one instance, or of several."""
+
+    num_requests: int = 0
+    num_blocks: int = 0
+    num_free_seats: int = 0
+    num_free_blocks: int = 0
+    token_rate: int = 0  # of all that decode, in `_RATE_UNIT`
+
+    def plus(self, other: _Sums, sign: int) -> _Sums:
+        return _Sums(*[mine + sign * more for mine, more in zip(self, other, strict=True)])
+
+
+class _Kind:
+    """Instances that could take the same requests, those with the most seats taken first."""
+
+    def __init__(self) -> None:
+        self.line: list[_Place] = []
+        self.sums = _Sums()
+
+
+class DecodingSums:
+    """Of the instances that take requests to decode, by what they could take. Nothing without a ``rule`` that asks."""
+
+    def __init__(self, rule: RunAhead | None) -> None:
+        self._rule = rule
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._known: dict[InstanceId, tuple[tuple[object, ...], _Place, _Sums]] = {}
+        self._changed: dict[InstanceId, InstanceBooks | None] = {}  # since somebody asked
+
+    def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
+        """It changed; None: it is gone."""
+        if self._rule is not None:
+            self._changed[instance_id] = instance
+
+    def decoding(self, kv_group: str, mean_tokens: float, request: Request | None = None) -> Decoding | None:
+        """Together, where there is one of the KV group that could take ``request``; each draws so many tokens more."""
+        sums = _Sums()
+        kinds = self._of(kv_group, request)
+        for kind in kinds:
+            sums = sums.plus(kind.sums, 1)
+        return Decoding(*sums[:-1], sums.token_rate * _RATE_UNIT / mean_tokens) if kinds else None
+
+    def fullest(self, kv_group: str, request: Request) -> InstanceBooks:
+        """Of those, which must be there, the one with the most requests; of equal ones the first that joined."""
+        return min(kind.line[0] for kind in self._of(kv_group, request))[2]
+
+    def _of(self, kv_group: str, request: Request | None) -> list[_Kind]:
+        self._catch_up(self._rule)
+        firsts = ((kind, kind.line[0][2]) for kind in self._kinds.values())
+        return [
+            kind
+            for kind, first in firsts
+            if first.kv_group == kv_group and (request is None or first.could_decode(request))
+        ]
+
+    def _catch_up(self, rule: RunAhead | None) -> None:
+        for instance_id, instance in self._changed.items():
+            if (known := self._known.pop(instance_id, None)) is not None:
+                self._forget(*known)
+            if rule is not None and instance is not None and instance.role.can_decode and instance.takes_new:
+                self._learn(instance, rule)
+        self._changed.clear()
+
+    def _learn(self, instance: InstanceBooks, rule: RunAhead) -> None:
+        place = -instance.num_seats_taken, instance.number, instance
+        sums = _Sums(
+            instance.num_seats_taken,
+            instance.num_taken_blocks,
+            instance.profile.max_num_seqs - instance.num_seats_taken,
+            max(0, int(instance.room.open)),
+            round(rule.tokens_per_s(instance.view) / _RATE_UNIT),
+        )
+        kind = self._kinds.setdefault(instance.kind, _Kind())
+        insort(kind.line, place)
+        kind.sums = kind.sums.plus(sums, 1)
+        self._known[instance.instance_id] = instance.kind, place, sums
+
+    def _forget(self, name: tuple[object, ...], place: _Place, sums: _Sums) -> None:
+        kind = self._kinds[name]
+        del kind.line[bisect_left(kind.line, place)]
+        kind.sums = kind.sums.plus(sums, -1)
+        if not kind.line:
+            del self._kinds[name]

@@ -1,0 +1,79 @@
+"""What a decision costs follows from what changed, not from how many instances there are: counted in calls."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from pdmesh.core.commands import RunStep
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import BundleChangeRequested, RequestArrived
+from pdmesh.model import Role
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.testing.core import CoreBench, a_request, of
+from pdmesh.testing.modelled import modelled_profile
+
+LARGE, SMALL = 128, 32
+
+
+def a_bench(num_instances: int, policy: PolicyConfig, num_seats: int) -> CoreBench:
+    profiles = [
+        modelled_profile(
+            f"{role}{index:03}", role, num_blocks=4096, block_size=16, max_model_len=1 << 16, max_num_seqs=num_seats
+        )
+        for role in (Role.PREFILL, Role.DECODE)
+        for index in range(num_instances // 2)
+    ]
+    bench = CoreBench(*profiles, config=CoreConfig(policy=policy))
+    bench.feed(BundleChangeRequested("pdmesh"))
+    return bench
+
+
+def without_room_to_decode(num_instances: int) -> CoreBench:
+    """Prefill instances are idle, and nobody bears to be computed ahead of room."""
+    bench = a_bench(num_instances, PolicyConfig(slo_ttft_s=1e5), num_seats=1)
+    for index in range(num_instances // 2):
+        (step,) = of(RunStep, bench.arrive(f"decodes{index}", 500, 3000))
+        bench.done(step.instance_id, step.plan)
+    return bench
+
+
+def without_openings_to_prefill(num_instances: int) -> CoreBench:
+    """Those that decode could compute prompts, more slowly than these wait for the others."""
+    bench = a_bench(num_instances, PolicyConfig(slo_tpot_s=0.06), num_seats=16)
+    for index in range(num_instances):  # two plans in flight on each
+        assert of(RunStep, bench.arrive(f"prompt{index}", 6000, 100))
+    return bench
+
+
+def num_calls(bench: CoreBench, prompt: int) -> int:
+    """Of Python functions, by an arrival that waits; the first ones have looked at what was new."""
+    for number in range(3):
+        bench.arrive(f"before{number}", prompt, 10)
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    num_waiting = bench.core.num_waiting
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        bench.core.handle(RequestArrived(a_request("last", prompt, 10)), bench.now_s)
+    finally:
+        sys.setprofile(before)
+    assert bench.core.num_waiting == num_waiting + 1
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("a_full_mesh", "prompt"), [(without_room_to_decode, 100), (without_openings_to_prefill, 6000)]
+)
+def test_a_request_that_waits_costs_no_more_in_a_larger_mesh(
+    a_full_mesh: Callable[[int], CoreBench], prompt: int
+) -> None:
+    assert num_calls(a_full_mesh(LARGE), prompt) <= 1.5 * num_calls(a_full_mesh(SMALL), prompt)
