@@ -75,7 +75,7 @@ class Rebalancer:
         """
         num_coming = self.num_leaving_blocks(source)
         num_free = MAX_AT_ONCE - sum(1 for _ in self._leaving(source))
-        if num_free <= 0 or num_coming >= num_blocks:
+        if num_free <= 0 or num_coming >= num_blocks or not (targets := self._targets(source, now_s)):
             return
         found: list[tuple[float, RequestState, int]] = []
         for state, hold in self._movable(source, now_s):
@@ -86,14 +86,11 @@ class Rebalancer:
         for _, state, number in sorted(found, key=lambda each: (each[0], each[1].key)):
             if num_free <= 0 or num_coming >= num_blocks:
                 return
-            able = [
-                each
-                for each in self._targets(source, now_s)
-                if self._moves.why_not(state, each, rule.spare_blocks(each.view)) is None
-            ]
+            able = [each for each in targets if self._moves.why_not(state, each, rule.spare_blocks(each.view)) is None]
             target = min(able, default=None, key=lambda each: (placement.key(each.view), each.instance_id))
             if target is not None:
                 self._begin(state, source, target, now_s)
+                targets = self._targets(source, now_s)
                 num_free -= 1
                 num_coming += number
 
