@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pdmesh.core.commands import Command, FreeKv, GrowKv, PlaceDecode, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import BundleChangeRequested, CreditLow, InstanceJoined, MoveFailed, MoveSent, Tick
+from pdmesh.core.moves import MAX_FAILED
 from pdmesh.core.rebalancing import COOL_DOWN_S, LOOK_S
 from pdmesh.model import Epoch, InstanceId, RequestId, ResidentContext, Role, TransferPurpose
 from pdmesh.policy.base import PolicyConfig
@@ -112,6 +114,20 @@ def test_where_the_move_fails_it_is_preempted_as_without_moves() -> None:
         name for name, _ in moves_in(bench.commands)
     }
     assert failed_and_others == {"r1", "r2"}, "each younger one was tried once"
+
+
+def test_whose_moves_failed_so_often_stays_where_it_is() -> None:
+    bench = short_of_memory(b=64)
+    num_failed: Counter[str] = Counter()
+    for _ in range(2 * MAX_FAILED):
+        commands = bench.low("a", ("r0", 10))
+        while moves := moves_in(commands):
+            ((who, _),) = moves
+            num_failed[who] += 1
+            commands = bench.feed(MoveFailed(*bench._transfer("a", who), committed=False, reason="why"))
+            commands += bench.released("b", who)
+        bench.now_s += COOL_DOWN_S
+    assert num_failed == {"r1": MAX_FAILED, "r2": MAX_FAILED}
 
 
 @pytest.mark.parametrize("why", ["no room there", "cheap to compute again", "switched off", "fcfs"])

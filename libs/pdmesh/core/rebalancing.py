@@ -12,7 +12,7 @@ from math import inf
 
 from pdmesh.core.books import Books
 from pdmesh.core.events import MoveSent
-from pdmesh.core.moves import Moves
+from pdmesh.core.moves import MAX_FAILED, Moves
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import HeldBlocks, InstanceBooks
 from pdmesh.model import InstanceId
@@ -132,10 +132,10 @@ class Rebalancer:
                 yield state
 
     def _movable(self, source: InstanceBooks, now_s: float) -> Iterator[tuple[RequestState, HeldBlocks]]:
-        """What decodes there, moves nowhere, and has not moved of late."""
+        """What decodes there, moves nowhere, and has neither moved of late nor failed to so often."""
         for key, hold in source.holds.items():
             state = self._books.find(key)
-            if state is None or state.move is not None or hold.num_blocks == 0:
+            if state is None or state.move is not None or hold.num_blocks == 0 or state.num_failed_moves >= MAX_FAILED:
                 continue
             if state.decode_id == source.instance_id and now_s - state.rebalanced_s >= COOL_DOWN_S:
                 yield state, hold
