@@ -120,6 +120,14 @@ def test_whoever_has_an_opening_takes_the_next_chunk() -> None:
     assert [(name, chunk.start) for name, chunk in chunks_of(running.end(HELPER))] == [(HELPER, 320), (LEADER, 384)]
 
 
+def test_helpers_take_turns_in_the_order_in_which_they_began() -> None:
+    """In another order for every second chunk, each would wait for who has two in a row, to the end of the prompt."""
+    bench = bench_of(num_prefill=4)
+    bench.arrive("long", 2048)
+    given = [name for helper_id in ("p3", "p1", "p2") for name, _ in chunks_of(join(bench, helper_id))]
+    assert given == ["p3", "p1", "p2", LEADER, "p3", "p1", "p2"]
+
+
 def test_members_are_told_of_while_they_compute() -> None:
     bench = bench_of()
     bench.arrive("long", 1024)

@@ -176,8 +176,9 @@ class Relays:
         relay = bundle.relay
         if relay is None or not self._open:
             return False
-        # Who has less in flight begins sooner, and everybody after it waits for its chunk.
-        spare = sorted([each for each in idle if self._is_spare(each)], key=lambda each: (len(each.plans), each.number))
+        # Who has less in flight begins sooner, and everybody after it waits for its chunk. Of others it is whose chunk
+        # in flight comes first: members that once took turns in another order would wait for each other to the end.
+        spare = sorted([each for each in idle if self._is_spare(each)], key=_turn)
         if not spare:
             return False
         for state in in_order(bundle.order, list(self._open.values()), now_s):
@@ -315,6 +316,12 @@ class Relays:
         self._books.commands.append(RunStep(instance_id=helper.instance_id, plan=plan))
         if state.num_chunks_in_flight == 1:
             self._books.offer_again(state)
+
+
+def _turn(instance: InstanceBooks) -> tuple[int, int, int]:
+    """When it is an instance's turn among those that help."""
+    starts = [chunk.start for plan in instance.plans.values() for chunk in plan.chunks]
+    return len(instance.plans), min(starts, default=0), instance.number
 
 
 def _token_bytes(instance: InstanceBooks) -> float:
