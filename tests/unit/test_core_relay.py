@@ -30,13 +30,17 @@ from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 
-#: A second for each token, and for each step half of one.
+#: A second for each token, and for each step half of one. Chunks of groups have 64 tokens.
 POLICY = PolicyConfig(
     latency=LinearLatencyModel(a_s=0.5, b_s=1.0, c_s=0.0, d_s=0.0),
     prefill_step_s=64.5,
+    max_group_step_overhead=1.5 / 64.5,
     long_prompt_tokens=256,
     slo_tpot_s=10.0,
 )
+
+#: Chunks of groups have 32 to 64.
+TAPERING = replace(POLICY, max_group_step_overhead=0.5)
 LEADER, HELPER = InstanceId("p0"), InstanceId("p1")
 KEY = RequestId("long"), Epoch(0)
 
@@ -120,6 +124,16 @@ def test_whoever_has_an_opening_takes_the_next_chunk() -> None:
     assert [(name, chunk.start) for name, chunk in chunks_of(running.end(HELPER))] == [(HELPER, 320), (LEADER, 384)]
 
 
+def test_the_first_chunk_is_short_where_others_are_free() -> None:
+    """They join while it is computed, and have its KV when it ends."""
+
+    def first(num_prefill: int) -> int:
+        bench = bench_of(num_prefill=num_prefill, policy=replace(TAPERING, max_group_step_overhead=1.0))
+        return chunks_of(bench.arrive("long", 2048))[0][1].num_tokens
+
+    assert [first(1), first(2), first(4)] == [64, 32, 32]
+
+
 def test_helpers_take_turns_in_the_order_in_which_they_began() -> None:
     """In another order for every second chunk, each would wait for who has two in a row, to the end of the prompt."""
     bench = bench_of(num_prefill=4)
@@ -154,7 +168,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_computed_by_one_instance() -> 
 
 
 def test_chunks_taper_and_the_last_one_is_the_leaders() -> None:
-    bench = bench_of()
+    bench = bench_of(policy=TAPERING)
     bench.arrive("long", 1021)
     join(bench)
     running, seen = Running(bench), chunks_of(bench.commands)
@@ -344,8 +358,10 @@ def test_what_is_left_of_the_group_goes_on_together() -> None:
 
 
 def test_a_last_chunk_that_waited_in_vain_is_computed_again() -> None:
-    running = computing()
-    bench = running.bench
+    bench = bench_of(policy=TAPERING)
+    bench.arrive("long", 1024)
+    join(bench)
+    running = Running(bench)
     while not any(chunk.is_last for plan in running.plans()[LEADER] for chunk in plan.chunks):
         for name in (HELPER, LEADER):
             if len(running.plans()[name]) > 1:

@@ -297,7 +297,7 @@ class Round:
         if most > 0:
             most = self._modes.within_phase(opening.instance, opening.step.shapes, ChunkShape(most, start))
         if state.group is None:
-            return most
+            return self._relays.first_tokens(opening.instance, state, most, self._known.idle(), self._bundle)
         return self._relays.leader_tokens(opening.instance, opening.step, state, most, self._bundle)
 
     def _plan_chunk(self, opening: Opening, state: RequestState) -> None:

@@ -21,7 +21,7 @@ draws the first token, and helpers are freed when the leader is done, perhaps be
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, islice
 
 from msgspec import structs
 
@@ -115,6 +115,21 @@ class Relays:
         return any(self._books.instances[name].takes_new for name in self._awaited(state))
 
     # --- the leader's chunks ---
+
+    def first_tokens(
+        self, leader: InstanceBooks, state: RequestState, most: int, idle: Iterable[InstanceBooks], bundle: Bundle
+    ) -> int:
+        """How many of ``most`` tokens begin a prompt of which the others are asked next.
+
+        The KV of a step that begins before they have joined is sent when the step has ended: as long they wait.
+        """
+        relay, start = bundle.relay, state.num_planned_tokens
+        if relay is None or start or most <= 0 or state.key not in self._open or not self._may_relay(leader):
+            return most
+        spare = (each for each in idle if each is not leader and self._is_spare(each))
+        num_members = 1 + sum(1 for _ in islice(spare, relay.max_members - 1))
+        first = relay.first_chunk_tokens(state.request.num_prompt_tokens, num_members, most)
+        return self._cut(leader, state, first, None)
 
     def leader_tokens(
         self, leader: InstanceBooks, step: PartialStep, state: RequestState, most: int, bundle: Bundle

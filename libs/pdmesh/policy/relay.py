@@ -65,8 +65,16 @@ class Relay:
 
     def chunk_tokens(self, start: int, num_left: int, num_members: int, most: int) -> int:
         """The next chunk of a prompt with ``num_members``, of whom one has a step for ``most`` tokens."""
-        least = ChunkSizer(self.latency, num_left).largest(NOTHING, start, num_left, self.min_step_s)
-        return min(most, max(least, CHUNK_UNIT_TOKENS, num_left // (_CHUNKS_LEFT * num_members)))
+        return min(most, max(self._least_tokens(start, num_left), num_left // (_CHUNKS_LEFT * num_members)))
+
+    def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
+        """The first chunk of a prompt for which so many are free, where one has a step for ``most`` tokens."""
+        return min(most, max(self._least_tokens(0, num_tokens), most // num_members))
+
+    def _least_tokens(self, start: int, num_left: int) -> int:
+        return max(
+            CHUNK_UNIT_TOKENS, ChunkSizer(self.latency, num_left).largest(NOTHING, start, num_left, self.min_step_s)
+        )
 
     def _planner(self, token_bytes: float, most: int) -> ElasticPlanner | ChunkwisePlanner:
         known = self._planners.get((token_bytes, most))
