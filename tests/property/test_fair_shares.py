@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart
@@ -236,6 +236,13 @@ class World:
     shares=st.lists(st.sampled_from((1, 1, 2, 5)), min_size=1, max_size=4),
     seed=st.integers(0, 2**32),
     moves=MOVES,
+)
+@example(  # a withdrawn transfer of a preempted request was asked to give its backend back
+    mesh="1P+1D",
+    bundle="lars",
+    shares=[1],
+    seed=0,
+    moves=[("arrive", 0, 17, 1), ("arrive", 0, 16, 1), ("fail", 0, 1, 1)],
 )
 @settings(max_examples=150, deadline=None)
 def test_nobody_gets_more_than_its_share(

@@ -219,8 +219,9 @@ class TransferBroker:
         return sum(1 for _ in wanted) - receiver.num_returning
 
     def _idle(self, receiver: _Receiver) -> list[Transfer]:
-        """With a backend, and of a request that was preempted."""
-        return [t for t in receiver.granted.values() if not t.is_returning and self._is_preempted(t.key)]
+        """With a backend and wanted yet, and of a request that was preempted."""
+        granted = (t for t in receiver.granted.values() if t.state is TransferState.GRANTED)
+        return [transfer for transfer in granted if self._is_preempted(transfer.key)]
 
     def stopped(self, transfer: Transfer, source_id: InstanceId) -> list[Transfer] | None:
         """A source has stopped, as it was asked to. None if it was not asked."""
