@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 import structlog
 
@@ -17,11 +16,9 @@ from pdmesh.apikeys import SCOPES, ApiKey, hash_key, parse_api_keys
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.metrics import Slo
+from pdmesh.watched_file import WatchedFile
 
 log = structlog.get_logger()
-
-#: At most so often the file is looked at.
-LOOK_S = 1.0
 
 #: Who enters where no key is needed.
 ANYBODY = ApiKey(name="", hash="", scopes=SCOPES)
@@ -148,12 +145,11 @@ class ApiKeys:
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError if there is a file of keys that cannot be used."""
         self._clock = clock
-        self._file = security.api_keys_file
+        path = security.api_keys_file
+        self._file = None if path is None else WatchedFile(path, "security.api_keys_file", clock)
         self._single = security.api_key
         self._clients: dict[str, Client] = {}  # by hash
         self._anybody = Client(ANYBODY, clock)
-        self._looked_s = clock()
-        self._seen = None if self._file is None else _state_of(self._file)
         self._take(self._read())
 
     def __bool__(self) -> bool:
@@ -174,14 +170,8 @@ class ApiKeys:
         return client
 
     def _look_again(self) -> None:
-        now_s = self._clock()
-        if self._file is None or now_s < self._looked_s + LOOK_S:
+        if self._file is None or not self._file.has_changed():
             return
-        self._looked_s = now_s
-        seen = _state_of(self._file)
-        if seen == self._seen:
-            return
-        self._seen = seen
         try:
             keys = self._read()
         except ConfigError as error:
@@ -205,12 +195,8 @@ class ApiKeys:
         if self._single:
             keys.append(ApiKey(name="api_key", hash=hash_key(self._single), scopes=SCOPES))
         if self._file is not None:
-            where = f"security.api_keys_file {self._file}"
-            try:
-                text = self._file.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"cannot read {where}: {error}") from error
-            keys += parse_api_keys(text, where).values() if self._file.suffix == ".toml" else _lines(text, where)
+            text, where = self._file.text(), self._file.where
+            keys += parse_api_keys(text, where).values() if self._file.path.suffix == ".toml" else _lines(text, where)
         return keys
 
 
@@ -221,14 +207,6 @@ def _lines(text: str, where: str) -> list[ApiKey]:
     if not hashes:
         raise ConfigError(f"{where} holds no key")
     return [ApiKey(name=f"key-{digest[7:15]}", hash=digest) for digest in hashes]
-
-
-def _state_of(file: Path) -> tuple[int, ...] | None:
-    try:
-        stat = file.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # a change of who may read it counts
 
 
 def _range(low: int | None, high: int | None) -> str:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import structlog
 
 from pdmesh.apikeys import OPERATOR_SCOPES, Operator, hash_key, parse_operators
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
+from pdmesh.watched_file import WatchedFile
 from pdmesh.wire.endpoint import OPERATOR_METADATA
 
 log = structlog.get_logger()
-
-#: At most so often the file is looked at.
-LOOK_S = 1.0
 
 
 class Operators:
@@ -28,11 +25,9 @@ class Operators:
 
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError if there is a file of operators that cannot be used."""
-        self._clock = clock
-        self._file = security.operators_file
+        path = security.operators_file
+        self._file = None if path is None else WatchedFile(path, "security.operators_file", clock)
         self._single = security.operator_token
-        self._looked_s = clock()
-        self._seen = None if self._file is None else _state_of(self._file)
         self._by_hash = self._read()
 
     def __bool__(self) -> bool:
@@ -54,14 +49,8 @@ class Operators:
         return operator is not None and operator.may_read
 
     def _look_again(self) -> None:
-        now_s = self._clock()
-        if self._file is None or now_s < self._looked_s + LOOK_S:
+        if self._file is None or not self._file.has_changed():
             return
-        self._looked_s = now_s
-        seen = _state_of(self._file)
-        if seen == self._seen:
-            return
-        self._seen = seen
         try:
             self._by_hash = self._read()
         except ConfigError as error:
@@ -75,18 +64,5 @@ class Operators:
         if self._single:
             operators.append(Operator(name="operator_token", hash=hash_key(self._single), scopes=OPERATOR_SCOPES))
         if self._file is not None:
-            where = f"security.operators_file {self._file}"
-            try:
-                text = self._file.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"cannot read {where}: {error}") from error
-            operators += parse_operators(text, where).values()
+            operators += parse_operators(self._file.text(), self._file.where).values()
         return {each.hash: each for each in operators}
-
-
-def _state_of(file: Path) -> tuple[int, ...] | None:
-    try:
-        stat = file.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # a change of who may read it counts
