@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -137,6 +138,19 @@ def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
     assert next_flip(there, wanted, 1) == ("decode-1", Role.PREFILL), "one that is drained is left alone"
     assert next_flip(there, wanted, 3) is None, "within its bounds"
     assert next_flip(there, PoolCounts(prefill=1, decode=3), 1) is None, "it is there"
+
+
+def test_auto_says_where_the_pools_are_as_advised_already(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its log is of the minutes before."""
+    there = SimpleNamespace(instances=[row("prefill-0"), row("prefill-1"), row("decode-0")])
+    foretold = SimpleNamespace(proposal=SimpleNamespace(pools=PoolCounts(prefill=2, decode=1)), attainment=1.0)
+    monkeypatch.setattr("pdmesh.cli.auto.current_state", lambda *_: there)
+    monkeypatch.setattr("pdmesh.cli.auto.log_file", lambda *_: None)
+    monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=foretold, now=foretold))
+    assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 0
+    assert "2 prefill + 1 decode, which would have been better, are there already" in capsys.readouterr().out
 
 
 def test_auto_outlives_a_scheduler_that_is_away_for_a_while(

@@ -76,6 +76,9 @@ def _look(asked: Asked, options: AdviceOptions, least: int, timeout_s: float) ->
         _say(f"nothing is better by {100 * options.min_gain:g} points than {advice.now.proposal.pools}")
         return 0
     best = advice.best
+    if all(best.proposal.pools.of(role) == sum(row.role is role for row in there) for role in Role):
+        _say(f"{best.proposal.pools}, which would have been better, are there already")
+        return 0
     flip = next_flip(there, best.proposal.pools, least)
     if flip is None:
         _say(f"{best.proposal.pools} would be better, and leaves fewer than {least} of a kind")
