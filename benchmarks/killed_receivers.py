@@ -33,7 +33,7 @@ from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.admin import ask_scheduler
-from pdmesh.wire.messages import GetRequest, GetStatus, MeshState, RecordEntry, RequestRecord
+from pdmesh.wire.messages import GetRequest, RecordEntry, RequestRecord
 
 #: Of so many transfers hit, so many prompts may be computed again.
 NUM_AGAIN, OF_HIT = 2, 50
@@ -77,6 +77,7 @@ class Scheduler:
     """What the mesh's scheduler says."""
 
     def __init__(self, mesh: RunningMesh) -> None:
+        self._mesh = mesh
         self._address = mesh.record.scheduler_address
         self._security = SecurityConfig(mesh_token=mesh.record.mesh_token)
 
@@ -88,9 +89,7 @@ class Scheduler:
         return answer if isinstance(answer, RequestRecord) else None
 
     async def num_serving(self) -> int:
-        answer = await ask_scheduler(self._address, self._security, GetStatus())
-        assert isinstance(answer, MeshState)
-        return sum(instance.state == "up" for instance in answer.instances)
+        return sum(instance.state == "up" for instance in (await self._mesh.state()).instances)
 
 
 def grants(entries: tuple[RecordEntry, ...]) -> list[str]:

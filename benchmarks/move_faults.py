@@ -28,13 +28,12 @@ from typing import Any
 
 import httpx
 from moves import Operator
-from random_kills import Answer, ask, serving, shows_nothing
+from random_kills import Answer, ask, bodies_of, serving, shows_nothing
 from report import Limits, heading
 
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
+from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 POINTS = (
@@ -82,16 +81,6 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "greedy, long prompt": (1500, {"temperature": 0}),
 }
-
-
-def bodies_of(seed: int) -> dict[str, dict[str, Any]]:
-    """A request of each kind, answered in the same way whenever it is sent."""
-    prompts = random_prompts([length for length, _ in KINDS.values()], TINY.vocab_size, seed=seed)
-    common = {"max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
-    return {
-        kind: {"prompt": prompt, **common, **fields}
-        for (kind, (_, fields)), prompt in zip(KINDS.items(), prompts, strict=True)
-    }
 
 
 @dataclass(slots=True)
@@ -198,7 +187,7 @@ async def storm(
     mesh: RunningMesh, folder: Path, options: argparse.Namespace
 ) -> tuple[dict[str, Answer], Seen, str | None]:
     """Undisturbed answers, one of each kind; what was seen after them; and what was not free at the end."""
-    bodies, seen = bodies_of(1), Seen()
+    bodies, seen = bodies_of(1, KINDS, max_tokens=400), Seen()
     async with mesh.client() as client:
         undisturbed = {kind: await ask(client, body) for kind, body in bodies.items()}
         empty = {kind: why for kind, body in bodies.items() if (why := shows_nothing(undisturbed[kind], body))}

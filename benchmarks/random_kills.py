@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -35,14 +36,11 @@ from typing import Any
 
 import httpx
 
-from pdmesh.config import SecurityConfig
 from pdmesh.errors import PdmeshError
 from pdmesh.metrics import percentile
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.wire.admin import ask_scheduler
-from pdmesh.wire.messages import GetStatus, MeshState
 
 #: Between the end of one fault and the beginning of the next, seconds.
 PAUSE_S = (2.0, 6.0)
@@ -71,13 +69,15 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def bodies_of(seed: int) -> dict[str, dict[str, Any]]:
+def bodies_of(
+    seed: int, kinds: Mapping[str, tuple[int, dict[str, Any]]] = KINDS, max_tokens: int = 240
+) -> dict[str, dict[str, Any]]:
     """A request of each kind, answered in the same way whenever it is sent."""
-    prompts = random_prompts([length for length, _ in KINDS.values()], TINY.vocab_size, seed=seed)
-    common = {"max_tokens": 240, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    prompts = random_prompts([length for length, _ in kinds.values()], TINY.vocab_size, seed=seed)
+    common = {"max_tokens": max_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
     return {
         kind: {"prompt": prompt, **common, **fields}
-        for (kind, (_, fields)), prompt in zip(KINDS.items(), prompts, strict=True)
+        for (kind, (_, fields)), prompt in zip(kinds.items(), prompts, strict=True)
     }
 
 
@@ -178,12 +178,10 @@ class Seen:
 
 async def serving(mesh: RunningMesh) -> set[str]:
     """Who serves now, by the scheduler's own word; nobody if it has none."""
-    security = SecurityConfig(mesh_token=mesh.record.mesh_token)
     try:
-        state = await ask_scheduler(mesh.record.scheduler_address, security, GetStatus())
+        state = await mesh.state()
     except PdmeshError:
         return set()
-    assert isinstance(state, MeshState)
     return {"scheduler", *(instance.instance_id for instance in state.instances if instance.state == "up")}
 
 

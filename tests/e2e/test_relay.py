@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.wire.messages import GroupStatus
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 
@@ -165,32 +167,43 @@ async def test_stop_strings(meshes: Meshes) -> None:
     assert together["choices"][0]["finish_reason"] == "stop"
 
 
+async def group_of(mesh: RunningMesh, num_tokens: int = 0) -> GroupStatus:
+    """The group that computes a prompt, once there is one and so many of its tokens are planned."""
+    with anyio.fail_after(60):
+        while True:
+            for group in (await mesh.state()).groups:
+                if group.num_planned_tokens >= num_tokens:
+                    return group
+
+
 @three
 async def test_who_hangs_up_in_the_middle_leaves_no_blocks_at_any_member(meshes: Meshes) -> None:
-    for wait_s in (0.1, 0.2, 0.4):
-        with anyio.move_on_after(wait_s):
-            await ask(meshes.together, temperature=0)
+    for num_tokens in (0, 1000, 2000):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(ask, meshes.together, temperature=0))
+            await group_of(meshes.together, num_tokens)
+            tasks.cancel_scope.cancel()
         await anyio.to_thread.run_sync(meshes.together.wait_until_idle)
     assert_same_choices(*await meshes.answers(temperature=0, logprobs=1))
 
 
 @three
-async def test_a_member_that_dies_in_the_middle_changes_no_answer(meshes: Meshes) -> None:
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["leader", "helper", "other helper"])
+async def test_a_member_that_dies_in_the_middle_changes_no_answer(meshes: Meshes, place: int) -> None:
+    """Without a helper the others go on in the same epoch; without its leader a prompt begins again."""
     mesh = meshes.together
-    names = [name for name in mesh.pids() if name.startswith("prefill")]
     got: list[dict[str, Any]] = []
 
     async def generate() -> None:
         got.append(await ask(mesh, logprobs=1, **SEEDED))
 
-    for name, wait_s in zip(names, (0.3, 0.5, 0.15), strict=True):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        name = (await group_of(mesh, 1000)).member_ids[place]
         pid = mesh.pids()[name]
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
-            await anyio.sleep(wait_s)  # into its prefill, on most machines
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         await anyio.to_thread.run_sync(mesh.wait_until_replaced, name, pid)
-    expected = await ask(meshes.alone, logprobs=1, **SEEDED)
-    for each in got:
-        assert_same_choices(expected, each)
+    assert_same_choices(await ask(meshes.alone, logprobs=1, **SEEDED), got[0])
+    happened = {entry.what for entry in mesh.request_record(got[0]["id"]).entries}
+    assert ("restarted" in happened) == (place == 0), happened
     await anyio.to_thread.run_sync(mesh.wait_until_idle)

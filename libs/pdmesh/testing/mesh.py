@@ -18,7 +18,9 @@ import msgspec
 
 from pdmesh.cli.processes import ending_with_us
 from pdmesh.cli.state import MeshRecord
-from pdmesh.wire.messages import MeshState, RequestRecord
+from pdmesh.config import SecurityConfig
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import GetStatus, MeshState, RequestRecord
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 300.0
@@ -62,6 +64,13 @@ class RunningMesh:
 
     def status(self) -> MeshState:
         return msgspec.json.decode(self.pdmesh("status", "-o", "json"), type=_Status).state
+
+    async def state(self) -> MeshState:
+        """What `status` shows, without a command that has to start."""
+        security = SecurityConfig(mesh_token=self.record.mesh_token)
+        state = await ask_scheduler(self.record.scheduler_address, security, GetStatus())
+        assert isinstance(state, MeshState)
+        return state
 
     def wait_until_idle(self, limit_s: float = 10.0) -> None:
         """Ask until no request is left and every block of every instance is free. Raises TimeoutError."""
