@@ -112,15 +112,21 @@ def test_long_prompts_and_steps_without_room_for_prompts_do_not_halve_what_ebplu
     ]
     mesh = tiny_mesh({"mixed": 1}, num_kv_tokens=1 << 20, max_num_seqs=256)
     model = PROFILES["a100-llama3-8b"]
-    end_s: dict[str, float] = {}
-    for batching in ("mb", "eb", "ebplus"):
-        core = study_core("pdmesh", PolicyConfig(latency=model, batching=batching), 0)
+
+    def end_s(batching: str, max_stall_s: float | None = None) -> float:
+        policy = PolicyConfig(latency=model, batching=batching)
+        policy = policy if max_stall_s is None else replace(policy, max_stall_s=max_stall_s)
+        core = study_core("pdmesh", policy, 0)
         loop = ClosedLoop(num_clients=((0, 48),))
         result = Simulator(core, mesh.instances(model), arrivals, closed_loop=loop).run()
         ends_s = sorted(run.token_times_s[-1] for run in result.requests)
-        end_s[batching] = ends_s[450] - ends_s[100]  # without what nobody has learnt yet, and the last few
-    assert end_s["ebplus"] < 0.7 * end_s["mb"]
-    assert end_s["ebplus"] < 1.15 * end_s["eb"]  # which has phases of four seconds, not of a fifth of one
+        return ends_s[450] - ends_s[100]  # without what nobody has learnt yet, and the last few
+
+    mixed_s, phases_s = end_s("mb"), end_s("eb")
+    assert end_s("ebplus", max_stall_s=5.0) < 1.05 * phases_s, "with phases as long as those of eb"
+    limited_s = end_s("ebplus")
+    assert limited_s < 0.7 * mixed_s
+    assert limited_s < 1.15 * phases_s, "what it costs that no phase takes longer than a fifth of a second"
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
