@@ -13,9 +13,8 @@ from msgspec import structs
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.latency import PROFILES
-from pdmesh.policy.profile import Subject
 from pdmesh.profiles import save_profile
-from pdmesh.testing.profiles import COEFFICIENTS, profile_file
+from pdmesh.testing.profiles import COEFFICIENTS, SUBJECT, profile_file
 
 TIMEOUT_S = 60.0
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:46.75,3960,9\n"
@@ -126,17 +125,7 @@ def test_what_makes_no_sense_is_one_sentence(arguments: list[str], code: int, sa
 
 
 def test_a_profile_without_the_terms_of_mixed_steps_is_one_sentence(tmp_path: Path) -> None:
-    subject = Subject(
-        model="small",
-        num_parameters=82_000_000,
-        num_layers=12,
-        num_kv_heads=4,
-        head_dim=64,
-        dtype="bfloat16",
-        device="cpu",
-        device_name="Abacus 9000",
-    )
-    content = profile_file(subject)
+    content = profile_file(SUBJECT)
     terms = {name: seconds for name, seconds in COEFFICIENTS.items() if name != "mixed_a_s"}
     profile = tmp_path / "old.json"
     save_profile(profile, structs.replace(content, coefficients=terms))

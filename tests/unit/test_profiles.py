@@ -13,18 +13,8 @@ from pdmesh.errors import ConfigError
 from pdmesh.policy.latency import PROFILES, LinearLatencyModel
 from pdmesh.policy.profile import Subject
 from pdmesh.profiles import load_profile, save_profile
-from pdmesh.testing.profiles import COEFFICIENTS, profile_file
+from pdmesh.testing.profiles import COEFFICIENTS, SUBJECT, profile_file
 
-SUBJECT = Subject(
-    model="small",
-    num_parameters=82_000_000,
-    num_layers=12,
-    num_kv_heads=4,
-    head_dim=64,
-    dtype="bfloat16",
-    device="cpu",
-    device_name="Abacus 9000",
-)
 CONTENT = profile_file(SUBJECT)
 OLD_TERMS = [name for name in COEFFICIENTS if name not in ("mixed_a_s", "interference_s")]
 

@@ -6,6 +6,16 @@ from pdmesh import __version__
 from pdmesh.policy.profile import Subject
 from pdmesh.profiles import FORMAT, ProfileFile
 
+SUBJECT = Subject(
+    model="small",
+    num_parameters=82_000_000,
+    num_layers=12,
+    num_kv_heads=4,
+    head_dim=64,
+    dtype="bfloat16",
+    device="cpu",
+    device_name="Abacus 9000",
+)
 COEFFICIENTS = {
     "a_s": 0.02,
     "b_s": 1e-4,
