@@ -6,11 +6,12 @@ import random
 from dataclasses import replace
 
 from pdmesh.core.growth import Growth
+from pdmesh.core.holds import HoldKind
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.ranking import Decoders, Ranking
 from pdmesh.core.requests import RequestState
-from pdmesh.core.state import HoldKind, InstanceBooks
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.base import InstanceView
 from pdmesh.policy.order import ShortFirst
@@ -43,7 +44,7 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None
             key = a_request(f"r{number}")
             if instance.holds and rng.random() < 0.5:
                 instance.give_back(next(iter(instance.holds)))
-            elif instance.num_free_blocks > 20 and instance.num_seats_taken < 8:
+            elif instance.num_free_blocks > 20 and instance.held.num_seats_taken < 8:
                 instance.take((key.request_id, key.epoch), rng.randint(1, 20), HoldKind.RESIDENT)
             members[instance.instance_id] = instance
             ranking.put(instance)

@@ -437,7 +437,7 @@ def test_decodes_do_not_wait_for_the_chunks_of_others() -> None:
     bench.feed(RequestArrived(a_request("short", 4, 100)))
     leader = bench.core._books.instances[LEADER]
     for step in of(RunStep, bench.commands):
-        if leader.num_decoding:
+        if leader.held.num_decoding:
             break
         bench.done(step.instance_id, step.plan)
     assert True

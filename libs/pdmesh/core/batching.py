@@ -94,11 +94,11 @@ class Modes:
     def released(self, instance: InstanceBooks, bundle: Bundle, model: LinearLatencyModel) -> None:
         """A seat is idle now."""
         batching = instance.batching
-        if not instance.num_seats_taken:
+        if not instance.held.num_seats_taken:
             batching.meter.forget()
         if not bundle.batching.adapts or not can_switch(instance):
             return
-        batching.sum_taken += instance.num_seats_taken + 1
+        batching.sum_taken += instance.held.num_seats_taken + 1
         batching.sum_waiting += len(self._books.queue)
         batching.num_ended += 1
         if batching.num_ended >= max(_MIN_CYCLE, batching.choice.idle_share * (batching.num_slots or 0)):
@@ -216,7 +216,7 @@ class Modes:
         if bundle.is_long(head.request) and head.request.num_prompt_tokens > choice.max_prompt_tokens:
             return True  # it is mixed from then on
         num_seats = min(choice.num_seats or instance.profile.max_num_seqs, instance.profile.max_num_seqs)
-        num_busy = instance.num_seats_taken
+        num_busy = instance.held.num_seats_taken
         num_idle = max(0, num_seats - num_busy)
         if batching.holds_decodes or has_begun:
             least = min(CHUNK_UNIT_TOKENS, head.request.num_prompt_tokens)
@@ -341,7 +341,7 @@ def _is_limited(instance: InstanceBooks) -> bool:
     """Whether a phase has a limit, and somebody who would stand still: one who decodes, or is computed and will."""
     if instance.batching.choice.max_stall_s == inf:
         return False
-    return instance.num_seats_taken > len(instance.prefills)
+    return instance.held.num_seats_taken > len(instance.prefills)
 
 
 def _phase_left_s(instance: InstanceBooks) -> float:

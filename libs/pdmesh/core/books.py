@@ -20,9 +20,10 @@ from pdmesh.core.commands import (
     Restart,
 )
 from pdmesh.core.growth import Growth
+from pdmesh.core.holds import HeldBlocks, HoldKind
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.requests import Phase, RequestState
-from pdmesh.core.state import HeldBlocks, HoldKind, InstanceBooks
+from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import Transfer
 from pdmesh.model import (
     GatewayId,

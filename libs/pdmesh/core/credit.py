@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import GrowKv
+from pdmesh.core.holds import HeldBlocks, HoldKind
 from pdmesh.core.placing import could_place
 from pdmesh.core.rebalancing import Rebalancer
 from pdmesh.core.requests import RequestState
-from pdmesh.core.state import HeldBlocks, HoldKind, InstanceBooks
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, RequestId, RequestKey, ResidentContext
 from pdmesh.policy.base import Bundle
 from pdmesh.policy.credit import granted_blocks, is_low

@@ -81,11 +81,12 @@ class DecodingSums:
         self._changed.clear()
 
     def _learn(self, instance: InstanceBooks, rule: RunAhead) -> None:
-        place = -instance.num_seats_taken, instance.number, instance
+        held = instance.held
+        place = -held.num_seats_taken, instance.number, instance
         sums = _Sums(
-            instance.num_seats_taken,
-            instance.num_taken_blocks,
-            instance.profile.max_num_seqs - instance.num_seats_taken,
+            held.num_seats_taken,
+            held.num_taken_blocks,
+            instance.profile.max_num_seqs - held.num_seats_taken,
             max(0, int(instance.room.open)),
             round(rule.tokens_per_s(instance.view) / _RATE_UNIT),
         )

@@ -68,7 +68,7 @@ class LatencyLearner:
         )
         if event.num_decodes and not chunks:
             instance.switches.decoded(event.began_s, event.ended_s)
-        elif chunks and not event.num_decodes and instance.num_decoding:
+        elif chunks and not event.num_decodes and instance.held.num_decoding:
             instance.switches.prefilled(event.duration_s)
         else:
             instance.switches.forget()

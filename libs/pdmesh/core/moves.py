@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pdmesh.core.books import Books
 from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode
 from pdmesh.core.events import MoveFailed, MoveSent
+from pdmesh.core.holds import HeldBlocks, HoldKind
 from pdmesh.core.requests import Phase, RequestState
-from pdmesh.core.state import HeldBlocks, HoldKind, InstanceBooks
+from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import Move
 from pdmesh.model import InstanceId, RequestKey, TransferPurpose
 from pdmesh.policy.base import DecodePlacement
@@ -212,7 +213,7 @@ class Moves:
         """Move what decodes on the instances that stop, and on these, to others that have room; after any event."""
         for instance_id in dict.fromkeys((*self._stopping, *leaving)):
             instance = self._books.instances.get(instance_id)
-            if instance is not None and instance.num_decoding and instance.reachable and not instance.suspected:
+            if instance is not None and instance.held.num_decoding and instance.reachable and not instance.suspected:
                 self._empty(instance, placement)
 
     def _empty(self, source: InstanceBooks, placement: DecodePlacement) -> None:

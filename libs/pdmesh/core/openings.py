@@ -158,7 +158,7 @@ class Openings:
             found = [self._books.find((chunk.request_id, chunk.epoch)) for chunk in plan.chunks]
             states = [state for state in found if state is not None]
             chunks = tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks])
-            num_decodes = instance.num_decoding if plan.with_decodes else 0
+            num_decodes = instance.held.num_decoding if plan.with_decodes else 0
             num_context_tokens = instance.view.num_resident_tokens if plan.with_decodes else 0
             shape = StepShape(chunks, num_decodes, num_context_tokens)
             steps.append(StepInFlight(tuple([state.request for state in states]), shape))

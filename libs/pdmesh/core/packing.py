@@ -372,7 +372,7 @@ class Round:
             chunks=tuple(step.chunks),
             with_decodes=not (urgent or holds or self._awaits_others(step))
             and self._bundle.batching.carries_decodes(step.longest_prompt_tokens)
-            and (instance.role is not Role.PREFILL or instance.num_seats_taken > 0),
+            and (instance.role is not Role.PREFILL or instance.held.num_seats_taken > 0),
             urgent=urgent,
             group=opening.group,
             holds_decodes=holds,

@@ -12,9 +12,10 @@ from math import inf
 
 from pdmesh.core.books import Books
 from pdmesh.core.events import MoveSent
+from pdmesh.core.holds import HeldBlocks
 from pdmesh.core.moves import MAX_FAILED, Moves
 from pdmesh.core.requests import RequestState
-from pdmesh.core.state import HeldBlocks, InstanceBooks
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId
 from pdmesh.policy.base import DecodePlacement
 from pdmesh.policy.rebalancing import Rebalancing

@@ -30,9 +30,10 @@ from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import HelperJoined
 from pdmesh.core.healing import Healing, tell_group
+from pdmesh.core.holds import HoldKind
 from pdmesh.core.queue import in_order
 from pdmesh.core.requests import ComputedPart, Phase, RequestState
-from pdmesh.core.state import HoldKind, InstanceBooks
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
@@ -219,12 +220,12 @@ class Relays:
             instance.profile.relays
             and instance.takes_prompts
             and not instance.prefills
-            and not instance.num_seats_taken
+            and not instance.held.num_seats_taken
             and self._modes.mode_of(instance) is Mode.MIXED
         )
 
     def _may_relay(self, leader: InstanceBooks) -> bool:
-        return leader.takes_new and not leader.num_decoding and self._modes.mode_of(leader) is Mode.MIXED
+        return leader.takes_new and not leader.held.num_decoding and self._modes.mode_of(leader) is Mode.MIXED
 
     def _ask(self, state: RequestState, spare: list[InstanceBooks], relay: Relay) -> None:
         """Those who bring its first token forward by enough. At most once for each chunk."""

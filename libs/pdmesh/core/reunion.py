@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterable
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Outcome
+from pdmesh.core.holds import HoldKind
 from pdmesh.core.orphans import Orphans
 from pdmesh.core.receivers import do_without
 from pdmesh.core.requests import Phase, RequestState
-from pdmesh.core.state import HoldKind, InstanceBooks
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import (
     Epoch,
     GatewayId,

@@ -64,6 +64,7 @@ from pdmesh.core.events import (
 from pdmesh.core.fairness import TenantView
 from pdmesh.core.growth import Growth
 from pdmesh.core.handover import HandOvers
+from pdmesh.core.holds import HoldKind
 from pdmesh.core.judging import Judge
 from pdmesh.core.moves import Moves
 from pdmesh.core.new_requests import NewRequests
@@ -75,7 +76,7 @@ from pdmesh.core.rebalancing import Rebalancer
 from pdmesh.core.receivers import do_without
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
-from pdmesh.core.state import HoldKind, InstanceBooks
+from pdmesh.core.state import InstanceBooks
 from pdmesh.core.step_reports import StepReports
 from pdmesh.core.suspicion import go_on_without, receive_elsewhere, start_elsewhere
 from pdmesh.core.transfer_reports import TransferReports
@@ -142,7 +143,7 @@ class SchedulerCore:
     @property
     def max_waiting_kv_share(self) -> float:
         """The largest share of an instance's KV that waits to move away."""
-        shares = (each.num_waiting_blocks / each.profile.num_blocks for each in self._books.instances.values())
+        shares = (each.held.num_waiting_blocks / each.profile.num_blocks for each in self._books.instances.values())
         return max(shares, default=0.0)
 
     @property

@@ -6,12 +6,9 @@ KvReleased, so they never promise blocks that a worker has not yet freed.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from enum import IntEnum, auto
-
 from pdmesh.core.batching import BatchingState
 from pdmesh.core.growth import Growth, GrowthSums
+from pdmesh.core.holds import HeldBlocks, HoldKind, HoldSums
 from pdmesh.core.requests import RequestState
 from pdmesh.model import (
     NO_TRANSFER,
@@ -31,30 +28,6 @@ from pdmesh.policy.base import InstanceView
 from pdmesh.policy.credit import Room, first_tokens
 from pdmesh.policy.profile import make_of
 from pdmesh.policy.switching import SwitchTimes
-
-
-class HoldKind(IntEnum):
-    """What a request has on an instance."""
-
-    PREFILL = auto()  # KV that moves away: its prompt's, or all of it once the decode that moved has landed elsewhere
-    LOCAL = auto()  # its prompt's KV, which stays; room for its output, a seat
-    PROMISED = auto()  # room and a seat for KV on its way (virtual usage)
-    RESIDENT = auto()  # its KV and its seat: it decodes here
-
-
-@dataclass(slots=True)
-class HeldBlocks:
-    kind: HoldKind
-    num_blocks: int
-    long_tokens: int = 0  # of the prompt, if it is long
-    slo_tpot_s: float | None = None
-    max_blocks: int = 0  # that it may be granted as it grows
-    num_tokens: int = 0  # that it was last heard to hold; 0: not yet
-    is_open: bool = False  # it may grow by more than requests do in the mean
-    freeing: bool = False  # FreeKv was sent
-    waits: bool = False  # to move away: it is computed, or has no room promised where it is to go
-    transfer_id: TransferId = NO_TRANSFER  # that is to bring its KV, or brought it
-
 
 #: By how much the context of residents must move, relative to what is known of it, for plans to be made by it.
 _CONTEXT_MOVED = 0.05
@@ -98,21 +71,11 @@ class InstanceBooks:
         self.holds: dict[RequestKey, HeldBlocks] = {}
         self.low: dict[RequestKey, None] = {}  # have asked for more than there was
         self._growth = growth
+        self.held = HoldSums()
         self._growing = GrowthSums()
         self._room: Room | None = None
-        self.num_taken_blocks = 0
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
-        self.num_prefilling = 0  # prompts that are computed here, or whose KV waits to move away
-        self._num_long_decoding = 0
-        self._long_prefill_tokens: Counter[int] = Counter()  # long prompts in prefill, by their length
-        self.num_decoding = 0
-        self.num_seats_taken = 0  # by those that decode here, or will
-        self._num_promised_blocks = 0
-        self.num_waiting_blocks = 0  # of KV that waits to move away
-        self._num_with_tpot: Counter[float | None] = Counter()  # residents by their own target
-        self._slo_tpots_s: frozenset[float | None] = frozenset()  # of the above
-        self._num_resident_blocks = 0
         self._context_share = 1.0  # of the residents' room, that they attend to; the whole of it until reported
         self._view: InstanceView | None = None
         self._decode_tokens = self._prompt_tokens = 0  # what there is room for, and whether that has been counted
@@ -164,8 +127,7 @@ class InstanceBooks:
         """Whether KV that is to move away waits for that."""
         hold = self.holds.get(key)
         if hold is not None and hold.kind is HoldKind.PREFILL and hold.waits != waits:
-            hold.waits = waits
-            self.num_waiting_blocks += hold.num_blocks if waits else -hold.num_blocks
+            self.held.let_wait(hold, waits)
             self._change()
 
     def settle(self, key: RequestKey) -> None:
@@ -197,35 +159,14 @@ class InstanceBooks:
         return hold
 
     def _count(self, hold: HeldBlocks, sign: int) -> None:
-        kind, num_blocks = hold.kind, hold.num_blocks
         if self._growth.by_credit:
             if sign > 0:
-                hold.is_open = (hold.max_blocks - num_blocks) * self.block_size > self._growth.mean_tokens
-            self._growing.count(num_blocks, hold.max_blocks, is_open=hold.is_open, sign=sign)
+                hold.is_open = (hold.max_blocks - hold.num_blocks) * self.block_size > self._growth.mean_tokens
+            self._growing.count(hold.num_blocks, hold.max_blocks, is_open=hold.is_open, sign=sign)
             self._room = None
-        if hold.long_tokens and kind is HoldKind.RESIDENT:
-            self._num_long_decoding += sign
-        elif hold.long_tokens and kind is not HoldKind.PROMISED:
-            self._long_prefill_tokens[hold.long_tokens] += sign
-            if not self._long_prefill_tokens[hold.long_tokens]:
-                del self._long_prefill_tokens[hold.long_tokens]
-        self.num_taken_blocks += sign * num_blocks
-        if kind is HoldKind.PROMISED:
-            self.num_seats_taken += sign
-            self._num_promised_blocks += sign * num_blocks
-        elif kind is HoldKind.PREFILL:
-            self.num_prefilling += sign
-        elif kind is HoldKind.LOCAL:
-            self.num_seats_taken += sign
-            self.num_prefilling += sign
-        else:
+        self.held.count(hold, sign)
+        if hold.kind is HoldKind.RESIDENT:
             self.num_flights += 1
-            self.num_seats_taken += sign
-            self.num_decoding += sign
-            self._num_resident_blocks += sign * num_blocks
-            self._num_with_tpot[hold.slo_tpot_s] += sign
-            if self._num_with_tpot[hold.slo_tpot_s] == (sign > 0):
-                self._slo_tpots_s = frozenset(slo_s for slo_s, number in self._num_with_tpot.items() if number)
         self._change()
 
     def shard(self, num_blocks: int, first_block: int = 0) -> KvShard:
@@ -281,7 +222,7 @@ class InstanceBooks:
 
     @property
     def num_free_blocks(self) -> int:
-        return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
+        return self.profile.num_blocks - self.held.num_taken_blocks - self.num_quarantined_blocks
 
     def _count_room(self) -> None:
         """For one more request: only after a change, and if somebody asks."""
@@ -305,7 +246,7 @@ class InstanceBooks:
     @property
     def takes_decodes(self) -> bool:
         """Whether it has a seat for one more, whatever the memory."""
-        return self.takes_new and self.role.can_decode and self.num_seats_taken < self.profile.max_num_seqs
+        return self.takes_new and self.role.can_decode and self.held.num_seats_taken < self.profile.max_num_seqs
 
     @property
     def room(self) -> Room:
@@ -341,7 +282,7 @@ class InstanceBooks:
             hold is None
             or hold.freeing
             or not self.takes_new
-            or self.num_seats_taken >= self.profile.max_num_seqs
+            or self.held.num_seats_taken >= self.profile.max_num_seqs
             or not self.could_decode(request)
         ):
             return False
@@ -369,7 +310,7 @@ class InstanceBooks:
 
         A prompt with room promised is one of 0 blocks: it may while what waits is within the bound.
         """
-        waiting = self.num_waiting_blocks
+        waiting = self.held.num_waiting_blocks
         return not waiting or waiting + num_blocks <= share * self.profile.num_blocks
 
     def can_prefill(self, request: Request) -> bool:
@@ -390,12 +331,12 @@ class InstanceBooks:
     @property
     def has_long(self) -> bool:
         """Whether it computes or decodes a long request."""
-        return self._num_long_decoding > 0 or bool(self._long_prefill_tokens)
+        return self.held.num_long_decoding > 0 or bool(self.held.long_prefill_tokens)
 
     @property
     def longest_prefill_tokens(self) -> int:
         """Of the long prompts that are computed here, or whose KV waits to move away; 0 without one."""
-        return max(self._long_prefill_tokens, default=0)
+        return max(self.held.long_prefill_tokens, default=0)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -456,7 +397,7 @@ class InstanceBooks:
         """Whether its share of the request, as one of ``size``, fits now, with a seat to decode."""
         return (
             self.takes_new
-            and self.num_seats_taken < self.profile.max_num_seqs
+            and self.held.num_seats_taken < self.profile.max_num_seqs
             and self.num_share_blocks(request, size) <= self.num_free_blocks
             and self.could_share(request, size)
             and (request.request_id, request.epoch) not in self.holds
@@ -482,7 +423,7 @@ class InstanceBooks:
 
     def note_context(self, num_decodes: float, num_tokens: float) -> None:
         """A step with ``num_decodes`` of the residents attended to so many tokens of theirs."""
-        room = self._num_resident_blocks * self.block_size * num_decodes / max(1, self.num_decoding)
+        room = self.held.num_resident_blocks * self.block_size * num_decodes / max(1, self.held.num_decoding)
         share = min(1.0, num_tokens / room) if room and num_tokens else self._context_share
         if abs(share - self._context_share) > _CONTEXT_MOVED * self._context_share:
             self._context_share = share
@@ -507,26 +448,26 @@ class InstanceBooks:
     def view(self) -> InstanceView:
         """What policies see; rebuilt only after a change."""
         if self._view is None:
-            long_tokens = self._long_prefill_tokens
+            long_tokens = self.held.long_prefill_tokens
             self._view = InstanceView(  # in the order of its fields: keywords take twice as long, for each placement
                 self.instance_id,
                 self.role,
                 self.profile.num_blocks,
                 self.num_free_blocks,
-                self._num_promised_blocks,
-                self.num_seats_taken,
+                self.held.num_promised_blocks,
+                self.held.num_seats_taken,
                 self.profile.max_num_seqs,
-                self.num_prefilling,
-                self.num_decoding,
+                self.held.num_prefilling,
+                self.held.num_decoding,
                 self.num_queued_tokens,
                 self.draining or self.closed,
                 self.reachable,
                 self.suspected,
-                int(self._num_resident_blocks * self.block_size * self._context_share),
+                int(self.held.num_resident_blocks * self.block_size * self._context_share),
                 long_tokens.total() if long_tokens else 0,
-                self._num_long_decoding,
+                self.held.num_long_decoding,
                 min(long_tokens) if long_tokens else None,
-                self._slo_tpots_s,
+                self.held.slo_tpots_s,
                 self._grouped,
                 self.make,
             )
@@ -535,8 +476,8 @@ class InstanceBooks:
     def check_integrity(self) -> None:
         """AssertionError names the numbers that do not balance."""
         name = self.instance_id
-        taken = sum(hold.num_blocks for hold in self.holds.values())
-        assert taken == self.num_taken_blocks, f"{name}: holds sum to {taken}, books say {self.num_taken_blocks}"
+        held, taken = HoldSums.of(self.holds.values()), self.held.num_taken_blocks
+        assert held == self.held, f"{name}: holds sum to {held}, books say {self.held}"
         assert taken <= self.profile.num_blocks, f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
         assert self.low.keys() <= self.holds.keys(), f"{name}: {self.low} ask for more, and hold nothing"
         assert not self.low or self.num_free_blocks <= 0, f"{name}: {self.low} wait for blocks that are free"
@@ -546,17 +487,7 @@ class InstanceBooks:
             if self._growth.by_credit:
                 sums.count(hold.num_blocks, hold.max_blocks, is_open=hold.is_open, sign=1)
         assert sums == self._growing, f"{name}: {sums} may grow, books say {self._growing}"
-        num_of = Counter(hold.kind for hold in self.holds.values())
-        decoding, computing = num_of[HoldKind.RESIDENT], num_of[HoldKind.PREFILL] + num_of[HoldKind.LOCAL]
-        seats = decoding + num_of[HoldKind.PROMISED] + num_of[HoldKind.LOCAL]
-        assert decoding == self.num_decoding, f"{name}: {decoding} decode, books say {self.num_decoding}"
-        assert computing == self.num_prefilling, f"{name}: {computing} prompts, books say {self.num_prefilling}"
-        assert seats == self.num_seats_taken, f"{name}: {seats} seats taken, books say {self.num_seats_taken}"
-        promised = sum(hold.num_blocks for hold in self.holds.values() if hold.kind is HoldKind.PROMISED)
-        waiting = sum(hold.num_blocks for hold in self.holds.values() if hold.waits)
-        assert waiting == self.num_waiting_blocks, f"{name}: {waiting} wait, books say {self.num_waiting_blocks}"
-        assert promised == self._num_promised_blocks, f"{name}: {promised} promised, books {self._num_promised_blocks}"
-        assert self.num_seats_taken <= self.profile.max_num_seqs, f"{name}: {self.num_seats_taken} seats taken"
+        assert held.num_seats_taken <= self.profile.max_num_seqs, f"{name}: {held.num_seats_taken} seats taken"
         urgent = [plan_id for plan_id, plan in self.plans.items() if plan.urgent]
         known = [] if self.urgent_plan_id is None else [self.urgent_plan_id]
         assert urgent == known, f"{name}: plans {urgent} are urgent, books say {known}"
