@@ -95,8 +95,11 @@ def hash_key(key: str) -> str:
 
 
 def parse_api_keys(text: str, where: str) -> dict[str, ApiKey]:
-    """Entries by name, of the TOML text that ``where`` holds. Raises ConfigError that names what is wrong."""
-    entries = _tables(text, "keys", "`pdmesh keys new NAME` makes one", where)
+    """Entries by name, of the TOML text that ``where`` holds; it may hold none.
+
+    Raises ConfigError that names what is wrong.
+    """
+    entries = _tables(text, "keys", where)
     keys = {name: _api_key(name, entry, f"[keys.{name}] in {where}") for name, entry in entries.items()}
     _check_distinct(keys.values(), "key", where)
     return keys
@@ -104,13 +107,13 @@ def parse_api_keys(text: str, where: str) -> dict[str, ApiKey]:
 
 def parse_operators(text: str, where: str) -> dict[str, Operator]:
     """The same for operators."""
-    entries = _tables(text, "operators", "`pdmesh keys operator NAME` makes one", where)
+    entries = _tables(text, "operators", where)
     operators = {name: _operator(name, entry, f"[operators.{name}] in {where}") for name, entry in entries.items()}
     _check_distinct(operators.values(), "token", where)
     return operators
 
 
-def _tables(text: str, what: str, how: str, where: str) -> dict[str, Any]:
+def _tables(text: str, what: str, where: str) -> dict[str, Any]:
     try:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -118,8 +121,6 @@ def _tables(text: str, what: str, how: str, where: str) -> dict[str, Any]:
     entries = tree.pop(what, {})
     if tree or not isinstance(entries, dict):
         raise ConfigError(f"{where} holds {', '.join(tree) or what}: it may hold tables [{what}.NAME] only")
-    if not entries:
-        raise ConfigError(f"{where} holds no {what.removesuffix('s')}: {how}")
     return entries
 
 

@@ -48,7 +48,8 @@ class SecurityConfig:
         "an operator's: who changes the running mesh must show one; without any, changes come from this host",
     ] = ""
     operators_file: Annotated[
-        Path | None, "whose tokens the scheduler takes besides: [operators.NAME] tables with scopes (.toml)"
+        Path | None,
+        "whose tokens the scheduler takes besides: [operators.NAME] tables with scopes (.toml); an empty one: nobody's",
     ] = None
     tls_cert: Annotated[Path | None, "our certificate: turns TLS on, at the edges and between services"] = None
     tls_key: Annotated[Path | None, "its key"] = None

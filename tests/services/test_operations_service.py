@@ -238,6 +238,26 @@ def test_operators_change_while_the_scheduler_runs(tmp_path: Path, monkeypatch: 
     assert (who("b"), who("e")) == ("bob", None), "it may be read now"
 
 
+async def test_the_last_operator_who_leaves_the_file_may_do_nothing_and_nobody_else_may(tmp_path: Path) -> None:
+    file, now_s = tmp_path / "operators.toml", 0.0
+    file.write_text(entry("bob", "b", "read", "write"))
+    operators = Operators(SecurityConfig(operators_file=file), lambda: now_s)
+    bob = {OPERATOR_METADATA: b"b".hex()}
+    assert operators.who(bob)
+    file.write_text("# nobody\n")
+    now_s += 2.0
+    with capture_logs() as logs:
+        assert operators.who(bob) is None
+    assert [each["log_level"] for each in logs] == ["warning"]
+    assert operators, "a token is needed as before"
+    security = SecurityConfig(mesh_token="ours", operators_file=file)
+    async with running_scheduler(replace(CONFIG, security=security)) as mesh:  # the next one starts all the same
+        for token in ("b", ""):
+            refusal = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token=token, mesh_token="ours")
+            assert isinstance(refusal, AdminError), "from this machine, too"
+            assert "changes need an operator's token" in refusal.message
+
+
 @pytest.mark.parametrize(
     ("peer", "local"),
     [

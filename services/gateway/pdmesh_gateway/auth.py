@@ -1,7 +1,7 @@
 """Keys at the edges: who a client is, what it may ask for, and how much.
 
 The file of keys is read again when it has changed, which is looked at when a key is checked. A file that is wrong then
-leaves the keys as they were.
+leaves the keys as they were; one that holds none any more lets nobody in.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ class Client:
 
 
 class ApiKeys:
-    """The keys one of which a client must show; none means that everybody may enter."""
+    """The keys one of which a client must show. Everybody may enter where neither a key nor a file of keys is set."""
 
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError if there is a file of keys that cannot be used."""
+        """Raises ConfigError if there is a file of keys that cannot be used, or that holds none."""
         self._clock = clock
         path = security.api_keys_file
         self._file = None if path is None else WatchedFile(path, "security.api_keys_file", clock)
@@ -151,13 +151,16 @@ class ApiKeys:
         self._clients: dict[str, Client] = {}  # by hash
         self._anybody = Client(ANYBODY, clock)
         self._take(self._read())
+        if self._file is not None and not self._clients:
+            raise ConfigError(f"{self._file.where} holds no key: `pdmesh keys new NAME` makes one")
 
     def __bool__(self) -> bool:
-        return bool(self._clients)
+        """Whether a key is needed."""
+        return self._file is not None or bool(self._clients)
 
     def check(self, authorization: str | None) -> Client:
         """Whose ``Authorization`` header it is. Raises RequestRejected (401)."""
-        if not self._clients:
+        if not self:
             return self._anybody
         self._look_again()
         scheme, _, key = (authorization or "").partition(" ")
@@ -178,7 +181,7 @@ class ApiKeys:
             log.error("the keys stay as they were", error=str(error))
             return
         self._take(keys)
-        log.info("keys read again", num_keys=len(keys))
+        (log.info if keys else log.warning)("keys read again", num_keys=len(keys))
 
     def _take(self, keys: list[ApiKey]) -> None:
         by_name = {client.name: client for client in self._clients.values()}
@@ -196,16 +199,14 @@ class ApiKeys:
             keys.append(ApiKey(name="api_key", hash=hash_key(self._single), scopes=SCOPES))
         if self._file is not None:
             text, where = self._file.text(), self._file.where
-            keys += parse_api_keys(text, where).values() if self._file.path.suffix == ".toml" else _lines(text, where)
+            keys += parse_api_keys(text, where).values() if self._file.path.suffix == ".toml" else _lines(text)
         return keys
 
 
-def _lines(text: str, where: str) -> list[ApiKey]:
-    """Keys as they are, one a line (``#`` begins a comment), without limits. Raises ConfigError."""
+def _lines(text: str) -> list[ApiKey]:
+    """Keys as they are, one a line (``#`` begins a comment), without limits."""
     lines = dict.fromkeys(line.strip() for line in text.splitlines())
     hashes = [hash_key(line) for line in lines if line and not line.startswith("#")]
-    if not hashes:
-        raise ConfigError(f"{where} holds no key")
     return [ApiKey(name=f"key-{digest[7:15]}", hash=digest) for digest in hashes]
 
 

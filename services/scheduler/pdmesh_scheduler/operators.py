@@ -1,7 +1,7 @@
 """Who may look at the running mesh and change it: operators, by the tokens that they show.
 
 The file of operators is read again when it has changed, which is looked at when a token is checked. A file that is
-wrong then leaves them as they were.
+wrong then leaves them as they were. One that holds none means nobody, not everybody on this machine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Operators:
         self._file = None if path is None else WatchedFile(path, "security.operators_file", clock)
         self._single = security.operator_token
         self._by_hash = self._read()
+        self._tell("operators")
 
     def __bool__(self) -> bool:
-        """Whether there are any: else changes come from this machine."""
-        return bool(self._by_hash)
+        """Whether a token is needed, though nobody may have one: else changes come from this machine."""
+        return self._file is not None or bool(self._single)
 
     def who(self, metadata: Mapping[str, str]) -> Operator | None:
         """Whose token a call's metadata shows; None if it is nobody's."""
@@ -56,7 +57,14 @@ class Operators:
         except ConfigError as error:
             log.error("the operators stay as they were", error=str(error))
             return
-        log.info("operators read again", operators=[each.name for each in self._by_hash.values()])
+        self._tell("operators read again")
+
+    def _tell(self, what: str) -> None:
+        names = [each.name for each in self._by_hash.values()]
+        if names:
+            log.info(what, operators=names)
+        elif self._file is not None:
+            log.warning("the file holds no operator: nobody may change the mesh", path=str(self._file.path))
 
     def _read(self) -> dict[str, Operator]:
         """Raises ConfigError."""
