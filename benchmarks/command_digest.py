@@ -71,7 +71,6 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.tenant",
     "RequestArrived.request.share",
     "RequestArrived.request.num_tokens_before",
-    "RequestArrived.request.prompt_logprobs",
     "Restart.preempted",
     "RequestCancelled.gateway_id",
     "RequestCancelled.num_output_tokens",

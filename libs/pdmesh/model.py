@@ -183,7 +183,6 @@ class Request:
     tenant: str = ""  # the name of the key that it came with
     share: Annotated[int, COUNT] = 1  # of that key, among others
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
-    prompt_logprobs: bool = False  # whether its client is told the log-probabilities of its prompt's tokens
 
     @property
     def max_total_tokens(self) -> int:

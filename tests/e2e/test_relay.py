@@ -79,11 +79,11 @@ class Meshes:
     alone: RunningMesh
     together: RunningMesh
 
-    async def answers(self, *, helped: bool = True, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a mesh with one prefill instance says, and one in which somebody ``helped``, or nobody."""
+    async def answers(self, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a mesh with one prefill instance says, and one in which somebody helped."""
         expected, got = await ask(self.alone, **fields), await ask(self.together, **fields)
         num_helpers = helpers_of(self.together, got)
-        assert (num_helpers > 0) == helped, f"{num_helpers} helped"
+        assert num_helpers > 0, "nobody helped"
         return expected, got
 
 
@@ -136,7 +136,7 @@ async def test_a_seed_draws_what_it_draws_where_nobody_helps(alone: RunningMesh,
 @three
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"n": 2, **SEEDED}], ids=["greedy", "two choices"])
 async def test_who_asks_for_a_prompts_logprobs_gets_all_of_them(meshes: Meshes, fields: dict[str, Any]) -> None:
-    alone, together = await meshes.answers(helped=False, echo=True, logprobs=2, **fields)
+    alone, together = await meshes.answers(echo=True, logprobs=2, **fields)
     assert_same_choices(alone, together)
     for choice in together["choices"]:
         assert choice["logprobs"]["token_logprobs"].index(None) == 0

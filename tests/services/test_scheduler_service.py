@@ -654,12 +654,6 @@ async def test_choices_after_the_first_are_due_after_it() -> None:
     assert [request.num_tokens_before for request in requests] == [6, 6 + num_tokens]
 
 
-@pytest.mark.parametrize("num_top", [None, 0, 2])
-async def test_the_core_knows_whether_a_prompts_logprobs_are_asked_for(num_top: int | None) -> None:
-    asked = submit(prompt_logprobs=num_top)
-    assert gateways._request(asked, asked.generation, 0.0, 0).prompt_logprobs is (num_top is not None)
-
-
 async def test_a_choice_with_the_id_of_another_gateways_request_is_refused_with_all_of_its_prompt() -> None:
     await refused_alone(msgspec.structs.replace(submit(), others=(OtherChoice(RequestId("r.other"), 5),)))
 

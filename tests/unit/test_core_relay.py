@@ -154,19 +154,6 @@ def test_members_are_told_of_while_they_compute() -> None:
     assert bench.core.helped == []
 
 
-def test_a_prompt_whose_logprobs_are_asked_for_is_computed_by_one_instance() -> None:
-    """A gateway takes them from one; a helper's would be missing in the answer."""
-    bench = bench_of()
-    request = replace(a_request("long", 1024, arrival_s=0.0), prompt_logprobs=True)
-    commands = bench.feed(RequestArrived(request))
-    while bench.core._books.instances[LEADER].plans:
-        commands += Running(bench).end(LEADER)
-    assert asked(commands) == []
-    assert {name for name, _ in chunks_of(commands)} == {LEADER}
-    assert sum(chunk.num_tokens for _, chunk in chunks_of(commands)) == 1024
-    assert not bench.core.needs_prompt(KEY)
-
-
 def test_chunks_taper_and_the_last_one_is_the_leaders() -> None:
     bench = bench_of(policy=TAPERING)
     bench.arrive("long", 1021)

@@ -166,29 +166,22 @@ async def test_prompt_logprobs_of_another_epoch_or_place_are_dropped() -> None:
     t = transcript([1, 2])
     lp = TokenLogprobs(-1.0)
     for epoch, start in ((1, 1), (0, -1), (0, 0), (0, 5)):
-        t.offer_prompt_logprobs(
-            PromptLogprobs(request_id=t.request_id, epoch=Epoch(epoch), start=start, logprobs=(lp,)), A
-        )
+        t.offer_prompt_logprobs(told(start, 1, epoch=epoch))
     assert t.prompt_logprobs == {}
-    t.offer_prompt_logprobs(PromptLogprobs(request_id=t.request_id, epoch=Epoch(0), start=1, logprobs=(lp,) * 9), A)
+    t.offer_prompt_logprobs(told(1, 9))
     assert t.prompt_logprobs == {1: lp}
 
 
 async def test_no_token_is_delivered_before_all_of_its_prompts_logprobs() -> None:
     """Some were lost with a stream that broke: the request is computed again, and its client told of no holes."""
-
-    def told(epoch: int, start: int, count: int) -> PromptLogprobs:
-        logprobs = (TokenLogprobs(-1.0),) * count
-        return PromptLogprobs(request_id=t.request_id, epoch=Epoch(epoch), start=start, logprobs=logprobs)
-
     t = transcript([1, 2, 3, 4], prompt_logprobs=0)
-    t.offer_prompt_logprobs(told(0, 3, 1), A)
+    t.offer_prompt_logprobs(told(3, 1))
     t.offer(token(0), A)
-    assert (t.take(), list(t.output), t.resume_at_s) == ([], [], 5.0)
+    assert (t.take(), list(t.output), t.resume_at_s) == ([], [], 5.0 + STALL_GRACE_S)
     t.offer(token(1), A)  # it does not know
     assert t.restart()
-    t.offer_prompt_logprobs(told(1, 1, 2), B)
-    t.offer_prompt_logprobs(told(1, 3, 1), B)
+    t.offer_prompt_logprobs(told(1, 2, epoch=1))
+    t.offer_prompt_logprobs(told(3, 1, epoch=1))
     t.offer(token(0, epoch=1), B)
     assert [out.index for out in t.take()] == [0]
     assert sorted(t.prompt_logprobs) == [1, 2, 3]
@@ -340,16 +333,26 @@ async def test_only_whose_turn_it_is_can_end_a_stream_with_an_error() -> None:
     assert t.finished
 
 
-async def test_prompt_logprobs_come_from_whoever_opens_the_epoch() -> None:
-    t = transcript([1, 2])
-    lp, false = TokenLogprobs(-1.0), TokenLogprobs(-6.0)
-    for source, logprobs in ((A, lp), (B, false)):
-        t.offer_prompt_logprobs(
-            PromptLogprobs(request_id=t.request_id, epoch=Epoch(0), start=1, logprobs=(logprobs,)), source
-        )
-    t.offer(token(0, token_id=666), B)
-    t.offer(token(0), A)
-    assert (t.prompt_logprobs, list(t.output)) == ({1: lp}, [100])
+def told(start: int, count: int, *, epoch: int = 0, logprob: float = -1.0) -> PromptLogprobs:
+    logprobs = (TokenLogprobs(logprob),) * count
+    return PromptLogprobs(request_id=RequestId("r"), epoch=Epoch(epoch), start=start, logprobs=logprobs)
+
+
+async def test_prompt_logprobs_come_from_all_that_compute_the_prompt_and_the_first_count() -> None:
+    """Those of a helper may come later than the first token, which waits for them."""
+    t = transcript([1, 2, 3, 4], prompt_logprobs=0)
+    t.offer_prompt_logprobs(told(2, 1))  # a helper's, before its leader has begun to answer
+    assert not t.inbox
+    t.offer_prompt_logprobs(told(3, 1))
+    t.offer(token(0, next_=B), A)
+    t.offer(token(1), B)
+    t.offer_prompt_logprobs(told(2, 1, logprob=-6.0))  # computed again
+    assert (t.take(), list(t.output), t.resume_at_s) == ([], [], 5.0 + STALL_GRACE_S)
+    t.offer_prompt_logprobs(told(1, 1))
+    assert [out.index for out in t.take()] == [0, 1]
+    assert t.source == B
+    assert t.resume_at_s is None
+    assert {position: each.logprob for position, each in t.prompt_logprobs.items()} == {1: -1.0, 2: -1.0, 3: -1.0}
 
 
 @given(

@@ -159,6 +159,24 @@ async def test_a_chunk_of_what_was_freed_does_no_harm_to_what_is_received_since(
         running.assert_all_free()
 
 
+async def test_what_a_chunk_says_of_its_prompt_is_told_though_the_request_was_freed_meanwhile() -> None:
+    """As a helper is, whose leader was done before it left its last layer."""
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        generation = make_generation("r", [3] * 9, SamplingParams(max_tokens=2, prompt_logprobs=0))
+        running.admit(generation, kv_moves=False)
+        running.run(chunk_plans(generation, [4])[:1])
+        await to_thread.run_sync(gate.arrived)
+        free(running, generation)
+        gate.open()
+        await running.reported(KvReleased, "r")
+        await running.until(lambda: len(running.tokens) == 1)
+        (told,) = running.tokens
+        assert isinstance(told, PromptLogprobs)
+        assert (told.start, len(told.logprobs)) == (1, 4)
+        running.assert_all_free()
+
+
 async def test_a_free_that_finds_nothing_is_answered() -> None:
     async with mixed() as running:
         free(running, make_generation("r", [1], GREEDY, epoch=4))

@@ -13,9 +13,6 @@ Nothing waits in a circle: a chunk needs only chunks of the same prompt that wer
 one chunk of a group, and instances run such steps in the order in which they were planned.
 
 A helper that is lost costs what it had not computed (`pdmesh.core.healing`); without its leader a prompt starts again.
-
-A prompt whose log-probabilities are asked for is computed by one instance: a gateway takes them only from the one that
-draws the first token, and helpers are freed when the leader is done, perhaps before they could tell theirs.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ class Relays:
     def placed(self, state: RequestState, bundle: Bundle) -> None:
         """A request was placed; its first chunk is planned next."""
         leader = self._books.instances[state.prefill_ids[0]]
-        if bundle.relay is None or not leader.profile.relays or state.in_group or state.request.prompt_logprobs:
+        if bundle.relay is None or not leader.profile.relays or state.in_group:
             return
         if bundle.is_long(state.request):
             self._open[state.key] = state

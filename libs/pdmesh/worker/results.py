@@ -59,6 +59,8 @@ class Results:
                 chunk.exchange.abandon(*chunk.begun_blocks(self._context.block_size))
         self._tell_of_step(batch, time, ended)
         for chunk, result in zip(batch.chunks, results, strict=False):
+            if result is not None and result.prompt_logprobs:  # also of a helper that was freed in its last layer
+                self._context.gateways.send(chunk.hold, prompt_logprobs(chunk, result))
             if self._context.sequences.step_ended(chunk.hold) and result is not None:
                 self._finish_chunk(chunk, result, time)
         for hold, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
@@ -103,8 +105,6 @@ class Results:
         if hold.exchange is not None and chunk.exchange is None and not plan.is_last:
             hold.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
         self._context.metrics.prompt_tokens.inc(plan.num_tokens)
-        if result.prompt_logprobs:
-            self._context.gateways.send(hold, prompt_logprobs(chunk, result))
         if not plan.is_last:
             return
         self._groups.leave(hold)

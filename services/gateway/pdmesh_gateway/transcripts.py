@@ -179,9 +179,9 @@ class Transcript:
         elif not is_turn:
             self.num_dropped += 1
         elif token.token_id is not None and self._lacks_prompt_logprobs:
-            self.num_dropped += 1
             self.source = source
-            self.suspect(0.0)
+            self._keep(token, source)
+            self.suspect(self.stall_grace_s)
         else:
             self._deliver(token, source)
             self._deliver_ahead()
@@ -199,24 +199,23 @@ class Transcript:
             self.num_dropped += 1
             self.suspect(0.0)
 
-    def offer_prompt_logprobs(self, message: PromptLogprobs, source: InstanceId) -> None:
-        """Log-probabilities of prompt tokens; the same ones come again after a restart."""
-        if (
-            message.epoch != self.epoch
-            or self.finished
-            or not 1 <= message.start < self.num_prompt_tokens
-            or (self.source is not None and self.source != source)
-        ):
+    def offer_prompt_logprobs(self, message: PromptLogprobs) -> None:
+        """Log-probabilities of prompt tokens, from any of those that compute them; the first that come count.
+
+        The same ones come again after a restart, or when a chunk is computed again.
+        """
+        if message.epoch != self.epoch or self.finished or not 1 <= message.start < self.num_prompt_tokens:
             self.num_dropped += 1
             return
-        self.source = source
         for position, logprobs in enumerate(message.logprobs, message.start):
             if position < self.num_prompt_tokens:
-                self.prompt_logprobs[position] = logprobs
+                self.prompt_logprobs.setdefault(position, logprobs)
+        if self._ahead and not self._lacks_prompt_logprobs:
+            self._deliver_ahead()
 
     @property
     def _lacks_prompt_logprobs(self) -> bool:
-        """Some were lost, once a token is here: they come before it, on the same stream."""
+        """Some are late or lost, once a token is here: each comes with its chunk, from whoever computed that."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def suspect(self, grace_s: float) -> None:
@@ -284,8 +283,10 @@ class Transcript:
         self.mailbox.put(self)
 
     def _pop_ahead(self) -> TokenOut | None:
-        """The next token, if it is here already; what can no longer be next is dropped."""
+        """The next token, if all that comes before it is here, too; what can no longer be next is dropped."""
         num_next, following = len(self.output), None
+        if self._lacks_prompt_logprobs:
+            return None
         for source, ahead in list(self._ahead.items()):
             if source == self.source:
                 following = ahead.pop(num_next, None)
@@ -347,7 +348,7 @@ class Transcripts:
                     case TokenOut():
                         transcript.offer(message, source)
                     case PromptLogprobs():
-                        transcript.offer_prompt_logprobs(message, source)
+                        transcript.offer_prompt_logprobs(message)
                     case TurnOver():
                         transcript.give_turn(message, source)
             except Exception as error:  # other requests share the frame
