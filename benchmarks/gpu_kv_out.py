@@ -21,9 +21,9 @@ from pdmesh.config import TransferConfig
 from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.sender import KvSender
 from pdmesh.kv.store import KvStore
@@ -80,7 +80,7 @@ async def kv_out(
         for number in range(rounds + 1):
             plain.append(await thread.run(partial(_step_s, engine, chunk, None)))
             request, epoch = chunk.sequence.request_id, Epoch(number)
-            receiving.expect(
+            receiving.arrivals.expect(
                 request,
                 epoch,
                 capability=1,
@@ -88,8 +88,10 @@ async def kv_out(
                 num_context_tokens=chunk.num_tokens,
                 source_addresses=(transports[0].address,),
             )
-            sender = sending.offer(request, epoch, block_ids=blocks, num_context_tokens=chunk.num_tokens)
-            sending.grant(request, epoch, destinations=[KvDestination(transports[1].address, EVERYTHING)], capability=1)
+            sender = sending.departures.offer(request, epoch, block_ids=blocks, num_context_tokens=chunk.num_tokens)
+            sending.departures.grant(
+                request, epoch, destinations=[KvDestination(transports[1].address, EVERYTHING)], capability=1
+            )
             hook = partial(_layer_ready, sender, len(blocks))
             steps.append(await thread.run(partial(_step_s, engine, chunk, hook)))
             sender.commit(FirstToken(1, 0))

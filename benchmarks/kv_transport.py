@@ -33,9 +33,9 @@ from report import heading
 from pdmesh.config import TransferConfig
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.granted import PIECES_IN_FLIGHT, KvDestination
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.push import PIECES_IN_FLIGHT, KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.testing.kv import EVERYTHING
@@ -167,7 +167,7 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
         num_context_tokens = num_blocks * layout.block_size
         if not sending:
             for request_id in request_ids:
-                mover.expect(
+                mover.arrivals.expect(
                     request_id,
                     EPOCH,
                     capability=CAPABILITY,
@@ -181,8 +181,12 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
             pipe.send(time.monotonic())
             for request_id in request_ids:
                 await slots.acquire()
-                sender = mover.offer(request_id, EPOCH, block_ids=block_ids, num_context_tokens=num_context_tokens)
-                mover.grant(request_id, EPOCH, destinations=[KvDestination(peer, EVERYTHING)], capability=CAPABILITY)
+                sender = mover.departures.offer(
+                    request_id, EPOCH, block_ids=block_ids, num_context_tokens=num_context_tokens
+                )
+                mover.departures.grant(
+                    request_id, EPOCH, destinations=[KvDestination(peer, EVERYTHING)], capability=CAPABILITY
+                )
                 for layer in range(NUM_LAYERS):
                     sender.blocks_ready(chunk=0, layer=layer, first_block=0, num_blocks=num_blocks)
                 sender.commit(FirstToken(0, 0))

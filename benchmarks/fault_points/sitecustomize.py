@@ -113,8 +113,8 @@ def _kv_receiver(module: ModuleType) -> None:
     before(cls, "_end_move", "target: a commit comes")
 
 
-def _kv_mover(module: ModuleType) -> None:
-    tell = module.KvMover._tell
+def _kv_context(module: ModuleType) -> None:
+    tell = module.KvContext.tell
 
     @functools.wraps(tell)
     async def telling(self: Any, kind: Any, transfer: Any, address: bytes, *, destination: int) -> None:
@@ -125,7 +125,7 @@ def _kv_mover(module: ModuleType) -> None:
         if is_move:
             at("target: acknowledged")
 
-    module.KvMover._tell = telling
+    module.KvContext.tell = telling
 
 
 def _worker_replies(module: ModuleType) -> None:
@@ -152,7 +152,7 @@ _WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
     "pdmesh.worker.moves": _worker_moves,
     "pdmesh.kv.outgoing": _kv_outgoing,
     "pdmesh.kv.receiver": _kv_receiver,
-    "pdmesh.kv.mover": _kv_mover,
+    "pdmesh.kv.context": _kv_context,
     "pdmesh.worker.replies": _worker_replies,
 }
 

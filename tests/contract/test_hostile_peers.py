@@ -24,10 +24,10 @@ import psutil
 import pytest
 
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
-from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
@@ -263,7 +263,7 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the right seal: a bug, or a worker that was taken over."""
-    monkeypatch.setattr("pdmesh.kv.mover.log", Mock())
+    monkeypatch.setattr("pdmesh.kv.context.log", Mock())
     rng = random.Random(SEED)
     request, key = RequestId("request"), MeshKey("secret")
     outcomes: list[TransferOutcome] = []
@@ -288,7 +288,7 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
             for number in range(NUMBER):
                 block_ids = pools[1].allocate(2)
                 epoch = Epoch(number)
-                receiving.expect(
+                receiving.arrivals.expect(
                     request,
                     epoch,
                     capability=1,
@@ -328,11 +328,11 @@ async def _hand_over(
     """An honest transfer lands."""
     request, epoch = RequestId("honest"), Epoch(0)
     tables = pools[0].allocate(2), pools[1].allocate(2)
-    receiving.expect(
+    receiving.arrivals.expect(
         request, epoch, capability=9, block_ids=tables[1], num_context_tokens=8, source_addresses=(a.address,)
     )
-    sender = sending.offer(request, epoch, block_ids=tables[0], num_context_tokens=8)
-    sending.grant(request, epoch, destinations=[KvDestination(b.address, EVERYTHING)], capability=9)
+    sender = sending.departures.offer(request, epoch, block_ids=tables[0], num_context_tokens=8)
+    sending.departures.grant(request, epoch, destinations=[KvDestination(b.address, EVERYTHING)], capability=9)
     for layer in range(SMALL_LAYOUT.num_layers):
         sender.blocks_ready(chunk=0, layer=layer, first_block=0, num_blocks=2)
     sender.commit(FirstToken(1, 0))

@@ -15,9 +15,9 @@ from pdmesh.engine.cuda.kv_store import DeviceKvStore, block_runs
 from pdmesh.engine.cuda.page_tables import NUM_ROWS, PageTables, write_pages
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import Epoch, KvLayout, RequestId, num_blocks_for
 from pdmesh.testing.cuda import FakeStreams
@@ -129,7 +129,7 @@ async def test_nothing_is_sent_before_the_device_has_written_it() -> None:
             async with sending, receiving:
                 assert streams.num_pinned == SMALL_TRANSFER.num_send_buffers + SMALL_TRANSFER.num_receive_buffers
                 blocks_a, blocks_b = pool_a.allocate(3), pool_b.allocate(3)
-                receiving.expect(
+                receiving.arrivals.expect(
                     request,
                     epoch,
                     capability=7,
@@ -137,8 +137,10 @@ async def test_nothing_is_sent_before_the_device_has_written_it() -> None:
                     num_context_tokens=12,
                     source_addresses=(a.address,),
                 )
-                sender = sending.offer(request, epoch, block_ids=blocks_a, num_context_tokens=12)
-                sending.grant(request, epoch, destinations=[KvDestination(b.address, EVERYTHING)], capability=7)
+                sender = sending.departures.offer(request, epoch, block_ids=blocks_a, num_context_tokens=12)
+                sending.departures.grant(
+                    request, epoch, destinations=[KvDestination(b.address, EVERYTHING)], capability=7
+                )
                 streams.held = True
                 for layer in range(3):  # given to the device, which has computed none of it
                     sender.blocks_ready(chunk=0, layer=layer, first_block=0, num_blocks=3)

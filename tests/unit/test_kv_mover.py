@@ -15,10 +15,10 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
-from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
@@ -73,13 +73,15 @@ class Pair:
         return 8 * self.a.store.layout.block_size + 1  # nine blocks, the last with one token
 
     def offer(self, epoch: Epoch = EPOCH) -> KvSender:
-        return self.a.mover.offer(REQUEST, epoch, block_ids=self.a_blocks, num_context_tokens=self.num_context_tokens)
+        return self.a.mover.departures.offer(
+            REQUEST, epoch, block_ids=self.a_blocks, num_context_tokens=self.num_context_tokens
+        )
 
     def grant(self, capability: int = CAPABILITY) -> None:
-        self.a.mover.grant(REQUEST, EPOCH, destinations=[everything_to(self.b)], capability=capability)
+        self.a.mover.departures.grant(REQUEST, EPOCH, destinations=[everything_to(self.b)], capability=capability)
 
     def expect(self, epoch: Epoch = EPOCH, num_context_tokens: int | None = None) -> None:
-        self.b.mover.expect(
+        self.b.mover.arrivals.expect(
             REQUEST,
             epoch,
             capability=CAPABILITY,
@@ -229,7 +231,7 @@ async def test_no_bytes_move_before_the_grant(memory: TransportMaker) -> None:
         sender.commit(FirstToken(1, 0))
         await anyio.wait_all_tasks_blocked()
         assert pair.b.mover.counters().num_pieces_received == 0
-        pair.a.mover.grant(REQUEST, Epoch(2), destinations=[everything_to(pair.b)], capability=CAPABILITY)
+        pair.a.mover.departures.grant(REQUEST, Epoch(2), destinations=[everything_to(pair.b)], capability=CAPABILITY)
         await anyio.wait_all_tasks_blocked()
         assert pair.b.mover.counters().num_pieces_received == 0
         pair.free_all()
@@ -245,7 +247,7 @@ async def test_a_paused_transfer_moves_nothing_until_it_is_granted_again(maker: 
             pair.compute(sender)
             for _ in range(num_checkpoints):
                 await anyio.lowlevel.checkpoint()
-            pair.a.mover.pause(REQUEST, EPOCH)
+            pair.a.mover.departures.pause(REQUEST, EPOCH)
             with anyio.fail_after(30):
                 assert await pair.a.outcome() == PausedTransfer(request_id=REQUEST, epoch=EPOCH)
             sender.commit(FirstToken(7, 0))
@@ -264,14 +266,14 @@ async def test_a_paused_transfer_moves_nothing_until_it_is_granted_again(maker: 
 async def test_only_what_was_granted_and_is_not_whole_can_be_paused(memory: TransportMaker) -> None:
     async with open_pair(memory) as pair:
         pair.expect()
-        pair.a.mover.pause(REQUEST, EPOCH)
+        pair.a.mover.departures.pause(REQUEST, EPOCH)
         sender = pair.offer()
-        pair.a.mover.pause(REQUEST, EPOCH)
+        pair.a.mover.departures.pause(REQUEST, EPOCH)
         pair.grant()
         pair.compute(sender)
-        pair.a.mover.pause(REQUEST, Epoch(EPOCH + 1))
+        pair.a.mover.departures.pause(REQUEST, Epoch(EPOCH + 1))
         sender.commit(FirstToken(7, 0))
-        pair.a.mover.pause(REQUEST, EPOCH)
+        pair.a.mover.departures.pause(REQUEST, EPOCH)
         with anyio.fail_after(30):
             assert isinstance(await pair.b.outcome(), LandedTransfer)
             assert isinstance(await pair.a.outcome(), SentTransfer)
@@ -560,7 +562,7 @@ async def test_many_requests_at_once(maker: TransportMaker) -> None:
         pair.free_all()
         blocks = {RequestId(f"request {i}"): (pair.a.pool.allocate(3), pair.b.pool.allocate(4)) for i in range(8)}
         for request_id, (source, destination) in blocks.items():
-            pair.b.mover.expect(
+            pair.b.mover.arrivals.expect(
                 request_id,
                 EPOCH,
                 capability=CAPABILITY,
@@ -568,8 +570,10 @@ async def test_many_requests_at_once(maker: TransportMaker) -> None:
                 num_context_tokens=3 * layout.block_size,
                 source_addresses=(pair.a.transport.address,),
             )
-            sender = pair.a.mover.offer(request_id, EPOCH, block_ids=source, num_context_tokens=3 * layout.block_size)
-            pair.a.mover.grant(
+            sender = pair.a.mover.departures.offer(
+                request_id, EPOCH, block_ids=source, num_context_tokens=3 * layout.block_size
+            )
+            pair.a.mover.departures.grant(
                 request_id,
                 EPOCH,
                 destinations=[everything_to(pair.b)],
@@ -592,8 +596,8 @@ async def test_many_requests_at_once(maker: TransportMaker) -> None:
 async def test_leaving_the_mover_ends_what_is_under_way(memory: TransportMaker) -> None:
     async with open_side(memory, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore(SMALL_LAYOUT, NUM_BLOCKS)) as side:
         block_ids = side.pool.allocate(2)
-        side.mover.offer(REQUEST, EPOCH, block_ids=block_ids, num_context_tokens=5)
-        side.mover.grant(REQUEST, EPOCH, destinations=[], capability=1)
+        side.mover.departures.offer(REQUEST, EPOCH, block_ids=block_ids, num_context_tokens=5)
+        side.mover.departures.grant(REQUEST, EPOCH, destinations=[], capability=1)
         await anyio.wait_all_tasks_blocked()
         assert side.mover.counters().num_sending == 1
     assert side.mover.counters().num_sending == 0
@@ -624,7 +628,7 @@ class Mesh:
     def expect(self) -> None:
         addresses = tuple(source.transport.address for source in self.sources)
         for index, side in enumerate(self.destinations):
-            side.mover.expect(
+            side.mover.arrivals.expect(
                 REQUEST,
                 EPOCH,
                 capability=CAPABILITY,
@@ -638,11 +642,11 @@ class Mesh:
         senders: list[KvSender] = []
         for index, (side, blocks) in enumerate(zip(self.sources, shares or self.shares, strict=True)):
             table = self.tables[index]
-            sender = side.mover.offer(
+            sender = side.mover.departures.offer(
                 REQUEST, EPOCH, block_ids=table, num_context_tokens=33, source=index, blocks=blocks
             )
             destinations = [everything_to(destination) for destination in self.destinations]
-            side.mover.grant(REQUEST, EPOCH, destinations=destinations, capability=CAPABILITY)
+            side.mover.departures.grant(REQUEST, EPOCH, destinations=destinations, capability=CAPABILITY)
             for layer in range(SMALL_LAYOUT.num_layers):
                 sender.blocks_ready(chunk=0, layer=layer, first_block=blocks.start, num_blocks=blocks.size)
             senders.append(sender)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import anyio
-import anyio.abc
 import structlog
 
+from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.exchange import PieceExchange, exchange_key
 from pdmesh.kv.incoming import PieceReader
-from pdmesh.kv.outcome import FailedExchange, OnOutcome
-from pdmesh.kv.outgoing import Blocks, PieceWriter
+from pdmesh.kv.outcome import FailedExchange
+from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import Bell, KvPresence
-from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.base import ReceivedPiece
 
@@ -25,30 +23,9 @@ log = structlog.get_logger()
 class KvGroups:
     """What this instance exchanges with members of prefill groups. Event loop only."""
 
-    def __init__(
-        self,
-        *,
-        store: KvStore,
-        reader: PieceReader,
-        make_writer: Callable[[Sequence[int]], PieceWriter],
-        call_soon: Callable[[Callable[[], object]], object],
-        tasks: anyio.abc.TaskGroup,
-        admit: Callable[[bytes], None],
-        no_progress_s: float,
-        clock: Callable[[], float],
-        on_outcome: OnOutcome,
-        on_dropped: Callable[[str], None],
-    ) -> None:
-        self._store = store
+    def __init__(self, context: KvContext, *, reader: PieceReader) -> None:
+        self._context = context
         self._reader = reader
-        self._make_writer = make_writer
-        self._call_soon = call_soon
-        self._tasks = tasks
-        self._admit = admit
-        self._no_progress_s = no_progress_s
-        self._clock = clock
-        self._on_outcome = on_outcome
-        self._on_dropped = on_dropped
         self._exchanges: dict[bytes, PieceExchange] = {}
         self.num_bytes_received = 0
         self._num_bytes_sent = 0  # by those that have ended
@@ -79,10 +56,10 @@ class KvGroups:
         """
         presence = KvPresence(
             bell,
-            num_layers=self._store.layout.num_layers,
+            num_layers=self._context.store.layout.num_layers,
             num_blocks=len(block_ids),
-            no_progress_s=self._no_progress_s,
-            clock=self._clock,
+            no_progress_s=self._context.config.group_no_progress_s,
+            clock=self._context.clock,
         )
         exchange = PieceExchange(
             request_id,
@@ -90,15 +67,15 @@ class KvGroups:
             capability=capability,
             block_ids=block_ids,
             presence=presence,
-            store=self._store,
-            writer=self._make_writer(block_ids),
-            call_soon=self._call_soon,
+            store=self._context.store,
+            writer=self._context.writer(block_ids),
+            call_soon=self._context.call_soon,
             on_landed=on_landed,
             on_failed=self._failed,
         )
         self.end(request_id, epoch, "a newer epoch began")
         self._exchanges[exchange.key] = exchange
-        self._tasks.start_soon(self._run, exchange)
+        self._context.tasks.start_soon(self._run, exchange)
         return exchange
 
     def set_members(self, request_id: RequestId, epoch: Epoch, number: int, addresses: Sequence[bytes]) -> None:
@@ -110,7 +87,7 @@ class KvGroups:
         exchange = self._exchanges.get(exchange_key(request_id))
         if exchange is not None and exchange.epoch == epoch:
             for address in filter(None, addresses):
-                self._admit(address)
+                self._context.admit(address)
             if fault := exchange.set_members(number, addresses):
                 exchange.fail(fault)
 
@@ -129,13 +106,11 @@ class KvGroups:
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         """A piece whose key is in here."""
         exchange = self._exchanges[header.request_key]
-        if header.epoch != exchange.epoch:
-            self._drop(piece, "epoch")
-        elif header.capability != exchange.capability:
-            self._drop(piece, "capability")
+        if fault := mismatch(exchange, header):
+            self._context.drop(piece, fault)
         elif header.kind is PieceKind.KV:
             if fault := exchange.claim(header, len(piece.payload)):
-                self._drop(piece, fault)
+                self._context.drop(piece, fault)
             else:
                 self._reader.read(
                     header,
@@ -146,23 +121,19 @@ class KvGroups:
                 )
         elif header.kind in (PieceKind.HELLO, PieceKind.WELCOME):
             if fault := exchange.take_greeting(header):
-                self._drop(piece, fault)
+                self._context.drop(piece, fault)
             else:
                 piece.release()
         else:
-            self._drop(piece, "kind")
+            self._context.drop(piece, "kind")
 
     def check_integrity(self) -> None:
         for exchange in self._exchanges.values():
             exchange.check_integrity()
 
-    def _drop(self, piece: ReceivedPiece, fault: str) -> None:
-        piece.release()
-        self._on_dropped(fault)
-
     def _read(self, exchange: PieceExchange, header: PieceHeader, fault: str | None) -> None:
         if fault is not None:
-            self._on_dropped(fault)
+            self._context.dropped[fault] += 1
             if fault == "checksum":
                 exchange.fail(f"a piece of layer {header.part.layers.start} was damaged on the way")
             return
@@ -173,7 +144,7 @@ class KvGroups:
     def _failed(self, exchange: PieceExchange, reason: str) -> None:
         log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)
         self.end(exchange.request_id, exchange.epoch, reason)
-        self._on_outcome(FailedExchange(request_id=exchange.request_id, epoch=exchange.epoch, reason=reason))
+        self._context.on_outcome(FailedExchange(request_id=exchange.request_id, epoch=exchange.epoch, reason=reason))
 
     async def _run(self, exchange: PieceExchange) -> None:
         try:

@@ -13,10 +13,10 @@ from dataclasses import replace
 import anyio
 
 from pdmesh.errors import KvTransferError
+from pdmesh.kv.granted import PIECES_IN_FLIGHT, GrantedTransfer, KvDestination
 from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.outgoing import Blocks, PieceWriter
-from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
-from pdmesh.kv.push import PIECES_IN_FLIGHT, KvDestination
+from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
 
@@ -27,8 +27,8 @@ FREEZE_LIMIT_S = 0.25
 LANDED_LIMIT_S = 2.0
 
 
-class MoveSender:
-    """A source's side of a move; made by `pdmesh.kv.mover.KvMover.move`, which also runs it.
+class MoveSender(GrantedTransfer):
+    """A source's side of a move.
 
     ``advance`` after each step names what has become complete; once ``has_caught_up``, ``freeze`` ends it with the last
     of it. Until ``committed`` whoever holds the request may go on with it by itself.
@@ -40,7 +40,6 @@ class MoveSender:
         epoch: Epoch,
         *,
         writer: PieceWriter,
-        max_pages: int,
         destination: KvDestination,
         capability: int,
         transcript: bytes,
@@ -49,22 +48,15 @@ class MoveSender:
         on_caught_up: Callable[[], None],
     ) -> None:
         """``on_caught_up`` is called each time that nothing is left to send of what was named."""
-        self.request_id = request_id
-        self.epoch = epoch
-        self.key = request_key(request_id)
-        self.capability = capability
-        self.destinations = (destination,)
+        super().__init__(request_id, epoch, capability=capability, destinations=(destination,), writer=writer)
         self.committed = False
-        self._writer = writer
         self._address = destination.address
-        self._about = PieceHeader(kind=PieceKind.KV, request_key=self.key, epoch=epoch, capability=capability)
         self._about_transcript = replace(self._about, kind=PieceKind.TRANSCRIPT)
         self._num_tokens_taken = destination.part.blocks.size * layout.block_size
         self._transcript = transcript
         self._layout = layout
         self._clock = clock
         self._on_caught_up = on_caught_up
-        self._max_pages = max_pages  # of a piece
         self._num_named = 0  # blocks of each layer
         self._ready: deque[Blocks] = deque()  # named, and not begun
         self._num_under_way = 0
@@ -72,19 +64,8 @@ class MoveSender:
         self._wanted = anyio.Event()  # there is something to send, or no more will come
         self._frozen = anyio.Event()
         self._frozen_s = 0.0
-        self._failure: str | None = None
         self._landed = anyio.Event()
         self._landed_s = 0.0
-        self.scope = anyio.CancelScope()  # left without an outcome if it is cancelled
-        self._work = anyio.CancelScope()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._writer.num_bytes
-
-    @property
-    def num_pieces(self) -> int:
-        return self._writer.num_pieces
 
     # --- called by the worker runtime, on the event loop --------------------------------------------------------------
 
@@ -123,22 +104,15 @@ class MoveSender:
         self._sends.start_soon(self._send_tail, tail)
         self._sends.start_soon(self._send_commit, self._commit(num_kv_tokens, next_token))
 
-    # --- called by the mover ------------------------------------------------------------------------------------------
+    # --- called by the departures -------------------------------------------------------------------------------------
 
     def landed(self, destination: int) -> None:
-        """The target has all of it, and goes on."""
         if self.committed and destination == 0:
             self._landed_s = self._clock()
             self._landed.set()
 
-    def fail(self, reason: str) -> None:
-        """End `run` with a KvTransferError."""
-        if self._failure is None:
-            self._failure = reason
-            self._work.cancel()
-
     async def run(self) -> SentTransfer:
-        """Send everything and wait for the acknowledgement. Raises KvTransferError; then see ``committed``."""
+        """As `GrantedTransfer.run`; if it raises, see ``committed``."""
         started_s = self._clock()
         with self._work:
             async with anyio.create_task_group() as self._sends:
@@ -166,7 +140,7 @@ class MoveSender:
         """The first ``num_blocks`` of every layer are complete."""
         first, self._num_named = self._num_named, max(self._num_named, num_blocks)
         num_layers, number = self._layout.num_layers, self._num_named - first
-        self._ready += Blocks(0, 0, first, number, num_layers).cut(self._max_pages)
+        self._ready += Blocks(0, 0, first, number, num_layers).cut(self._writer.max_pages)
         if self._ready:
             self._wanted.set()
 

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import anyio
 
-from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
+from pdmesh.kv.granted import PIECES_IN_FLIGHT, GrantedTransfer, KvDestination
 from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.outgoing import Blocks, PieceWriter
-from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.piece import PieceKind
 from pdmesh.kv.sender import KvSender
-from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
-from pdmesh.transport.base import KvTransport
-from pdmesh.transport.seal import MeshKey
-
-#: Pieces of one transfer under way at once: one is copied and checked while others travel.
-PIECES_IN_FLIGHT = 4
+from pdmesh.model import IndexRange
 
 
-class KvDestination(NamedTuple):
-    """Where a transfer goes: a data address, and what of the request's KV is to be there."""
-
-    address: bytes
-    part: KvPart
-
-
-class KvPush:
-    """A granted transfer. Each destination gets what it and ``sender`` have in common.
-
-    Made by `pdmesh.kv.mover.KvMover.grant`, which also runs it.
-    """
+class KvPush(GrantedTransfer):
+    """A granted transfer. Each destination gets what it and ``sender`` have in common."""
 
     def __init__(
         self,
@@ -41,53 +25,27 @@ class KvPush:
         destinations: Sequence[KvDestination],
         capability: int,
         *,
-        store: KvStore,
-        transport: KvTransport,
-        config: TransferConfig,
-        key: MeshKey,
-        copies: anyio.CapacityLimiter,
+        writer: PieceWriter,
+        deadline_s: float,
         clock: Callable[[], float],
         on_paused: Callable[[KvPush], None],
     ) -> None:
+        super().__init__(
+            sender.request_id, sender.epoch, capability=capability, destinations=destinations, writer=writer
+        )
         self.sender = sender
-        self.destinations = tuple(destinations)
-        self.capability = capability
-        self.scope = anyio.CancelScope()  # left without an outcome if it is cancelled
-        self._writer = PieceWriter(sender.block_ids, store=store, transport=transport, key=key, copies=copies)
-        self._config = config
+        self._deadline_s = deadline_s
         self._clock = clock
         self._on_paused = on_paused
         self._num_begun = 0  # of the sender's ready blocks
-        self._failure: str | None = None
         self._granted = anyio.Event()
         self._granted.set()
         self._pausing = False  # asked to stop, with pieces under way
         self._num_under_way = 0
         self._unlanded = set(range(len(self.destinations)))  # have not acknowledged
         self._landed = anyio.Event()
-        self._work = anyio.CancelScope()
 
-    @property
-    def request_id(self) -> RequestId:
-        return self.sender.request_id
-
-    @property
-    def epoch(self) -> Epoch:
-        return self.sender.epoch
-
-    @property
-    def key(self) -> bytes:
-        return self.sender.key
-
-    @property
-    def num_bytes(self) -> int:
-        return self._writer.num_bytes
-
-    @property
-    def num_pieces(self) -> int:
-        return self._writer.num_pieces
-
-    # --- called by the mover ------------------------------------------------------------------------------------------
+    # --- called by the departures -------------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """Begin no piece until granted again. Ignored if it is paused, or has all it waits for."""
@@ -105,24 +63,16 @@ class KvPush:
             self._on_paused(self)
 
     def landed(self, destination: int) -> None:
-        """A destination has all that goes there."""
         self._unlanded.discard(destination)
         if not self._unlanded:
             self._landed.set()
 
-    def fail(self, reason: str) -> None:
-        """End `run` with a KvTransferError."""
-        if self._failure is None:
-            self._failure = reason
-            self._work.cancel()
-
     async def run(self) -> SentTransfer:
-        """Send everything and wait for the acknowledgement. Raises KvTransferError.
+        """As `GrantedTransfer.run`.
 
         The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
         preempted. A piece under way has the transport's no-progress limit.
         """
-        limit_s = self._config.deadline_s
         with self._work:
             granted_s = self._clock()
             async with anyio.create_task_group() as lanes:
@@ -130,7 +80,7 @@ class KvPush:
                     lanes.start_soon(self._send_ready)
                 await self.sender.committed()
                 await self._wait_for_grant()
-                self._work.deadline = anyio.current_time() + limit_s
+                self._work.deadline = anyio.current_time() + self._deadline_s
             for index, destination in enumerate(self.destinations):
                 await self._send_commit(index, destination)
             await self._landed.wait()
@@ -142,7 +92,7 @@ class KvPush:
                 duration_s=landed_s - granted_s,
                 exposed_s=landed_s - await self.sender.committed(),
             )
-        raise KvTransferError(self._failure or f"the KV did not land within {limit_s:g} s")
+        raise KvTransferError(self._failure or f"the KV did not land within {self._deadline_s:g} s")
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -179,23 +129,14 @@ class KvPush:
         if wanted.size == 0 or layers.size == 0:
             return
         wanted_blocks = Blocks(blocks.chunk, layers.start, wanted.start, wanted.size, layers.size)
-        about = PieceHeader(
-            kind=PieceKind.KV,
-            request_key=self.key,
-            epoch=self.epoch,
-            capability=self.capability,
-            source=self.sender.source,
-            destination=index,
-        )
+        about = replace(self._about, source=self.sender.source, destination=index)
         await self._writer.send(destination.address, wanted_blocks, about)
 
     async def _send_commit(self, index: int, destination: KvDestination) -> None:
         token = self.sender.first_token
-        header = PieceHeader(
+        header = replace(
+            self._about,
             kind=PieceKind.COMMIT,
-            request_key=self.key,
-            epoch=self.epoch,
-            capability=self.capability,
             source=self.sender.source,
             destination=index,
             part=self.sender.part.common(destination.part),

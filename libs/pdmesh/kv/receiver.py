@@ -21,7 +21,7 @@ class FirstToken(NamedTuple):
 
 
 class KvReceiver:
-    """A destination's side of a transfer: its books. `pdmesh.kv.mover.KvMover` does the work.
+    """A destination's side of a transfer: its books. `pdmesh.kv.arrivals.KvArrivals` does the work.
 
     A page, that is a (layer, block), is *claimed* when a piece for it has been accepted and *placed* when it has been
     copied in. Every source ends with a commit that says what it sent; together they must have sent all pages. A move's

@@ -24,7 +24,7 @@ CallSoon = Callable[[Callable[[], object]], object]
 
 
 class KvSender:
-    """What a source has of a request's KV to send; made by `pdmesh.kv.mover.KvMover.offer`."""
+    """What a source has of a request's KV to send; made by `pdmesh.kv.departures.KvDepartures.offer`."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class Arrivals:
             return
         hold.stage = Stage.RECEIVING
         hold.transfer, hold.received_by = transfer, transfer.transfer_id
-        self._context.mover.expect(
+        self._context.mover.arrivals.expect(
             hold.request_id,
             hold.epoch,
             capability=transfer.capability,

@@ -11,8 +11,8 @@ import structlog
 from pdmesh.core.commands import KeepKv, WithdrawTransfer
 from pdmesh.core.events import TransferFailed, TransferPaused, TransferSent
 from pdmesh.errors import PdmeshError, ProtocolError
+from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.push import KvDestination
 from pdmesh.model import InstanceId, TransferId
 from pdmesh.wire.messages import Grant
 from pdmesh.worker.context import InstanceContext
@@ -34,7 +34,7 @@ class Departures:
     def grant(self, message: Grant) -> None:
         """Send it: a transfer begins, or goes on after a pause."""
         command = message.command
-        self._context.mover.grant(
+        self._context.mover.departures.grant(
             command.request_id,
             command.epoch,
             destinations=[
@@ -56,7 +56,7 @@ class Departures:
         """Take a transfer back: its receiver is not to have the KV."""
         hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is not None and hold.transfer is not None and hold.transfer.transfer_id == command.transfer_id:
-            self._context.mover.withdraw(command.request_id, command.epoch)
+            self._context.mover.departures.withdraw(command.request_id, command.epoch)
             self._lose_receiver(hold)
 
     def keep(self, command: KeepKv) -> None:
@@ -67,7 +67,7 @@ class Departures:
         num_tokens = len(hold.sequence.token_ids) - (hold.stage is Stage.SENDING)
         hold.max_kv_tokens = num_tokens + hold.generation.max_tokens_left - 1
         hold.transfer = hold.sender = None
-        self._context.mover.withdraw(hold.request_id, hold.epoch)
+        self._context.mover.departures.withdraw(hold.request_id, hold.epoch)
         try:
             if hold.max_kv_tokens > self._context.max_model_len:
                 raise ProtocolError(

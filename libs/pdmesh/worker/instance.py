@@ -144,7 +144,7 @@ class Instance:
             case ResumeDecode():
                 self._moves.resume(message)
             case PauseTransfer(request_id=request_id, epoch=epoch):
-                self._mover.pause(request_id, epoch)
+                self._mover.departures.pause(request_id, epoch)
             case WithdrawTransfer():
                 self._departures.withdraw(message)
             case KeepKv():

@@ -54,7 +54,7 @@ class Intake:
             hold.transfer = command.transfer
             sources = command.shards if command.transfer is None else command.transfer.sources
             source = [shard.instance_id for shard in sources].index(self._context.instance_id)
-            hold.sender = self._context.mover.offer(
+            hold.sender = self._context.mover.departures.offer(
                 hold.request_id,
                 hold.epoch,
                 block_ids=hold.sequence.block_table,

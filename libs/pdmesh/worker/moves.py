@@ -14,8 +14,8 @@ from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode
 from pdmesh.core.events import DecodeReserved, MoveFailed, MoveSent
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
+from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
-from pdmesh.kv.push import KvDestination
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
 from pdmesh.model import GatewayId, InstanceId, SamplingParams, TransferId
@@ -48,7 +48,7 @@ class MovingDecodes:
             self._failed(hold, transfer.transfer_id, committed=False, reason="it does not decode here")
             return
         num_kv_tokens = len(hold.sequence.token_ids) - 1
-        sender = self._context.mover.move(
+        sender = self._context.mover.departures.move(
             hold.request_id,
             hold.epoch,
             block_ids=hold.sequence.block_table,
@@ -180,7 +180,7 @@ class MovingDecodes:
         except PdmeshError as error:
             self._intake.refuse(message.command, str(error), transfer.transfer_id)
             return
-        self._context.mover.expect(
+        self._context.mover.arrivals.expect(
             hold.request_id,
             hold.epoch,
             capability=transfer.capability,

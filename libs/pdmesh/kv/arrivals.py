@@ -1,0 +1,167 @@
+"""What comes to one instance: KV of prompts that were computed elsewhere, and of running decodes.
+
+Part of `pdmesh.kv.mover`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from pdmesh.kv.context import KvContext, mismatch
+from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.outcome import LandedTransfer
+from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
+from pdmesh.kv.receiver import KvReceiver
+from pdmesh.model import Epoch, RequestId
+from pdmesh.transport.base import ReceivedPiece
+
+
+class KvArrivals:
+    """Which transfers are expected, and how far they are. Event loop only."""
+
+    def __init__(self, context: KvContext, *, reader: PieceReader) -> None:
+        self._context = context
+        self._reader = reader
+        self._receivers: dict[bytes, KvReceiver] = {}
+        self.num_pieces = self.num_bytes = 0  # that came, of all of them
+
+    def __len__(self) -> int:
+        return len(self._receivers)
+
+    # --- for the worker runtime ---------------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        capability: int,
+        block_ids: Sequence[int],
+        num_context_tokens: int | None,
+        source_addresses: tuple[bytes, ...],
+        destination: int = 0,
+    ) -> None:
+        """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
+
+        None for ``num_context_tokens`` is a move, whose commit tells how many there are. This is the transfer's
+        destination number ``destination``. An older epoch of the request is cancelled.
+        """
+        receiver = KvReceiver(
+            request_id,
+            epoch,
+            capability=capability,
+            block_ids=block_ids,
+            num_context_tokens=num_context_tokens,
+            source_addresses=source_addresses,
+            destination=destination,
+            layout=self._context.store.layout,
+        )
+        self._receivers[receiver.key] = receiver
+        for address in source_addresses:
+            self._context.admit(address)
+
+    # --- for the mover ------------------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Expect this epoch and older no more, without an outcome. Idempotent."""
+        key = request_key(request_id)
+        receiver = self._receivers.get(key)
+        if receiver is not None and receiver.epoch <= epoch:
+            del self._receivers[key]
+
+    def take_abort(self, header: PieceHeader) -> bool:
+        """A peer has given a transfer up. Whether it is one that is expected here."""
+        receiver = self._receivers.get(header.request_key)
+        if receiver is None or mismatch(receiver, header) is not None:
+            return False
+        self._give_up(receiver, "the sender gave up", tell=False)
+        return True
+
+    def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        """A piece of KV or of a transcript, or a commit."""
+        context, receiver = self._context, self._receivers.get(header.request_key)
+        if receiver is None:
+            context.drop(piece, "unknown")
+            return
+        if reason := mismatch(receiver, header):
+            context.drop(piece, reason)
+            return
+        if receiver.first_piece_s is None:
+            receiver.first_piece_s = context.clock()
+        if header.kind is PieceKind.COMMIT:
+            piece.release()
+            if reason := receiver.commit(header):
+                self._give_up(receiver, reason)
+            else:
+                self._check_landed(receiver)
+        elif header.kind is PieceKind.TRANSCRIPT:
+            self._take_transcript(receiver, header, piece)
+        elif reason := receiver.claim(header, len(piece.payload)):
+            context.drop(piece, reason)
+        else:
+            self._reader.read(
+                header,
+                piece,
+                receiver.block_ids_of(header),
+                is_wanted=lambda: self._receivers.get(receiver.key) is receiver,
+                on_read=partial(self._read, receiver, header),
+            )
+
+    def check_integrity(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.check_integrity()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _take_transcript(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece) -> None:
+        if self._context.key.checksum(piece.payload) != header.checksum:
+            self._context.drop(piece, "checksum")
+            self._give_up(receiver, "a piece of its transcript was damaged on the way")
+        elif reason := receiver.take_transcript(header, piece.payload):
+            self._context.drop(piece, reason)
+        else:
+            piece.release()
+            self._check_landed(receiver)
+
+    def _read(self, receiver: KvReceiver, header: PieceHeader, fault: str | None) -> None:
+        if fault is not None:
+            self._context.dropped[fault] += 1
+            if fault == "checksum":
+                self._give_up(receiver, f"a piece of layer {header.part.layers.start} was damaged on the way")
+            return
+        self.num_pieces += 1
+        self.num_bytes += header.payload_bytes
+        receiver.place(header)
+        self._check_landed(receiver)
+
+    def _check_landed(self, receiver: KvReceiver) -> None:
+        if not receiver.complete or self._receivers.get(receiver.key) is not receiver:
+            return
+        assert receiver.first_token is not None
+        assert receiver.first_piece_s is not None
+        del self._receivers[receiver.key]
+        self._context.tasks.start_soon(self._tell_sources, PieceKind.LANDED, receiver)
+        self._context.on_outcome(
+            LandedTransfer(
+                request_id=receiver.request_id,
+                epoch=receiver.epoch,
+                token_id=receiver.first_token.token_id,
+                token_index=receiver.first_token.token_index,
+                num_bytes=receiver.num_bytes,
+                duration_s=self._context.clock() - receiver.first_piece_s,
+                transcript=bytes(receiver.transcript),
+            )
+        )
+
+    def _give_up(self, receiver: KvReceiver, reason: str, *, tell: bool = True) -> None:
+        if self._receivers.get(receiver.key) is not receiver:
+            return  # cancelled, or failed before
+        del self._receivers[receiver.key]
+        if tell:
+            self._context.tasks.start_soon(self._tell_sources, PieceKind.ABORT, receiver)
+        self._context.failed(receiver, reason, sending=False)
+
+    async def _tell_sources(self, kind: PieceKind, receiver: KvReceiver) -> None:
+        for address in receiver.source_addresses:
+            await self._context.tell(kind, receiver, address, destination=receiver.destination)

@@ -1,0 +1,105 @@
+"""What everything has in common that moves KV out of one instance or into it: its means, and word to its peers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import anyio
+import anyio.abc
+import structlog
+
+from pdmesh.config import TransferConfig
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.outcome import FailedTransfer, OnOutcome
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
+from pdmesh.kv.store import KvStore
+from pdmesh.model import Epoch, RequestId
+from pdmesh.transport.base import KvTransport, ReceivedPiece
+from pdmesh.transport.seal import MeshKey
+
+log = structlog.get_logger()
+
+
+class TransferSide(Protocol):
+    """Either side of a transfer."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def epoch(self) -> Epoch: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def capability(self) -> int: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class KvContext:
+    """Made by `pdmesh.kv.mover.KvMover`. Event loop only."""
+
+    transport: KvTransport
+    store: KvStore
+    config: TransferConfig
+    key: MeshKey
+    copies: anyio.CapacityLimiter  # threads that copy and check pieces
+    tasks: anyio.abc.TaskGroup
+    call_soon: Callable[[Callable[[], object]], object]  # from any thread, without waiting for the result
+    clock: Callable[[], float]
+    on_outcome: OnOutcome
+    dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
+
+    def writer(self, block_ids: Sequence[int]) -> PieceWriter:
+        """Of pieces of a request with this block table."""
+        return PieceWriter(block_ids, store=self.store, transport=self.transport, key=self.key, copies=self.copies)
+
+    def drop(self, piece: ReceivedPiece, reason: str) -> None:
+        self.dropped[reason] += 1
+        piece.release()
+
+    def failed(self, transfer: TransferSide, reason: str, *, sending: bool) -> None:
+        """Report that a side of a transfer has ended so."""
+        request_id, epoch = transfer.request_id, transfer.epoch
+        log.warning("kv transfer failed", request_id=request_id, epoch=epoch, sending=sending, reason=reason)
+        self.on_outcome(FailedTransfer(request_id=request_id, epoch=epoch, sending=sending, reason=reason))
+
+    def admit(self, address: bytes) -> None:
+        """Let a peer in that the scheduler names."""
+        try:
+            self.transport.admit(address)
+        except KvTransferError as error:  # then nothing comes from there, and sending there fails
+            log.warning("the scheduler named a peer that cannot be", reason=str(error))
+
+    async def tell(self, kind: PieceKind, transfer: TransferSide, address: bytes, *, destination: int) -> None:
+        """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
+        header = PieceHeader(
+            kind=kind,
+            request_key=transfer.key,
+            epoch=transfer.epoch,
+            capability=transfer.capability,
+            destination=destination,
+        )
+        try:
+            async with self.transport.lend() as buffer:
+                pack_header(header, buffer.header, self.key)
+                await self.transport.send(address, buffer, 0)
+        except KvTransferError as error:
+            log.warning(
+                "peer not told",
+                request_id=transfer.request_id,
+                epoch=transfer.epoch,
+                kind=kind.name,
+                reason=str(error),
+            )
+
+
+def mismatch(transfer: TransferSide, header: PieceHeader) -> str | None:
+    """Why a piece does not belong to a transfer of its request."""
+    if header.epoch != transfer.epoch:
+        return "epoch"
+    if header.capability != transfer.capability:
+        return "capability"
+    return None

@@ -1,0 +1,225 @@
+"""What leaves one instance: prompts' KV as it is computed, and running decodes. Part of `pdmesh.kv.mover`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.context import KvContext, mismatch
+from pdmesh.kv.granted import GrantedTransfer, KvDestination
+from pdmesh.kv.moving import MoveSender
+from pdmesh.kv.outcome import PausedTransfer
+from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
+from pdmesh.kv.push import KvPush
+from pdmesh.kv.sender import KvSender
+from pdmesh.model import Epoch, IndexRange, RequestId
+from pdmesh.transport.base import ReceivedPiece
+
+
+class KvDepartures:
+    """Which of them are offered, and which are granted and under way. Event loop only."""
+
+    def __init__(self, context: KvContext) -> None:
+        self._context = context
+        self._senders: dict[bytes, KvSender] = {}
+        self._granted: dict[bytes, GrantedTransfer] = {}  # of these, and of what decodes
+        self._num_pieces = self._num_bytes = 0  # of those that have ended
+
+    def __len__(self) -> int:
+        return len(self._senders.keys() | self._granted.keys())
+
+    @property
+    def num_pieces(self) -> int:
+        return self._num_pieces + sum(transfer.num_pieces for transfer in self._granted.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes + sum(transfer.num_bytes for transfer in self._granted.values())
+
+    # --- for the worker runtime ---------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        block_ids: Sequence[int],
+        num_context_tokens: int,
+        source: int = 0,
+        blocks: IndexRange | None = None,
+    ) -> KvSender:
+        """Get ready to send. ``block_ids`` is the request's block table, whose first blocks hold the context.
+
+        This is source number ``source`` of the transfer, which sends ``blocks`` of the table; None sends all.
+        An older epoch of the request is cancelled.
+        """
+        context = self._context
+        sender = KvSender(
+            request_id,
+            epoch,
+            block_ids=block_ids,
+            num_context_tokens=num_context_tokens,
+            source=source,
+            blocks=blocks,
+            store=context.store,
+            pages_per_piece=context.transport.max_payload_bytes // context.store.layout.block_bytes,
+            call_soon=context.call_soon,
+            clock=context.clock,
+        )
+        self.cancel(request_id, epoch)
+        self._senders[sender.key] = sender
+        return sender
+
+    def move(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        block_ids: Sequence[int],
+        transcript: bytes,
+        destination: KvDestination,
+        capability: int,
+        on_caught_up: Callable[[], None],
+    ) -> MoveSender:
+        """Begin to move a running decode away. ``block_ids`` is its block table itself, which grows as it goes on.
+
+        Exactly one outcome follows: `SentTransfer` or `FailedTransfer`.
+        """
+        self._admit((destination,))
+        context = self._context
+        sender = MoveSender(
+            request_id,
+            epoch,
+            writer=context.writer(block_ids),
+            destination=destination,
+            capability=capability,
+            transcript=transcript,
+            layout=context.store.layout,
+            clock=context.clock,
+            on_caught_up=on_caught_up,
+        )
+        self._begin(sender)
+        return sender
+
+    def grant(
+        self, request_id: RequestId, epoch: Epoch, *, destinations: Sequence[KvDestination], capability: int
+    ) -> None:
+        """Let an offered transfer start, or go on. Ignored if it is not there (the request was freed meanwhile).
+
+        Another ``capability`` than before is another transfer: it begins with all that is computed.
+        """
+        sender = self._sender(request_id, epoch)
+        if sender is None:
+            return
+        self._admit(destinations)
+        granted = self._granted.get(sender.key)
+        if isinstance(granted, KvPush) and granted.capability == capability:
+            granted.grant_again()
+            return
+        context = self._context
+        self._begin(
+            KvPush(
+                sender,
+                destinations,
+                capability,
+                writer=context.writer(sender.block_ids),
+                deadline_s=context.config.deadline_s,
+                clock=context.clock,
+                on_paused=self._paused,
+            )
+        )
+
+    def pause(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if it is not there."""
+        granted = self._granted.get(request_key(request_id))
+        if isinstance(granted, KvPush) and granted.epoch == epoch:
+            granted.pause()
+
+    def withdraw(self, request_id: RequestId, epoch: Epoch) -> None:
+        """End what is granted, without an outcome; everything is kept for another grant. Idempotent."""
+        if self._sender(request_id, epoch) is not None:
+            self._end(request_key(request_id))
+
+    # --- for the mover ------------------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Stop sending this epoch and older, without an outcome. Idempotent."""
+        key = request_key(request_id)
+        granted, sender = self._granted.get(key), self._senders.get(key)
+        if granted is not None and granted.epoch <= epoch:
+            self._end(key)
+        if sender is not None and sender.epoch <= epoch:
+            del self._senders[key]
+
+    def clear(self) -> None:
+        """Nothing is offered any more."""
+        self._senders.clear()
+
+    def take_landed(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        """A receiver has acknowledged all of a transfer."""
+        granted = self._granted.get(header.request_key)
+        if granted is None:
+            self._context.drop(piece, "unknown")
+        elif reason := mismatch(granted, header):
+            self._context.drop(piece, reason)
+        else:
+            piece.release()
+            granted.landed(header.destination)
+
+    def take_abort(self, header: PieceHeader) -> bool:
+        """A peer has given a transfer up. Whether it is one that is sent here."""
+        granted = self._granted.get(header.request_key)
+        if granted is None or mismatch(granted, header) is not None:
+            return False
+        granted.fail("the receiver gave up")
+        return True
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _sender(self, request_id: RequestId, epoch: Epoch) -> KvSender | None:
+        sender = self._senders.get(request_key(request_id))
+        return sender if sender is not None and sender.epoch == epoch else None
+
+    def _admit(self, destinations: Sequence[KvDestination]) -> None:
+        for destination in destinations:
+            self._context.admit(destination.address)
+
+    def _begin(self, transfer: GrantedTransfer) -> None:
+        """Take the place of what is under way of the request."""
+        self._end(transfer.key)
+        self._granted[transfer.key] = transfer
+        self._context.tasks.start_soon(self._run, transfer)
+
+    def _end(self, key: bytes) -> None:
+        transfer = self._granted.get(key)
+        if transfer is not None:
+            transfer.scope.cancel()
+            self._forget(transfer)
+
+    def _forget(self, transfer: GrantedTransfer) -> None:
+        """Take it out of the table; its task may still be ending."""
+        if self._granted.get(transfer.key) is transfer:
+            del self._granted[transfer.key]
+            self._num_pieces += transfer.num_pieces
+            self._num_bytes += transfer.num_bytes
+
+    async def _run(self, transfer: GrantedTransfer) -> None:
+        try:
+            with transfer.scope:
+                try:
+                    outcome = await transfer.run()
+                except KvTransferError as error:
+                    self._forget(transfer)
+                    self._context.failed(transfer, str(error), sending=True)
+                    for index, destination in enumerate(transfer.destinations):
+                        await self._context.tell(PieceKind.ABORT, transfer, destination.address, destination=index)
+                else:
+                    self._forget(transfer)
+                    if isinstance(transfer, KvPush) and self._senders.get(transfer.key) is transfer.sender:
+                        del self._senders[transfer.key]
+                    self._context.on_outcome(outcome)
+        finally:
+            self._forget(transfer)
+
+    def _paused(self, push: KvPush) -> None:
+        self._context.on_outcome(PausedTransfer(request_id=push.request_id, epoch=push.epoch))
