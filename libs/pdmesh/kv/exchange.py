@@ -34,7 +34,7 @@ import structlog
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outbox import Outbox, Outgoing
-from pdmesh.kv.outgoing import Blocks, PieceWriter, runs
+from pdmesh.kv.outgoing import Blocks, PieceWriter, marked, runs
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
 from pdmesh.kv.store import KvStore
@@ -50,6 +50,9 @@ MAX_MEMBERS = 64
 
 #: Of the leader, among a group's members.
 LEADER = 0
+
+#: Of the pages' audiences: those that are here.
+_IS_HERE = marked(*range(1, MAX_MEMBERS + 1))
 
 
 class KvExchange(Protocol):
@@ -320,10 +323,11 @@ class PieceExchange:
         if peer is not None:
             peer.scope.cancel()
         if self.leads:
+            theirs = marked(number + 1)
             for layer, (claimed, audience) in enumerate(zip(self._claimed, self._audience, strict=True)):
-                here = (block for block, source in enumerate(claimed) if source == number + 1 and audience[block])
-                for first, count in runs(here):
-                    self._send_again(Blocks(0, layer, first, count))
+                for start, size in runs(claimed.translate(theirs)):
+                    for first, count in runs(audience[start : start + size].translate(_IS_HERE)):
+                        self._send_again(Blocks(0, layer, start + first, count))
 
     def _send_again(self, blocks: Blocks) -> None:
         """To all: who computed them may not have sent them to everyone."""
@@ -344,11 +348,11 @@ class PieceExchange:
 
     def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:
         """Send of ``blocks`` what is here and was not meant for this member."""
+        wanted = marked(*range(1, peer.number + 1))
         for layer in range(blocks.layer, blocks.end_layer):
-            audience = self._audience[layer]
-            wanted = (block for block in range(blocks.first_block, blocks.end) if 0 < audience[block] <= peer.number)
-            for first, count in runs(wanted):
-                passed = Blocks(blocks.chunk, layer, first, count)
+            audience = self._audience[layer][blocks.first_block : blocks.end]
+            for first, count in runs(audience.translate(wanted)):
+                passed = Blocks(blocks.chunk, layer, blocks.first_block + first, count)
                 self._set_audience(passed, peer.number + 1)
                 peer.outbox.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
         peer.outbox.flush()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import NamedTuple
 
 import anyio
@@ -54,11 +54,23 @@ class Blocks(NamedTuple):
                 )
 
 
-def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Increasing numbers as (first, count) of those that are next to each other."""
-    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
-        found = [number for _, number in run]
-        yield found[0], len(found)
+@functools.cache
+def marked(*values: int) -> bytes:
+    """A table for `bytes.translate` that makes these values 1, and all others 0."""
+    return bytes(value in values for value in range(256))
+
+
+def runs(marks: bytes | bytearray) -> Iterator[tuple[int, int]]:
+    """Where there are ones among zeros, as (first, count) of neighbours.
+
+    A context may have a million pages, and this is called on the event loop: it costs something for each run only.
+    """
+    end = 0
+    while (first := marks.find(1, end)) >= 0:
+        end = marks.find(0, first)
+        if end < 0:
+            end = len(marks)
+        yield first, end - first
 
 
 class PieceWriter:

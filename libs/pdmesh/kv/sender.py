@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import anyio
 
-from pdmesh.kv.outgoing import Blocks, runs
+from pdmesh.kv.outgoing import Blocks, marked, runs
 from pdmesh.kv.piece import request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
@@ -18,6 +18,9 @@ from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 
 #: What is computed of a chunk is sent in so many steps at least, as far as a piece holds more than a layer of it.
 STEPS_A_CHUNK = 4
+
+#: Of pages that were named, or not: the others.
+_NOT_YET = marked(0)
 
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
@@ -142,9 +145,9 @@ class KvSender:
 
     def _unnamed(self, blocks: Blocks) -> Iterator[Blocks]:
         for layer in range(blocks.layer, blocks.end_layer):
-            new = (block for block in range(blocks.first_block, blocks.end) if not self._named[layer][block])
-            for first, count in runs(new):
-                yield Blocks(blocks.chunk, layer, first, count)
+            named = self._named[layer][blocks.first_block : blocks.end]
+            for first, count in runs(named.translate(_NOT_YET)):
+                yield Blocks(blocks.chunk, layer, blocks.first_block + first, count)
 
     def _tell(self) -> None:
         self._news.set()

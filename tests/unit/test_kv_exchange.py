@@ -1,0 +1,119 @@
+"""When a group changes, that costs the event loop something for each run of pages, and nothing for each page."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import cast
+
+import pytest
+
+from pdmesh.kv.exchange import PieceExchange
+from pdmesh.kv.outgoing import Blocks, PieceWriter, marked, runs
+from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.presence import Bell, KvPresence
+from pdmesh.kv.store import KvStore
+from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.testing.kv import ByteStore
+
+pytestmark = pytest.mark.anyio
+
+LAYOUT = KvLayout(num_layers=8, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
+HEADS = IndexRange(0, LAYOUT.num_kv_heads)
+ADDRESSES = tuple(f"member {number}".encode() for number in range(4))
+
+
+class NoWriter:
+    """Nothing is sent: `PieceExchange.run` does not run."""
+
+    max_pages = 1 << 20
+
+
+def a_leader(num_blocks: int) -> PieceExchange:
+    """Alone in its group yet."""
+    store: KvStore = ByteStore(LAYOUT, 1)
+    exchange = PieceExchange(
+        RequestId("request"),
+        Epoch(0),
+        capability=1,
+        block_ids=range(num_blocks),
+        presence=KvPresence(
+            Bell(), num_layers=LAYOUT.num_layers, num_blocks=num_blocks, no_progress_s=1, clock=lambda: 0.0
+        ),
+        store=store,
+        writer=cast(PieceWriter, NoWriter()),
+        call_soon=lambda callback: callback(),
+        on_landed=None,
+        on_failed=lambda exchange, reason: None,
+    )
+    assert exchange.set_members(0, ADDRESSES[:1]) is None
+    return exchange
+
+
+def land(exchange: PieceExchange, source: int, layer: int, blocks: IndexRange, *, num_members: int) -> None:
+    part = KvPart(blocks, IndexRange(layer, layer + 1), HEADS)
+    header = PieceHeader(
+        kind=PieceKind.KV,
+        request_key=exchange.key,
+        epoch=exchange.epoch,
+        capability=exchange.capability,
+        source=source,
+        num_members=num_members,
+        part=part,
+        payload_bytes=part.num_pages * LAYOUT.block_bytes,
+    )
+    assert exchange.claim(header, header.payload_bytes) is None
+    exchange.place(header)
+
+
+def num_calls(of: Callable[[], object]) -> int:
+    """Calls of functions, of C and of Python, a generator's next ones included."""
+    count = 0
+
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        of()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def calls_of_a_group(num_blocks: int) -> Sequence[int]:
+    """Of a join, of one after half of it came from another member, and of that one's loss."""
+    leader = a_leader(num_blocks)
+    half = num_blocks // 2
+    assert leader.begin(0, half)
+    for layer in range(LAYOUT.num_layers):
+        leader.publish(Blocks(0, layer, 0, half))
+    join = num_calls(lambda: leader.set_members(0, ADDRESSES[:2]))
+    for layer in range(LAYOUT.num_layers):
+        land(leader, 1, layer, IndexRange(half, num_blocks), num_members=2)
+    later = num_calls(lambda: leader.set_members(0, ADDRESSES[:3]))
+    loss = num_calls(lambda: leader.set_members(0, (ADDRESSES[0], b"", ADDRESSES[2])))
+    assert leader.presence.num_complete_blocks == num_blocks
+    leader.close()
+    return join, later, loss
+
+
+async def test_a_join_and_a_loss_cost_the_same_whatever_the_length_of_the_prompt() -> None:
+    calls_of_a_group(32)  # tables are made once
+    assert calls_of_a_group(8192) == calls_of_a_group(32)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_are_where_the_ones_are(seed: int) -> None:
+    rng = random.Random(seed)
+    values = bytes(rng.randrange(4) for _ in range(rng.randrange(40)))
+    wanted = [rng.randrange(4) for _ in range(seed % 3)]
+    found = list(runs(values.translate(marked(*wanted))))
+    assert [index for first, count in found for index in range(first, first + count)] == [
+        index for index, value in enumerate(values) if value in wanted
+    ]
+    assert all(first + count < later for (first, count), (later, _) in itertools.pairwise(found))
