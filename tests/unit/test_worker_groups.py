@@ -353,6 +353,40 @@ async def test_a_cancel_ends_the_wait(maker: TransportMaker, is_mixed: bool) -> 
             assert member.reports_of(RequestDropped, "r") == []
 
 
+@pytest.mark.parametrize("is_leader", [False, True])
+async def test_a_cancel_ends_a_running_chunk_at_its_next_layer(memory: TransportMaker, is_leader: bool) -> None:
+    """So its blocks are free on all members after a layer's time, however long their steps are."""
+    layout, gate = replace(FAKE_LAYOUT, num_layers=16), StepGate()
+
+    def make_engine(number: int) -> FakeEngine:
+        gated = (number == 0) is is_leader
+        return FakeEngine(layout, num_blocks=256, gate=gate if gated else None)
+
+    async with members(memory, 2, make_engine=make_engine) as running:
+        computing, other = running if is_leader else running[::-1]
+        generation = make_generation("r", list(range(40)), GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        first, second, *_ = block_chunks(generation, BLOCK, [2])
+        other.run([first])
+        await other.until(lambda: has_reported(other, 1))
+        computing.run([second])
+        num_layers = 5
+        for _ in range(num_layers):
+            await anyio.to_thread.run_sync(gate.arrived)
+            gate.let_through()
+        await anyio.to_thread.run_sync(gate.arrived)
+        for member in running:
+            member.free("r")
+        await other.reported(KvReleased, "r")
+        assert computing.reports_of(KvReleased, "r") == []  # it writes into its blocks yet
+        gate.let_through()
+        await computing.reported(KvReleased, "r")
+        for member in running:
+            member.assert_all_free()
+        gate.open()
+
+
 async def test_waiting_for_nothing_is_given_up(memory: TransportMaker) -> None:
     config = TransferConfig(transport="memory", max_payload_bytes=4096, group_no_progress_s=0.05)
     async with members(memory, 2, config=config) as running:
