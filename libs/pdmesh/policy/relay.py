@@ -16,9 +16,6 @@ from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, ChunkSizer
 from pdmesh.policy.sequence_parallel import ChunkwisePlanner, ElasticPlanner, FreeAt
 
-#: Chunks that are left for each member when the taper begins.
-_CHUNKS_LEFT = 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relay:
@@ -64,8 +61,12 @@ class Relay:
         return num_tokens * token_bytes / self.bytes_per_s
 
     def chunk_tokens(self, start: int, num_left: int, num_members: int, most: int) -> int:
-        """The next chunk of a prompt with ``num_members``, of whom one has a step for ``most`` tokens."""
-        return min(most, max(self._least_tokens(start, num_left), num_left // (_CHUNKS_LEFT * num_members)))
+        """The next chunk of a prompt with ``num_members``, of whom one has a step for ``most`` tokens.
+
+        At most a member's part of what is left. Shorter ones would even the end out no better, since each ends after
+        the one before it, and every chunk costs its constant time and its pieces.
+        """
+        return min(most, max(self._least_tokens(start, num_left), num_left // num_members))
 
     def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
         """The first chunk of a prompt for which so many are free, where one has a step for ``most`` tokens."""
