@@ -62,24 +62,27 @@ def test_it_is_computed_while_nobody_has_room_and_goes_where_there_is_some_first
     assert not of(Restart, bench.finish("d", "ahead"))
 
 
-@pytest.mark.parametrize(
-    ("policy", "bundle", "output"),
-    [(POLICY, "fcfs", 400), (POLICY, "pdmesh", 8), (replace(POLICY, slo_tpot_s=0.01), "pdmesh", 400)],
-    ids=["another bundle", "a short output", "no room in its target"],
-)
-def test_it_waits_in_line_where_its_output_could_not_bear_to_wait(
-    policy: PolicyConfig, bundle: str, output: int
-) -> None:
-    bench = a_bench(policy, bundle=bundle)
+def test_under_other_bundles_it_waits_in_line() -> None:
+    bench = a_bench(bundle="fcfs")
     occupied(bench)
-    assert not of(AdmitPrefill, bench.arrive("r", 8, output))
+    assert not of(AdmitPrefill, bench.arrive("r", 8, 400))
     assert bench.core.num_waiting == 1
 
 
-def test_it_waits_in_line_while_the_line_is_short_enough_for_its_first_token() -> None:
-    bench = a_bench(replace(POLICY, slo_ttft_s=60.0))
+@pytest.mark.parametrize(("slo_ttft_s", "begins"), [(4.9, True), (5.5, False)])
+def test_it_waits_in_line_as_long_as_its_first_token_will_be_in_time(slo_ttft_s: float, begins: bool) -> None:
+    """Whoever decodes is taken to draw 512 tokens in 5.12 s."""
+    bench = a_bench()
     occupied(bench)
-    assert not of(AdmitPrefill, bench.arrive("r", 8, 400))
+    request = replace(a_request("r", 8, 400), slo_ttft_s=slo_ttft_s)
+    assert bool(of(AdmitPrefill, bench.feed(RequestArrived(request)))) == begins
+
+
+def test_one_that_is_late_in_any_case_begins_too() -> None:
+    """It would hold up those behind it that can yet be in time."""
+    bench = a_bench(replace(POLICY, slo_ttft_s=0.0, slo_ttft_stretch=0.0))
+    occupied(bench)
+    assert of(AdmitPrefill, bench.arrive("r", 8, 400))
 
 
 def test_kv_that_waits_is_bounded_and_holds_back_new_prompts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from typing import NamedTuple
 
 from pdmesh.core.state import InstanceBooks
@@ -11,9 +10,6 @@ from pdmesh.policy.handover import Decoding, RunAhead
 
 #: Rates are summed as whole numbers of so many a second, so that sums come back to 0.
 _RATE_UNIT = 1e-9
-
-#: Seats taken, negative, and the number of the instance, which no two share.
-_Place = tuple[int, int, InstanceBooks]
 
 
 class _Sums(NamedTuple):
@@ -30,10 +26,10 @@ class _Sums(NamedTuple):
 
 
 class _Kind:
-    """Instances that could take the same requests, those with the most seats taken first."""
+    """Instances that could take the same requests."""
 
     def __init__(self) -> None:
-        self.line: list[_Place] = []
+        self.members: dict[InstanceId, InstanceBooks] = {}
         self.sums = _Sums()
 
 
@@ -43,7 +39,7 @@ class DecodingSums:
     def __init__(self, rule: RunAhead | None) -> None:
         self._rule = rule
         self._kinds: dict[tuple[object, ...], _Kind] = {}
-        self._known: dict[InstanceId, tuple[tuple[object, ...], _Place, _Sums]] = {}
+        self._known: dict[InstanceId, tuple[tuple[object, ...], _Sums]] = {}
         self._changed: dict[InstanceId, InstanceBooks | None] = {}  # since somebody asked
 
     def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
@@ -59,13 +55,9 @@ class DecodingSums:
             sums = sums.plus(kind.sums, 1)
         return Decoding(*sums[:-1], sums.token_rate * _RATE_UNIT / mean_tokens) if kinds else None
 
-    def fullest(self, kv_group: str, request: Request) -> InstanceBooks:
-        """Of those, which must be there, the one with the most requests; of equal ones the first that joined."""
-        return min(kind.line[0] for kind in self._of(kv_group, request))[2]
-
     def _of(self, kv_group: str, request: Request | None) -> list[_Kind]:
         self._catch_up(self._rule)
-        firsts = ((kind, kind.line[0][2]) for kind in self._kinds.values())
+        firsts = ((kind, next(iter(kind.members.values()))) for kind in self._kinds.values())
         return [
             kind
             for kind, first in firsts
@@ -75,14 +67,13 @@ class DecodingSums:
     def _catch_up(self, rule: RunAhead | None) -> None:
         for instance_id, instance in self._changed.items():
             if (known := self._known.pop(instance_id, None)) is not None:
-                self._forget(*known)
+                self._forget(instance_id, *known)
             if rule is not None and instance is not None and instance.role.can_decode and instance.takes_new:
                 self._learn(instance, rule)
         self._changed.clear()
 
     def _learn(self, instance: InstanceBooks, rule: RunAhead) -> None:
         held = instance.held
-        place = -held.num_seats_taken, instance.number, instance
         sums = _Sums(
             held.num_seats_taken,
             held.num_taken_blocks,
@@ -91,13 +82,13 @@ class DecodingSums:
             round(rule.tokens_per_s(instance.view) / _RATE_UNIT),
         )
         kind = self._kinds.setdefault(instance.kind, _Kind())
-        insort(kind.line, place)
+        kind.members[instance.instance_id] = instance
         kind.sums = kind.sums.plus(sums, 1)
-        self._known[instance.instance_id] = instance.kind, place, sums
+        self._known[instance.instance_id] = instance.kind, sums
 
-    def _forget(self, name: tuple[object, ...], place: _Place, sums: _Sums) -> None:
+    def _forget(self, instance_id: InstanceId, name: tuple[object, ...], sums: _Sums) -> None:
         kind = self._kinds[name]
-        del kind.line[bisect_left(kind.line, place)]
+        del kind.members[instance_id]
         kind.sums = kind.sums.plus(sums, -1)
-        if not kind.line:
+        if not kind.members:
             del self._kinds[name]

@@ -82,25 +82,19 @@ class HandOvers:
         """Whether as much KV waits there as may."""
         return not prefill.may_add_waiting(0, bundle.waiting_kv_share)
 
-    def begins_ahead(self, request: Request, prefill: InstanceBooks, sums: DecodingSums, bundle: Bundle) -> bool:
+    def begins_ahead(
+        self, request: Request, prefill: InstanceBooks, sums: DecodingSums, bundle: Bundle, now_s: float
+    ) -> bool:
         """Whether to compute a prompt there that has no room to decode now."""
         ahead = bundle.run_ahead
         if ahead is None or not self._may_wait(request, prefill, bundle):
             return False
-        mean_tokens = self._books.growth.mean_tokens
-        decoding = sums.decoding(prefill.kv_group, mean_tokens, request)
+        decoding = sums.decoding(prefill.kv_group, self._books.growth.mean_tokens, request)
         if decoding is None:
             return False
         before = [s.request for s in self._books.unreceived.values() if self._group_of(s) == prefill.kv_group]
         num_requests, num_blocks = len(before) + 1, _num_blocks(prefill, [*before, request])
-        return ahead.begins(
-            request,
-            prefill.view,
-            sums.fullest(prefill.kv_group, request).view,
-            room_s=decoding.room_s(num_requests, num_blocks),
-            line_s=len(self._books.queue) / decoding.ends_per_s if decoding.ends_per_s else inf,
-            mean_tokens=mean_tokens,
-        )
+        return ahead.begins(request, prefill.view, room_s=decoding.room_s(num_requests, num_blocks), now_s=now_s)
 
     def promises_later(self, request: Request, prefill: InstanceBooks, bundle: Bundle) -> bool:
         """Whether a long prompt leaves the room that there is to those who wait behind it, until it needs it."""

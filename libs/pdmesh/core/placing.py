@@ -55,6 +55,7 @@ def place(
     decoders: Decoders,
     bundle: Bundle,
     handovers: HandOvers,
+    now_s: float,
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy."""
     wait = Wait.FOR_OPENING
@@ -73,7 +74,7 @@ def place(
         elif first is None:
             if num_asked < MAX_ASKED and bundle.prefill_placement.takes(request, prefill.view):
                 num_asked += 1
-                if handovers.begins_ahead(request, prefill, decoders.sums, bundle):
+                if handovers.begins_ahead(request, prefill, decoders.sums, bundle, now_s):
                     return Placement(prefill, None)
             wait = Wait.FOR_ROOM if wait is Wait.FOR_OPENING else wait
         elif not bundle.prefill_placement.takes(request, prefill.view):

@@ -231,7 +231,6 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         run_ahead=RunAhead(
             prediction=prediction,
             latency=config.latency,
-            slo_tpot_s=config.slo_tpot_s,
             bytes_per_s=config.relay_bytes_per_s,
             latency_of_make=config.latency_of_make,
         ),

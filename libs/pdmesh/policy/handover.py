@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from pdmesh.policy.prediction import Prediction
 
 
-#: Of the target for the first token, that those who wait for room in line may take.
-LINE_SHARE = 0.5
-
-#: Of the mean number of tokens that requests draw: outputs that long must bear the wait (`benchmarks/pressure.py`).
-BEARING_SHARE = 1.5
-
-
 class Decoding(NamedTuple):
     """Instances whose room a request waits for, together."""
 
@@ -52,54 +45,29 @@ class Decoding(NamedTuple):
 class RunAhead:
     """Begins a prompt without room when its KV will be complete about when there is room for it.
 
-    Earlier if the line before room is so long that first tokens would come too late, and an output of
-    `BEARING_SHARE` times the mean length can bear to wait between its first two tokens: so much of its TPOT target is
-    left beyond its decode steps.
+    Earlier if it would draw its first token too late, were it to wait for room before it begins. Then nothing is lost
+    by an early first token, and an output that is long enough bears the wait between its first two.
     """
 
     prediction: Prediction
     latency: LatencyModel
-    slo_tpot_s: float
     bytes_per_s: float  # at which KV moves
     latency_of_make: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
     def tokens_per_s(self, instance: InstanceView) -> float:
         """That the requests on an instance draw, once all of them decode."""
-        return instance.num_seats_taken / self._decode_step_s(instance)
+        latency = self.latency_of_make.get(instance.make, self.latency)
+        shape = StepShape((), max(1, instance.num_seats_taken), instance.num_resident_tokens)
+        return instance.num_seats_taken / max(1e-6, latency.step_s(shape))
 
-    def begins(
-        self,
-        request: Request,
-        prefill: InstanceView,
-        decode: InstanceView,
-        *,
-        room_s: float,
-        line_s: float,
-        mean_tokens: float,
-    ) -> bool:
-        """Whether to compute a prompt on ``prefill`` that is predicted to have room on one as ``decode`` in ``room_s``.
-
-        Those that have not begun have room in ``line_s``.
-        """
+    def begins(self, request: Request, prefill: InstanceView, *, room_s: float, now_s: float) -> bool:
+        """Whether to compute a prompt on ``prefill`` now that is predicted to have room to decode in ``room_s``."""
         total_s = self.prediction.remaining.total_s
-        prefill_s = total_s(prefill.num_queued_tokens) + total_s(request.num_prompt_tokens)
-        if room_s <= prefill_s:
-            return True
-        target_s = self.prediction.due_s(request) - request.arrival_s
-        is_late = line_s >= LINE_SHARE * target_s
-        return is_late and room_s - prefill_s <= self._bearable_s(request, decode, mean_tokens)
-
-    def _bearable_s(self, request: Request, decode: InstanceView, mean_tokens: float) -> float:
-        target_s = self.slo_tpot_s if request.slo_tpot_s is None else request.slo_tpot_s
-        spare_s = max(0.0, target_s - self._decode_step_s(decode))
-        return spare_s * min(BEARING_SHARE * mean_tokens, request.max_tokens)
+        work_s = total_s(request.num_prompt_tokens)
+        is_needed_then = room_s <= total_s(prefill.num_queued_tokens) + work_s
+        return is_needed_then or now_s + room_s + work_s > self.prediction.due_s(request)
 
     def needs_room(self, request: Request, num_planned_tokens: int, num_kv_bytes: float, room_s: float) -> bool:
         """Whether it is time to promise it room: the rest of its prompt takes no longer than to have room and move."""
         remaining_s = self.prediction.remaining_s(request, num_planned_tokens)
         return remaining_s <= room_s + num_kv_bytes / self.bytes_per_s
-
-    def _decode_step_s(self, instance: InstanceView) -> float:
-        latency = self.latency_of_make.get(instance.make, self.latency)
-        shape = StepShape((), max(1, instance.num_seats_taken), instance.num_resident_tokens)
-        return max(1e-6, latency.step_s(shape))
