@@ -1,0 +1,227 @@
+"""Where decode is short of room, by credit: hand-over under pressure keeps its laws, whatever is asked of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdmesh.core.commands import Command, KeepKv, Outcome, PlaceDecode, Restart
+from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.events import Event
+from pdmesh.core.handover import _turn
+from pdmesh.core.holds import HoldKind
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.state import InstanceBooks
+from pdmesh.model import InstanceId, RequestKey, Role, TransferPurpose
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.sim.result import SimResult
+from pdmesh.sim.simulator import SimConfig, Simulator
+from pdmesh.sim.workload import Arrival, ClosedLoop
+from pdmesh.testing.core import FixedGrowth
+from pdmesh.testing.sim import UNEVEN_MODEL, tiny_mesh
+
+#: Of an instance that decodes, and of one that prefills.
+NUM_DECODE_TOKENS, NUM_PREFILL_TOKENS = 512, 1024
+
+NO_LIMIT = 10**15
+
+
+@dataclass(slots=True)
+class PressedCore:
+    """In the place of a core: looks after each event whether the laws hold."""
+
+    core: SchedulerCore
+    share: float
+    in_flight: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
+    num_ahead: int = 0  # most at once, of KV that was begun without room
+    num_preempted: int = 0
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        commands = self.core.handle(event, now_s)
+        for command in commands:
+            match command:
+                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.HAND_OVER:
+                    self._overtakes_nobody((command.request_id, command.epoch))
+                case KeepKv():
+                    self._overtakes_nobody((command.request_id, command.epoch))
+                case Restart():
+                    assert command.preempted, f"{command}: nothing fails here"
+                    self.num_preempted += 1
+                case _:
+                    pass
+        for instance in self.core._books.instances.values():
+            if instance.role is Role.PREFILL:
+                self._waits_within_bounds(instance)
+        return commands
+
+    def _overtakes_nobody(self, key: RequestKey) -> None:
+        """Room goes to none before KV that is computed, waits for room, and was offered first earlier."""
+        books = self.core._books
+        state = books.find(key)
+        if state is None:
+            return
+        kv_group = books.instances[state.prefill_ids[0]].kv_group
+        for other in books.unreceived.values():
+            if other.is_computed and books.instances[other.prefill_ids[0]].kv_group == kv_group:
+                assert state.rank_of_offer is not None, f"{key} has room before {other.key}, which waits for it"
+                assert _turn(state) < _turn(other), f"{key} has room before {other.key}, which was offered first"
+
+    def _waits_within_bounds(self, instance: InstanceBooks) -> None:
+        """Of KV begun without room never more than the bound waits, or one alone.
+
+        With KV whose room was promised, more only by what of that was being computed when the bound was reached: none
+        of it begins after that.
+        """
+        bound = self.share * instance.profile.num_blocks
+        holds = {key: hold for key, hold in instance.holds.items() if hold.kind is HoldKind.PREFILL}
+        unreceived = self.core._books.unreceived
+        ahead = [hold.num_blocks for key, hold in holds.items() if key in unreceived]
+        assert len(ahead) <= 1 or sum(ahead) <= bound, f"{instance.instance_id}: {ahead} of {bound} blocks wait"
+        self.num_ahead = max(self.num_ahead, len(ahead))
+        waiting = [hold.num_blocks for hold in holds.values() if hold.waits]
+        most = max(bound, *waiting, 0)
+        if sum(waiting) <= most:
+            self.in_flight[instance.instance_id] = sum(hold.num_blocks for hold in holds.values() if not hold.waits)
+        most += self.in_flight[instance.instance_id]
+        assert sum(waiting) <= most, f"{instance.instance_id}: {waiting} wait, of at most {most} blocks"
+
+    def check_integrity(self) -> None:
+        self.core.check_integrity()
+
+
+def run(
+    arrivals: Sequence[Arrival],
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    share: float = 0.5,
+    slo_ttft_s: float = 1.0,
+    risk: float = 0.01,
+    reckless: bool = False,
+    num_decode_tokens: int = NUM_DECODE_TOKENS,
+    num_seats: int = 16,
+    num_backends: int = 4,
+    control_delay_s: float = 0.0,
+    clients: int | None = None,
+    events_between_checks: int = 1,
+) -> tuple[SimResult, PressedCore]:
+    """``reckless``: it expects every output to end with its next token."""
+    policy = PolicyConfig(
+        latency=UNEVEN_MODEL, waiting_kv_share=share, slo_ttft_s=slo_ttft_s, slo_tpot_s=0.05, long_prompt_tokens=150
+    )
+    config = CoreConfig(
+        max_queue_entries=NO_LIMIT,
+        max_queue_tokens=NO_LIMIT,
+        max_queue_s=float(NO_LIMIT),
+        kv_reservation=KvReservation.CREDIT,
+        kv_risk=risk,
+        policy=policy,
+    )
+    core = SchedulerCore(config, make_bundle("pdmesh", policy), random.Random(0))
+    if reckless:
+        core._books.growth = FixedGrowth(1.0, risk=0.5)
+    mesh = tiny_mesh(
+        {"prefill": prefill, "decode": decode},
+        num_kv_tokens=NUM_PREFILL_TOKENS,
+        max_num_seqs=num_seats,
+        num_transfer_backends=num_backends,
+    )
+    instances = [
+        (replace(profile, num_blocks=num_decode_tokens // 4) if profile.role is Role.DECODE else profile, model)
+        for profile, model in mesh.instances(UNEVEN_MODEL)
+    ]
+    pressed = PressedCore(core, share)
+    loop = None if clients is None else ClosedLoop(num_clients=((0, clients),))
+    simulated = SimConfig(
+        control_delay_s=control_delay_s, port_bytes_per_s=2e6, events_between_checks=events_between_checks
+    )
+    return Simulator(pressed, instances, arrivals, simulated, closed_loop=loop).run(), pressed
+
+
+def asked(rng: random.Random, number: int, *, mean_output: int, burst: int = 1, gap_s: float = 0.0) -> list[Arrival]:
+    """Prompts of which one in six takes most of what an instance has to decode; outputs that nobody foresees."""
+    arrivals: list[Arrival] = []
+    for index in range(number):
+        prompt = rng.randint(200, 400) if rng.random() < 1 / 6 else rng.randint(1, 90)
+        most = NUM_DECODE_TOKENS - prompt - 8
+        output = min(most, 1 + int(rng.expovariate(1 / mean_output)))
+        arrivals.append(
+            Arrival(
+                arrival_s=gap_s * (index // burst),
+                num_prompt_tokens=prompt,
+                num_output_tokens=output,
+                max_tokens=most,
+            )
+        )
+    return arrivals
+
+
+def served(result: SimResult) -> bool:
+    """Whether every request has all its tokens, one after the other."""
+    return all(
+        each.outcome is Outcome.FINISHED
+        and len(each.token_times_s) == each.num_output_tokens
+        and all(before < after for before, after in pairwise(each.token_times_s))
+        for each in result.requests
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prefill=st.integers(1, 3),
+    decode=st.integers(1, 2),
+    share=st.sampled_from((0.05, 0.3, 0.5, 1.0)),
+    slo_ttft_s=st.sampled_from((0.0, 1.0, 30.0)),
+    reckless=st.booleans(),
+    num_seats=st.sampled_from((2, 5, 16)),
+    num_backends=st.integers(1, 3),
+    control_delay_s=st.sampled_from((0.0, 0.003)),
+    mean_output=st.sampled_from((3, 40, 150)),
+    burst=st.sampled_from((1, 20)),
+    gap_s=st.sampled_from((0.0, 0.05, 2.0)),
+    clients=st.sampled_from((None, 4, 24)),
+    seed=st.integers(0, 10_000),
+)
+def test_all_are_served_in_turn_and_what_waits_is_bounded(
+    prefill: int,
+    decode: int,
+    share: float,
+    slo_ttft_s: float,
+    reckless: bool,
+    num_seats: int,
+    num_backends: int,
+    control_delay_s: float,
+    mean_output: int,
+    burst: int,
+    gap_s: float,
+    clients: int | None,
+    seed: int,
+) -> None:
+    result, _ = run(
+        asked(random.Random(seed), 40, mean_output=mean_output, burst=burst, gap_s=gap_s),
+        prefill=prefill,
+        decode=decode,
+        share=share,
+        slo_ttft_s=slo_ttft_s,
+        reckless=reckless,
+        num_seats=num_seats,
+        num_backends=num_backends,
+        control_delay_s=control_delay_s,
+        clients=clients,
+    )
+    assert served(result)
+
+
+def test_these_workloads_press() -> None:
+    """Or the laws above say nothing: prompts run ahead, and decodes are preempted, many times each."""
+    result, pressed = run(asked(random.Random(0), 120, mean_output=80), prefill=2, reckless=True)
+    assert served(result)
+    assert pressed.num_ahead >= 5
+    assert pressed.num_preempted >= 20
+    assert max(each.num_restarts for each in result.requests) >= 3
