@@ -85,6 +85,7 @@ ADDED: Sequence[str] = (
     "FreeKv.transfer_id",
     "KvReleased.transfer_id",
     "RunStep.plan.holds_decodes",
+    "RunStep.plan.in_gang",
     "StepDone.num_decode_context_tokens",
     "StepDone.own_steps",
     "StepDone.began_s",

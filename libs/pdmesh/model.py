@@ -406,6 +406,8 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     #: From here on the residents' own decode steps wait until a later plan, not an urgent one, says otherwise: a phase
     #: of prefill alone. A plan without chunks, with decodes and without this ends the phase.
     holds_decodes: bool = False
+    #: Other instances compute what comes before and after its chunk at the same time (*gang*): none is a turn behind.
+    in_gang: bool = False
 
 
 #: An instance reports its own decode steps after so many without another report that would have told of them.

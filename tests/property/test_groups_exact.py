@@ -1,6 +1,7 @@
 """One prompt on several instances gives the bits of one: KV and log-probabilities, with the real engine.
 
-Members run side by side in threads over the real transport, with random chunks, owners and late joins.
+Members run side by side in threads over the real transport, with random chunks, owners and late joins; some chunks are
+computed in turn, some by a gang: one after the other on as many members, at the same time.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ async def relay(engines: list[TorchEngine], prompt: list[int], kind: str, schedu
             admit_member(member, generation, running[:known])
         if known > 1:
             regroup(running[0], generation, running[:known])
+        gang: list[RunningInstance] = []  # who of it has no chunk yet
         for chunk in chunks:
             while known < number and schedule.random() < 0.4:
                 known += 1
@@ -98,7 +100,11 @@ async def relay(engines: list[TorchEngine], prompt: list[int], kind: str, schedu
                     else:
                         regroup(member, generation, running[:known])
                 await anyio.sleep(schedule.choice([0, 0, 0.002]))
-            running[0 if chunk.is_last else schedule.randrange(known)].run([chunk])
+            if not gang and schedule.random() < 0.4:
+                gang = schedule.sample(running[:known], known)
+            in_gang = bool(gang)
+            member = gang.pop() if gang else running[schedule.randrange(known)]
+            (running[0] if chunk.is_last else member).run([chunk], in_gang=in_gang)
         table = table_of(running[0])
         await running[0].reported(RequestFinished, "r")
         found = {

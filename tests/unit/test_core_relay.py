@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.model import ChunkDone, ChunkPlan, Epoch, InstanceId, RequestId, Role, StepPlan
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 
@@ -89,6 +90,19 @@ class Running:
 
     def end(self, instance_id: str) -> list[Command]:
         return self.bench.done(instance_id, self.plans()[instance_id][0])
+
+    def end_next(self, began_s: dict[tuple[str, int], float]) -> list[Command]:
+        """The step that ends first, as GANG foretells. Those after it in the prompt wait for it."""
+        ends: list[tuple[float, int, str]] = []
+        for name, plans in self.plans().items():
+            if plans:
+                (chunk,) = plans[0].chunks
+                since_s = began_s.setdefault((name, plans[0].plan_id), self.bench.now_s)
+                ends.append((since_s + slice_s(GANG, chunk), chunk.start, name))
+        first = min(start for _, start, _ in ends)
+        end_s, _, name = min(end for end in ends if end[1] == first or end[0] >= min(ends, key=lambda e: e[1])[0])
+        self.bench.now_s = max(self.bench.now_s, end_s)
+        return self.end(name)
 
     def end_without(self, instance_id: str) -> list[Command]:
         """The first of one ends with nothing computed."""
@@ -427,3 +441,125 @@ def test_decodes_do_not_wait_for_the_chunks_of_others() -> None:
             break
         bench.done(step.instance_id, step.plan)
     assert True
+
+
+# --- all at once ---
+
+#: Later tokens cost more: two slices of equal time are not of equal length.
+GANG = replace(
+    POLICY,
+    latency=LinearLatencyModel(a_s=0.5, b_s=1.0, c_s=1e-3, d_s=5e-4),
+    prefill_step_s=200.0,
+    sequence_parallel="gang",
+    relay_improvement=0.0,
+)
+
+
+def gangs_of(commands: list[Command]) -> list[list[tuple[str, ChunkPlan]]]:
+    """The slices of each gang, in order."""
+    found: list[list[tuple[str, ChunkPlan]]] = []
+    for step in of(RunStep, commands):
+        if not step.plan.in_gang:
+            continue
+        (chunk,) = step.plan.chunks
+        if not found or found[-1][-1][0] == LEADER:
+            found.append([])
+        found[-1].append((step.instance_id, chunk))
+    return found
+
+
+def slice_s(policy: PolicyConfig, chunk: ChunkPlan) -> float:
+    return policy.latency.step_s(StepShape((ChunkShape(chunk.num_tokens, chunk.start),), 0, 0))
+
+
+def compute_all(bench: CoreBench, *helper_ids: str) -> list[Command]:
+    """A prompt of 3001 tokens, to its end."""
+    bench.arrive("long", 3001)
+    for helper_id in helper_ids:
+        join(bench, helper_id)
+    running, began_s = Running(bench), dict[tuple[str, int], float]()
+    while any(running.plans().values()):
+        running.end_next(began_s)
+    return bench.commands
+
+
+@pytest.mark.parametrize("num_members", [2, 3, 4])
+def test_a_gang_computes_slices_of_equal_time_at_once(num_members: int) -> None:
+    helper_ids = [f"p{i}" for i in range(1, num_members)]
+    commands = compute_all(bench_of(num_prefill=num_members, num_blocks=2048, policy=GANG), *helper_ids)
+    chunks = [chunk for _, chunk in chunks_of(commands)]
+    assert [chunk.start for chunk in chunks] == [0, *(chunk.start + chunk.num_tokens for chunk in chunks[:-1])]
+    assert (sum(chunk.num_tokens for chunk in chunks), chunks[-1].is_last) == (3001, True)
+    gangs = gangs_of(commands)
+    assert len(gangs) > 1
+    assert {len(gang) for gang in gangs[:-1]} == {num_members}
+    assert {gang[-1][0] for gang in gangs} == {LEADER}
+    busy_s = Counter[str]()
+    for name, chunk in chunks_of(commands):
+        busy_s[name] += slice_s(GANG, chunk)
+    assert max(busy_s.values()) < 1.1 * min(busy_s.values())
+    assert not any(step.plan.urgent or step.plan.with_decodes for step in of(RunStep, commands) if step.plan.in_gang)
+
+
+def test_a_gang_is_planned_when_all_of_it_have_room() -> None:
+    bench = bench_of(policy=GANG)
+    bench.arrive("long", 1021)
+    (first,) = gangs_of(join(bench))
+    assert [name for name, _ in first] == [HELPER, LEADER]
+    running = Running(bench)
+    assert [len(plans) for plans in running.plans().values()][:2] == [2, 1], "the leader has its first chunk, too"
+    (second,) = gangs_of(running.end(LEADER))
+    assert [name for name, _ in second] == [HELPER, LEADER]
+    assert gangs_of(running.end(HELPER)) == [], "the leader has no room"
+    assert [[name for name, _ in gang] for gang in gangs_of(running.end(LEADER))] == [[HELPER, LEADER]]
+
+
+def test_who_has_something_of_its_own_is_left_out_of_a_gang() -> None:
+    """Nobody waits for it, and the leader goes on alone where nobody is left."""
+    bench = bench_of(num_prefill=3, policy=GANG)
+    bench.arrive("long", 2021)
+    join(bench)
+    join(bench, "p2")
+    bench.arrive("other", 512)
+    running = Running(bench)
+    seen: list[Command] = []
+    while len(running.plans()[HELPER]) + len(running.plans()["p2"]) and len(seen) < 200:
+        for name in (HELPER, "p2", LEADER):
+            if running.plans()[name]:
+                seen += running.end(name)
+    assert not of(Restart, seen)
+    others = {name for name, chunk in chunks_of(seen) if chunk.request_id == "other"}
+    assert len(others) == 1
+    last = [chunk for _, chunk in chunks_of(seen) if chunk.request_id == "long"][-1]
+    assert last.is_last
+
+
+def test_without_a_member_the_rest_of_a_gang_goes_on_from_what_it_has() -> None:
+    bench = bench_of(num_prefill=3, policy=GANG)
+    bench.arrive("long", 1021)
+    join(bench)
+    join(bench, "p2")
+    running = Running(bench)
+    running.end(LEADER)
+    num_computed = running.plans()[HELPER][0].chunks[0].start
+    bench.feed(InstanceLost(HELPER))
+    while any(running.plans()[name] for name in (LEADER, "p2")):
+        for name in (LEADER, "p2"):
+            if running.plans()[name]:
+                running.end_without(name)
+    gangs = gangs_of(prefix(bench, num_computed))
+    assert [[name for name, _ in gang] for gang in gangs] == [["p2", LEADER]] * 2
+    assert gangs[0][0][1].start == num_computed
+    assert not of(Restart, bench.commands)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "fits"), [(1e9, True), (1e9, False), (16.0, True)])
+def test_auto_is_a_gang_where_the_rest_fits_into_a_step_of_each_and_links_are_fast(
+    bytes_per_s: float, fits: bool
+) -> None:
+    policy = replace(
+        GANG, sequence_parallel="auto", relay_bytes_per_s=bytes_per_s, prefill_step_s=64.5 if not fits else 1e3
+    )
+    bench = bench_of(policy=replace(policy, max_chunk_tokens=600))
+    bench.arrive("long", 1021)
+    assert bool(gangs_of(join(bench))) == (fits and bytes_per_s > 1e6)

@@ -121,6 +121,37 @@ def has_reported(member: RunningInstance, num_steps: int) -> bool:
     return len(step_reports(member)) >= num_steps
 
 
+async def test_members_of_a_gang_are_in_the_same_layer_at_the_same_time(maker: TransportMaker) -> None:
+    """Each is sent each layer at once: of who takes turns, three of these six layers would wait for each other."""
+    prompt = list(range(50, 114))
+    layout = replace(FAKE_LAYOUT, num_layers=6)
+    gates = [StepGate(), StepGate()]
+
+    def make_engine(number: int) -> FakeEngine:
+        return FakeEngine(layout, num_blocks=256, gate=gates[number])
+
+    async with members(maker, 2, make_engine=make_engine) as running:
+        leader, helper = running
+        generation = make_generation("r", prompt, GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        first, last = block_chunks(generation, BLOCK, [9, 7])
+        helper.run([first], in_gang=True)
+        leader.run([last], in_gang=True)
+        for gate in gates:
+            await anyio.to_thread.run_sync(gate.arrived)
+        for gate in gates:
+            gate.let_through()
+        await anyio.to_thread.run_sync(gates[1].arrived)  # the helper has computed no second layer
+        await anyio.to_thread.run_sync(gates[0].arrived)  # and the leader has the first
+        for gate in gates:
+            gate.open()
+        await leader.reported(RequestFinished, "r")
+        tokens = [token.token_id for token in leader.tokens_of("r")]
+        assert tokens == reference_output(prompt, GREEDY, layout=layout)
+        await free_all(running, generation)
+
+
 async def test_a_group_hands_over_as_one_instance_does(maker: TransportMaker) -> None:
     """What landed here moves on with what was computed here, each page once."""
     prompt = list(range(30, 99))

@@ -75,7 +75,7 @@ class Packer:
             self._handovers.find_receivers(openings, bundle, now_s)
             openings.update(bundle)
         instances, for_waiting = openings.computing(), openings.for_waiting()
-        if not for_waiting and self.relays.help(openings.idle(), bundle, now_s):
+        if not for_waiting and self.relays.help(openings, bundle, now_s):
             openings.update(bundle)
         while True:
             if instances or for_waiting:
@@ -93,7 +93,7 @@ class Packer:
                 )
                 instances, for_waiting = packed.pack(), False
                 openings.update(bundle)
-            if self.relays.help(openings.idle(), bundle, now_s):
+            if self.relays.help(openings, bundle, now_s):
                 openings.update(bundle)
                 instances = openings.computing()  # it may be a leader's turn
             elif not instances:

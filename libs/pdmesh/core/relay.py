@@ -9,16 +9,21 @@ A helper is asked with room for the whole prompt, joins when it says that it has
 knows of nothing), and is freed after the last chunk. The group rests while its leader decodes beside it: residents
 would wait for the chunks of others.
 
+As a *gang* all members compute the next tokens at once, each a slice of them: chunks like others, one for each member
+that is spare, planned together once all of those have room for a plan.
+
 Nothing waits in a circle: a chunk needs only chunks of the same prompt that were planned before it, a step has at most
-one chunk of a group, and instances run such steps in the order in which they were planned.
+one chunk of a group, and instances run such steps in the order in which they were planned. A gang's slices are planned
+in the order of the prompt, so this holds for them, too; plans that run before others need no chunk of a group.
 
 A helper that is lost costs what it had not computed (`pdmesh.core.healing`); without its leader a prompt starts again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
+from math import ceil, inf
 
 from msgspec import structs
 
@@ -28,6 +33,7 @@ from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import HelperJoined
 from pdmesh.core.healing import Healing, tell_group
 from pdmesh.core.holds import HoldKind
+from pdmesh.core.openings import Openings
 from pdmesh.core.queue import in_order
 from pdmesh.core.requests import ComputedPart, Phase, RequestState
 from pdmesh.core.state import InstanceBooks
@@ -35,7 +41,8 @@ from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey, StepPl
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.latency import ChunkShape, StepShape
-from pdmesh.policy.relay import Relay
+from pdmesh.policy.packing import CHUNK_UNIT_TOKENS
+from pdmesh.policy.relay import Relay, Schedule
 
 #: Of a helper's free blocks, that a prompt may take: its own requests need room.
 _MAX_SHARE = 0.5
@@ -49,6 +56,8 @@ class Relays:
         self._open: dict[RequestKey, RequestState] = {}  # that may be helped
         self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
         self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
+        #: Of gangs' members: which plan each is at, and since when.
+        self._steps: dict[RequestKey, dict[InstanceId, tuple[int, float]]] = {}
 
     def placed(self, state: RequestState, bundle: Bundle) -> None:
         """A request was placed; its first chunk is planned next."""
@@ -139,6 +148,8 @@ class Relays:
             return 0
         if state.num_chunks_in_flight and self._answers_soon(state):
             return 0  # the next chunk is for one of those
+        if self._gang(state, bundle, step.now_s) is not None:
+            return 0  # its slice is planned together with the others'
         if self._had_last(state, leader.instance_id):
             return 0
         return self._cut(leader, state, most, bundle.relay)
@@ -177,10 +188,10 @@ class Relays:
 
     # --- the helpers' ---
 
-    def help(self, idle: Iterable[InstanceBooks], bundle: Bundle, now_s: float) -> bool:
+    def help(self, openings: Openings, bundle: Bundle, now_s: float) -> bool:
         """Ask those who should help, and give each helper with nothing of its own one more chunk.
 
-        Whether any was given. ``idle`` have room for a plan, and no prompt for it.
+        Whether any was given. Who helps has room for a plan, and no prompt for it.
         """
         if not self._open:
             return False
@@ -191,11 +202,15 @@ class Relays:
             return False
         # Who has less in flight begins sooner, and everybody after it waits for its chunk. Of others it is whose chunk
         # in flight comes first: members that once took turns in another order would wait for each other to the end.
-        spare = sorted([each for each in idle if self._is_spare(each)], key=_turn)
+        spare = sorted([each for each in openings.idle() if self._is_spare(each)], key=_turn)
         if not spare:
             return False
         for state in in_order(bundle.order, list(self._open.values()), now_s):
             self._ask(state, spare, relay)
+            gang = self._gang(state, bundle, now_s)
+            if gang is not None and self._may_begin(gang, state, openings):
+                self._plan_gang(gang, state, relay, bundle, now_s)
+                return True
         for _, equals in groupby(spare, key=lambda each: len(each.plans)):
             given = [self._give_chunk(instance, relay, bundle, now_s) for instance in tuple(equals)]
             if any(given):
@@ -208,6 +223,7 @@ class Relays:
     def _close(self, key: RequestKey) -> None:
         del self._open[key]
         self._considered.pop(key, None)
+        self._steps.pop(key, None)
         for helped in self._helping.values():
             helped.pop(key, None)
 
@@ -251,7 +267,7 @@ class Relays:
             members,
             [(self._free_s(instance, relay), instance.instance_id) for instance in line],
             _token_bytes(leader),
-            leader.profile.kv_layout.num_layers,
+            relay.most_members(leader.profile.kv_layout.num_layers),
         )
         for helper_id in helper_ids:
             self._admit(state, leader, books.instances[helper_id])
@@ -294,6 +310,8 @@ class Relays:
                 continue
             if state.is_healing:
                 continue
+            if self._gang(state, bundle, now_s) is not None:
+                continue
             if self._had_last(state, helper.instance_id):
                 continue
             if self._in_flight(state, helper.instance_id) and self._answers_soon(state):
@@ -305,28 +323,105 @@ class Relays:
                 return True
         return False
 
+    # --- all at once ---
+
+    def _gang(self, state: RequestState, bundle: Bundle, now_s: float) -> list[InstanceBooks] | None:
+        """Who computes the next tokens of a prompt at once, in the order of their slices: the leader has the last one.
+
+        Not before all of them have room for a plan. None: they are computed in turn, or by the leader alone.
+        """
+        relay, leader, start = bundle.relay, self._books.instances[state.prefill_ids[0]], state.num_planned_tokens
+        if relay is None or relay.schedule is Schedule.RELAY or state.group is None or state.is_healing:
+            return None
+        self._note_steps(state, now_s)
+        if leader.prefills != [state] or not self._may_relay(leader) or start % leader.block_size:
+            return None
+        begin_s = now_s + self._free_s(leader, relay)
+        helpers = [self._books.instances[name] for name in state.prefill_ids[1:]]
+        spare = [
+            each
+            for each in helpers
+            if self._is_spare(each) and self._helping.get(each.instance_id, {}).get(state.key, inf) <= begin_s
+        ]
+        spare.sort(key=lambda each: (self._left_s(state, each, relay, now_s), each.number))
+        num_left = state.request.num_prompt_tokens - start
+        most = num_left // max(CHUNK_UNIT_TOKENS, leader.block_size)
+        gang = [*spare[: max(0, most - 1)], leader]
+        fits = self._steps_tokens(gang, state, bundle, now_s) >= num_left
+        layers = leader.profile.kv_layout.num_layers
+        if len(gang) == 1 or not relay.is_gang(num_left, len(gang), layers, _token_bytes(leader), fits=fits):
+            return None
+        return gang
+
+    def _may_begin(self, gang: Sequence[InstanceBooks], state: RequestState, openings: Openings) -> bool:
+        """Whether all have room, and nobody else joins soon."""
+        is_joined = not (state.num_chunks_in_flight and self._answers_soon(state))
+        return is_joined and all(openings.has_room(member) for member in gang)
+
+    def _note_steps(self, state: RequestState, now_s: float) -> None:
+        """Which step each member is in, and since when."""
+        known, noted = self._steps.get(state.key, {}), dict[InstanceId, tuple[int, float]]()
+        for member_id in state.prefill_ids:
+            for plan_id in islice(self._books.instances[member_id].plans, 1):
+                before = known.get(member_id)
+                noted[member_id] = (plan_id, now_s) if before is None or before[0] != plan_id else before
+        self._steps[state.key] = noted
+
+    def _left_s(self, state: RequestState, member: InstanceBooks, relay: Relay, now_s: float) -> float:
+        """Predicted time of what it has in flight, without what has passed of the step that it is in."""
+        _, since_s = self._steps[state.key].get(member.instance_id, (-1, now_s))
+        return max(0.0, self._free_s(member, relay) - (now_s - since_s))
+
+    def _steps_tokens(self, gang: Sequence[InstanceBooks], state: RequestState, bundle: Bundle, now_s: float) -> int:
+        """How many of a prompt's next tokens a step of each can have."""
+        num_tokens = 0
+        for member in gang:
+            start = state.num_planned_tokens + num_tokens
+            num_tokens += bundle.packing.num_tokens(member.view, PartialStep(now_s), state.request, start)
+        return num_tokens
+
+    def _plan_gang(
+        self, gang: Sequence[InstanceBooks], state: RequestState, relay: Relay, bundle: Bundle, now_s: float
+    ) -> None:
+        leader, start = gang[-1], state.num_planned_tokens
+        num_left, size = state.request.num_prompt_tokens - start, leader.block_size
+        num_tokens, num_steps = num_left, ceil(num_left / self._steps_tokens(gang, state, bundle, now_s))
+        if num_steps > 1:
+            num_tokens = max(num_left // num_steps // size, 1) * size
+        slices = relay.slices(start, num_tokens, [self._left_s(state, member, relay, now_s) for member in gang], size)
+        in_gang = sum(num > 0 for num in slices) > 1
+        for member, num in zip(gang, slices, strict=True):
+            if num:
+                self._plan(member, leader, state, num, bundle, now_s, in_gang=in_gang)
+
     def _plan(
         self,
-        helper: InstanceBooks,
+        member: InstanceBooks,
         leader: InstanceBooks,
         state: RequestState,
         num_tokens: int,
         bundle: Bundle,
         now_s: float,
+        *,
+        in_gang: bool = False,
     ) -> None:
         start = state.num_planned_tokens
+        is_last = start + num_tokens == state.request.num_prompt_tokens
         chunk = ChunkPlan(
-            request_id=state.key[0], epoch=state.key[1], start=start, num_tokens=num_tokens, is_last=False
+            request_id=state.key[0], epoch=state.key[1], start=start, num_tokens=num_tokens, is_last=is_last
         )
-        plan = StepPlan(plan_id=helper.next_plan_id, chunks=(chunk,), with_decodes=False)
-        helper.begin_plan(plan)
-        helper.queue_tokens(num_tokens)
+        plan = StepPlan(plan_id=member.next_plan_id, chunks=(chunk,), with_decodes=False, in_gang=in_gang)
+        member.begin_plan(plan)
+        member.queue_tokens(num_tokens)
         leader.queue_tokens(-num_tokens)
         state.num_planned_tokens += num_tokens
         state.num_chunks_in_flight += 1
-        state.rank_by(bundle.order)
-        self._modes.sent(helper, plan, now_s)
-        self._books.commands.append(RunStep(instance_id=helper.instance_id, plan=plan))
+        if is_last:
+            leader.prefills.remove(state)
+        else:
+            state.rank_by(bundle.order)
+        self._modes.sent(member, plan, now_s)
+        self._books.commands.append(RunStep(instance_id=member.instance_id, plan=plan))
         if state.num_chunks_in_flight == 1:
             self._books.offer_again(state)
 

@@ -12,7 +12,8 @@ other piece, says that its sender is ready. Of two members one hears of the othe
 **In how many pieces.** Members take turns, so when one begins its chunk, the next one of ``n`` begins about a chunk's
 ``n``-th part later, and as many layers behind. Whoever is ``d`` turns behind is sent ``d`` of these parts at once: it
 waits no longer for it, and a piece costs what it costs, be it of one layer or of eight. Whose turn is next is told by
-what came from whom last; a wrong guess makes somebody wait for half a chunk.
+what came from whom last; a wrong guess makes somebody wait for half a chunk. Members of
+a gang are all in the same layer at the same time, and are sent each layer at once.
 
 **When a member is lost.** The scheduler says so by an empty address. Whatever was taken from it stays; the leader sends
 that to all others again, for the lost one may have had no time to. What the leader misses then is computed again, by
@@ -80,8 +81,11 @@ class KvExchange(Protocol):
         """A chunk that was begun has ended without having filled them in all layers. Event loop."""
         ...
 
-    def publish(self, blocks: Blocks) -> None:
-        """They have been computed in this layer. The engine's thread; cheap."""
+    def publish(self, blocks: Blocks, *, at_once: bool = False) -> None:
+        """They have been computed in this layer. The engine's thread; cheap.
+
+        ``at_once`` if others wait for each layer of them by now.
+        """
         ...
 
     def add_computed(self, first_block: int, num_blocks: int) -> None:
@@ -173,9 +177,9 @@ class PieceExchange:
     def abandon(self, first_block: int, num_blocks: int) -> None:
         self._begun[first_block : first_block + num_blocks] = bytes(num_blocks)
 
-    def publish(self, blocks: Blocks) -> None:
+    def publish(self, blocks: Blocks, *, at_once: bool = False) -> None:
         self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
-        self._store.when_written(lambda: self._call_soon(lambda: self._push(blocks)))
+        self._store.when_written(lambda: self._call_soon(lambda: self._push(blocks, at_once=at_once)))
 
     def add_computed(self, first_block: int, num_blocks: int) -> None:
         if num_blocks == 0:
@@ -335,7 +339,7 @@ class PieceExchange:
         for peer in self._peers.values():
             peer.outbox.put(Outgoing(blocks, len(self._addresses)))
 
-    def _push(self, blocks: Blocks) -> None:
+    def _push(self, blocks: Blocks, *, at_once: bool = False) -> None:
         """Send blocks that were computed here to all members that there are."""
         num_members = max(1, len(self._addresses))
         self._set_audience(blocks, num_members)
@@ -343,7 +347,7 @@ class PieceExchange:
             self._peers.values(), key=lambda peer: (peer.last_block < blocks.first_block, peer.last_block)
         )
         for turn, peer in enumerate(next_ones, start=1):
-            layers_behind = turn * self._layout.num_layers // num_members
+            layers_behind = 1 if at_once else turn * self._layout.num_layers // num_members
             peer.outbox.put(Outgoing(blocks, num_members), min(layers_behind, self._layout.num_layers // 2))
 
     def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:

@@ -16,7 +16,7 @@ from pdmesh.policy.batching_theory import StepLimit
 from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
 from pdmesh.ranges import COUNT, SHARE, Range
-from pdmesh.settings import NO_SETTING
+from pdmesh.settings import NO_SETTING, one_of
 
 if TYPE_CHECKING:
     from pdmesh.policy.handover import RunAhead
@@ -235,6 +235,11 @@ class PolicyConfig:
         float, Range(0, 0.9), "...each more of them only if it brings the first token forward by this share"
     ] = 0.1
     relay_bytes_per_s: Annotated[float, Range(1), "...at which an instance passes KV on to others"] = 1e9
+    sequence_parallel: Annotated[
+        str,
+        one_of("relay", "gang", "auto"),
+        "...in turn (`relay`), all at once with a slice each (`gang`), or whichever is predicted to end first (`auto`)",
+    ] = "relay"
     rebalances: Annotated[
         bool,
         "`pdmesh` moves running decodes from an instance that is short of memory, or too slow for them, to one that "

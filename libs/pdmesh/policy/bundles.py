@@ -36,7 +36,7 @@ from pdmesh.policy.placement import (
 )
 from pdmesh.policy.prediction import Prediction, RemainingTime
 from pdmesh.policy.rebalancing import Rebalancing
-from pdmesh.policy.relay import Relay
+from pdmesh.policy.relay import Relay, Schedule
 from pdmesh.policy.sequence_parallel import ChunkwisePlanner
 
 _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
@@ -182,6 +182,7 @@ def _relay(config: PolicyConfig) -> Relay:
         bytes_per_s=config.relay_bytes_per_s,
         min_step_s=config.latency.step_s(_ONE_TOKEN) / config.max_group_step_overhead,
         step_overhead=config.max_step_overhead,
+        schedule=Schedule(config.sequence_parallel),
     )
 
 

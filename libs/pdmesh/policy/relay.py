@@ -4,17 +4,36 @@ A chunk can begin while the one before it is still computed elsewhere: at each l
 before it, which is written one layer ahead. So the chunks of ``size`` instances overlap but for a layer's time, nobody
 has to begin together, and what a group of them costs is its end: while the last chunks are computed, not everyone has
 one. Chunks therefore taper, down to those whose constant time is still a small part of their step.
+
+Or as a *gang* (Tetris): all members begin at once, each with a slice of the next tokens, and end at once: slices are
+of equal time, the later ones shorter, as they attend to more. (Tetris has slices of equal length, the first and the
+last of them for one member and so on, as its ring passes equal shards; here each is sent to everybody.) So a slice
+needs only those before it, as a chunk does. Everyone must be there for it, and waits for the slowest before it; but
+there is no end at which some have none. So it is for prompts of few chunks, and for more members than layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import accumulate, pairwise
 
 from pdmesh.model import InstanceId
-from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, ChunkSizer
-from pdmesh.policy.sequence_parallel import ChunkwisePlanner, ElasticPlanner, FreeAt
+from pdmesh.policy.sequence_parallel import ChunkwisePlanner, ElasticPlanner, FreeAt, tokens_within
+
+#: Halvings of the time that slices are given: a millionth of it is left.
+_HALVINGS = 20
+
+
+class Schedule(StrEnum):
+    """How the members of a group share a prompt."""
+
+    RELAY = "relay"
+    GANG = "gang"
+    AUTO = "auto"  # whichever is predicted to end first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +48,7 @@ class Relay:
     step_overhead: float  # of the constant time of steps, as a share of them
     planner: type[ElasticPlanner | ChunkwisePlanner] = ElasticPlanner
     doubles: bool = False  # 1, 2, 4, ... members, and not those between
+    schedule: Schedule = Schedule.RELAY
     #: By bytes of a token's KV, and the most members.
     _planners: dict[tuple[float, int], ElasticPlanner | ChunkwisePlanner] = field(
         default_factory=dict[tuple[float, int], ElasticPlanner | ChunkwisePlanner]
@@ -71,6 +91,43 @@ class Relay:
     def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
         """The first chunk of a prompt for which so many are free, where one has a step for ``most`` tokens."""
         return min(most, max(self._least_tokens(0, num_tokens), most // num_members))
+
+    def most_members(self, num_layers: int) -> int:
+        """Of those in turn, one for each layer can compute at a time."""
+        return num_layers if self.schedule is Schedule.RELAY else self.max_members
+
+    def is_gang(self, num_left: int, num_members: int, num_layers: int, token_bytes: float, *, fits: bool) -> bool:
+        """Whether members compute the next tokens at once. ``fits``: a step of each is enough for all that is left."""
+        if self.schedule is not Schedule.AUTO:
+            return self.schedule is Schedule.GANG
+        if num_members > num_layers:
+            return True
+        # Both compute as much. A gang waits for what the others send, those in turn at the end for those with a chunk.
+        sent_s = num_left * token_bytes / self.bytes_per_s
+        return fits and sent_s < self.min_step_s
+
+    def slices(self, start: int, num_tokens: int, begin_s: Sequence[float], unit: int) -> list[int]:
+        """As many slices as there are members, which begin in ``begin_s`` seconds, that end together, in their order.
+
+        Multiples of ``unit`` tokens, but for the last one, which is not empty; others may be.
+        """
+        low_s, high_s = 0.0, max(begin_s) + self.latency.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0))
+        for _ in range(_HALVINGS):
+            middle_s = (low_s + high_s) / 2
+            enough = sum(self._until(middle_s, start, begin_s)) >= num_tokens
+            low_s, high_s = (low_s, middle_s) if enough else (middle_s, high_s)
+        ends = [num // unit * unit for num in accumulate(self._until(high_s, start, begin_s)[:-1])]
+        most = (num_tokens - 1) // unit * unit
+        bounds = [0, *(min(end, most) for end in ends), num_tokens]
+        return [after - before for before, after in pairwise(bounds)]
+
+    def _until(self, end_s: float, start: int, begin_s: Sequence[float]) -> list[int]:
+        """How many tokens each can compute by ``end_s``, one behind the other."""
+        found: list[int] = []
+        for each_s in begin_s:
+            found.append(tokens_within(self.latency, start, end_s - each_s))
+            start += found[-1]
+        return found
 
     def _least_tokens(self, start: int, num_left: int) -> int:
         return max(

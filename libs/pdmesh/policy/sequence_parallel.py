@@ -212,7 +212,7 @@ class ChunkwisePlanner:
             for following in candidates[index + 1 :]:
                 queue_s = _free_s(line, current)  # Algorithm 3
                 budget_s = _free_s(line, following) - queue_s
-                chunk = min(_tokens_within(self.latency[current], done, budget_s), num_tokens - done)
+                chunk = min(tokens_within(self.latency[current], done, budget_s), num_tokens - done)
                 if chunk < self.min_chunk_tokens or done + chunk >= num_tokens:
                     continue
                 chunk_s = _chunk_s(self.latency[current], done, chunk)
@@ -258,7 +258,7 @@ def _chunk_s(model: LinearLatencyModel, history: int, num_tokens: int) -> float:
     return model.a_s + num_tokens * (model.b_s + model.c_s * history + model.d_s * num_tokens)
 
 
-def _tokens_within(model: LinearLatencyModel, history: int, budget_s: float) -> int:
+def tokens_within(model: LinearLatencyModel, history: int, budget_s: float) -> int:
     """The longest chunk behind ``history`` tokens that ends within ``budget_s``: the root of Eq. 1, rounded down.
 
     A token must cost something (``b_s`` above 0), as in every model that was fitted.

@@ -170,10 +170,23 @@ class RunningInstance:
             )
         )
 
-    def run(self, chunks: Iterable[ChunkPlan], *, with_decodes: bool = False, holds_decodes: bool = False) -> int:
+    def run(
+        self,
+        chunks: Iterable[ChunkPlan],
+        *,
+        with_decodes: bool = False,
+        holds_decodes: bool = False,
+        in_gang: bool = False,
+    ) -> int:
         """Queue one plan and return its id."""
         plan_id = next(self._plan_ids)
-        plan = StepPlan(plan_id=plan_id, chunks=tuple(chunks), with_decodes=with_decodes, holds_decodes=holds_decodes)
+        plan = StepPlan(
+            plan_id=plan_id,
+            chunks=tuple(chunks),
+            with_decodes=with_decodes,
+            holds_decodes=holds_decodes,
+            in_gang=in_gang,
+        )
         self.instance.handle(RunStep(instance_id=self.instance.instance_id, plan=plan))
         return plan_id
 

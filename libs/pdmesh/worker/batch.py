@@ -80,6 +80,7 @@ class Batch:
                 moving.append((chunk, first, count))
         if not moving:
             return None
+        in_gang = self.plan is not None and self.plan.in_gang
 
         def layer_done(layer: int) -> None:
             for chunk, first, count in moving:
@@ -87,7 +88,7 @@ class Batch:
                     continue
                 hold, number = chunk.hold, chunk.number
                 if chunk.exchange is not None and not chunk.plan.is_last:
-                    chunk.exchange.publish(Blocks(number, layer, first, count))
+                    chunk.exchange.publish(Blocks(number, layer, first, count), at_once=in_gang)
                 if hold.sender is not None:
                     hold.sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
 
