@@ -92,6 +92,7 @@ from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.relay import Schedule
 from pdmesh.testing.core import FixedGrowth
 from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
 
@@ -143,10 +144,11 @@ class MeshMachine(RuleBasedStateMachine):
     @initialize(
         shape=st.sampled_from(sorted(MESHES)),
         bundle=st.sampled_from(sorted(BUNDLES)),
+        schedule=st.sampled_from(tuple(Schedule)),
         reservation=st.sampled_from(tuple(KvReservation)),
         reckless=st.booleans(),
     )
-    def begin(self, shape: str, bundle: str, reservation: KvReservation, reckless: bool) -> None:
+    def begin(self, shape: str, bundle: str, schedule: Schedule, reservation: KvReservation, reckless: bool) -> None:
         self.now_s = 0.0
         in_turn = "in turn" in shape
         self.scale = IN_TURN if in_turn else 1
@@ -155,6 +157,7 @@ class MeshMachine(RuleBasedStateMachine):
             chunk_tokens=POLICY.chunk_tokens * self.scale,
             latency=replace(POLICY.latency, b_s=POLICY.latency.b_s / self.scale),
             long_prompt_tokens=POLICY.long_prompt_tokens * self.scale,
+            sequence_parallel=schedule,
         )
         self.config = replace(CONFIG, kv_reservation=reservation, policy=self.policy)
         self.reckless = reckless

@@ -23,7 +23,7 @@ from pdmesh.config import (
 from pdmesh.errors import ConfigError
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import PROFILES
-from pdmesh.settings import settings_of
+from pdmesh.settings import Setting, settings_of
 from pdmesh_scheduler.main import core_config_of
 
 
@@ -204,14 +204,20 @@ def test_every_knob_of_the_policies_reaches_the_core(data: st.DataObject) -> Non
     """Each is set to another value than its default in a file's terms, and found in the core's configuration."""
     settings = [setting for setting in settings_of(MeshConfig) if setting.name.startswith("policy.")]
     setting = data.draw(st.sampled_from(settings))
-    default = 0.5 if setting.default is None else setting.default
-    assert isinstance(default, int | float)
-    others = {bool: not default, float: default / 2, int: default + 1}
-    value = data.draw(st.just(others[setting.type]))
-    if setting.range is not None and not setting.range.low <= value <= setting.range.high:
-        value = type(default)(default * 1.5)
+    value = _another_value(setting)
     core = core_config_of(load_config(None, {}, {setting.name: value}), None)
     assert getattr(core.policy, setting.name.removeprefix("policy.")) == value
+
+
+def _another_value(setting: Setting) -> str | float:
+    default = 0.5 if setting.default is None else setting.default
+    if setting.choices:
+        return next(choice for choice in setting.choices if choice != default)
+    assert isinstance(default, int | float)
+    value = {bool: not default, float: default / 2, int: default + 1}[setting.type]
+    if setting.range is not None and not setting.range.low <= value <= setting.range.high:
+        return default * 1.5 if isinstance(default, float) else int(default * 1.5)
+    return value
 
 
 def test_profiles_reach_the_core_too() -> None:

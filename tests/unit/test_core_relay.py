@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -494,7 +494,7 @@ def test_a_gang_computes_slices_of_equal_time_at_once(num_members: int) -> None:
     assert len(gangs) > 1
     assert {len(gang) for gang in gangs[:-1]} == {num_members}
     assert {gang[-1][0] for gang in gangs} == {LEADER}
-    busy_s = Counter[str]()
+    busy_s = defaultdict[str, float](float)
     for name, chunk in chunks_of(commands):
         busy_s[name] += slice_s(GANG, chunk)
     assert max(busy_s.values()) < 1.1 * min(busy_s.values())
