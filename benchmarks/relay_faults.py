@@ -1,6 +1,6 @@
 """A long prompt that several instances compute, and a fault among them meanwhile, again and again.
 
-    python benchmarks/relay_faults.py [--number 200] [--seed 0] [--small] [--minutes 60]
+    python benchmarks/relay_faults.py [--number 200] [--seed 0] [--small] [--minutes 60] [--longest-stop-s 3]
 
 Faults: a member (leader or helper) is killed, or stopped for up to 3 s; the client hangs up; pieces of KV come damaged
 or late for a while. Killed and stopped are only instances that hold the prompt, with others, as their metrics say right
@@ -140,10 +140,13 @@ def total(mesh: RunningMesh, name: str) -> float:
 class Storm:
     """One fault after the other, each on a prompt of its own."""
 
-    def __init__(self, mesh: RunningMesh, client: httpx.AsyncClient, bad: Path, seed: int) -> None:
+    def __init__(
+        self, mesh: RunningMesh, client: httpx.AsyncClient, bad: Path, seed: int, longest_stop_s: float
+    ) -> None:
         self._mesh = mesh
         self._client = client
         self._bad = bad
+        self._longest_stop_s = longest_stop_s
         self._rng = random.Random(seed)
         self._prompt = prompt_of(1, NUM_TOKENS)
         self._expected = ""
@@ -208,7 +211,7 @@ class Storm:
                 os.kill(pid, signal.SIGKILL)
             case Fault.STOP:
                 os.kill(pid, signal.SIGSTOP)
-                await asyncio.sleep(self._rng.uniform(0.05, 3))
+                await asyncio.sleep(self._rng.uniform(0.05, self._longest_stop_s))
                 os.kill(pid, signal.SIGCONT)
             case Fault.CANCEL:
                 task.cancel()
@@ -218,10 +221,10 @@ class Storm:
                 (self._bad / "on").unlink()
 
 
-async def storm(mesh: RunningMesh, bad: Path, number: int, seed: int, limit_s: float) -> Storm:
-    ends_s = time.monotonic() + limit_s
+async def storm(mesh: RunningMesh, bad: Path, options: argparse.Namespace) -> Storm:
+    number, ends_s = options.number, time.monotonic() + options.minutes * 60
     async with mesh.client() as client:
-        faults = Storm(mesh, client, bad, seed)
+        faults = Storm(mesh, client, bad, options.seed, options.longest_stop_s)
         await faults.warm_up()
         while sum(faults.hits.values()) < number and faults.num_missed < 5 * number and time.monotonic() < ends_s:
             await faults.strike()
@@ -235,6 +238,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="a model of 6 layers in fp32, not the 82M one in bf16")
     parser.add_argument("--minutes", type=float, default=120.0, help="no more faults after so long")
+    parser.add_argument("--longest-stop-s", type=float, default=3.0)
     options = parser.parse_args()
     print(
         heading(f"Faults among those who compute a prompt together, {'small model' if options.small else '82M, bf16'}")
@@ -251,7 +255,7 @@ def main() -> None:
         else:
             model, more = write_checkpoint(folder / "model", shape=LLAMA_82M, dtype="bfloat16"), {}
         with running_mesh(folder, model=model, prefill=3, decode=1, settings=SETTINGS | more) as mesh:
-            faults = asyncio.run(storm(mesh, bad, options.number, options.seed, options.minutes * 60))
+            faults = asyncio.run(storm(mesh, bad, options))
             restarts = total(mesh, r"pdmesh:request_restarts_total")
             pieces = bad_pieces.counted(bad)
     num_hits = sum(faults.hits.values())

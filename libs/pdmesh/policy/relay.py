@@ -3,7 +3,8 @@
 A chunk can begin while the one before it is still computed elsewhere: at each layer it waits for the KV of the tokens
 before it, which is written one layer ahead. So the chunks of ``size`` instances overlap but for a layer's time, nobody
 has to begin together, and what a group of them costs is its end: while the last chunks are computed, not everyone has
-one. Chunks therefore taper, down to those whose constant time is still a small part of their step.
+one. Chunks therefore taper, down to those whose constant time is still a small part of their step. And its beginning:
+each member's first chunk begins a layer of the one before it later than that one. So chunks grow first.
 
 Or as a *gang* (Tetris): all members begin at once, each with a slice of the next tokens, and end at once: slices are
 of equal time, the later ones shorter, as they attend to more. (Tetris has slices of equal length, the first and the
@@ -34,6 +35,9 @@ class Schedule(StrEnum):
     RELAY = "relay"
     GANG = "gang"
     AUTO = "auto"  # whichever is predicted to end first
+
+#: So fast chunks grow: 2 to 4 are alike for 4 to 16 members, and 5 % better for 8 than to begin with long ones.
+_GROWTH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +87,12 @@ class Relay:
     def chunk_tokens(self, start: int, num_left: int, num_members: int, most: int) -> int:
         """The next chunk of a prompt with ``num_members``, of whom one has a step for ``most`` tokens.
 
-        At most a member's part of what is left. Shorter ones would even the end out no better, since each ends after
-        the one before it, and every chunk costs its constant time and its pieces.
+        At most a member's part of what is left: shorter ones would even the end out no better, since each ends after
+        the one before it, and every chunk costs its constant time and its pieces. And at most a member's part of
+        `_GROWTH` times what was planned before.
         """
-        return min(most, max(self._least_tokens(start, num_left), num_left // num_members))
+        part = min(num_left, _GROWTH * start) // num_members
+        return min(most, max(self._least_tokens(start, num_left), part))
 
     def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
         """The first chunk of a prompt for which so many are free, where one has a step for ``most`` tokens."""
