@@ -25,6 +25,9 @@ from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, ChunkSizer
 from pdmesh.policy.sequence_parallel import ChunkwisePlanner, ElasticPlanner, FreeAt, tokens_within
 
+#: So fast chunks grow: 2 to 4 are alike for 4 to 16 members, and 5 % better for 8 than to begin with long ones.
+_GROWTH = 3
+
 #: Halvings of the time that slices are given: a millionth of it is left.
 _HALVINGS = 20
 
@@ -35,9 +38,6 @@ class Schedule(StrEnum):
     RELAY = "relay"
     GANG = "gang"
     AUTO = "auto"  # whichever is predicted to end first
-
-#: So fast chunks grow: 2 to 4 are alike for 4 to 16 members, and 5 % better for 8 than to begin with long ones.
-_GROWTH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
