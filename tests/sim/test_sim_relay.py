@@ -30,11 +30,14 @@ def run(
     bytes_per_s: float = FAST,
     role: str = "prefill",
     bundle: str = "pdmesh",
+    schedule: str = "relay",
+    policy: PolicyConfig = POLICY,
 ) -> SimResult:
     pools = {"mixed": num_prefill} if role == "mixed" else {"prefill": num_prefill, "decode": 1}
     shape = tiny_mesh(pools, num_kv_tokens=16_384)  # type: ignore[arg-type]
     shape = replace(shape, kv_layout=replace(TINY_LAYOUT, num_layers=NUM_LAYERS), relays=True)
-    core = study_core(bundle, replace(POLICY, relay_members=members, relay_bytes_per_s=bytes_per_s), 0)
+    policy = replace(policy, relay_members=members, relay_bytes_per_s=bytes_per_s, sequence_parallel=schedule)
+    core = study_core(bundle, policy, 0)
     return Simulator(core, shape.instances(UNEVEN_MODEL), arrivals, SimConfig(port_bytes_per_s=bytes_per_s)).run()
 
 
@@ -156,3 +159,60 @@ def test_members_have_a_chunk_each_before_anybody_has_a_second(size: int, gain: 
     assert alone_s is not None
     assert ttft_s is not None
     assert alone_s / ttft_s > gain
+
+
+# --- all at once ---
+
+
+def gangs_of(result: SimResult) -> list[list[tuple[InstanceId, StepSpan, int]]]:
+    """The steps of each gang of the first prompt, which its leader ends."""
+    gangs: list[list[tuple[InstanceId, StepSpan, int]]] = [[]]
+    for entry in chunks_of(result, 0)[1:]:  # the leader's first chunk is before there is a group
+        gangs[-1].append(entry)
+        if entry[0] == result.requests[0].prefill_id:
+            gangs.append([])
+    assert not gangs.pop()
+    return gangs
+
+
+@pytest.mark.parametrize("role", ["prefill", "mixed"])
+@pytest.mark.parametrize("num_prefill", [2, 3, 4])
+def test_a_gang_computes_at_once_and_ends_at_once(num_prefill: int, role: str) -> None:
+    alone = run([LONG], num_prefill=num_prefill, members=1, role=role).requests[0].ttft_s
+    result = run([LONG], num_prefill=num_prefill, role=role, schedule="gang")
+    ttft_s = result.requests[0].ttft_s
+    assert alone is not None
+    assert ttft_s is not None
+    assert alone / ttft_s > 0.85 * num_prefill
+    gangs = gangs_of(result)
+    assert max(len(gang) for gang in gangs) == num_prefill
+    for gang in gangs[2:]:  # the first ones begin while the leader is still busy with its own
+        ends_s = [step.end_s for _, step, _ in gang]
+        longest_s = max(step.end_s - step.start_s for _, step, _ in gang)
+        assert ends_s[-1] == max(ends_s)
+        assert max(ends_s) - min(ends_s) < 0.25 * longest_s
+
+
+def test_a_gang_waits_for_its_slowest_link() -> None:
+    fast, slow = run([LONG], schedule="gang"), run([LONG], schedule="gang", bytes_per_s=SLOW)
+    waited_s = [sum(step.waited_s for _, step, _ in chunks_of(result, 0)) for result in (fast, slow)]
+    assert waited_s[0] < 0.1 * waited_s[1]
+    for _, gang in zip(range(99), gangs_of(slow), strict=False):
+        ends_s = [step.end_s for _, step, _ in gang]
+        assert ends_s == sorted(ends_s)
+
+
+def test_short_prompts_interrupt_each_member_of_a_gang() -> None:
+    short = [Arrival(arrival_s=0.2 + 0.3 * n, num_prompt_tokens=30, num_output_tokens=3) for n in range(12)]
+    result = run([LONG, *short], schedule="gang")
+    long, *others = result.requests
+    assert long.num_preemptions > 0
+    assert all(len(each.token_times_s) == 3 for each in others)
+    assert max(each.ttft_s or 0.0 for each in others) < 0.5
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [512, 1024, 4096])
+def test_auto_is_no_later_than_either(num_prompt_tokens: int) -> None:
+    arrivals = [replace(LONG, num_prompt_tokens=num_prompt_tokens)]
+    found = {name: run(arrivals, schedule=name).requests[0].ttft_s or 0.0 for name in ("relay", "gang", "auto")}
+    assert found["auto"] <= 1.02 * min(found["relay"], found["gang"])

@@ -8,7 +8,8 @@ An urgent plan runs when a planned step that is running comes to the end of its 
 What is left of the interrupted step is computed after it.
 
 A step with a chunk of a prompt that several instances compute in turn (`pdmesh.sim.exchange`) ends when it is computed,
-and no sooner than a layer's time after the KV of the tokens before has come. While it waits, urgent plans run.
+and no sooner than a layer's time after the KV of the tokens before has come. While it waits, urgent plans run. The
+members of a gang are all in the same layer, so a slice of it ends no sooner than the one before it, and its last KV.
 """
 
 from __future__ import annotations
@@ -376,7 +377,8 @@ class SimInstance:
                 step.waits, step.end = True, None
                 self._exchange.wait(key, self.instance_id, chunk.start, partial(self._go_on, step))
                 return True
-            end_s = since_s + step.duration_s * self._departures.last_layer_share
+            # What its last layer waited for was written a layer's time before the end of the slice before it.
+            end_s = since_s + (0.0 if step.plan.in_gang else step.duration_s * self._departures.last_layer_share)
             if end_s > self._agenda.now_s:
                 step.waits = True
                 step.end = self._agenda.at(end_s, self._end_step)
