@@ -11,10 +11,11 @@ from typing import Any
 import anyio
 import pytest
 
+from pdmesh.cli.request_view import computed_again
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.wire.messages import GroupStatus
+from pdmesh.wire.messages import GroupStatus, RecordEntry, RequestRecord
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 
@@ -167,6 +168,13 @@ async def test_stop_strings(meshes: Meshes) -> None:
     assert together["choices"][0]["finish_reason"] == "stop"
 
 
+def chunks_after_the_prefix(record: RequestRecord, member_id: str) -> list[RecordEntry]:
+    """Those that a lost member had done, and whose KV its leader did not have."""
+    prefix = next(int(entry.detail.split()[2]) for entry in record.entries if entry.what == "has")
+    chunks = [entry for entry in record.entries if entry.what == "chunk" and entry.instance_id == member_id]
+    return [entry for entry in chunks if entry.figures["start"] + entry.figures["num_tokens"] > prefix]
+
+
 async def group_of(mesh: RunningMesh, num_tokens: int = 0) -> GroupStatus:
     """The group that computes a prompt, once there is one and so many of its tokens are planned."""
     with anyio.fail_after(60):
@@ -204,6 +212,11 @@ async def test_a_member_that_dies_in_the_middle_changes_no_answer(meshes: Meshes
         os.kill(pid, signal.SIGKILL)
         await anyio.to_thread.run_sync(mesh.wait_until_replaced, name, pid)
     assert_same_choices(await ask(meshes.alone, logprobs=1, **SEEDED), got[0])
-    happened = {entry.what for entry in mesh.request_record(got[0]["id"]).entries}
+    record = mesh.request_record(got[0]["id"])
+    happened = {entry.what for entry in record.entries}
     assert ("restarted" in happened) == (place == 0), happened
+    if place:
+        assert "goes on without" in happened
+        in_vain = [entry.figures["num_tokens"] for entry in chunks_after_the_prefix(record, name)]
+        assert computed_again(record) <= sum(in_vain), "more than what the lost one had done and not passed on"
     await anyio.to_thread.run_sync(mesh.wait_until_idle)

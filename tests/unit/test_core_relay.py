@@ -358,6 +358,52 @@ def test_what_is_left_of_the_group_goes_on_together() -> None:
     assert not of(Restart, bench.commands)
 
 
+def test_only_what_a_lost_helper_had_not_passed_on_is_computed_again() -> None:
+    """All before its unfinished chunk is computed when it is lost, and all in flight after that waits for it in vain.
+
+    Nothing before is planned for a second time, and nobody computes any token twice.
+    """
+    bench, third = bench_of(num_prefill=3), InstanceId("p2")
+    bench.arrive("long", 2048)
+    join(bench)
+    join(bench, third)
+    running = Running(bench)
+    owners = {chunk.start: name for name, chunk in chunks_of(bench.commands)}
+    starts = sorted(owners)
+    computed: list[tuple[str, int]] = []
+
+    def end(start: int) -> None:
+        name = owners[start]
+        plan = running.plans()[name][0]
+        assert plan.chunks[0].start == start
+        computed.append((name, start))
+        running.end(name)
+
+    for start in starts[:3]:  # one of each, so that there are more in flight behind those
+        end(start)
+    owners = {chunk.start: name for name, chunk in chunks_of(bench.commands)}
+    lost_start = running.plans()[HELPER][0].chunks[0].start
+    for start in sorted(owners):
+        if starts[2] < start < lost_start:
+            end(start)
+    bench.feed(InstanceLost(HELPER))
+    for name in (LEADER, third):
+        while running.plans()[name]:
+            running.end_without(name)  # it waits for the lost one's chunk
+    bench.commands.clear()
+    prefix(bench, lost_start)
+    while any(running.plans()[name] for name in (LEADER, third)):
+        for name in (LEADER, third):
+            if running.plans()[name]:
+                computed.append((name, running.plans()[name][0].chunks[0].start))
+                running.end(name)
+    again = [chunk.start for _, chunk in chunks_of(bench.commands)]
+    assert min(again) == lost_start
+    assert len({start for _, start in computed}) == len(computed), "computed twice"
+    assert sum(chunk.num_tokens for _, chunk in chunks_of(bench.commands)) == 2048 - lost_start
+    assert not of(Restart, bench.commands)
+
+
 def test_a_last_chunk_that_waited_in_vain_is_computed_again() -> None:
     bench = bench_of(policy=TAPERING)
     bench.arrive("long", 1024)

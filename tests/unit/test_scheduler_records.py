@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdmesh.cli.request_view import computed_by, summary
+from pdmesh.cli.request_view import computed_again, computed_by, summary
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart, RunStep, SetGroup
 from pdmesh.core.events import (
     Event,
@@ -312,8 +312,12 @@ def test_a_chunk_says_how_many_decoded_beside_it() -> None:
     assert alone.detail == "tokens 5 to 7, step 1 of 100.0 ms, first token"
 
 
-def test_members_of_a_group_with_their_chunks_and_waits() -> None:
-    """The leader computes 4 tokens, its helper the next 2 and waits for it; then that is lost, and has 2 in flight."""
+@pytest.mark.parametrize(("prefix", "num_again"), [(6, 0), (4, 2)])
+def test_members_of_a_group_with_their_chunks_and_waits(prefix: int, num_again: int) -> None:
+    """The leader computes 4 tokens, its helper the next 2 and waits for it; then that is lost, and has 2 in flight.
+
+    What it had in flight is computed for the first time by the leader; the chunk before only if its KV did not come.
+    """
     told, other, key = Told(), InstanceId("j"), (RequestId("r"), Epoch(0))
     group = PrefillGroup(member_ids=(I, other), capability=7)
     told.arrived("r", 0.0)
@@ -329,7 +333,7 @@ def test_members_of_a_group_with_their_chunks_and_waits() -> None:
         result = ChunkDone(request_id=key[0], epoch=key[1], num_tokens=chunk.num_tokens, is_last=chunk.is_last)
         return StepDone(step.instance_id, step.plan.plan_id, 0.1, (result,), 0, waited_s=waited_s)
 
-    steps = [plan(I, 0, 0, 4), plan(other, 0, 4, 2), plan(other, 1, 6, 2), plan(I, 1, 6, 2)]
+    steps = [plan(I, 0, 0, 4), plan(other, 0, 4, 2), plan(other, 1, 6, 2), plan(I, 1, prefix, 8 - prefix)]
     told.tell(HelperJoined(other, *key), [steps[0], steps[1], steps[2]], 0.1)
     told.tell(done(steps[0]), [], 0.2)
     told.tell(done(steps[1], waited_s=0.025), [], 0.3)
@@ -337,7 +341,7 @@ def test_members_of_a_group_with_their_chunks_and_waits() -> None:
         instance_id=I, request_id=key[0], epoch=key[1], group=msgspec.structs.replace(group, lost_ids=(other,))
     )
     told.tell(Tick(), [lost], 0.4)
-    told.tell(GroupPrefix(I, *key, 6, 1), [steps[3]], 0.5)
+    told.tell(GroupPrefix(I, *key, prefix, 1), [steps[3]], 0.5)
     told.tell(done(steps[3]), [], 0.6)
     record = told.records.get("r")
     assert record is not None
@@ -347,11 +351,12 @@ def test_members_of_a_group_with_their_chunks_and_waits() -> None:
         (I, "chunk", "tokens 0 to 3, step 0 of 100.0 ms"),
         (other, "chunk", "tokens 4 to 5, step 0 of 100.0 ms and 25.0 ms of waiting for KV"),
         (I, "goes on without", "j, which helped"),
-        (I, "has", "the first 6 tokens"),
-        (I, "chunk", "tokens 6 to 7, step 1 of 100.0 ms, first token"),
+        (I, "has", f"the first {prefix} tokens"),
+        (I, "chunk", f"tokens {prefix} to 7, step 1 of 100.0 ms, first token"),
     ]
+    assert computed_again(record) == num_again
     assert computed_by(record) == (
-        "i (2 chunks, 6 tokens, 200.0 ms, 0.0 ms of waiting for KV), "
+        f"i (2 chunks, {6 + num_again} tokens, 200.0 ms, 0.0 ms of waiting for KV), "
         "j (1 chunk, 2 tokens, 100.0 ms, 25.0 ms of waiting for KV)"
     )
     assert record.state == "decoding"

@@ -20,6 +20,8 @@ def print_request(console: Console, record: RequestRecord) -> None:
     console.print(summary(record))
     if shares := computed_by(record):
         console.print(f"computed by {shares}")
+    if num_again := computed_again(record):
+        console.print(f"{num_again} tokens were computed again: a helper was lost before others had their KV")
     table = Table(box=None, pad_edge=False)
     table.add_column("ms", justify="right")
     table.add_column("+ms", justify="right")
@@ -77,6 +79,29 @@ def computed_by(record: RequestRecord) -> str:
         words = f"{len(own)} chunk{'s' * (len(own) > 1)}, {num_tokens:.0f} tokens, {_ms(step_s)} ms"
         parts.append(f"{name} ({words}, {_ms(waited_s)} ms of waiting for KV)")
     return ", ".join(parts) if len(parts) > 1 else ""
+
+
+def computed_again(record: RequestRecord) -> int:
+    """Prompt tokens of chunks that were done and, since then, lost with a helper: of all epochs together.
+
+    What a new epoch computes of the prompt is not counted.
+    """
+    num_again = 0
+    done: set[int] = set()  # before the last loss in this epoch
+    since: set[int] = set()
+    for entry in record.entries:
+        if entry.what == "chunk" and "start" in entry.figures:
+            start, num_tokens = int(entry.figures["start"]), int(entry.figures["num_tokens"])
+            tokens = range(start, start + num_tokens)
+            num_again += len(done.intersection(tokens))
+            since.update(tokens)
+        elif entry.what == "goes on without":
+            done |= since
+            since.clear()
+        elif entry.what.startswith("queued again"):
+            done.clear()
+            since.clear()
+    return num_again
 
 
 def summary(record: RequestRecord) -> str:

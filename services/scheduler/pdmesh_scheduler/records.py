@@ -248,6 +248,7 @@ def _line(record: _Record, what: Happening) -> _Line | None:
             if what.is_last:
                 detail += ", first token" if record.num_delivered == 0 else ", next token"
             figures = {
+                "start": float(what.start),
                 "num_tokens": float(what.num_tokens),
                 "step_s": what.step_s,
                 "num_decodes": float(what.num_decodes),
