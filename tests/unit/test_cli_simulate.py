@@ -60,6 +60,19 @@ def test_json_is_the_same_bytes_for_the_same_seed() -> None:
         assert 0 <= figures["all"]["slo_attainment"] <= 1
 
 
+def test_deaths_and_noise() -> None:
+    """All requests end well; those whose prompts were lost began again."""
+    arguments = ("simulate", "--limit", "60", "--prefill", "3", "--bundle", "pdmesh", "-o", "json")
+    calm = pdmesh(*arguments)
+    once, again = (pdmesh(*arguments, "--noise", "0.2", "--deaths", "6", "--away", "2") for _ in range(2))
+    assert once.returncode == 0, once.stderr
+    assert once.stdout == again.stdout
+    before, after = (json.loads(done.stdout)["bundles"]["pdmesh"] for done in (calm, once))
+    assert before["all"]["num_finished"] == after["all"]["num_finished"] == 60
+    assert before["all"]["num_restarts"] == 0
+    assert after["makespan_s"] != before["makespan_s"]
+
+
 def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
     trace, timeline = tmp_path / "azure.csv", tmp_path / "timeline.json"
     trace.write_text(AZURE)
@@ -110,6 +123,9 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
         (["--batching", "mb", "--threshold", "0.3"], 2, "--threshold is of --batching eb"),
         (["--batching", "eb"], 2, "--batching eb: no instance prefills and decodes"),
         (["--batching", "eb", "--mixed", "2", "--group-size", "2"], 2, "--batching eb: no instance prefills and"),
+        (["--limit", "5", "--prefill", "0", "--mixed", "2", "--deaths", "1"], 2, "--deaths 1: nobody is there to die"),
+        (["--limit", "5", "--deaths", "1000"], 2, "instances cannot die 1000 times in"),
+        (["--clients", "4", "--deaths", "1"], 2, "--deaths happen while requests come by themselves"),
         (["--long-range", "many"], 2, "--long-range 'many': wanted LOW,HIGH"),
         (["--long-range", "9,1"], 2, "--long-range '9,1': wanted 1 <= LOW <= HIGH"),
         (["--trace", "missing.csv"], 2, "cannot read the trace missing.csv"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -24,13 +25,16 @@ from pdmesh.metrics import Slo
 from pdmesh.model import InstanceProfile, PoolCounts, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
-from pdmesh.policy.latency import group_model
+from pdmesh.policy.latency import LatencyModel, group_model
+from pdmesh.sim.faults import Death, NoisyModel, random_deaths
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.report import GroupReport, Percentiles, SimReport, report
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import Simulator
 from pdmesh.sim.workload import Arrival, ClosedLoop
+
+Instances = Sequence[tuple[InstanceProfile, LatencyModel]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,9 @@ class SimulateOptions(StudyOptions):
     group_size: int
     groups: int | None
     relay_members: int
+    noise: float
+    deaths: int
+    away_s: float
     bundles: Sequence[str]
     batchings: Sequence[str]  # none: each bundle's own
     threshold: float | None
@@ -74,6 +81,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         policy, mesh = _grouped(options, policy, mesh, study.long_tokens)
     instances = mesh.instances(policy.latency)
     arrivals, closed_loop = _asked(options, study.arrivals)
+    config = replace(study.config, deaths=_deaths(options, instances, arrivals))
     cores = {
         f"{bundle} {batching}".strip(): study_core(
             bundle, replace(policy, batching=batching), options.seed, kv_reservation=options.kv_reservation
@@ -88,9 +96,9 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
             task = progress.add_task(name, total=len(arrivals))
             simulator = Simulator(
                 core,
-                instances,
+                _noisy(options, instances),
                 arrivals,
-                study.config,
+                config,
                 group_model=policy.group_latency,
                 closed_loop=closed_loop,
             )
@@ -141,6 +149,30 @@ def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Seque
     return arrivals, ClosedLoop(num_clients=((0, options.clients),), think_s=options.think_s)
 
 
+def _noisy(options: SimulateOptions, instances: Instances) -> Instances:
+    """The same instances, each with its own noise, which every bundle meets anew from the seed."""
+    if not options.noise:
+        return instances
+    return [
+        (profile, NoisyModel(model, options.noise, random.Random(f"{options.seed} {profile.instance_id}")))
+        for profile, model in instances
+    ]
+
+
+def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[Arrival]) -> Sequence[Death]:
+    """While requests come."""
+    if not options.deaths:
+        return ()
+    if options.clients is not None:
+        raise ConfigError("--deaths happen while requests come by themselves: leave out --clients")
+    names = [profile.instance_id for profile, _ in instances if profile.role is Role.PREFILL]
+    within_s = max((arrival.arrival_s for arrival in arrivals), default=0.0)
+    try:
+        return random_deaths(names, options.deaths, within_s, options.away_s, options.seed)
+    except ValueError as error:
+        raise ConfigError(f"--deaths {options.deaths}: {error}") from error
+
+
 def _grouped(
     options: SimulateOptions, policy: PolicyConfig, mesh: MeshShape, long_tokens: int
 ) -> tuple[PolicyConfig, MeshShape]:
@@ -188,6 +220,8 @@ def _group_rows(name: str, groups: Sequence[GroupReport]) -> Iterator[tuple[str,
     yield "  JCT mean, s", *(_one(group.mean_jct_s) for group in groups)
     yield "  requests/s", *(_one(group.requests_per_s) for group in groups)
     yield "  preemptions", *(str(group.num_preemptions) for group in groups)
+    if any(group.num_restarts for group in groups):
+        yield "  restarts", *(str(group.num_restarts) for group in groups)
 
 
 def _percentile_rows(

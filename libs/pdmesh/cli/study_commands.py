@@ -65,6 +65,11 @@ def simulate(
     relay_members: Annotated[
         int, typer.Option(min=1, help="That compute a long prompt in turn, at most, where the bundle has them do so.")
     ] = 4,
+    noise: Annotated[
+        float, typer.Option(min=0, max=1, help="Standard deviation of steps' times, as a share of them.")
+    ] = 0.0,
+    deaths: Annotated[int, typer.Option(min=0, help="Prefill instances die so often, at random times.")] = 0,
+    away: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="...and are back after so long.")] = 10.0,
     profile: InstanceProfile = "a100-llama3-8b",
     bundle: Annotated[
         list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
@@ -126,6 +131,9 @@ def simulate(
         group_size=group_size,
         groups=groups,
         relay_members=relay_members,
+        noise=noise,
+        deaths=deaths,
+        away_s=away,
         profile=profile,
         bundles=tuple(dict.fromkeys(bundle or ("fcfs", "pdmesh"))),
         batchings=tuple(dict.fromkeys(batching or ())),

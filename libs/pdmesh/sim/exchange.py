@@ -3,6 +3,9 @@
 A member sends each other one the KV of what it computes, layer by layer: of a chunk all but the last layer may move
 from its start, the last one when it is done. Between two members that is one flow, in order, which shares their ports
 with all else. Who joins is sent what was computed before by the leader.
+
+Who is lost sends and takes nothing more. What it computed the leader passes on to those who lack it; what did not come
+to the leader in time is gone.
 """
 
 from __future__ import annotations
@@ -28,11 +31,21 @@ class _Present:
     waiting: tuple[int, Callable[[], None]] | None = None
 
     def add(self, start: int, end: int, now_s: float) -> None:
-        self.ends[start] = end
-        while (end := self.ends.pop(self.frontier, 0)) > self.frontier:
-            self.frontier = end
+        self.ends[start] = max(end, self.ends.get(start, 0))
+        for start in sorted(self.ends):  # what is computed again may end elsewhere
+            if start > self.frontier:
+                break
+            self.frontier = max(self.frontier, self.ends.pop(start))
         self.reached.append((self.frontier, now_s))
         if self.waiting is not None and self.frontier >= self.waiting[0]:
+            self.wake()
+
+    def has(self, start: int, end: int) -> bool:
+        return end <= self.frontier or self.ends.get(start, 0) >= end
+
+    def wake(self) -> None:
+        """Whoever waits is told, whatever is here."""
+        if self.waiting is not None:
             (_, go_on), self.waiting = self.waiting, None
             go_on()
 
@@ -93,7 +106,9 @@ class SimulatedExchange:
             if num_computed_tokens:
                 prompt.computed[0] = num_computed_tokens
             self._prompts[key] = prompt
-        for member_id in group.member_ids:
+        for lost_id in prompt.members.keys() & set(group.lost_ids):  # it was lost before it was heard of here
+            self._lose(key, prompt, lost_id)
+        for member_id in group.living_ids:
             if member_id in prompt.members:
                 continue
             prompt.members[member_id] = _Present(0, reached=[(0, -inf)])
@@ -126,6 +141,41 @@ class SimulatedExchange:
                 )
         prompt.members[member_id].add(start, end, self._agenda.now_s)
 
+    def lost(self, member_id: InstanceId) -> None:
+        """An instance is no member of anything any more. Without its leader a prompt is shared no longer."""
+        for key in [key for key, prompt in self._prompts.items() if member_id in prompt.members]:
+            self._lose(key, self._prompts[key], member_id)
+
+    def _lose(self, key: RequestKey, prompt: _Prompt, member_id: InstanceId) -> None:
+        del prompt.members[member_id]
+        if member_id != prompt.leader_id:
+            self._pass_on(key, prompt, member_id)
+            return
+        self._end(key, prompt)
+        for present in prompt.members.values():
+            present.wake()
+
+    def _pass_on(self, key: RequestKey, prompt: _Prompt, lost_id: InstanceId) -> None:
+        """What a lost helper computed, to those who lack it, of what the leader has."""
+        leader = prompt.members[prompt.leader_id]
+        for flow in [flow for flow in prompt.pieces if lost_id in flow[1:]]:
+            self._links.drop(flow)
+            owed = [tokens for _, tokens in prompt.pieces.pop(flow) if tokens is not None]
+            _, sender_id, receiver_id = flow
+            if sender_id != lost_id:
+                continue
+            for start, end in owed:
+                if receiver_id == prompt.leader_id:
+                    prompt.computed.pop(start, None)
+                elif leader.has(start, end):
+                    num_bytes = (end - start) * prompt.token_bytes
+                    self._send(key, prompt, prompt.leader_id, receiver_id, num_bytes, (start, end))
+
+    def prefix_tokens(self, key: RequestKey) -> int:
+        """Of a shared prompt: so many tokens from its start on the leader has."""
+        prompt = self._prompts[key]
+        return prompt.members[prompt.leader_id].frontier
+
     def since_s(self, key: RequestKey, member_id: InstanceId, start: int) -> float | None:
         """Since when a member has all KV of the tokens before ``start``; None if it has not."""
         return self._prompts[key].members[member_id].since_s(start)
@@ -147,7 +197,7 @@ class SimulatedExchange:
             del prompt.pieces[flow]
         if tokens is not None:
             _, _, receiver_id = flow
-            if receiver_id == prompt.leader_id:
+            if receiver_id == prompt.leader_id and not prompt.members[receiver_id].has(*tokens):
                 prompt.landed(tokens[1] - tokens[0])
             prompt.members[receiver_id].add(*tokens, self._agenda.now_s)
         return True

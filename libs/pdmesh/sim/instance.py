@@ -17,7 +17,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import ceil
 
 from pdmesh.core.commands import (
@@ -60,6 +59,7 @@ from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.departures import Prefill, SimulatedDepartures
 from pdmesh.sim.exchange import SimulatedExchange
+from pdmesh.sim.groups import SimulatedGroups
 from pdmesh.sim.holdings import Holdings
 from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.moves import SimulatedMoves
@@ -94,9 +94,10 @@ class SimInstance:
         self.profile = profile
         self.instance_id = profile.instance_id
         self.steps: list[StepSpan] = []
-        self._model = model
+        self.model = model
         self._group_model = group_model or model
         self._agenda = agenda
+        self._links = links
         self._exchange = exchange
         self._runs = runs
         self._report = report
@@ -109,6 +110,15 @@ class SimInstance:
             profile, agenda=agenda, links=links, report=report, land=land, release=self._holdings.release
         )
         self._prefills = self._departures.prefills
+        self._groups = SimulatedGroups(
+            profile,
+            agenda=agenda,
+            exchange=exchange,
+            departures=self._departures,
+            report=report,
+            end=self._end_step,
+            go_on=self._go_on,
+        )
         self._residents = Residents(profile.kv_layout.block_size)
         self._moves = SimulatedMoves(
             profile,
@@ -130,10 +140,25 @@ class SimInstance:
         self._end_of_run: Appointment | None = None
         self._own = OwnSteps()
         self._release_of_hold: Appointment | None = None
+        self._is_dead = False
+
+    def die(self) -> None:
+        """It ends with all that it has: it does nothing any more, and nothing is heard of it."""
+        self._is_dead = self._busy = True
+        steps = [step for step in (self._step, self._interrupted) if step is not None]
+        kept = [*(step.end for step in steps), *(step.interruption for step in steps)]
+        for appointment in (*kept, self._end_of_run, self._release_of_hold):
+            if appointment is not None:
+                appointment.cancel()
+        self._step = self._interrupted = self._end_of_run = None
+        self._exchange.lost(self.instance_id)
+        self._links.cut_off(self.instance_id)
 
     # --- commands ---
 
     def take(self, command: Command) -> None:
+        if self._is_dead:
+            return
         match command:
             case AdmitPrefill():
                 key = (command.request_id, command.epoch)
@@ -176,6 +201,7 @@ class SimInstance:
                 key = (command.request_id, command.epoch)
                 assert key not in self._prefills, f"{self.instance_id}: {key} is freed while it is computed"
                 self._moves.drop(key)
+                self._groups.forget(key)
                 if self._residents.free(key):
                     self._stir()
                 else:
@@ -190,24 +216,10 @@ class SimInstance:
                 raise AssertionError(f"{command} is not for an instance")
 
     def _set_group(self, key: RequestKey, group: PrefillGroup) -> None:
-        """The leader's KV goes to those who joined; what it is computing now, as it is computed."""
-        prefill = self._prefills.get(key)
-        if prefill is None:
-            return  # not the leader, or it is computed
-        is_new = not self._exchange.is_shared(key)
-        self._exchange.set_group(
-            key,
-            group,
-            num_computed_tokens=prefill.num_computed_tokens,
-            token_bytes=self._departures.token_bytes,
-            last_layer_share=self._departures.last_layer_share,
-            landed=partial(self._departures.came, key),
-        )
-        if is_new:
-            for step in (self._step, self._interrupted):
-                for chunk in step.plan.chunks if step is not None else ():
-                    if (chunk.request_id, chunk.epoch) == key:
-                        self._exchange.began(key, chunk, self.instance_id)
+        steps = [step for step in (self._step, self._interrupted) if step is not None]
+        self._groups.tell(key, group, self._plans, steps)
+        if self._step is not None and self._step.gives_up and self._step.waits and self._step.end is None:
+            self._end_step()
 
     def drawn_s(self, key: RequestKey) -> Sequence[float]:
         """When the tokens of a request that decodes here came, up to now."""
@@ -277,7 +289,8 @@ class SimInstance:
             self._num_turns += 1
         shapes: list[ChunkShape] = []
         shared_s = 0.0
-        for chunk in plan.chunks:
+        held = [chunk for chunk in plan.chunks if (chunk.request_id, chunk.epoch) in self._holdings]
+        for chunk in held:
             shape = self._begin_chunk(chunk)
             if plan.group is not None and chunk.request_id == plan.group.request_id:
                 shared_s = self._group_model.step_s(StepShape((shape,), 0, 0))
@@ -285,9 +298,11 @@ class SimInstance:
                 shapes.append(shape)
         num_decodes = len(self._residents) if plan.with_decodes else 0
         num_context_tokens = self._residents.num_context_tokens if num_decodes else 0
-        own_s = self._model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
+        own_s = self.model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
         now_s, duration_s = self._agenda.now_s, shared_s + own_s
         step = self._step = PlannedStep(plan, num_decodes, num_context_tokens, now_s, duration_s, now_s + duration_s)
+        step.undone = tuple([chunk for chunk in plan.chunks if chunk not in held])
+        self._groups.began(step)
         return step
 
     def _plan_interruption(self) -> None:
@@ -312,7 +327,8 @@ class SimInstance:
         if step.end is not None:
             step.end.cancel()
         for chunk in step.plan.chunks:
-            self._runs[chunk.request_id, chunk.epoch].num_preemptions += 1
+            if run := self._runs.get((chunk.request_id, chunk.epoch)):
+                run.num_preemptions += 1
         self._begin_step(self._plans.popleft())
 
     def _resume(self, step: PlannedStep, nested_s: float) -> None:
@@ -348,7 +364,7 @@ class SimInstance:
     def _end_step(self) -> None:
         step, now_s = self._step, self._agenda.now_s
         assert step is not None
-        if self._waits(step):
+        if self._groups.waits(step):
             return
         if step.interruption is not None:
             step.interruption.cancel()
@@ -358,32 +374,14 @@ class SimInstance:
         self.steps.append(step.span(now_s))
         self._report(step.done(self.instance_id, self._own.take(), now_s))
         for chunk in plan.chunks:
-            self._end_chunk(chunk)
+            if chunk not in step.undone:
+                self._end_chunk(chunk)
         if num_decodes:
             self._decoded([now_s])
         if self._interrupted is not None:
             self._resume(self._interrupted, now_s - step.started_s)
         else:
             self._want_turn(self.instance_id)
-
-    def _waits(self, step: PlannedStep) -> bool:
-        """Whether a step that is computed waits for KV; it goes on by itself, or when its end is due."""
-        for chunk in step.plan.chunks:
-            key = (chunk.request_id, chunk.epoch)
-            if not self._exchange.is_shared(key):
-                continue
-            since_s = self._exchange.since_s(key, self.instance_id, chunk.start)
-            if since_s is None:
-                step.waits, step.end = True, None
-                self._exchange.wait(key, self.instance_id, chunk.start, partial(self._go_on, step))
-                return True
-            # What its last layer waited for was written a layer's time before the end of the slice before it.
-            end_s = since_s + (0.0 if step.plan.in_gang else step.duration_s * self._departures.last_layer_share)
-            if end_s > self._agenda.now_s:
-                step.waits = True
-                step.end = self._agenda.at(end_s, self._end_step)
-                return True
-        return False
 
     def _go_on(self, step: PlannedStep) -> None:
         """The KV that it waited for is here. One that is interrupted looks for itself when it is resumed."""
@@ -399,6 +397,7 @@ class SimInstance:
             return  # a group's, led by another
         prefill.num_computed_tokens = chunk.start + chunk.num_tokens
         if chunk.is_last:
+            self._groups.forget(key)
             prefill.computed_s = self._agenda.now_s
             prefill.run.token_times_s = [*prefill.run.token_times_s, self._agenda.now_s]
             if prefill.run.num_output_tokens == len(prefill.run.token_times_s):
@@ -415,7 +414,7 @@ class SimInstance:
         self._busy = True
         num_decodes, num_context_tokens = len(self._residents), self._residents.num_context_tokens
         num_steps = min(self._residents.steps_left, self._max_decode_steps, self._own.num_left)
-        end_s, step_s = self._agenda.now_s, self._model.step_s
+        end_s, step_s = self._agenda.now_s, self.model.step_s
         self._run_started_s = end_s
         ends_s: list[float] = []
         for _ in range(num_steps):

@@ -69,6 +69,11 @@ class SimulatedLinks:
         self._share(flow)
         return flow.num_bytes
 
+    def cut_off(self, instance_id: InstanceId) -> None:
+        """Stop all flows from and to an instance."""
+        for flow_id in [*self._out.get(instance_id, ()), *self._in.get(instance_id, ())]:
+            self.drop(flow_id)
+
     def is_moving(self, flow_id: FlowId) -> bool:
         return flow_id in self._flows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdmesh.core.events import StepDone
-from pdmesh.model import ChunkDone, InstanceId, OwnDecodeSteps, StepPlan
+from pdmesh.model import ChunkDone, ChunkPlan, InstanceId, OwnDecodeSteps, StepPlan
 from pdmesh.sim.agenda import Appointment
 from pdmesh.sim.result import StepSpan
 
@@ -24,6 +24,8 @@ class PlannedStep:
     interruption: Appointment | None = None
     nested_s: float = 0.0  # of the urgent steps that ran inside it
     waits: bool = False  # computed but for KV that others send
+    gives_up: bool = False  # a member was lost since it was planned: it waits for nobody
+    undone: tuple[ChunkPlan, ...] = ()  # of its chunks: given up, or freed before they began
 
     def span(self, now_s: float) -> StepSpan:
         """It ends now."""
@@ -36,7 +38,12 @@ class PlannedStep:
         """What a worker reports of it."""
         done = tuple(
             [
-                ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
+                ChunkDone(
+                    request_id=c.request_id,
+                    epoch=c.epoch,
+                    num_tokens=0 if c in self.undone else c.num_tokens,
+                    is_last=c.is_last,
+                )
                 for c in self.plan.chunks
             ]
         )

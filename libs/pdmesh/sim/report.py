@@ -39,6 +39,7 @@ class GroupReport:
     mean_jct_s: float | None
     queueing_s: Percentiles
     num_preemptions: int
+    num_restarts: int  # times that what was computed of a request was given up, or lost
     requests_per_s: float | None  # finished, from the first arrival to the last of them
     slo_attainment: float | None
 
@@ -91,6 +92,7 @@ def _group(runs: Sequence[RequestRun], start_s: float, slo: Slo) -> GroupReport:
         mean_jct_s=sum(jcts_s) / len(jcts_s) if jcts_s else None,
         queueing_s=Percentiles.of(run.queueing_s for run in finished),
         num_preemptions=sum(run.num_preemptions for run in runs),
+        num_restarts=sum(run.num_restarts for run in runs),
         requests_per_s=len(finished) / duration_s if duration_s > 0 else None,
         slo_attainment=metrics.slo_attainment(_met(run, slo) for run in runs),
     )

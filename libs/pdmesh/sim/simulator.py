@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -31,7 +31,7 @@ from pdmesh.core.commands import (
     WakeAt,
     WithdrawTransfer,
 )
-from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, Tick
+from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, InstanceLost, RequestArrived, Tick
 from pdmesh.model import (
     Epoch,
     GatewayId,
@@ -41,11 +41,13 @@ from pdmesh.model import (
     Request,
     RequestId,
     RequestKey,
+    Role,
     TransferPlan,
 )
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.exchange import SimulatedExchange
+from pdmesh.sim.faults import Death
 from pdmesh.sim.instance import SimInstance
 from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
@@ -70,6 +72,7 @@ class SimConfig:
     control_delay_s: float = 0.0  # from the scheduler to an instance, and back
     max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
     events_between_checks: int = 10_000  # of the core's books
+    deaths: Sequence[Death] = ()  # of instances that only prefill
 
 
 class Simulator:
@@ -90,29 +93,15 @@ class Simulator:
         Under a ``closed_loop`` its clients send the requests of ``arrivals``, each when it has time for the next.
         """
         self._config = config = config or SimConfig()
+        self._check_deaths({profile.instance_id: profile for profile, _ in instances})
         self._core = core
         self._agenda = Agenda()
         self._links = SimulatedLinks(self._agenda, config.port_bytes_per_s, self._drained)
         self._exchange = SimulatedExchange(self._agenda, self._links)
         self._requests: list[RequestRun] = []
         self._runs: dict[RequestKey, RequestRun] = {}  # by their newest epoch
-        self._instances = {
-            profile.instance_id: SimInstance(
-                profile,
-                model,
-                agenda=self._agenda,
-                links=self._links,
-                exchange=self._exchange,
-                runs=self._runs,
-                report=self._report,
-                land=self._land,
-                want_turn=self._want_turn,
-                group_model=group_model,
-                meet=self._meet,
-                max_decode_steps=config.max_decode_steps,
-            )
-            for profile, model in instances
-        }
+        self._group_model = group_model
+        self._instances = {profile.instance_id: self._new_instance(profile, model) for profile, model in instances}
         self._arrivals = iter(enumerate(arrivals))
         self._closed_loop = closed_loop
         self._num_sent = 0
@@ -125,11 +114,29 @@ class Simulator:
         self._num_events = 0
         self._num_commands = 0
 
+    def _new_instance(self, profile: InstanceProfile, model: LatencyModel) -> SimInstance:
+        return SimInstance(
+            profile,
+            model,
+            agenda=self._agenda,
+            links=self._links,
+            exchange=self._exchange,
+            runs=self._runs,
+            report=self._report,
+            land=self._land,
+            want_turn=self._want_turn,
+            group_model=self._group_model,
+            meet=self._meet,
+            max_decode_steps=self._config.max_decode_steps,
+        )
+
     def run(self, on_ended: Callable[[int], None] | None = None) -> SimResult:
         """Serve all requests; ``on_ended`` is told how many have ended, each time one has."""
         self._on_ended = on_ended
         self._inbox.append(GatewayJoined(GATEWAY, ()))
         self._inbox.extend(InstanceJoined(instance.profile, ()) for instance in self._instances.values())
+        for death in self._config.deaths:
+            self._agenda.at(death.at_s, partial(self._die, death))
         if self._closed_loop is None:
             self._await_arrival()
         else:
@@ -190,11 +197,14 @@ class Simulator:
         if self._closed_loop is None:
             self._await_arrival()
 
-    def _resume(self, key: RequestKey) -> None:
-        """Its KV is given up for others: its gateway asks again, with what it has."""
+    def _resume(self, key: RequestKey, *, decodes: bool) -> None:
+        """Its KV is given up for others, or lost: its gateway asks again, with what it has."""
         run = self._runs.pop(key)
-        assert run.decode_id is not None
-        request = run.resume(self._instances[run.decode_id].drawn_s(key), self._agenda.now_s)
+        drawn_s = run.token_times_s
+        if decodes:
+            assert run.decode_id is not None
+            drawn_s = self._instances[run.decode_id].drawn_s(key)
+        request = run.resume(drawn_s, self._agenda.now_s)
         self._runs[request.request_id, request.epoch] = run
         self._inbox.append(RequestArrived(request))
 
@@ -243,7 +253,7 @@ class Simulator:
                     self._agenda.at(self._agenda.now_s + self._config.control_delay_s, partial(take, command))
                 else:
                     take(command)
-            case ForgetRequest(outcome=Outcome.PREEMPTED):
+            case ForgetRequest(outcome=Outcome.PREEMPTED | Outcome.RESTARTED):
                 pass  # it goes on
             case ForgetRequest():
                 self._runs[command.request_id, command.epoch].outcome = command.outcome
@@ -260,10 +270,9 @@ class Simulator:
                     self._wake = self._agenda.at(command.at_s, lambda: self._inbox.append(Tick()))
             case Reject():
                 pass  # ForgetRequest comes with it
-            case Restart(preempted=True):
-                self._resume((command.request_id, command.epoch))
             case Restart():
-                raise AssertionError(f"nothing fails here, and yet: {command}")
+                assert command.preempted or self._config.deaths, f"nothing fails here, and yet: {command}"
+                self._resume((command.request_id, command.epoch), decodes=command.preempted)
             case _:
                 assert_never(command)
 
@@ -288,6 +297,28 @@ class Simulator:
     def _end_group_step(members: Sequence[SimInstance]) -> None:
         for member in members:
             member.end_group_step()
+
+    # --- deaths ---
+
+    def _check_deaths(self, profiles: Mapping[InstanceId, InstanceProfile]) -> None:
+        for death in self._config.deaths:
+            profile = profiles.get(death.instance_id)
+            if profile is None or profile.role is not Role.PREFILL:
+                raise ValueError(f"{death.instance_id} cannot die here: that is for instances which only prefill")
+            if death.away_s <= 2 * self._config.control_delay_s:
+                raise ValueError(f"{death.instance_id} would be back before it is missed")
+
+    def _die(self, death: Death) -> None:
+        self._instances[death.instance_id].die()
+        self._report(InstanceLost(death.instance_id))
+        self._agenda.at(self._agenda.now_s + death.away_s, partial(self._come_back, death.instance_id))
+
+    def _come_back(self, instance_id: InstanceId) -> None:
+        """Another process, with nothing; what it does is added to what the one before did."""
+        before = self._instances[instance_id]
+        instance = self._instances[instance_id] = self._new_instance(before.profile, before.model)
+        instance.steps = before.steps
+        self._report(InstanceJoined(instance.profile, ()))
 
     # --- KV ---
 
