@@ -2,17 +2,21 @@
 
 Architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
 tokens, alone and 32 at a time; log-probabilities to 1e-4; and sampled tokens of one seed, which must be the same in
-every topology and chunk size of an architecture.
+every topology and chunk size of an architecture. And long prompts that 2 and 3 prefill instances compute together: in
+turn (relay), all at once (gang), and in turn until the rest fits into a step of each (mixed).
 
     python benchmarks/exactness.py [--architectures llama,qwen2,qwen3] [--chunks 1,16,512,8192,adaptive]
+        [--groups relay,gang,mixed]
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -24,6 +28,8 @@ from pdmesh.testing.exactness import Reference, complete, mismatches, random_pro
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 TOPOLOGIES = {"1P+1D": (1, 1, 0), "2P+2D": (2, 2, 0), "2 mixed": (0, 0, 2)}
+GROUPS = {"2P+1D": (2, 1, 0), "3P+1D": (3, 1, 0)}
+SCHEDULES = {"relay": "relay", "gang": "gang", "mixed": "auto"}
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 100, 511, 513, 1000)
 LONG_PROMPT = 4000
 MAX_TOKENS = 16
@@ -40,11 +46,38 @@ async def check(mesh: RunningMesh, references: list[Reference]) -> tuple[list[st
     return found, [answer.token_ids for answer in sampled]
 
 
+def settings_of(way: str) -> dict[str, str]:
+    """Of a mesh whose chunks have so many tokens, are adaptive, or are computed by groups as `SCHEDULES` names it."""
+    if way in SCHEDULES:  # steps are short, so that there is something for everyone
+        return {
+            "POLICY_SEQUENCE_PARALLEL": SCHEDULES[way],
+            "POLICY_LONG_PROMPT_TOKENS": "500",
+            "POLICY_PREFILL_STEP_S": "0.02",
+            "POLICY_RELAY_IMPROVEMENT": "0",
+        }
+    if way == "adaptive":  # prompts of 4,000 are long, so that the others interrupt them
+        return {"SCHEDULER_BUNDLE": "pdmesh", "POLICY_LONG_PROMPT_TOKENS": "2000"}
+    return {"SCHEDULER_BUNDLE": "fcfs", "POLICY_CHUNK_TOKENS": way}
+
+
+def was_shared(mesh: RunningMesh) -> bool:
+    """Whether instances passed each other KV of prompts that they computed together."""
+    sent = re.findall(
+        r"^pdmesh:kv_exchange_bytes(?:_total)?{direction=\"out\"} (\S+)$", "\n".join(mesh.metrics().values()), re.M
+    )
+    return any(float(number) > 0 for number in sent)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", default=",".join(get_args(Family)))
     parser.add_argument("--chunks", default="1,16,512,8192,adaptive", help="sizes under fcfs; adaptive: under pdmesh")
+    parser.add_argument("--groups", default=",".join(SCHEDULES), help="how members share a prompt; empty: no groups")
     arguments = parser.parse_args()
+    ways = [
+        *product(TOPOLOGIES.items(), filter(None, arguments.chunks.split(","))),
+        *product(GROUPS.items(), filter(None, arguments.groups.split(","))),
+    ]
     print(heading("Exactness through HTTP, fp32"))
     num_wrong = num_asked = 0
     for architecture in arguments.architectures.split(","):
@@ -54,26 +87,24 @@ def main() -> None:
             prompts = random_prompts([*PROMPT_LENGTHS, LONG_PROMPT], TINY.vocab_size, seed=7)
             references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
             first_sample: list[tuple[int, ...]] | None = None
-            for topology, (prefill, decode, mixed) in TOPOLOGIES.items():
-                for chunk in arguments.chunks.split(","):
-                    began_s = time.monotonic()
-                    settings = {"SCHEDULER_BUNDLE": "fcfs", "POLICY_CHUNK_TOKENS": chunk}
-                    if chunk == "adaptive":  # prompts of 4,000 are long, so that the others interrupt them
-                        settings = {"SCHEDULER_BUNDLE": "pdmesh", "POLICY_LONG_PROMPT_TOKENS": "2000"}
-                    with running_mesh(
-                        folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings
-                    ) as mesh:
-                        found, sampled = anyio.run(check, mesh, references)
-                    first_sample = first_sample or sampled
-                    if sampled != first_sample:
-                        found.append("sampled tokens differ from those of the first mesh")
-                    num_asked += 4 * len(references) + len(sampled)
-                    num_wrong += len(found)
-                    verdict = "exact" if not found else f"{len(found)} differ"
-                    took_s = time.monotonic() - began_s
-                    print(f"{architecture:6} {topology:8} chunks of {chunk:>8}: {verdict} ({took_s:.0f} s)")
-                    for sentence in found[:3]:
-                        print(f"       {sentence}")
+            for (topology, (prefill, decode, mixed)), way in ways:
+                began_s = time.monotonic()
+                with running_mesh(
+                    folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings_of(way)
+                ) as mesh:
+                    found, sampled = anyio.run(check, mesh, references)
+                    if way in SCHEDULES and not was_shared(mesh):
+                        found.append("every prompt was computed by one instance")
+                first_sample = first_sample or sampled
+                if sampled != first_sample:
+                    found.append("sampled tokens differ from those of the first mesh")
+                num_asked += 4 * len(references) + len(sampled)
+                num_wrong += len(found)
+                verdict = "exact" if not found else f"{len(found)} differ"
+                took_s = time.monotonic() - began_s
+                print(f"{architecture:6} {topology:8} {way:>8}: {verdict} ({took_s:.0f} s)")
+                for sentence in found[:3]:
+                    print(f"       {sentence}")
     print(f"{num_asked} completions, {num_wrong} differ")
     sys.exit(1 if num_wrong else 0)
 

@@ -9,6 +9,8 @@ processes of the mesh spend of the cores is told too: where that is all there is
 The model takes 23 s for such a prompt alone on one core, so a round of it about a minute and a half, and what warms it
 up has a quarter of the tokens. Everything is printed when it is known, and no round is begun after ``--minutes``.
 
+Each with members that take turns (relay), and that compute at once (gang).
+
     python benchmarks/relay.py [--rounds 3] [--only stand-in|model] [--members 2 4 8] [--tokens 16384] [--minutes 10]
 """
 
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,11 +111,11 @@ class Load:
         await complete(client, self.mesh.model, prompt, 1)
 
 
-def stand_in(members: list[int], num_tokens: int, rounds: Rounds, limits: Limits) -> None:
+def stand_in(members: list[int], schedules: list[str], num_tokens: int, rounds: Rounds, limits: Limits) -> None:
     settings = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": STEPS, "WORKER_KV_CACHE_BYTES": str(256 << 20)}
 
-    def ask(num_prefill: int) -> Seen:
-        extra = {"POLICY_RELAY_MEMBERS": str(num_prefill)}
+    def ask(num_prefill: int, schedule: str = "relay") -> Seen:
+        extra = {"POLICY_RELAY_MEMBERS": str(num_prefill), "POLICY_SEQUENCE_PARALLEL": schedule}
         with tempfile.TemporaryDirectory() as name:
             shape = replace(TINY, max_position_embeddings=2 * num_tokens)
             tokenizer = write_checkpoint(Path(name) / "model", shape=shape)
@@ -124,16 +127,16 @@ def stand_in(members: list[int], num_tokens: int, rounds: Rounds, limits: Limits
     alone_s = ask(1).ttft_s
     num_cores = len(os.sched_getaffinity(0))
     print(f"stand-in ({STEPS}), alone: {alone_s:.2f} s", flush=True)
-    for num_members in members:
-        together_s, cpu_s = ask(num_members)
+    for num_members, schedule in product(members, schedules):
+        together_s, cpu_s = ask(num_members, schedule)
         gain, target = alone_s / together_s, STAND_IN_TARGETS.get(num_members, 1.0)
-        stands = limits.at_least(f"{num_members} stand-ins", gain, target)
-        print(f"  {num_members} prefill instances: {together_s:.2f} s, {gain:.2f} x ({stands} of {target})")
+        stands = limits.at_least(f"{num_members} stand-ins, {schedule}", gain, target)
+        print(f"  {num_members} instances, {schedule}: {together_s:.2f} s, {gain:.2f} x ({stands} of {target})")
         used, most = cpu_s / together_s / num_cores, alone_s * num_cores / cpu_s
         print(f"    {cpu_s:.2f} s of CPU, {used:.0%} of {num_cores} cores, which end at {most:.1f} x", flush=True)
 
 
-def model(num_tokens: int, rounds: Rounds, limits: Limits) -> None:
+def model(schedules: list[str], num_tokens: int, rounds: Rounds, limits: Limits) -> None:
     settings = {"WORKER_KV_CACHE_BYTES": str(1 << 30)}
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(Path(name) / "model", shape=LLAMA_82M, dtype="bfloat16")
@@ -150,13 +153,15 @@ def model(num_tokens: int, rounds: Rounds, limits: Limits) -> None:
             side_by_side_s = load.ask(num_prompts=2).ttft_s
             ceiling = 2 * alone_s / side_by_side_s
             print(f"  two side by side: {side_by_side_s:.2f} s, a ceiling of {ceiling:.2f} x", flush=True)
-        with running_mesh(Path(name) / "together", model=checkpoint, prefill=2, settings=settings) as mesh:
-            together_s = warm(mesh).ask().ttft_s
-    gain = alone_s / together_s
-    stands = limits.at_least("the model, 2 instances", gain, MODEL_TARGET)
-    print(f"  2 prefill instances: {together_s:.2f} s, {gain:.2f} x ({stands} of {MODEL_TARGET})")
-    stands = limits.at_least("of the ceiling", gain / ceiling, CEILING_TARGET)
-    print(f"  {gain / ceiling:.1%} of the ceiling ({stands} of {CEILING_TARGET:.0%})", flush=True)
+        for schedule in schedules:
+            extra = {"POLICY_SEQUENCE_PARALLEL": schedule}
+            with running_mesh(Path(name) / schedule, model=checkpoint, prefill=2, settings=settings | extra) as mesh:
+                together_s = warm(mesh).ask().ttft_s
+            gain = alone_s / together_s
+            stands = limits.at_least(f"the model, 2 instances, {schedule}", gain, MODEL_TARGET)
+            print(f"  2 instances, {schedule}: {together_s:.2f} s, {gain:.2f} x ({stands} of {MODEL_TARGET})")
+            stands = limits.at_least(f"of the ceiling, {schedule}", gain / ceiling, CEILING_TARGET)
+            print(f"  {gain / ceiling:.1%} of the ceiling ({stands} of {CEILING_TARGET:.0%})", flush=True)
 
 
 def main() -> None:
@@ -164,15 +169,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16 * 1024)
     parser.add_argument("--members", type=int, nargs="+", default=sorted(STAND_IN_TARGETS))
+    parser.add_argument("--schedules", nargs="+", choices=["relay", "gang", "auto"], default=["relay", "gang"])
     parser.add_argument("--only", choices=["stand-in", "model"])
     parser.add_argument("--minutes", type=float, default=10.0)
     options = parser.parse_args()
     print(heading(f"A prompt of {options.tokens} tokens on several prefill instances in turn"), flush=True)
     limits, rounds = Limits(), Rounds(options.rounds, time.monotonic() + 60 * options.minutes)
     if options.only != "model":
-        stand_in(options.members, options.tokens, rounds, limits)
+        stand_in(options.members, options.schedules, options.tokens, rounds, limits)
     if options.only != "stand-in":
-        model(options.tokens, rounds, limits)
+        model(options.schedules, options.tokens, rounds, limits)
     limits.end()
 
 

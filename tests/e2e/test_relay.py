@@ -1,4 +1,4 @@
-"""A long prompt that several instances compute in turn: KV between real processes, and the answer of one of them."""
+"""A long prompt that several instances compute, in turn or at once: KV between processes, and the answer of one."""
 
 import os
 import signal
@@ -45,17 +45,26 @@ def alone(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Generat
         yield mesh
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+#: How many prefill instances, and how they share a prompt.
+GROUPS = {"2": (2, "relay"), "3": (3, "relay"), "2 at once": (2, "gang"), "3 at once": (3, "gang")}
+
+
+@pytest.fixture(scope="module", params=list(GROUPS.values()), ids=list(GROUPS))
 def together(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[RunningMesh]:
-    folder = tmp_path_factory.mktemp("together")
-    with running_mesh(folder, model=checkpoint, prefill=request.param, settings=SETTINGS) as mesh:
+    folder, (number, schedule) = tmp_path_factory.mktemp("together"), request.param
+    settings = SETTINGS | {"POLICY_SEQUENCE_PARALLEL": schedule}
+    with running_mesh(folder, model=checkpoint, prefill=number, settings=settings) as mesh:
         yield mesh
         mesh.wait_until_idle()
 
 
-three = pytest.mark.parametrize("together", [3], indirect=True)
+def groups(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("together", [GROUPS[name] for name in names], indirect=True, ids=names)
+
+
+three, either = groups("3"), groups("3", "3 at once")
 
 
 async def ask(mesh: RunningMesh, **fields: Any) -> dict[str, Any]:
@@ -185,7 +194,7 @@ async def group_of(mesh: RunningMesh, num_tokens: int = 0) -> GroupStatus:
                     return group
 
 
-@three
+@either
 async def test_who_hangs_up_in_the_middle_leaves_no_blocks_at_any_member(meshes: Meshes) -> None:
     for num_tokens in (0, 1000, 2000):
         async with anyio.create_task_group() as tasks:
@@ -196,7 +205,7 @@ async def test_who_hangs_up_in_the_middle_leaves_no_blocks_at_any_member(meshes:
     assert_same_choices(*await meshes.answers(temperature=0, logprobs=1))
 
 
-@three
+@either
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["leader", "helper", "other helper"])
 async def test_a_member_that_dies_in_the_middle_changes_no_answer(meshes: Meshes, place: int) -> None:
     """Without a helper the others go on in the same epoch; without its leader a prompt begins again."""

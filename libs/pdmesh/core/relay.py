@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
-from math import ceil, inf
+from math import inf
 
 from msgspec import structs
 
@@ -31,6 +31,7 @@ from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import HelperJoined
+from pdmesh.core.gang import Gangs, in_flight_s
 from pdmesh.core.healing import Healing, tell_group
 from pdmesh.core.holds import HoldKind
 from pdmesh.core.openings import Openings
@@ -40,8 +41,6 @@ from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
-from pdmesh.policy.latency import ChunkShape, StepShape
-from pdmesh.policy.packing import CHUNK_UNIT_TOKENS
 from pdmesh.policy.relay import Relay, Schedule
 
 #: Of a helper's free blocks, that a prompt may take: its own requests need room.
@@ -56,8 +55,7 @@ class Relays:
         self._open: dict[RequestKey, RequestState] = {}  # that may be helped
         self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
         self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
-        #: Of gangs' members: which plan each is at, and since when.
-        self._steps: dict[RequestKey, dict[InstanceId, tuple[int, float]]] = {}
+        self._gangs = Gangs(books)
 
     def placed(self, state: RequestState, bundle: Bundle) -> None:
         """A request was placed; its first chunk is planned next."""
@@ -208,8 +206,7 @@ class Relays:
         for state in in_order(bundle.order, list(self._open.values()), now_s):
             self._ask(state, spare, relay)
             gang = self._gang(state, bundle, now_s)
-            if gang is not None and self._may_begin(gang, state, openings):
-                self._plan_gang(gang, state, relay, bundle, now_s)
+            if gang is not None and self._plan_gang(gang, state, relay, openings, bundle, now_s):
                 return True
         for _, equals in groupby(spare, key=lambda each: len(each.plans)):
             given = [self._give_chunk(instance, relay, bundle, now_s) for instance in tuple(equals)]
@@ -223,7 +220,7 @@ class Relays:
     def _close(self, key: RequestKey) -> None:
         del self._open[key]
         self._considered.pop(key, None)
-        self._steps.pop(key, None)
+        self._gangs.forget(key)
         for helped in self._helping.values():
             helped.pop(key, None)
 
@@ -265,18 +262,12 @@ class Relays:
             request.num_prompt_tokens,
             state.num_planned_tokens,
             members,
-            [(self._free_s(instance, relay), instance.instance_id) for instance in line],
+            [(in_flight_s(instance, relay), instance.instance_id) for instance in line],
             _token_bytes(leader),
             relay.most_members(leader.profile.kv_layout.num_layers),
         )
         for helper_id in helper_ids:
             self._admit(state, leader, books.instances[helper_id])
-
-    def _free_s(self, instance: InstanceBooks, relay: Relay) -> float:
-        """Predicted time of what it has in flight."""
-        plans = instance.plans.values()
-        shapes = [tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks]) for plan in plans]
-        return sum([relay.latency.step_s(StepShape(chunks, 0, 0)) for chunks in shapes])
 
     def _admit(self, state: RequestState, leader: InstanceBooks, helper: InstanceBooks) -> None:
         books = self._books
@@ -303,7 +294,7 @@ class Relays:
         helped = self._helping.get(helper.instance_id, {})
         for state in in_order(bundle.order, [self._open[key] for key in helped], now_s):
             leader = self._books.instances[state.prefill_ids[0]]
-            if helped[state.key] > now_s + self._free_s(leader, relay):
+            if helped[state.key] > now_s + in_flight_s(leader, relay):
                 continue  # what it is sent of the tokens before arrives later than they are computed to here
             start = state.num_planned_tokens
             if start % leader.block_size or state.is_planned or not self._may_relay(leader):
@@ -326,73 +317,39 @@ class Relays:
     # --- all at once ---
 
     def _gang(self, state: RequestState, bundle: Bundle, now_s: float) -> list[InstanceBooks] | None:
-        """Who computes the next tokens of a prompt at once, in the order of their slices: the leader has the last one.
-
-        Not before all of them have room for a plan. None: they are computed in turn, or by the leader alone.
-        """
-        relay, leader, start = bundle.relay, self._books.instances[state.prefill_ids[0]], state.num_planned_tokens
+        """Who computes the next tokens of a prompt at once; None: they are computed in turn, or by the leader alone."""
+        relay, leader = bundle.relay, self._books.instances[state.prefill_ids[0]]
         if relay is None or relay.schedule is Schedule.RELAY or state.group is None or state.is_healing:
             return None
-        self._note_steps(state, now_s)
-        if leader.prefills != [state] or not self._may_relay(leader) or start % leader.block_size:
+        if leader.prefills != [state] or not self._may_relay(leader):
             return None
-        begin_s = now_s + self._free_s(leader, relay)
+        begin_s = now_s + in_flight_s(leader, relay)
         helpers = [self._books.instances[name] for name in state.prefill_ids[1:]]
         spare = [
             each
             for each in helpers
             if self._is_spare(each) and self._helping.get(each.instance_id, {}).get(state.key, inf) <= begin_s
         ]
-        spare.sort(key=lambda each: (self._left_s(state, each, relay, now_s), each.number))
-        num_left = state.request.num_prompt_tokens - start
-        most = num_left // max(CHUNK_UNIT_TOKENS, leader.block_size)
-        gang = [*spare[: max(0, most - 1)], leader]
-        fits = self._steps_tokens(gang, state, bundle, now_s) >= num_left
-        layers = leader.profile.kv_layout.num_layers
-        if len(gang) == 1 or not relay.is_gang(num_left, len(gang), layers, _token_bytes(leader), fits=fits):
-            return None
-        return gang
-
-    def _may_begin(self, gang: Sequence[InstanceBooks], state: RequestState, openings: Openings) -> bool:
-        """Whether all have room, and nobody else joins soon."""
-        is_joined = not (state.num_chunks_in_flight and self._answers_soon(state))
-        return is_joined and all(openings.has_room(member) for member in gang)
-
-    def _note_steps(self, state: RequestState, now_s: float) -> None:
-        """Which step each member is in, and since when."""
-        known, noted = self._steps.get(state.key, {}), dict[InstanceId, tuple[int, float]]()
-        for member_id in state.prefill_ids:
-            for plan_id in islice(self._books.instances[member_id].plans, 1):
-                before = known.get(member_id)
-                noted[member_id] = (plan_id, now_s) if before is None or before[0] != plan_id else before
-        self._steps[state.key] = noted
-
-    def _left_s(self, state: RequestState, member: InstanceBooks, relay: Relay, now_s: float) -> float:
-        """Predicted time of what it has in flight, without what has passed of the step that it is in."""
-        _, since_s = self._steps[state.key].get(member.instance_id, (-1, now_s))
-        return max(0.0, self._free_s(member, relay) - (now_s - since_s))
-
-    def _steps_tokens(self, gang: Sequence[InstanceBooks], state: RequestState, bundle: Bundle, now_s: float) -> int:
-        """How many of a prompt's next tokens a step of each can have."""
-        num_tokens = 0
-        for member in gang:
-            start = state.num_planned_tokens + num_tokens
-            num_tokens += bundle.packing.num_tokens(member.view, PartialStep(now_s), state.request, start)
-        return num_tokens
+        return self._gangs.of(state, leader, spare, relay, bundle, now_s)
 
     def _plan_gang(
-        self, gang: Sequence[InstanceBooks], state: RequestState, relay: Relay, bundle: Bundle, now_s: float
-    ) -> None:
-        leader, start = gang[-1], state.num_planned_tokens
-        num_left, size = state.request.num_prompt_tokens - start, leader.block_size
-        num_tokens, num_steps = num_left, ceil(num_left / self._steps_tokens(gang, state, bundle, now_s))
-        if num_steps > 1:
-            num_tokens = max(num_left // num_steps // size, 1) * size
-        slices = relay.slices(start, num_tokens, [self._left_s(state, member, relay, now_s) for member in gang], size)
-        in_gang = sum(num > 0 for num in slices) > 1
-        for member, num in zip(gang, slices, strict=True):
-            if num:
-                self._plan(member, leader, state, num, bundle, now_s, in_gang=in_gang)
+        self,
+        gang: Sequence[InstanceBooks],
+        state: RequestState,
+        relay: Relay,
+        openings: Openings,
+        bundle: Bundle,
+        now_s: float,
+    ) -> bool:
+        """All of its slices, once each has room for a plan and nobody else joins soon. Whether that is now."""
+        if state.num_chunks_in_flight and self._answers_soon(state):
+            return False
+        if not all(openings.has_room(member) for member in gang):
+            return False
+        slices = self._gangs.slices(gang, state, relay, bundle, now_s)
+        for member, num_tokens in slices:
+            self._plan(member, gang[-1], state, num_tokens, bundle, now_s, in_gang=len(slices) > 1)
+        return True
 
     def _plan(
         self,

@@ -1,0 +1,97 @@
+"""Gangs: which members of a group compute the next tokens of a prompt at once, and with which slices of them.
+
+Slices begin and end together: whoever is free sooner gets more. So it matters how far each is in the step that it is
+in, which is known by when it came to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from math import ceil
+
+from pdmesh.core.books import Books
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import InstanceBooks
+from pdmesh.model import InstanceId, RequestKey
+from pdmesh.policy.base import Bundle, PartialStep
+from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.packing import CHUNK_UNIT_TOKENS
+from pdmesh.policy.relay import Relay
+
+
+class Gangs:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        #: Of each prompt's members: which plan each is at, and since when.
+        self._steps: dict[RequestKey, dict[InstanceId, tuple[int, float]]] = {}
+
+    def of(
+        self,
+        state: RequestState,
+        leader: InstanceBooks,
+        spare: Sequence[InstanceBooks],
+        relay: Relay,
+        bundle: Bundle,
+        now_s: float,
+    ) -> list[InstanceBooks] | None:
+        """Who computes the next tokens at once, in the order of their slices: some who are ``spare``, and the leader.
+
+        None if they are computed in turn, or there is too little for more than one.
+        """
+        self._note_steps(state, now_s)
+        start, num_left = state.num_planned_tokens, state.request.num_prompt_tokens - state.num_planned_tokens
+        most = num_left // max(CHUNK_UNIT_TOKENS, leader.block_size)
+        if start % leader.block_size or not spare or most < 2:
+            return None
+        first = sorted(spare, key=lambda each: (self._left_s(state, each, relay, now_s), each.number))
+        gang = [*first[: most - 1], leader]
+        fits = _steps_tokens(gang, state, bundle, now_s) >= num_left
+        layout = leader.profile.kv_layout
+        token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
+        return gang if relay.is_gang(num_left, len(gang), layout.num_layers, token_bytes, fits=fits) else None
+
+    def slices(
+        self, gang: Sequence[InstanceBooks], state: RequestState, relay: Relay, bundle: Bundle, now_s: float
+    ) -> list[tuple[InstanceBooks, int]]:
+        """Of the next tokens: as many as each has a step for, in equal steps to the end of the prompt."""
+        size, start = gang[-1].block_size, state.num_planned_tokens
+        num_left = state.request.num_prompt_tokens - start
+        num_tokens, num_steps = num_left, ceil(num_left / _steps_tokens(gang, state, bundle, now_s))
+        if num_steps > 1:
+            num_tokens = max(num_left // num_steps // size, 1) * size
+        begin_s = [self._left_s(state, member, relay, now_s) for member in gang]
+        slices = zip(gang, relay.slices(start, num_tokens, begin_s, size), strict=True)
+        return [(member, num) for member, num in slices if num]
+
+    def forget(self, key: RequestKey) -> None:
+        self._steps.pop(key, None)
+
+    def _note_steps(self, state: RequestState, now_s: float) -> None:
+        known, noted = self._steps.get(state.key, {}), dict[InstanceId, tuple[int, float]]()
+        for member_id in state.prefill_ids:
+            for plan_id in islice(self._books.instances[member_id].plans, 1):
+                before = known.get(member_id)
+                noted[member_id] = (plan_id, now_s) if before is None or before[0] != plan_id else before
+        self._steps[state.key] = noted
+
+    def _left_s(self, state: RequestState, member: InstanceBooks, relay: Relay, now_s: float) -> float:
+        """Predicted time of what it has in flight, without what has passed of the step that it is in."""
+        _, since_s = self._steps[state.key].get(member.instance_id, (-1, now_s))
+        return max(0.0, in_flight_s(member, relay) - (now_s - since_s))
+
+
+def in_flight_s(instance: InstanceBooks, relay: Relay) -> float:
+    """Predicted time of all steps that it has in flight."""
+    plans = instance.plans.values()
+    shapes = [tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks]) for plan in plans]
+    return sum([relay.latency.step_s(StepShape(chunks, 0, 0)) for chunks in shapes])
+
+
+def _steps_tokens(gang: Sequence[InstanceBooks], state: RequestState, bundle: Bundle, now_s: float) -> int:
+    """How many of a prompt's next tokens a step of each can have."""
+    num_tokens = 0
+    for member in gang:
+        start = state.num_planned_tokens + num_tokens
+        num_tokens += bundle.packing.num_tokens(member.view, PartialStep(now_s), state.request, start)
+    return num_tokens
