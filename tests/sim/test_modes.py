@@ -87,6 +87,49 @@ def test_exclusive_steps_are_prefill_or_decode_and_residents_stand_still_in_a_pr
     assert sum(before != after for before, after in pairwise(phases)) < len(steps)
 
 
+@pytest.mark.parametrize("control_delay_s", [0.0, 0.001])
+def test_a_phase_fills_the_seats_of_all_that_ended_with_one_step(control_delay_s: float) -> None:
+    """Each is reported by itself, and so is who comes in its place: a phase does not begin with the first of them."""
+    outputs = random.Random(3).choices((20, 90), k=1200)
+    arrivals = [
+        Arrival(arrival_s=0.0, num_prompt_tokens=40, num_output_tokens=output, max_tokens=1000) for output in outputs
+    ]
+    policy = replace(without_targets("eb"), eb_threshold=1 / 32)
+    core, mesh = study_core("pdmesh", policy, 0), tiny_mesh({"mixed": 1}, num_kv_tokens=1 << 20, max_num_seqs=64)
+    config, loop = SimConfig(control_delay_s=control_delay_s), ClosedLoop(num_clients=((0, 32),))
+    result = Simulator(core, mesh.instances(PHASES_PAY_MODEL), arrivals, config, closed_loop=loop).run()
+    ends_s = sorted(run.token_times_s[-1] for run in result.requests)
+    num_phases = 0
+    for phase, decodes in pairwise(result.instances[0].steps):
+        if phase.chunks and not decodes.chunks and ends_s[100] < phase.start_s < ends_s[-100]:
+            too_late = sum(phase.start_s - 1e-9 < end_s <= phase.start_s for end_s in ends_s)
+            assert decodes.num_decodes == 32 - too_late
+            num_phases += 1
+    assert num_phases > 50
+
+
+def test_a_long_history_beside_a_very_small_target_of_a_resident_goes_on() -> None:
+    """Not even its smallest chunk keeps a phase within that target: it is computed beside the decodes."""
+    model = replace(PHASES_PAY_MODEL, c_s=2e-6)  # a smallest chunk after 2,000 tokens takes 0.13 s
+    rng = random.Random(4)
+    arrivals = [
+        Arrival(
+            arrival_s=0.0,
+            num_prompt_tokens=3000 if index == 600 else rng.randint(1, 64),
+            num_output_tokens=1 + int(rng.expovariate(1 / 60)),
+            max_tokens=1000,
+            slo_tpot_s=0.1,
+        )
+        for index in range(1500)
+    ]
+    policy = replace(without_targets("ebplus"), latency=model, max_stall_s=0.1)
+    core, mesh = study_core("pdmesh", policy, 0), tiny_mesh({"mixed": 1}, num_kv_tokens=1 << 20, max_num_seqs=64)
+    loop = ClosedLoop(num_clients=((0, 32),))
+    result = Simulator(core, mesh.instances(model), arrivals, closed_loop=loop).run()
+    while_others_s = sorted(run.token_times_s[-1] for run in result.requests)[-100]
+    assert result.requests[600].token_times_s[0] < while_others_s
+
+
 def test_ebplus_finds_that_phases_are_faster_and_learns_lengths_that_nobody_told_it() -> None:
     ends = {mode: run(mode, number=2000).requests for mode in ("mb", "ebplus")}
     mixed_s, both_s = (max(run.token_times_s[-1] for run in runs) for runs in ends.values())

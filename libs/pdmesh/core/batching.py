@@ -33,6 +33,10 @@ _FORGETTING = 0.7
 #: is caught up with.
 _RESUMED_AFTER = 0.5
 
+#: Of the constant of a decode step: so long a prefill phase waits for more. Its instance has begun another decode step
+#: before any plan can reach it, so that costs next to nothing.
+_GATHERING = 0.5
+
 #: Between the beginnings of prefill phases of two instances of a pool.
 _LEAST_GAP_S = 0.001
 
@@ -51,6 +55,7 @@ class BatchingState:
     prefills_from_s: float = 0.0  # when the last one began
     phase_s: float = 0.0  # predicted, of the steps of the last one
     resumes_s: float = -inf  # it had no time left for all: when those go on
+    gathers_s: float | None = None  # enough seats are idle for a prefill phase since then
     model: LinearLatencyModel | None = None  # that the choice was made with
     num_ended: int = 0  # requests, of this cycle
     num_slots: float | None = None  # requests that are there or could be, in the mean
@@ -172,6 +177,7 @@ class Modes:
         if batching.probing.is_on:
             choice = choice._replace(mode=other_mode(choice.mode))
         if choice.mode is not batching.choice.mode:
+            batching.gathers_s = None
             self._books.changed[instance.instance_id] = None
         batching.choice = choice
 
@@ -201,7 +207,10 @@ class Modes:
             return Mode.MIXED
         if instance.longest_prefill_tokens > choice.max_prompt_tokens:
             return Mode.MIXED
-        return Mode.MIXED if _max_stall_s(instance) < choice.least_stall_s else choice.mode
+        stall_s = _max_stall_s(instance)
+        if stall_s < choice.least_stall_s or stall_s < _least_chunk_s(instance):
+            return Mode.MIXED
+        return choice.mode
 
     def may_begin(
         self, instance: InstanceBooks, head: RequestState, bundle: Bundle, now_s: float, *, has_begun: bool
@@ -235,7 +244,24 @@ class Modes:
         )
         if num_busy and batching.resumes_s > -inf:
             return self._is_time(min(phase.urgent_s, batching.resumes_s), now_s)
-        return self._is_time(bundle.batching.prefills_from_s(choice, phase), now_s)
+        begin_s = bundle.batching.prefills_from_s(choice, phase)
+        if begin_s <= now_s < phase.urgent_s and num_busy:
+            begin_s = self._gathered_s(instance, now_s)
+        else:
+            batching.gathers_s = None
+        return self._is_time(begin_s, now_s)
+
+    @staticmethod
+    def _gathered_s(instance: InstanceBooks, now_s: float) -> float:
+        """When a phase that could begin has all that can be in it.
+
+        Several requests may end with one step. Each is reported by itself, as is who comes in its place: a phase that
+        began with the first of them would leave the others' seats idle until the next one.
+        """
+        batching = instance.batching
+        if batching.gathers_s is None:
+            batching.gathers_s = now_s
+        return batching.gathers_s + _GATHERING * (batching.model.decode_a_s if batching.model is not None else 0.0)
 
     def _is_time(self, begin_s: float, now_s: float) -> bool:
         if begin_s <= now_s:
@@ -314,6 +340,7 @@ class Modes:
         if num_exclusive > 1:
             gap_s = max(_LEAST_GAP_S, instance.batching.choice.cycle_s / (2 * num_exclusive))
             self._turns[instance.kv_group] = now_s + gap_s
+        instance.batching.gathers_s = None
         instance.batching.prefills_from_s = now_s
         instance.batching.phase_s = 0.0
 
@@ -335,6 +362,18 @@ def _max_stall_s(instance: InstanceBooks) -> float:
     if most_s == inf:
         return inf
     return min([most_s if slo_s is None else slo_s for slo_s in instance.view.slo_tpots_s], default=most_s)
+
+
+def _least_chunk_s(instance: InstanceBooks) -> float:
+    """Of a phase with nothing but the smallest chunk of a prompt that is computed here: it grows with what is before.
+
+    Of the one with the longest history; 0 without any. One that does not fit into a phase would never go on.
+    """
+    model = instance.batching.model
+    if model is None or not instance.prefills:
+        return 0.0
+    history = max([state.num_planned_tokens for state in instance.prefills])
+    return instance.switches.overhead_s + model.step_s(StepShape((ChunkShape(CHUNK_UNIT_TOKENS, history),), 0, 0))
 
 
 def _is_limited(instance: InstanceBooks) -> bool:
