@@ -9,8 +9,8 @@ waited for that. The shapes of load are clients in a closed loop, bursts, and a 
 late is refused. (`benchmarks/local_prefill.py` is about where prompts are computed: here decode has no room to spare.)
 
 Prints goodput (requests that kept their targets, a second), relative to the best fixed setting of the shape, and the
-most KV that ever waited on an instance that prefills. Exits 1 if `pdmesh` has less than 0.95 of the best, in the mean
-of the seeds, or more KV waited than its bound.
+most KV without room to decode that ever was on an instance that prefills. Exits 1 if `pdmesh` has less than 0.95 of the
+best, in the mean of the seeds, or had more such KV than its bound.
 """
 
 from __future__ import annotations
@@ -117,15 +117,15 @@ SHAPES: Mapping[str, Callable[[int, int], Load]] = {"closed loop": closed, "burs
 
 
 class WatchedCore:
-    """In the place of a core: looks at how much KV waits on instances that prefill."""
+    """In the place of a core: looks at how much KV without room to decode is on instances that prefill."""
 
     def __init__(self, core: SchedulerCore) -> None:
         self._core = core
-        self.most_waiting = 0.0
+        self.most_ahead = 0.0
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self._core.handle(event, now_s)
-        self.most_waiting = max(self.most_waiting, self._core.max_waiting_kv_share)
+        self.most_ahead = max(self.most_ahead, self._core.max_unreceived_kv_share)
         return commands
 
     def check_integrity(self) -> None:
@@ -153,7 +153,7 @@ def instances() -> list[tuple[InstanceProfile, LatencyModel]]:
 
 
 def run(bundle: Bundle, load: Load, seed: int) -> tuple[float, float]:
-    """Goodput, and the largest share of an instance's KV that waited."""
+    """Goodput, and the largest share of an instance's KV that was computed ahead of room."""
     limit = 10**15
     config = CoreConfig(
         max_queue_entries=limit,
@@ -166,7 +166,7 @@ def run(bundle: Bundle, load: Load, seed: int) -> tuple[float, float]:
     core = WatchedCore(SchedulerCore(config, bundle, random.Random(seed)))
     simulator = Simulator(core, instances(), load.arrivals, SimConfig(), closed_loop=load.closed_loop)
     figures = report(simulator.run(), long_tokens=POLICY.long_prompt_tokens, slo=TARGETS)
-    return figures.goodput_per_s or 0.0, core.most_waiting
+    return figures.goodput_per_s or 0.0, core.most_ahead
 
 
 def main() -> None:
@@ -188,14 +188,14 @@ def main() -> None:
             goodput[name] = statistics.fmean(good for good, _ in found)
             most = max(share for _, share in found)
             rows[name] += [f"{goodput[name]:.2f}", f"{most:.2f}"]
-            print(f"{shape}, {name}: {goodput[name]:.2f} requests/s, {most:.2f} waited", file=sys.stderr, flush=True)
+            print(f"{shape}, {name}: {goodput[name]:.2f} requests/s, {most:.2f} ahead", file=sys.stderr, flush=True)
             holds &= name != "pdmesh" or most <= bundle.waiting_kv_share
         best = max(value for name, value in goodput.items() if name != "pdmesh")
         ratio = goodput["pdmesh"] / best if best else 1.0
         name_of_best = max(goodput, key=lambda name: goodput[name])
         print(f"{shape}: {ratio:.3f} of the best fixed setting ({name_of_best} is best)", flush=True)
         holds &= ratio >= WANTED
-    heads = [f"{shape}: {what}" for shape in shapes for what in ("goodput/s", "most waiting")]
+    heads = [f"{shape}: {what}" for shape in shapes for what in ("goodput/s", "most ahead")]
     print(table(["setting", *heads], [*rows.values()]))
     sys.exit(0 if holds else 1)
 

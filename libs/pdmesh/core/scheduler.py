@@ -11,6 +11,7 @@ Reports from outside may be late, repeated or wrong. They never raise: what does
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import chain, islice
 from math import inf
@@ -141,9 +142,12 @@ class SchedulerCore:
         return sum(state.request.num_prompt_tokens for state in self._books.unreceived.values())
 
     @property
-    def max_waiting_kv_share(self) -> float:
-        """The largest share of an instance's KV that waits to move away."""
-        shares = (each.held.num_waiting_blocks / each.profile.num_blocks for each in self._books.instances.values())
+    def max_unreceived_kv_share(self) -> float:
+        """The largest share of an instance's KV that is of prompts without room to decode."""
+        num_blocks = Counter[InstanceId]()
+        for key, state in self._books.unreceived.items():
+            num_blocks[state.prefill_ids[0]] += self._books.instances[state.prefill_ids[0]].holds[key].num_blocks
+        shares = (number / self._books.instances[name].profile.num_blocks for name, number in num_blocks.items())
         return max(shares, default=0.0)
 
     @property

@@ -39,6 +39,7 @@ from pdmesh.core.events import (
     DecodeStepsDone,
     Event,
     HelperJoined,
+    KvReleased,
     RequestFinished,
     TransferLanded,
 )
@@ -204,8 +205,10 @@ class SimInstance:
                 self._groups.forget(key)
                 if self._residents.free(key):
                     self._stir()
-                else:
+                elif key in self._holdings:
                     self._holdings.release(key)
+                else:  # it has left at this very moment
+                    self._report(KvReleased(self.instance_id, *key, command.transfer_id))
             case GrowKv():
                 key, num_blocks = (command.request_id, command.epoch), command.num_blocks
                 if self._holdings.grow(key, num_blocks) and self._residents.grow(key, num_blocks):
