@@ -27,6 +27,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.model import ChunkDone, ChunkPlan, Epoch, InstanceId, RequestId, Role, StepPlan
 from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
@@ -204,6 +205,30 @@ def test_who_is_not_asked(bench: CoreBench) -> None:
 
 def test_a_prompt_that_gains_too_little_is_computed_alone() -> None:
     assert not asked(bench_of().arrive("long", 64))
+
+
+def test_how_much_helpers_must_gain_follows_the_load_of_the_last_half_minute() -> None:
+    bench = bench_of(num_prefill=3, num_blocks=4096)
+    relays = bench.core._packer.relays
+    relays._improvement = ImprovementInForce(ImprovementTable(((0.0, 0.0), (5.0, 0.9))))
+    assert asked(bench.arrive("first", 2000))
+    assert relays._improvement.rate == 0.0
+    for number in range(10):
+        bench.now_s += 2.9
+        bench.arrive(f"r{number}", 200)
+    bench.now_s += 5.0
+    bench.arrive("one more", 200)
+    assert relays._improvement.rate == 0.9, "4,000 s of work in 34 for three"
+    bench.now_s += 3000.0
+    bench.arrive("another", 10)
+    assert relays._improvement.rate == 0.0
+
+
+@pytest.mark.parametrize(("rate", "num_asked"), [(None, 0), (0.0, 1)])
+def test_the_loads_rate_is_for_where_none_is_set(rate: float | None, num_asked: int) -> None:
+    bench = bench_of(policy=replace(POLICY, relay_improvement=rate))
+    bench.core._packer.relays._improvement = ImprovementInForce(ImprovementTable(((0.0, 0.9),)))
+    assert len(asked(bench.arrive("long", 1024))) == num_asked
 
 
 def test_a_helper_takes_requests_of_its_own_first_and_helps_no_more_meanwhile() -> None:

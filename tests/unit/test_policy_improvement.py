@@ -36,3 +36,13 @@ def test_after_a_silence_the_rate_is_of_the_silence() -> None:
         in_force.arrived(1000.0 + step * 0.1)
     assert in_force.arrived(1041.0) == 0.6
     assert in_force.arrived(9000.0) == 0.1
+
+
+def test_work_is_shared_by_those_who_are_there_when_the_rate_is_looked_up() -> None:
+    in_force = ImprovementInForce(ImprovementTable(((0.0, 0.1), (1.0, 0.6))))
+    for step in range(30):
+        in_force.arrived(float(step), 2.0, lambda: 0.0)
+    assert in_force.arrived(30.0, 2.0, lambda: 2.0) == 0.6, "60 s of work in 30 s for two"
+    for step in range(31, 60):
+        in_force.arrived(float(step), 2.0, lambda: 0.0)
+    assert in_force.arrived(60.0, 2.0, lambda: 8.0) == in_force.rate == 0.1

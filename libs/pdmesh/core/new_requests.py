@@ -10,6 +10,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestCancelled
 from pdmesh.core.judging import Judge
 from pdmesh.core.placing import could_place, have_pair, unready_reason
+from pdmesh.core.relay import Relays
 from pdmesh.core.reunion import Reunion
 from pdmesh.model import RejectReason, Request
 from pdmesh.policy.base import Bundle
@@ -18,12 +19,21 @@ from pdmesh.policy.base import Bundle
 class NewRequests:
     """Takes note of what gateways say of their requests."""
 
-    def __init__(self, books: Books, config: CoreConfig, admission: Admission, reunion: Reunion, judge: Judge) -> None:
+    def __init__(
+        self,
+        books: Books,
+        config: CoreConfig,
+        admission: Admission,
+        reunion: Reunion,
+        judge: Judge,
+        relays: Relays,
+    ) -> None:
         self._books = books
         self._config = config
         self._admission = admission
         self._reunion = reunion
         self._judge = judge
+        self._relays = relays
 
     def arrived(self, request: Request, choice: BundleChoice, now_s: float) -> None:
         """A request comes for the first time, or again in a later epoch."""
@@ -59,6 +69,7 @@ class NewRequests:
             books.reject(state, RejectReason.OVERLOADED, message, refusal.retry_after_s)
         else:
             books.queue.add(state, now_s + self._config.max_queue_s)
+            self._relays.arrived(state, now_s)
 
     def _is_full_for(self, request: Request) -> bool:
         if request.epoch > 0:

@@ -41,6 +41,7 @@ from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
+from pdmesh.policy.improvement import RATES_BY_LOAD, ImprovementInForce
 from pdmesh.policy.relay import Relay, Schedule
 
 #: Of a helper's free blocks, that a prompt may take: its own requests need room.
@@ -54,8 +55,16 @@ class Relays:
         self.healing = Healing(books)
         self._open: dict[RequestKey, RequestState] = {}  # that may be helped
         self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
+        self._improvement = ImprovementInForce(RATES_BY_LOAD)
         self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
         self._gangs = Gangs(books)
+
+    def arrived(self, state: RequestState, now_s: float) -> None:
+        """A request joined the line: what it takes to compute its prompt counts for how large groups may be."""
+        self._improvement.arrived(now_s, state.work_us * 1e-6, self._num_prefill)
+
+    def _num_prefill(self) -> float:
+        return max(1, sum(instance.takes_prompts for instance in self._books.instances.values()))
 
     def placed(self, state: RequestState, bundle: Bundle) -> None:
         """A request was placed; its first chunk is planned next."""
@@ -265,6 +274,7 @@ class Relays:
             [(in_flight_s(instance, relay), instance.instance_id) for instance in line],
             _token_bytes(leader),
             relay.most_members(leader.profile.kv_layout.num_layers),
+            self._improvement.rate,
         )
         for helper_id in helper_ids:
             self._admit(state, leader, books.instances[helper_id])

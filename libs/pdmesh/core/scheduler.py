@@ -106,7 +106,9 @@ class SchedulerCore:
         self._handovers = HandOvers(self._books, config.max_queue_s)
         self._packer = Packer(self._books, config.plans_in_flight, bundle, self._modes, self._handovers)
         self._admission = Admission(self._books, config)
-        self._new_requests = NewRequests(self._books, config, self._admission, self._reunion, self._judge)
+        self._new_requests = NewRequests(
+            self._books, config, self._admission, self._reunion, self._judge, self._packer.relays
+        )
         self._steps = StepReports(self._books, self._choice, self._admission, self._packer.relays.healing)
         self._now_s = 0.0
         self._due_s = inf  # when the next time limit of a request ends

@@ -232,8 +232,11 @@ class PolicyConfig:
         int, COUNT, "`pdmesh` has up to so many instances compute a long prompt in turn, where others idle; 1: never"
     ] = 4
     relay_improvement: Annotated[
-        float, Range(0, 0.9), "...each more of them only if it brings the first token forward by this share"
-    ] = 0.1
+        float | None,
+        Range(0, 0.9),
+        "...each more of them only if it brings the first token forward by this share; if not set, the best for the "
+        "prompts of the last 30 s",
+    ] = None
     relay_bytes_per_s: Annotated[float, Range(1), "...at which an instance passes KV on to others"] = 1e9
     sequence_parallel: Annotated[
         str,

@@ -2,22 +2,32 @@
 
 While few requests come, instances that a large group takes are missed by nobody. Under load they are: then a group may
 only be as large as is worth it to those who come next. So the best *improvement rate* depends on how many come (Tetris,
-§5.1). It is found before by simulation (`pdmesh.sim.first_tokens`) for the lengths that are usual, and looked up for
-the arrivals that are seen.
+§5.1). It is found before by simulation, and looked up for the arrivals that are seen.
+
+Tetris finds a table for one mesh and the lengths that are usual there, by requests a second
+(`pdmesh.sim.first_tokens`). For a relay the load stands for both: the seconds of work that come in a second, for each
+instance that prefills.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 #: Arrivals are counted for so long, and the rate is kept for as long (Tetris, §7.1).
 LOOK_EVERY_S = 30.0
 
 
+def _one() -> float:
+    return 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class ImprovementTable:
-    """For requests a second, in ascending order, the best improvement rate. Raises ValueError if it has no row."""
+    """For so much a second, in ascending order, the best improvement rate. Raises ValueError if it has no row.
+
+    So many requests, or so much work for each instance.
+    """
 
     rows: Sequence[tuple[float, float]]
 
@@ -25,9 +35,9 @@ class ImprovementTable:
         if not self.rows:
             raise ValueError("a table of improvement rates has no row")
 
-    def nearest(self, requests_per_s: float) -> float:
-        """The rate of the row that is nearest; of two as near, of the one for fewer requests."""
-        return min(self.rows, key=lambda row: abs(row[0] - requests_per_s))[1]
+    def nearest(self, per_s: float) -> float:
+        """The rate of the row that is nearest; of two as near, of the one for less."""
+        return min(self.rows, key=lambda row: abs(row[0] - per_s))[1]
 
 
 @dataclass(slots=True)
@@ -36,20 +46,29 @@ class ImprovementInForce:
 
     table: ImprovementTable
     every_s: float = LOOK_EVERY_S
+    rate: float = field(init=False)
     _since_s: float | None = None
-    _num_arrived: int = 0
-    _rate: float = field(init=False)
+    _arrived: float = 0.0
 
     def __post_init__(self) -> None:
-        self._rate = self.table.rows[0][1]
+        self.rate = self.table.rows[0][1]
 
-    def arrived(self, now_s: float) -> float:
-        """A request comes; the rate that it is planned with."""
+    def arrived(self, now_s: float, amount: float = 1.0, share_of: Callable[[], float] = _one) -> float:
+        """A request comes, with so much of what the table counts; the rate that it is planned with.
+
+        ``share_of`` tells how many share what comes, when that is looked up.
+        """
         if self._since_s is None:
             self._since_s = now_s
         passed_s = now_s - self._since_s
         if passed_s >= self.every_s:
-            self._rate = self.table.nearest(self._num_arrived / passed_s)
-            self._since_s, self._num_arrived = now_s, 0
-        self._num_arrived += 1
-        return self._rate
+            self.rate = self.table.nearest(self._arrived / passed_s / share_of())
+            self._since_s, self._arrived = now_s, 0.0
+        self._arrived += amount
+        return self.rate
+
+
+#: Of relays, by load: a compromise between prompts of 4 to 95K tokens on 8 instances and mixed ones on 4
+#: (`benchmarks/relay_rates.py`, 2026-11-22). Helpers give way to what comes, so the load has to be high before it is
+#: better not to ask them.
+RATES_BY_LOAD = ImprovementTable(((0.2, 0.02), (0.5, 0.05), (0.65, 0.1), (0.8, 0.1), (0.95, 0.3)))

@@ -46,16 +46,18 @@ class Relay:
 
     latency: LinearLatencyModel  # of one instance
     max_members: int  # of a group; 1: never together
-    improvement_rate: float  # by which more members must bring the first token forward
+    improvement_rate: (
+        float | None
+    )  # by which more members must bring the first token forward; None: it follows the load
     bytes_per_s: float  # that an instance sends to others
     min_step_s: float  # a chunk is so long, but for a prompt's last
     step_overhead: float  # of the constant time of steps, as a share of them
     planner: type[ElasticPlanner | ChunkwisePlanner] = ElasticPlanner
     doubles: bool = False  # 1, 2, 4, ... members, and not those between
     schedule: Schedule = Schedule.RELAY
-    #: By bytes of a token's KV, and the most members.
-    _planners: dict[tuple[float, int], ElasticPlanner | ChunkwisePlanner] = field(
-        default_factory=dict[tuple[float, int], ElasticPlanner | ChunkwisePlanner]
+    #: By bytes of a token's KV, the most members, and the improvement rate.
+    _planners: dict[tuple[float, int, float], ElasticPlanner | ChunkwisePlanner] = field(
+        default_factory=dict[tuple[float, int, float], ElasticPlanner | ChunkwisePlanner]
     )
 
     def helpers(
@@ -66,13 +68,16 @@ class Relay:
         pool: Sequence[FreeAt],
         token_bytes: float,
         max_members: int,
+        rate_for_load: float,
     ) -> tuple[InstanceId, ...]:
         """Who of the ``pool`` should help ``members``, which are in it, with the rest of a prompt.
 
-        Instances of the pool are free in so many seconds. A token's KV has ``token_bytes``. Those named are worth their
+        Instances of the pool are free in so many seconds. A token's KV has ``token_bytes``. ``rate_for_load`` is the
+        improvement rate that the load of the mesh suggests, for where none is set. Those named are worth their
         part now; they need not be free yet, and who is not will be asked about again at the next chunk.
         """
-        planner = self._planner(token_bytes, min(max_members, self.max_members))
+        rate = rate_for_load if self.improvement_rate is None else self.improvement_rate
+        planner = self._planner(token_bytes, min(max_members, self.max_members), rate)
         if not any(len(members) < size <= len(pool) for size in planner.latency):
             return ()
         copy_s = num_done_tokens * token_bytes / self.bytes_per_s  # of all that was computed before
@@ -140,13 +145,13 @@ class Relay:
             CHUNK_UNIT_TOKENS, ChunkSizer(self.latency, num_left).largest(NOTHING, start, num_left, self.min_step_s)
         )
 
-    def _planner(self, token_bytes: float, most: int) -> ElasticPlanner | ChunkwisePlanner:
-        known = self._planners.get((token_bytes, most))
+    def _planner(self, token_bytes: float, most: int, rate: float) -> ElasticPlanner | ChunkwisePlanner:
+        known = self._planners.get((token_bytes, most, rate))
         if known is None:
             sizes = [size for size in range(1, most + 1) if not (self.doubles and size & (size - 1))]
             latency = {size: self._of_size(size, token_bytes) for size in sizes}
-            known = self.planner(latency, self.improvement_rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
-            self._planners[token_bytes, most] = known
+            known = self.planner(latency, rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
+            self._planners[token_bytes, most, rate] = known
         return known
 
     def _of_size(self, size: int, token_bytes: float) -> LinearLatencyModel:
