@@ -83,6 +83,7 @@ class OperationKind(StrEnum):
     RESTART = "restart"  # once everything has left its process ends; whoever looks after it starts it again
     MOVE = "move"  # a request that decodes elsewhere goes on there, with its KV
     RESIZE = "resize"  # of the pools: instances get other roles, are started and leave
+    ROLLING = "rolling"  # a restart of every process, one after the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

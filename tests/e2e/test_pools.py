@@ -64,6 +64,30 @@ async def test_one_and_one_become_two_and_three_and_back_under_load(mesh: Runnin
     await asyncio.to_thread(mesh.wait_until_idle, 30.0)
 
 
+async def test_one_and_one_are_restarted_under_load_by_a_third_beside_them(mesh: RunningMesh) -> None:
+    """Nobody waits for it: the command has left, and the scheduler that began it is among what is restarted."""
+    before = mesh.pids()
+    async with running_load(mesh.base_url, mesh.model, REQUESTS, at_once=4) as load:
+        await load.all_draw(4)
+        begun = json.loads(
+            await asyncio.to_thread(mesh.pdmesh, "restart", "--rolling", "--timeout", "1", "--no-wait", "-o", "json")
+        )
+        assert begun["state"] == "running"
+        begun_as = begun["operation_id"]
+        while begun["state"] == "running":
+            begun = json.loads(await asyncio.to_thread(mesh.pdmesh, "ops", "show", begun_as, "-o", "json"))
+            await asyncio.sleep(0.2)
+        assert begun["state"] == "done", begun
+        await load.ended(3)
+    assert not load.failed
+    assert not load.differ
+    assert len(load.streams) > 8
+    after = mesh.pids()
+    assert set(after) == set(before), "the pools are as before"
+    assert not set(after.values()) & set(before.values()), "every process is another one"
+    await asyncio.to_thread(mesh.wait_until_idle, 30.0)
+
+
 async def test_what_cannot_be_changes_nothing_and_says_why(mesh: RunningMesh) -> None:
     before = mesh.pids()
     code, said = failing(mesh, "pool", "resize", "--decode", "0")

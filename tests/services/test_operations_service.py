@@ -43,6 +43,7 @@ from pdmesh.wire.messages import (
     SetPolicy,
     StartOperation,
     StartResize,
+    StartRolling,
     WaitOperation,
 )
 from pdmesh_scheduler.admin import is_local
@@ -168,6 +169,7 @@ CHANGES: tuple[AdminRequest, ...] = (
     SetBatching(batching="mb"),
     asking(OperationKind.DRAIN, "nobody"),
     StartResize(operation_id=OperationId("r"), pools=PoolCounts(prefill=1, decode=1), timeout_s=1, start_timeout_s=1),
+    StartRolling(operation_id=OperationId("s"), timeout_s=1, start_timeout_s=1),
     CancelOperation(operation_id=OperationId("x")),
 )
 

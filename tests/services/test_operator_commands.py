@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,14 @@ from typing import NamedTuple
 import anyio
 import anyio.from_thread
 import anyio.to_thread
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from pdmesh.cli.app import app
 from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.core.events import OperationRequested
 from pdmesh.errors import PdmeshError
-from pdmesh.model import OperationId, PoolCounts, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
@@ -29,10 +29,13 @@ from pdmesh.wire.messages import (
     AdminResponse,
     FollowPools,
     GetStatus,
+    ListOperations,
     MeshState,
+    OperationList,
     OperationStatus,
     ServiceProcess,
     SetPolicy,
+    StartOperation,
     StartResize,
     WaitOperation,
 )
@@ -111,52 +114,98 @@ async def test_a_wrong_token_changes_nothing_and_is_one_sentence() -> None:
         assert (await typed(mesh, "drain", "p1", PDMESH_SECURITY_OPERATOR_TOKEN="sesame")).code == 0
 
 
-#: A scheduler that does not answer.
-GONE = -1
-
-
-async def test_the_last_of_a_kind_is_restarted_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    fails: dict[str, int] = {}
-
-    def started(_asked: object, _kind: object, name: str, **_options: object) -> int:
-        done.append(name)
-        if fails.get(name) == GONE:
-            raise PdmeshError("the scheduler does not answer")
-        return fails.get(name, 0)
-
-    def sized(_asked: object, sizes: Mapping[Role, int | None], **_options: object) -> int:
-        assert list(sizes) == list(Role), "each is said"
-        done.append(" + ".join(f"{size} {role}" for role, size in sizes.items() if size))
-        return fails.get(done[-1], 0)
-
-    monkeypatch.setattr("pdmesh.cli.operations.start", started)
-    monkeypatch.setattr("pdmesh.cli.operations.resize", sized)
+async def test_a_restart_of_everything_is_one_operation_that_nobody_has_to_wait_for() -> None:
     async with three_instances() as mesh:
-        assert (await typed(mesh, "restart", "--rolling")).code == 0
-        assert done == ["p0", "p1", "d0"], "nobody is there who could start another one"
-        done.clear()
-        services = (*FOLLOWING.services, ServiceProcess(name="scheduler", pid=1), ServiceProcess(name="gateway", pid=2))
-        await ask(mesh, msgspec.structs.replace(FOLLOWING, services=services))
-        assert (await typed(mesh, "restart", "--rolling")).code == 0
-        grown, there = "2 prefill + 2 decode", "2 prefill + 1 decode"
-        assert done == ["p0", "p1", grown, "d0", there, "gateway", "scheduler"]
-        left = "one decode instance more than before may be there: `pdmesh pool resize --decode 1`"
-        for failing, code, did, says in (
-            ({"d0": 1}, 1, ["p0", "p1", grown, "d0", there], False),
-            ({"d0": 1, there: 4}, 1, ["p0", "p1", grown, "d0", there], True),
-            ({there: 4}, 4, ["p0", "p1", grown, "d0", there], True),
-            ({grown: 4}, 4, ["p0", "p1", grown], False),
-            ({"p1": 4}, 4, ["p0", "p1"], False),
-        ):
-            done.clear()
-            fails.clear()
-            fails.update(failing)
-            failed = await typed(mesh, "restart", "--rolling")
-            assert (failed.code, done, left in failed.said) == (code, did, says), failing
-        fails.clear()
-        fails["d0"] = GONE
-        assert left in (await typed(mesh, "restart", "--rolling")).said, "nobody could take it back"
+        refused = await typed(mesh, "restart", "--rolling")
+        assert refused.code == 3
+        assert "nobody here starts another one beside it" in refused.said
+        begun = await typed(mesh, "restart", "--rolling", "--force", "--no-wait")
+        assert begun.code == 0
+        answer = await ask(mesh, ListOperations())
+        assert isinstance(answer, OperationList)
+        (rolling,) = (each for each in answer.operations if each.kind == "rolling" and each.state == "running")
+        assert rolling.num_left == 3
+        assert (await typed(mesh, "ops", "show", rolling.operation_id)).code == 0
+        await typed(mesh, "ops", "cancel", rolling.operation_id)
+        assert (await typed(mesh, "restart", "d0", "--rolling")).said == "name one instance, or say --rolling"
+
+
+# --- a scheduler that is away ---
+
+
+async def test_what_is_asked_of_a_scheduler_that_is_being_started_again_is_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first try meets nobody, its second one a scheduler that has not heard of the instances yet."""
+    path = tmp_path / "operations.json"
+    async with three_instances() as mesh:
+        address = mesh.context.facts["address"]
+    port = int(address.rpartition(":")[2])
+    away = anyio.Event()
+
+    async def sleep(_seconds: float) -> None:
+        anyio.from_thread.run_sync(away.set)
+
+    monkeypatch.setattr("pdmesh.cli.operations.anyio.sleep", sleep)
+    monkeypatch.setattr("pdmesh.cli.operations.AWAY_PAUSE_S", 0.0)
+    results: list[Typed] = []
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, port=port, operations_file=path, orphan_grace_s=4.0))
+
+    async def type_it() -> None:
+        results.append(await typed(mesh, "drain", "p1"))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(type_it)
+        await away.wait()
+        async with running_scheduler(config) as again:
+            p0, p1, d0 = (modelled_profile(name, Role.DECODE if name == "d0" else Role.PREFILL) for name in NAMES)
+            async with again.worker(p0), again.worker(p1), again.worker(d0):
+                with anyio.fail_after(20):
+                    while not results:
+                        await anyio.lowlevel.checkpoint()
+                answer = await ask(again, ListOperations())
+                assert isinstance(answer, OperationList)
+                assert [(each.instance_id, each.state) for each in answer.operations] == [("p1", "done")]
+    (result,) = results
+    assert result.code == 0
+    assert result.said.splitlines()[0] == "pdmesh: the scheduler does not answer: trying for 10 s"
+
+
+async def test_a_restart_whose_answer_was_lost_is_not_done_again() -> None:
+    """The next scheduler does not know of it; the process that was to go has gone."""
+    profile = modelled_profile("p1", Role.PREFILL)
+    wish = OperationRequested(
+        operation_id=OperationId("x"),
+        kind=OperationKind.RESTART,
+        instance_id=InstanceId("p1"),
+        timeout_s=5.0,
+        pid=7,
+    )
+    async with (
+        running_scheduler() as mesh,
+        mesh.worker(modelled_profile("p0", Role.PREFILL)),
+        mesh.worker(modelled_profile("d0", Role.DECODE)),
+        mesh.worker(replace(profile, pid=8)),
+    ):
+        done = await ask(mesh, StartOperation(wish=wish))
+        assert isinstance(done, OperationStatus)
+        assert (done.state, done.detail) == ("done", "another process of it was there already")
+        again = replace(wish, operation_id=OperationId("y"), pid=8)
+        begun = await ask(mesh, StartOperation(wish=again))
+        assert isinstance(begun, OperationStatus)
+        assert begun.state == "running"
+        for forged in (replace(wish, again=True), replace(wish, stopped_pid=8), replace(wish, role_before=Role.MIXED)):
+            with pytest.raises(PdmeshError, match="only a scheduler asks again"):
+                await ask(mesh, StartOperation(wish=forged))
+
+
+async def test_nobody_is_asked_again_who_has_said_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh.cli.operations.FIRST_LIMIT_S", 60.0)
+    async with running_scheduler(replace(CONFIG, security=SecurityConfig(mesh_token="ours"))) as mesh:
+        with anyio.fail_after(20):
+            refused = await typed(mesh, "drain", "p1", PDMESH_SECURITY_MESH_TOKEN="theirs")
+    assert refused.code == 1
+    assert "wrong mesh token" in refused.said
 
 
 # --- a supervisor that stands still ---

@@ -18,10 +18,11 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
-from pdmesh.model import InstanceId, PoolCounts, Role
+from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.sim.advice import recent, splits
+from pdmesh.sim.advice import Foretold, Proposal, ranked, recent, splits, tpot_limit_s
 from pdmesh.sim.mesh import MeshShape
+from pdmesh.sim.report import SimReport
 from pdmesh.sim.simulator import Simulator
 from pdmesh.sim.workload import Arrival
 from pdmesh.testing.recorded import RecordedCore
@@ -67,11 +68,40 @@ def test_pools_that_are_known_to_be_better_are_found(tmp_path: Path) -> None:
     best = advice.best
     assert best is not None
     assert best.attainment > advice.now.attainment + 0.2
-    assert best.proposal.pools.prefill >= 2 or best.proposal.pools.mixed == 4
+    assert best.proposal.pools == PoolCounts(prefill=2, decode=2), "one role changes, and all are in time"
+    assert best.attainment == max(each.attainment for each in advice.outlooks)
     after = recorded(tmp_path / "better", 3, 1, long_prompts())
     better = advise(after, OPTIONS, Output.JSON)
-    foretold = next(each for each in advice.outlooks if each.proposal == better.now.proposal)
-    assert better.recorded.attainment == pytest.approx(foretold.attainment, rel=0.15), "as foretold"
+    told = next(each for each in advice.outlooks if each.proposal == better.now.proposal)
+    assert better.recorded.attainment == pytest.approx(told.attainment, rel=0.15), "as foretold"
+
+
+def foretold(pools: PoolCounts, attainment: float, tpot_s: float, bundle: str = "fcfs") -> Foretold:
+    figures = SimpleNamespace(
+        all=SimpleNamespace(
+            slo_attainment=attainment, tpot_s=SimpleNamespace(p99=tpot_s), ttft_s=SimpleNamespace(p99=0.1)
+        ),
+        goodput_per_s=attainment,
+    )
+    return Foretold(Proposal(pools, bundle), cast(SimReport, figures))
+
+
+def test_of_what_is_alike_the_least_change_is_first_and_what_makes_tokens_slow_is_last() -> None:
+    now = foretold(PoolCounts(prefill=1, decode=3), 0.5, 0.02)
+    one = foretold(PoolCounts(prefill=2, decode=2), 0.995, 0.021)
+    two = foretold(PoolCounts(prefill=3, decode=1), 1.0, 0.03)
+    other = foretold(PoolCounts(prefill=2, decode=2), 1.0, 0.02, "pdmesh")
+    mixed = foretold(PoolCounts(prefill=0, decode=0, mixed=4), 1.0, 0.06)
+    all_of_them = [mixed, two, other, one, now]
+    limit_s = tpot_limit_s(now, Slo(ttft_s=1.0), [], 0.05)
+    assert limit_s == 0.05, "what the policies go by"
+    assert ranked(all_of_them, now, limit_s) == [one, two, other, now, mixed]
+    slow = foretold(PoolCounts(prefill=1, decode=3), 0.5, 0.2)
+    assert tpot_limit_s(slow, Slo(ttft_s=1.0), [], 0.05) == pytest.approx(0.22), "a slow machine keeps its pace"
+    with_target = tpot_limit_s(now, Slo(ttft_s=1.0, tpot_s=0.05), [], 0.05)
+    assert ranked(all_of_them, now, with_target)[-1] is now, "targets are counted in the share of requests in time"
+    same = foretold(now.proposal.pools, 0.992, 0.02)
+    assert ranked([one, two, same], same, limit_s)[0] is same, "of what is alike, what is there"
 
 
 def test_nothing_is_proposed_where_nothing_is_better(tmp_path: Path) -> None:
@@ -140,15 +170,35 @@ def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
     assert next_flip(there, PoolCounts(prefill=1, decode=3), 1) is None, "it is there"
 
 
+def test_auto_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the scheduler takes back what makes things worse (tests/e2e/test_auto.py)."""
+    there = SimpleNamespace(instances=[row("prefill-0"), row("decode-0"), row("decode-1")])
+    now = foretold(PoolCounts(prefill=1, decode=2), 0.5, 0.02)
+    best = foretold(PoolCounts(prefill=2, decode=1), 0.9, 0.02)
+    asked: list[tuple[object, dict[str, object]]] = []
+
+    def start(_asked: object, kind: object, instance_id: str, **options: object) -> int:
+        asked.append(((kind, instance_id), options))
+        return 1
+
+    monkeypatch.setattr("pdmesh.cli.auto.current_state", lambda *_: there)
+    monkeypatch.setattr("pdmesh.cli.auto.log_file", lambda *_: None)
+    monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
+    monkeypatch.setattr("pdmesh.cli.auto.start", start)
+    assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 1, "taken back"
+    options = {"role": Role.PREFILL, "timeout_s": 1.0, "judged": True}
+    assert asked == [((OperationKind.ROLE, "decode-0"), options)]
+
+
 def test_auto_says_where_the_pools_are_as_advised_already(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its log is of the minutes before."""
     there = SimpleNamespace(instances=[row("prefill-0"), row("prefill-1"), row("decode-0")])
-    foretold = SimpleNamespace(proposal=SimpleNamespace(pools=PoolCounts(prefill=2, decode=1)), attainment=1.0)
+    better = foretold(PoolCounts(prefill=2, decode=1), 1.0, 0.02)
     monkeypatch.setattr("pdmesh.cli.auto.current_state", lambda *_: there)
     monkeypatch.setattr("pdmesh.cli.auto.log_file", lambda *_: None)
-    monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=foretold, now=foretold))
+    monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
     assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 0
     assert "2 prefill + 1 decode, which would have been better, are there already" in capsys.readouterr().out
 

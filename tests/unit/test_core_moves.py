@@ -14,7 +14,6 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Restart,
     ResumeDecode,
-    RunStep,
 )
 from pdmesh.core.events import (
     DrainRequested,
@@ -35,7 +34,6 @@ from pdmesh.core.operations import OperationState, OperationView
 from pdmesh.model import (
     Epoch,
     InstanceId,
-    InstanceProfile,
     OperationId,
     OperationKind,
     RequestId,
@@ -43,28 +41,8 @@ from pdmesh.model import (
     Role,
     TransferPurpose,
 )
-from pdmesh.testing.core import GATEWAY, CoreBench, of
+from pdmesh.testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
 from pdmesh.testing.modelled import modelled_profile
-
-
-def profile(name: str, num_transfer_backends: int = 2) -> InstanceProfile:
-    role = Role.PREFILL if name[0] == "p" else Role.DECODE
-    return modelled_profile(name, role, num_transfer_backends=num_transfer_backends)
-
-
-def bench_of(*names: str) -> CoreBench:
-    return CoreBench(*(profile(name) for name in names))
-
-
-def decoding(bench: CoreBench, request_id: str = "a") -> str:
-    """A request that decodes on the instance that is returned."""
-    commands = bench.arrive(request_id)
-    (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
-    bench.done(step.instance_id, step.plan)
-    bench.landed(place.instance_id, request_id)
-    bench.sent(step.instance_id, request_id)
-    bench.released(step.instance_id, request_id)
-    return place.instance_id
 
 
 class Move:
@@ -72,7 +50,7 @@ class Move:
 
     def __init__(self) -> None:
         self.bench = bench_of("p0", "d0", "d1")
-        self.source = decoding(self.bench)
+        self.source = self.bench.decoding("a")
         self.target = "d1" if self.source == "d0" else "d0"
         self.commands = self.move("x")
 
@@ -252,7 +230,7 @@ def test_a_target_that_registers_again_says_by_that_whether_it_began(has_landed:
         decoding=True,
         max_total_tokens=11,
     )
-    again = move.bench.feed(InstanceJoined(profile(move.target), (resident,) if has_landed else ()))
+    again = move.bench.feed(InstanceJoined(named_profile(move.target), (resident,) if has_landed else ()))
     assert bool(of(ResumeDecode, again)) is not has_landed
     if has_landed:
         move.sent()
@@ -272,7 +250,7 @@ def test_a_source_that_registers_again_goes_on_if_it_still_decodes(is_freed: boo
         decoding=True,
         max_total_tokens=11,
     )
-    commands = move.bench.feed(InstanceJoined(profile(move.source), () if is_freed else (resident,)))
+    commands = move.bench.feed(InstanceJoined(named_profile(move.source), () if is_freed else (resident,)))
     assert [free.instance_id for free in of(FreeKv, commands)] == [move.target]
     assert bool(of(Restart, commands)) is is_freed
     move.bench.released(move.target, "a")
@@ -346,10 +324,15 @@ def test_a_move_that_takes_too_long_is_taken_back() -> None:
     ],
 )
 def test_what_cannot_move_is_refused_in_one_sentence(request_id: str, target: str, reason: str) -> None:
-    bench = CoreBench(profile("p0"), profile("d0"), profile("d1"), modelled_profile("d2", Role.DECODE, model="other"))
+    bench = CoreBench(
+        named_profile("p0"),
+        named_profile("d0"),
+        named_profile("d1"),
+        modelled_profile("d2", Role.DECODE, model="other"),
+    )
     move = Move.__new__(Move)
     move.bench = bench
-    assert decoding(bench) == "d0"
+    assert bench.decoding("a") == "d0"
     bench.arrive("w")
     assert not of(PlaceDecode, move.move("x", request_id, target))
     assert move.is_(OperationState.REFUSED)
@@ -367,7 +350,7 @@ def test_a_drain_moves_what_decodes_and_a_stopping_process_does_the_same() -> No
         DrainRequested(InstanceId("d0")),
     ):
         bench = bench_of("p0", "d0", "d1")
-        assert decoding(bench) == "d0"
+        assert bench.decoding("a") == "d0"
         (place,) = of(PlaceDecode, bench.feed(event))
         assert (place.instance_id, place.transfer.purpose) == ("d1", TransferPurpose.MOVE)
         bench.landed("d1", "a")
@@ -378,10 +361,10 @@ def test_a_drain_moves_what_decodes_and_a_stopping_process_does_the_same() -> No
 
 
 def test_only_a_few_leave_at_a_time_and_fewer_are_sent() -> None:
-    bench = CoreBench(profile("p0"), profile("d0", num_transfer_backends=4))
+    bench = CoreBench(named_profile("p0"), named_profile("d0", num_transfer_backends=4))
     for number in range(6):
-        decoding(bench, f"r{number}")
-    bench.feed(InstanceJoined(profile("d1", num_transfer_backends=4), ()))
+        bench.decoding(f"r{number}")
+    bench.feed(InstanceJoined(named_profile("d1", num_transfer_backends=4), ()))
     commands = bench.feed(DrainRequested(InstanceId("d0")))
     assert len(of(PlaceDecode, commands)) == 4
     assert len(of(GrantTransfer, commands)) == 2

@@ -18,18 +18,9 @@ from pdmesh.core.commands import (
     WakeAt,
 )
 from pdmesh.core.events import InstanceJoined, InstanceLost, OperationCancelled, OperationRequested, Tick
-from pdmesh.core.operations import COME_BACK_S, MAX_ENDED, OperationState, OperationView
-from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, Role
-from pdmesh.testing.core import CoreBench, of
-from pdmesh.testing.modelled import modelled_profile
-
-
-def profile(name: str) -> InstanceProfile:
-    return modelled_profile(name, Role.PREFILL if name[0] == "p" else Role.DECODE if name[0] == "d" else Role.MIXED)
-
-
-def bench_of(*names: str) -> CoreBench:
-    return CoreBench(*(profile(name) for name in names))
+from pdmesh.core.operations import COME_BACK_S, MAX_ENDED, OperationState
+from pdmesh.model import InstanceId, OperationId, OperationKind, Role
+from pdmesh.testing.core import CoreBench, bench_of, named_profile, of
 
 
 def wish(
@@ -45,53 +36,38 @@ def wish(
     )
 
 
-def state(bench: CoreBench, name: str) -> OperationView:
-    return next(view for view in bench.core.operations if view.operation_id == name)
-
-
 def restarted(commands: list[Command]) -> list[str]:
     return [restart.request_id for restart in of(Restart, commands)]
 
 
-def decoding(bench: CoreBench, request_id: str) -> str:
-    """A request that decodes on the instance that is returned."""
-    commands = bench.arrive(request_id)
-    (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
-    bench.done(step.instance_id, step.plan)
-    bench.landed(place.instance_id, request_id)
-    bench.sent(step.instance_id, request_id)
-    bench.released(step.instance_id, request_id)
-    return place.instance_id
-
-
 def test_a_drain_is_done_when_the_last_request_has_left() -> None:
     bench = bench_of("p0", "d0", "d1")
-    target = decoding(bench, "a")
+    target = bench.decoding("a")
     assert not restarted(bench.feed(wish("drain", target, name="x")))
-    assert (state(bench, "x").state, state(bench, "x").num_left) == (OperationState.RUNNING, 1)
+    assert (bench.operation("x").state, bench.operation("x").num_left) == (OperationState.RUNNING, 1)
     (place,) = of(PlaceDecode, bench.arrive("b"))
     assert place.instance_id != target
     bench.finish(target, "a")
     bench.released(target, "a")
-    assert state(bench, "x").state is OperationState.DONE
+    assert bench.operation("x").state is OperationState.DONE
     bench.feed(wish("undrain", target))
-    assert state(bench, f"undrain-{target}").state is OperationState.DONE
+    assert bench.operation(f"undrain-{target}").state is OperationState.DONE
     assert not next(view for view in bench.core.instances if view.instance_id == target).draining
 
 
 def test_what_is_left_at_the_time_limit_starts_again_elsewhere() -> None:
     bench = bench_of("p0", "d0", "d1")
-    target = decoding(bench, "a")
+    target = bench.decoding("a")
     commands = bench.feed(wish("drain", target, name="x", timeout_s=3.0))
     assert [wake.at_s for wake in of(WakeAt, commands)] == [bench.now_s + 3.0]
     bench.now_s += 3.0
     commands = bench.feed(Tick())
     assert restarted(commands) == ["a"]
     assert sorted(free.instance_id for free in of(FreeKv, commands)) == ["d0", "d1"], "it was on its way to the other"
-    assert state(bench, "x").state is OperationState.RUNNING, "its KV is not free yet"
+    assert bench.operation("x").state is OperationState.RUNNING, "its KV is not free yet"
     for name in ("d0", "d1"):
         bench.released(name, "a")
-    assert state(bench, "x").state is OperationState.DONE
+    assert bench.operation("x").state is OperationState.DONE
     (place,) = of(PlaceDecode, bench.arrive("a", epoch=1))
     assert place.instance_id != target
 
@@ -102,14 +78,32 @@ def test_a_prompt_that_would_take_longer_than_the_limit_leaves_at_once() -> None
     assert restarted(bench.feed(wish("drain", step.instance_id, timeout_s=0.0))) == ["a"]
 
 
+def test_a_process_that_is_named_is_restarted_once() -> None:
+    bench = bench_of("p0", "p1", "d0")
+    first = replace(named_profile("p1"), pid=1)
+    bench.feed(InstanceLost(first.instance_id))
+    bench.feed(InstanceJoined(first, ()))
+    asked = replace(wish("restart", "p1", name="x"), pid=1)
+    assert of(StopInstance, bench.feed(asked))
+    bench.feed(InstanceLost(first.instance_id))
+    gone = replace(asked, operation_id=OperationId("y"))
+    bench.feed(replace(gone, instance_id=InstanceId("p2")))
+    assert bench.operation("y").detail == "waits for the instance to come back", "who names a process has seen it"
+    bench.feed(InstanceJoined(replace(first, pid=2), ()))
+    assert bench.operation("x").state is OperationState.DONE
+    again = replace(asked, operation_id=OperationId("z"))
+    assert not of(StopInstance, bench.feed(again)), "it was another one that was to go"
+    assert bench.operation("z").state is OperationState.DONE
+
+
 def test_the_last_of_its_kind_is_drained_by_force_only() -> None:
     bench = bench_of("p0", "d0")
     bench.feed(wish("drain", "d0", name="x"))
-    assert state(bench, "x").state is OperationState.REFUSED
-    assert "the last that can decode" in state(bench, "x").detail
+    assert bench.operation("x").state is OperationState.REFUSED
+    assert "the last that can decode" in bench.operation("x").detail
     assert of(RunStep, bench.arrive("a")), "nothing has changed"
     bench.feed(wish("drain", "d0", name="y", force=True))
-    assert state(bench, "y").state is OperationState.RUNNING
+    assert bench.operation("y").state is OperationState.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -122,18 +116,18 @@ def test_the_last_of_its_kind_is_drained_by_force_only() -> None:
 )
 def test_what_cannot_be_is_refused_before_anything_changes(asked: OperationRequested, reason: str) -> None:
     bench = bench_of("p0", "d0", "d1")
-    assert decoding(bench, "a") == "d0"
+    assert bench.decoding("a") == "d0"
     bench.feed(wish("drain", "d0", name="first"))
     before = bench.core.instances
     assert not bench.feed(asked)
-    assert state(bench, "x").state is OperationState.REFUSED
-    assert reason in state(bench, "x").detail
+    assert bench.operation("x").state is OperationState.REFUSED
+    assert reason in bench.operation("x").detail
     assert bench.core.instances == before
 
 
 def test_asked_twice_is_done_once() -> None:
     bench = bench_of("p0", "d0", "d1")
-    decoding(bench, "a")
+    bench.decoding("a")
     bench.feed(wish("drain", "d0", name="x"))
     assert not bench.feed(wish("drain", "d0", name="x"))
     assert [view.state for view in bench.core.operations] == [OperationState.RUNNING]
@@ -141,10 +135,10 @@ def test_asked_twice_is_done_once() -> None:
 
 def test_an_operation_that_is_taken_back_leaves_the_instance_as_it_was() -> None:
     bench = bench_of("p0", "d0", "d1")
-    target = decoding(bench, "a")
+    target = bench.decoding("a")
     bench.feed(wish("drain", target, name="x"))
     bench.feed(OperationCancelled(OperationId("x")))
-    assert state(bench, "x").state is OperationState.CANCELLED
+    assert bench.operation("x").state is OperationState.CANCELLED
     assert not any(view.draining for view in bench.core.instances)
     bench.feed(OperationCancelled(OperationId("x")))
     assert bench.core.ignored["OperationCancelled"] == 1
@@ -152,29 +146,29 @@ def test_an_operation_that_is_taken_back_leaves_the_instance_as_it_was() -> None
 
 def test_an_instance_takes_on_its_new_role_at_once_and_the_operation_is_done_when_its_old_work_has_left() -> None:
     bench = bench_of("p0", "d0", "d1")
-    target = decoding(bench, "a")
+    target = bench.decoding("a")
     commands = bench.feed(wish("role", target, role="prefill", name="x"))
     assert [(command.instance_id, command.role) for command in of(SetRole, commands)] == [(target, Role.PREFILL)]
     view = next(view for view in bench.core.instances if view.instance_id == target)
     assert (view.role, view.draining) == (Role.PREFILL, False)
-    assert (state(bench, "x").state, state(bench, "x").num_left) == (OperationState.RUNNING, 1)
+    assert (bench.operation("x").state, bench.operation("x").num_left) == (OperationState.RUNNING, 1)
     placed = [bench.arrive(name) for name in ("b", "c", "d")]
     prefills = {admitted.instance_id for commands in placed for admitted in of(AdmitPrefill, commands)}
     assert target in prefills, "it prefills while its decode leaves"
     assert target not in {place.instance_id for commands in placed for place in of(PlaceDecode, commands)}
     bench.finish(target, "a")
     bench.released(target, "a")
-    assert state(bench, "x").state is OperationState.DONE
+    assert bench.operation("x").state is OperationState.DONE
 
 
 def test_what_comes_to_an_instance_in_its_new_role_need_not_leave_it() -> None:
     bench = bench_of("p0", "p1", "d0")
     (step,) = of(RunStep, bench.arrive("a"))
     bench.feed(wish("role", step.instance_id, role="decode", name="x", timeout_s=10.0))
-    assert state(bench, "x").num_left == 1
+    assert bench.operation("x").num_left == 1
     places = [place.instance_id for name in "bcd" for place in of(PlaceDecode, bench.arrive(name))]
     assert step.instance_id in places, "it decodes while its prompt is computed to its end"
-    assert state(bench, "x").num_left == 1
+    assert bench.operation("x").num_left == 1
     bench.feed(Tick(), at_s=bench.now_s + 10.0)
     assert set(restarted(bench.commands)) <= {"a"}, "at the time limit only what is old starts again"
 
@@ -182,33 +176,33 @@ def test_what_comes_to_an_instance_in_its_new_role_need_not_leave_it() -> None:
 def test_undrain_and_cancel_give_an_instance_its_old_role_again() -> None:
     for name, again in (("cancel", OperationCancelled(OperationId("x"))), ("undrain", wish("undrain", "", name="u"))):
         bench = bench_of("p0", "d0", "d1")
-        target = decoding(bench, "a")
+        target = bench.decoding("a")
         bench.feed(wish("role", target, role="prefill", name="x"))
         bench.feed(again if isinstance(again, OperationCancelled) else replace(again, instance_id=InstanceId(target)))
         view = next(view for view in bench.core.instances if view.instance_id == target)
-        assert (view.role, state(bench, "x").state) == (Role.DECODE, OperationState.CANCELLED), name
+        assert (view.role, bench.operation("x").state) == (Role.DECODE, OperationState.CANCELLED), name
 
 
 def test_the_next_scheduler_knows_which_role_an_instance_had() -> None:
     bench = bench_of("p0", "d0", "d1")
-    target = decoding(bench, "a")
+    target = bench.decoding("a")
     bench.feed(replace(wish("role", target, role="prefill", name="x"), judged=True))
     (again,) = bench.core.wishes
     assert again.role_before is Role.DECODE
     after = CoreBench()
     after.feed(replace(again, again=True))
-    after.feed(InstanceJoined(replace(profile(target), role=Role.PREFILL), ()))
-    assert state(after, "x").detail.startswith("judged by"), "it has nothing left to leave"
+    after.feed(InstanceJoined(replace(named_profile(target), role=Role.PREFILL), ()))
+    assert after.operation("x").detail.startswith("judged by"), "it has nothing left to leave"
     after.feed(OperationCancelled(OperationId("x")))
     assert next(iter(after.core.instances)).role is Role.DECODE
 
 
 def test_a_role_that_does_more_changes_at_once() -> None:
     bench = bench_of("p0", "d0")
-    decoding(bench, "a")
+    bench.decoding("a")
     commands = bench.feed(wish("role", "d0", role="mixed", name="x"))
     assert of(SetRole, commands)
-    assert state(bench, "x").state is OperationState.DONE
+    assert bench.operation("x").state is OperationState.DONE
 
 
 def test_what_was_wanted_holds_for_an_instance_that_comes_back() -> None:
@@ -217,7 +211,7 @@ def test_what_was_wanted_holds_for_an_instance_that_comes_back() -> None:
     bench.feed(wish("role", "m0", role="decode"))
     for name in ("d0", "m0"):
         bench.feed(InstanceLost(InstanceId(name)))
-    commands = [command for name in ("d0", "m0") for command in bench.feed(InstanceJoined(profile(name), ()))]
+    commands = [command for name in ("d0", "m0") for command in bench.feed(InstanceJoined(named_profile(name), ()))]
     assert [(command.instance_id, command.role) for command in of(SetRole, commands)] == [("m0", Role.DECODE)]
     views = {view.instance_id: view for view in bench.core.instances}
     assert views[InstanceId("d0")].draining
@@ -226,20 +220,20 @@ def test_what_was_wanted_holds_for_an_instance_that_comes_back() -> None:
 
 def test_a_drain_is_done_when_the_instance_dies_and_a_role_waits_for_it() -> None:
     bench = bench_of("p0", "d0", "d1", "d2")
-    decoding(bench, "a")
-    decoding(bench, "b")
+    bench.decoding("a")
+    bench.decoding("b")
     bench.feed(wish("drain", "d0", name="x"))
     bench.feed(wish("role", "d1", role="prefill", name="y"))
     for name in ("d0", "d1"):
         bench.feed(InstanceLost(InstanceId(name)))
-    assert (state(bench, "x").state, state(bench, "y").state) == (OperationState.DONE, OperationState.RUNNING)
-    bench.feed(InstanceJoined(profile("d1"), ()))
-    assert state(bench, "y").state is OperationState.DONE
+    assert (bench.operation("x").state, bench.operation("y").state) == (OperationState.DONE, OperationState.RUNNING)
+    bench.feed(InstanceJoined(named_profile("d1"), ()))
+    assert bench.operation("y").state is OperationState.DONE
 
 
 def test_the_next_scheduler_goes_on_with_what_was_asked_of_this_one() -> None:
     bench = bench_of("p0", "p1", "d0", "d1")
-    target = decoding(bench, "a")
+    target = bench.decoding("a")
     bench.feed(wish("drain", "p0", name="done"))
     bench.feed(wish("role", target, role="mixed", name="role"))
     other = "d1" if target == "d0" else "d0"
@@ -251,7 +245,7 @@ def test_the_next_scheduler_goes_on_with_what_was_asked_of_this_one() -> None:
     for each in wishes:
         after.feed(replace(each, again=True))
     for name in ("p0", "p1", target, other):
-        after.feed(InstanceJoined(profile(name), ()))
+        after.feed(InstanceJoined(named_profile(name), ()))
     views = {view.instance_id: view for view in after.core.instances}
     assert views[InstanceId("p0")].draining
     assert (views[InstanceId(target)].draining, views[InstanceId(target)].role) == (True, Role.MIXED)
@@ -263,7 +257,7 @@ def test_an_instance_that_never_comes_back_ends_the_operation_at_its_limit() -> 
     bench.feed(replace(wish("role", "d9", role="mixed", name="x"), again=True))
     bench.now_s += 10.0
     bench.feed(Tick())
-    assert state(bench, "x").state is OperationState.FAILED
+    assert bench.operation("x").state is OperationState.FAILED
 
 
 def test_only_so_many_that_are_over_are_remembered() -> None:
@@ -274,20 +268,20 @@ def test_only_so_many_that_are_over_are_remembered() -> None:
 
 
 def again(name: str, pid: int) -> InstanceJoined:
-    return InstanceJoined(replace(profile(name), pid=pid), ())
+    return InstanceJoined(replace(named_profile(name), pid=pid), ())
 
 
 def test_a_restart_stops_the_process_once_all_has_left_and_is_done_when_the_next_one_joins() -> None:
     bench = bench_of("p0", "d0", "d1")
-    target = decoding(bench, "a")
+    target = bench.decoding("a")
     assert not of(StopInstance, bench.feed(wish("restart", target, name="x")))
     bench.finish(target, "a")
     commands = bench.released(target, "a")
     assert [command.instance_id for command in of(StopInstance, commands)] == [target]
     bench.feed(InstanceLost(InstanceId(target)))
-    assert state(bench, "x").state is OperationState.RUNNING
+    assert bench.operation("x").state is OperationState.RUNNING
     bench.feed(again(target, pid=7))
-    assert state(bench, "x").state is OperationState.DONE
+    assert bench.operation("x").state is OperationState.DONE
     assert not any(view.draining for view in bench.core.instances)
 
 
@@ -307,7 +301,7 @@ def test_a_restart_under_way_is_not_begun_again_by_the_next_scheduler() -> None:
     after.feed(replace(carried, again=True))
     commands = [command for event in (again("p0", 0), again("d1", 0), again("d0", 9)) for command in after.feed(event)]
     assert not of(StopInstance, commands)
-    assert state(after, "x").state is OperationState.DONE
+    assert after.operation("x").state is OperationState.DONE
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -318,5 +312,5 @@ def test_a_process_that_does_not_come_back_ends_the_restart(is_gone: bool) -> No
         bench.feed(InstanceLost(InstanceId("d0")))
     bench.now_s += COME_BACK_S
     bench.feed(Tick())
-    assert state(bench, "x").state is OperationState.FAILED
+    assert bench.operation("x").state is OperationState.FAILED
     assert not any(view.draining for view in bench.core.instances), "one that lives on is used on"

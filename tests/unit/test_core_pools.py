@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.commands import PlaceDecode, RunStep, SetRole
+from pdmesh.core.commands import SetRole
 from pdmesh.core.events import (
     ActuatorFacts,
     InstanceJoined,
@@ -21,21 +21,12 @@ from pdmesh.core.events import (
     ResizeRequested,
     Tick,
 )
-from pdmesh.core.operations import OperationState, OperationView
+from pdmesh.core.operations import OperationState
 from pdmesh.core.pools import GONE_S, plan_pools
-from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, Role
-from pdmesh.testing.core import CoreBench, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
+from pdmesh.testing.core import CoreBench, bench_of, named_profile, of
 
 PAIR = ("prefill-0", "decode-0")
-
-
-def bench_of(*names: str) -> CoreBench:
-    return CoreBench(*(profile(name) for name in names))
-
-
-def profile(name: str) -> InstanceProfile:
-    return modelled_profile(name, Role(name.partition("-")[0]))
 
 
 def resize(bench: CoreBench, prefill: int, decode: int, mixed: int = 0, **other: Any) -> ResizeRequested:
@@ -51,33 +42,18 @@ def resize(bench: CoreBench, prefill: int, decode: int, mixed: int = 0, **other:
     return replace(wish, **other)
 
 
-def state(bench: CoreBench, name: str = "x") -> OperationView:
-    return next(view for view in bench.core.operations if view.operation_id == name)
-
-
 def started(bench: CoreBench) -> list[str]:
     return [member.instance_id for member in bench.core.desired_pools.start]
 
 
 def join(bench: CoreBench, *names: str) -> None:
     for name in names:
-        bench.feed(InstanceJoined(profile(name), ()))
+        bench.feed(InstanceJoined(named_profile(name), ()))
 
 
 def runs(bench: CoreBench, *names: str) -> None:
     """The actuator has processes of these instances, and of no others."""
     bench.feed(ProcessesReported(tuple(InstanceId(name) for name in names)))
-
-
-def decoding(bench: CoreBench, request_id: str) -> str:
-    """A request that decodes on the instance that is returned."""
-    commands = bench.arrive(request_id)
-    (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
-    bench.done(step.instance_id, step.plan)
-    bench.landed(place.instance_id, request_id)
-    bench.sent(step.instance_id, request_id)
-    bench.released(step.instance_id, request_id)
-    return place.instance_id
 
 
 def test_what_is_missing_is_started_and_the_resize_is_done_when_it_has_joined() -> None:
@@ -86,25 +62,36 @@ def test_what_is_missing_is_started_and_the_resize_is_done_when_it_has_joined() 
     bench.feed(resize(bench, 2, 3))
     assert started(bench) == ["prefill-1", "decode-1", "decode-2"]
     join(bench, "prefill-1", "decode-1")
-    assert (state(bench).state, state(bench).detail) == (OperationState.RUNNING, "decode-2 to start")
+    assert (bench.operation("x").state, bench.operation("x").detail) == (OperationState.RUNNING, "decode-2 to start")
     join(bench, "decode-2")
-    assert state(bench).state is OperationState.DONE
+    assert bench.operation("x").state is OperationState.DONE
     bench.core.check_integrity()
 
 
 def test_what_leaves_is_drained_and_then_stopped() -> None:
     bench = bench_of("prefill-0", "decode-0", "decode-1")
-    idle = "decode-1" if decoding(bench, "a") == "decode-0" else "decode-0"
+    idle = "decode-1" if bench.decoding("a") == "decode-0" else "decode-0"
     bench.feed(resize(bench, 1, 1))
     assert bench.core.desired_pools.stop == (idle,), "the one that does least leaves"
-    assert state(bench).state is OperationState.RUNNING
+    assert bench.operation("x").state is OperationState.RUNNING
     runs(bench, "prefill-0", "decode-0", "decode-1")
     bench.feed(InstanceLost(InstanceId(idle)))
-    assert (state(bench).state, state(bench).detail) == (OperationState.RUNNING, f"{idle} to end its process")
+    assert (bench.operation("x").state, bench.operation("x").detail) == (
+        OperationState.RUNNING,
+        f"{idle} to end its process",
+    )
     runs(bench, "prefill-0", "decode-0" if idle == "decode-1" else "decode-1")
-    assert state(bench).state is OperationState.DONE
+    assert bench.operation("x").state is OperationState.DONE
     join(bench, idle)
     assert not next(view for view in bench.core.instances if view.instance_id == idle).draining, "it is another one"
+
+
+def test_who_is_named_leaves_before_others() -> None:
+    bench = bench_of("prefill-0", "decode-0", "decode-1")
+    busy = bench.decoding("a")
+    bench.feed(resize(bench, 1, 1, leaves=(InstanceId(busy),)))
+    (part,) = (view for view in bench.core.operations if view.kind is OperationKind.DRAIN)
+    assert part.instance_id == busy, "though it does more than the other one"
 
 
 def test_a_role_changes_before_a_process_is_started() -> None:
@@ -112,7 +99,7 @@ def test_a_role_changes_before_a_process_is_started() -> None:
     commands = bench.feed(resize(bench, 1, 2, actuator=None))
     (flip,) = of(SetRole, commands)
     assert flip.role is Role.DECODE
-    assert state(bench).state is OperationState.DONE, "and nobody has to start one"
+    assert bench.operation("x").state is OperationState.DONE, "and nobody has to start one"
 
 
 @pytest.mark.parametrize(
@@ -135,9 +122,9 @@ def test_what_cannot_be_is_refused_before_anything_changes(change: dict[str, Any
     bench = bench_of(*PAIR)
     before = bench.core.instances
     assert not bench.feed(resize(bench, 1, 2, **change))
-    assert state(bench).state is OperationState.REFUSED
-    assert reason in state(bench).detail
-    assert state(bench).needs_actuator is (change.get("actuator", 1) is None)
+    assert bench.operation("x").state is OperationState.REFUSED
+    assert reason in bench.operation("x").detail
+    assert bench.operation("x").needs_actuator is (change.get("actuator", 1) is None)
     assert bench.core.instances == before
     assert bench.core.desired_pools == ((), ())
 
@@ -146,17 +133,17 @@ def test_one_resize_at_a_time_and_not_over_another_operation() -> None:
     bench = bench_of("prefill-0", "decode-0", "decode-1")
     bench.feed(resize(bench, 1, 3))
     bench.feed(resize(bench, 1, 2, operation_id=OperationId("y")))
-    assert "operation x (pool resize to 1 prefill + 3 decode) runs" in state(bench, "y").detail
+    assert "operation x (pool resize to 1 prefill + 3 decode) runs" in bench.operation("y").detail
     other = bench_of("prefill-0", "decode-0", "decode-1")
-    leaving = decoding(other, "a")
-    decoding(other, "b")
+    leaving = other.decoding("a")
+    other.decoding("b")
     other.feed(
         OperationRequested(
             operation_id=OperationId("d"), kind=OperationKind.DRAIN, instance_id=InstanceId(leaving), timeout_s=60.0
         )
     )
     other.feed(resize(other, 1, 1))
-    assert state(other).detail == f"operation d (drain) runs on {leaving}: wait for it"
+    assert other.operation("x").detail == f"operation d (drain) runs on {leaving}: wait for it"
 
 
 def test_a_worker_that_never_registers_fails_it_and_what_was_started_leaves() -> None:
@@ -165,13 +152,13 @@ def test_a_worker_that_never_registers_fails_it_and_what_was_started_leaves() ->
     join(bench, "decode-1")
     bench.now_s += 100.0
     bench.feed(Tick())
-    assert state(bench).state is OperationState.FAILED
-    assert state(bench).detail == "decode-2 did not register within 100 s"
+    assert bench.operation("x").state is OperationState.FAILED
+    assert bench.operation("x").detail == "decode-2 did not register within 100 s"
     assert started(bench) == []
     assert bench.core.desired_pools.stop == ("decode-1", "decode-2")
     bench.feed(InstanceLost(InstanceId("decode-1")))
     runs(bench, *PAIR)
-    assert state(bench, "x/back").state is OperationState.DONE
+    assert bench.operation("x/back").state is OperationState.DONE
     assert bench.core.unready_reason is None
 
 
@@ -179,9 +166,9 @@ def test_one_that_cannot_be_started_fails_it_at_once() -> None:
     bench = bench_of(*PAIR)
     bench.feed(resize(bench, 1, 2))
     bench.feed(InstanceStartFailed(InstanceId("decode-7"), "not ours"))
-    assert state(bench).state is OperationState.RUNNING
+    assert bench.operation("x").state is OperationState.RUNNING
     bench.feed(InstanceStartFailed(InstanceId("decode-1"), "no memory"))
-    assert (state(bench).state, state(bench).detail) == (
+    assert (bench.operation("x").state, bench.operation("x").detail) == (
         OperationState.FAILED,
         "decode-1 could not be started: no memory",
     )
@@ -193,8 +180,8 @@ def test_a_process_that_nobody_stops_fails_it_and_is_used_again() -> None:
     (leaving,) = bench.core.desired_pools.stop
     bench.now_s += GONE_S
     bench.feed(Tick())
-    assert state(bench).state is OperationState.FAILED
-    assert "did not end within 60 s" in state(bench).detail
+    assert bench.operation("x").state is OperationState.FAILED
+    assert "did not end within 60 s" in bench.operation("x").detail
     assert not next(view for view in bench.core.instances if view.instance_id == leaving).draining
     assert bench.core.desired_pools == ((), ())
 
@@ -207,7 +194,7 @@ def test_a_process_that_does_not_end_fails_it_though_its_instance_has_left() -> 
     bench.feed(InstanceLost(InstanceId(leaving)))
     bench.now_s += GONE_S
     bench.feed(Tick())
-    assert (state(bench).state, state(bench).detail) == (
+    assert (bench.operation("x").state, bench.operation("x").detail) == (
         OperationState.FAILED,
         f"the process of {leaving} did not end within 60 s",
     )
@@ -219,11 +206,11 @@ def test_a_cancelled_resize_is_taken_back() -> None:
     bench.feed(resize(bench, 2, 2))
     join(bench, "prefill-1")
     bench.feed(OperationCancelled(OperationId("x")))
-    assert state(bench).state is OperationState.CANCELLED
+    assert bench.operation("x").state is OperationState.CANCELLED
     assert bench.core.desired_pools.stop == ("prefill-1", "decode-1")
     bench.feed(InstanceLost(InstanceId("prefill-1")))
     runs(bench, *PAIR)
-    assert state(bench, "x/back").state is OperationState.DONE
+    assert bench.operation("x/back").state is OperationState.DONE
     bench.feed(OperationCancelled(OperationId("x")))  # it is over
     assert bench.core.ignored["OperationCancelled"] == 1
 
@@ -237,7 +224,7 @@ def test_the_next_scheduler_goes_on_with_it() -> None:
     after.feed(wish)
     assert started(after) == ["decode-1"]
     join(after, "prefill-0", "decode-0", "decode-1")
-    assert state(after).state is OperationState.DONE
+    assert after.operation("x").state is OperationState.DONE
     assert after.core.resize_wish == wish
 
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
-from pdmesh.sim.advice import Foretold, Proposal, outlook, recent, recent_runs, splits
+from pdmesh.sim.advice import Foretold, Proposal, outlook, ranked, recent, recent_runs, splits, tpot_limit_s
 from pdmesh.sim.recorded import Decision, RecordedRun, recorded_run
 from pdmesh.sim.report import report
 from pdmesh.sim.result import SimResult
@@ -59,12 +60,22 @@ class Advice:
     outlooks: Sequence[Foretold]
     num_requests: int
     min_gain: float
+    tpot_limit_s: float = inf  # at p99, where nobody has a target for it
 
     @property
     def best(self) -> Foretold | None:
         """What to change to; None if nothing is better by enough."""
         best = self.outlooks[0]
         return best if best.attainment - self.now.attainment >= self.min_gain else None
+
+    @property
+    def too_slow(self) -> Foretold | None:
+        """What would have had more in time than the first by enough, and is behind for its time per output token."""
+        others = (each for each in self.outlooks if (each.figures.all.tpot_s.p99 or 0.0) > self.tpot_limit_s)
+        other = max(others, key=lambda each: each.attainment, default=None)
+        if other is None or other.attainment - self.outlooks[0].attainment < self.min_gain:
+            return None
+        return other
 
 
 class _Mesh:
@@ -151,14 +162,16 @@ def _compared(
             core = core_of(header, proposal.bundle)
             outlooks[proposal] = outlook(proposal, core, arrivals, like, latency, options.slo, long_tokens)
             progress.advance(task)
+    limit_s = tpot_limit_s(outlooks[now], options.slo, arrivals, header.config.policy.slo_tpot_s)
     runs = recent_runs(run.result.requests, options.last_s)
     was = SimResult(runs, run.result.instances, 0, 0)
     return Advice(
         recorded=Foretold(now, report(was, long_tokens=long_tokens, slo=options.slo)),
         now=outlooks[now],
-        outlooks=sorted(outlooks.values(), key=lambda each: each.rank),
+        outlooks=ranked(list(outlooks.values()), outlooks[now], limit_s),
         num_requests=len(arrivals),
         min_gain=options.min_gain,
+        tpot_limit_s=limit_s,
     )
 
 
@@ -201,6 +214,11 @@ def _print(advice: Advice) -> None:
             _add(table, each, advice)
     terminal().print(table)
     typer.echo(f"{advice.num_requests} requests; figures but the first line's are simulated with a model of this log")
+    if (other := advice.too_slow) is not None:
+        typer.echo(
+            f"{other.proposal.pools} ({other.proposal.bundle}) would have had more in time, and takes more than "
+            f"{1e3 * advice.tpot_limit_s:.3g} ms a token: --slo-tpot says what it may take"
+        )
     if advice.best is None:
         typer.echo(f"nothing is better by {100 * advice.min_gain:g} points: leave it as it is")
         return
@@ -233,6 +251,7 @@ def _as_json(advice: Advice) -> dict[str, Any]:
         "now": _figures(advice.now),
         "proposals": [_figures(each) for each in advice.outlooks],
         "best": None if best is None else _figures(best),
+        "tpot_limit_s": advice.tpot_limit_s if isfinite(advice.tpot_limit_s) else None,
         "commands": [] if best is None else command_of(advice.now.proposal, best.proposal),
     }
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import anyio
 import msgspec
@@ -24,6 +23,7 @@ from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
     AdminRequest,
+    AdminResponse,
     CancelOperation,
     GetStatus,
     ListOperations,
@@ -32,6 +32,7 @@ from pdmesh.wire.messages import (
     OperationStatus,
     StartOperation,
     StartResize,
+    StartRolling,
     WaitOperation,
 )
 
@@ -44,8 +45,15 @@ EXIT_REFUSED = 4
 #: A scheduler that died is back by then, and goes on with the operation.
 AWAY_LIMIT_S = 60.0
 
+#: The same before anything was asked for: who names a wrong address is to hear of that.
+FIRST_LIMIT_S = 10.0
+
 #: Between two tries to reach a scheduler that is away.
 AWAY_PAUSE_S = 0.5
+
+
+#: What is left of an operation, if not requests that have to leave an instance.
+_LEFT = {OperationKind.RESIZE: "instances", OperationKind.ROLLING: "processes"}
 
 
 def start(
@@ -73,77 +81,49 @@ def start(
         force=force,
         request_id=None if request is None else RequestId(request),
         judged=judged,
+        pid=_pid(asked, instance) if kind is OperationKind.RESTART else None,
     )
     return anyio.run(_run, asked, StartOperation(wish=wish), wait)
+
+
+def _pid(asked: Asked, name: str) -> int | None:
+    """Of the process that serves under a name: it is restarted once, however often that is asked for."""
+    state = current_state(asked)
+    pids = {each.name: each.pid for each in state.services} | {row.instance_id: row.pid for row in state.instances}
+    return pids.get(name) or None
 
 
 def resize(
     asked: Asked, sizes: Mapping[Role, int | None], *, timeout_s: float, start_timeout_s: float, wait: bool
 ) -> int:
     """The same for the sizes of the pools; one that is not said stays."""
-    now = Counter(row.role for row in current_state(asked).instances)
-    wanted = {role: now[role] if size is None else size for role, size in sizes.items()}
-    pools = PoolCounts(prefill=wanted[Role.PREFILL], decode=wanted[Role.DECODE], mixed=wanted[Role.MIXED])
-    question = StartResize(operation_id=_new_id(), pools=pools, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+    question = StartResize(
+        operation_id=_new_id(),
+        pools=PoolCounts(**{str(role): sizes[role] or 0 for role in Role}),
+        kept=tuple(role for role in Role if sizes[role] is None),
+        timeout_s=timeout_s,
+        start_timeout_s=start_timeout_s,
+    )
     return anyio.run(_run, asked, question, wait)
 
 
-def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force: bool) -> int:
-    """Restart everything, one after the other: instances, gateways, the scheduler; stop at the first that fails.
-
-    Without an actuator, only instances. With one, what is the last of its kind has another one started beside it first,
-    which leaves in the end, also after a failure. Returns the exit code of what failed, or 0. Raises PdmeshError as
-    `start` does.
-    """
-    state = current_state(asked)
-    sizes = Counter(row.role for row in state.instances)
-
-    def restart(names: Iterable[str]) -> int:
-        codes = (start(asked, OperationKind.RESTART, name, timeout_s=timeout_s, force=force) for name in names)
-        return next(filter(None, codes), 0)
-
-    def grow(role: Role, number: int) -> int:
-        wanted = {each: sizes[each] + number * (each is role) for each in Role}
-        return resize(asked, wanted, timeout_s=timeout_s, start_timeout_s=start_timeout_s, wait=True)
-
-    for role in Role:
-        names = [row.instance_id for row in state.instances if row.role is role]
-        if not (names and state.services and not force and needs_one_beside(sizes, role)):
-            code = restart(names)
-        elif not (code := grow(role, 1)):  # one that fails is taken back by the scheduler
-            back = 1
-            try:
-                code = restart(names)
-                back = grow(role, 0)
-            finally:
-                if back:
-                    how = f"`pdmesh pool resize --{role} {sizes[role]}`"
-                    typer.echo(f"pdmesh: one {role} instance more than before may be there: {how}", err=True)
-            code = code or back
-        if code:
-            return code
-    others = sorted({each.name for each in state.services} - {row.instance_id for row in state.instances})
-    return restart(others)  # gateways come before the scheduler
-
-
-def needs_one_beside(sizes: Mapping[Role, int], role: Role) -> bool:
-    """Whether the mesh could not serve while one instance of ``role`` is away."""
-    left = {**sizes, role: sizes[role] - 1}
-    counts = PoolCounts(**{str(each): left.get(each, 0) for each in Role})
-    return counts.why_not is not None
+def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force: bool, wait: bool) -> int:
+    """The same for a restart of every process, one after the other."""
+    question = StartRolling(operation_id=_new_id(), timeout_s=timeout_s, start_timeout_s=start_timeout_s, force=force)
+    return anyio.run(_run, asked, question, wait)
 
 
 def list_operations(asked: Asked) -> None:
     """Print the operations that the scheduler remembers. Raises PdmeshError if no mesh can be asked."""
-    _, address, security = target(asked.config, asked.state)
-    answer = anyio.run(ask_scheduler, address, security, ListOperations())
+    answer = anyio.run(_ask_patiently, asked, ListOperations(), FIRST_LIMIT_S)
     if not isinstance(answer, OperationList):
         raise ProtocolError("the scheduler answered another question")
     if asked.output is Output.JSON:
         _print_json(answer)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("id", "operation", "instance", "state", "left", "since", "detail"):
+    table.add_column("id", overflow="fold")  # it is typed again
+    for column in ("operation", "instance", "state", "left", "since", "detail"):
         table.add_column(column)
     for each in answer.operations:
         since = f"{duration(time.time() - each.began_at)} ago"
@@ -155,20 +135,20 @@ def list_operations(asked: Asked) -> None:
 def show_operation(asked: Asked, operation_id: str) -> None:
     """Print one. Raises PdmeshError if it is not remembered, or no mesh can be asked."""
     question = WaitOperation(operation_id=OperationId(operation_id), num_left=0, wait_s=0.0)
-    _print(anyio.run(_ask, asked, question), asked.output)
+    _print(anyio.run(_ask, asked, question, FIRST_LIMIT_S), asked.output)
 
 
 def cancel_operation(asked: Asked, operation_id: str) -> int:
     """Take one back; 1 if it was over already. Raises PdmeshError as `start` does."""
-    answer = anyio.run(_ask, asked, CancelOperation(operation_id=OperationId(operation_id)))
+    question = CancelOperation(operation_id=OperationId(operation_id))
+    answer = anyio.run(_ask, asked, question, FIRST_LIMIT_S)
     _print(answer, asked.output)
     return 0 if answer.state == OperationState.CANCELLED else 1
 
 
 def current_state(asked: Asked) -> MeshState:
     """Of the mesh. Raises PdmeshError if none can be asked."""
-    _, address, security = target(asked.config, asked.state)
-    answer = anyio.run(ask_scheduler, address, security, GetStatus())
+    answer = anyio.run(_ask_patiently, asked, GetStatus(), FIRST_LIMIT_S)
     if not isinstance(answer, MeshState):
         raise ProtocolError("the scheduler answered another question")
     return answer
@@ -178,14 +158,14 @@ def _new_id() -> OperationId:
     return OperationId(secrets.token_hex(4))
 
 
-async def _run(asked: Asked, question: StartOperation | StartResize, wait: bool) -> int:
-    status = await _ask(asked, question)
+async def _run(asked: Asked, question: StartOperation | StartResize | StartRolling, wait: bool) -> int:
+    status = await _ask(asked, question, FIRST_LIMIT_S)
     if wait:
         with progress_line(asked.output) as say:
             while status.state == OperationState.RUNNING:
                 say(_line(status))
                 again = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=MAX_WAIT_S)
-                status = await _ask_until_back(asked, again)
+                status = await _ask(asked, again, AWAY_LIMIT_S)
     _print(status, asked.output)
     if status.state == OperationState.REFUSED and status.needs_actuator:
         if status.pools is not None and asked.output is not Output.JSON:
@@ -202,23 +182,30 @@ def _compose(pools: PoolCounts) -> str:
     return f"docker compose -f deploy/compose/compose.yaml up --detach --no-recreate {' '.join(scales)}"
 
 
-async def _ask_until_back(asked: Asked, question: WaitOperation) -> OperationStatus:
-    """Like `_ask`; a scheduler that is away has time to come back."""
-    with anyio.move_on_after(AWAY_LIMIT_S):
-        while True:
-            try:
-                return await _ask(asked, question)
-            except InstanceUnavailable:
-                await anyio.sleep(AWAY_PAUSE_S)
-    return await _ask(asked, question)
-
-
-async def _ask(asked: Asked, question: AdminRequest) -> OperationStatus:
-    _, address, security = target(asked.config, asked.state)
-    answer = await ask_scheduler(address, security, question)
+async def _ask(asked: Asked, question: AdminRequest, limit_s: float) -> OperationStatus:
+    answer = await _ask_patiently(asked, question, limit_s)
     if not isinstance(answer, OperationStatus):
         raise ProtocolError("the scheduler answered another question")
     return answer
+
+
+async def _ask_patiently(asked: Asked, question: AdminRequest, limit_s: float) -> AdminResponse:
+    """Ask a scheduler that is away again for ``limit_s``. A change has an id of its own: it is done once all the same.
+
+    Raises PdmeshError as `ask_scheduler` does.
+    """
+    until_s, has_said = anyio.current_time() + limit_s, False
+    while True:
+        _, address, security = target(asked.config, asked.state)
+        try:
+            return await ask_scheduler(address, security, question)
+        except InstanceUnavailable:
+            if anyio.current_time() + AWAY_PAUSE_S > until_s:
+                raise
+        if not has_said and asked.output is not Output.JSON:
+            typer.echo(f"pdmesh: the scheduler does not answer: trying for {limit_s:g} s", err=True)
+        has_said = True
+        await anyio.sleep(AWAY_PAUSE_S)
 
 
 def _print(status: OperationStatus, output: Output) -> None:
@@ -237,8 +224,7 @@ def _line(status: OperationStatus) -> str:
     """One line on how far it is."""
     line = f"{_what(status)}{' ' * bool(status.instance_id)}{status.instance_id}: {status.state}"
     if status.state == OperationState.RUNNING:
-        what = "requests" if status.pools is None else "instances"
-        line += f", {status.num_left} {what} left (operation {status.operation_id})"
+        line += f", {status.num_left} {_LEFT.get(status.kind, 'requests')} left (operation {status.operation_id})"
     elif status.ended_at is not None and status.state == OperationState.DONE:
         line += f" after {status.ended_at - status.began_at:.1f} s"
     return f"{line}: {status.detail}" if status.detail else line
@@ -247,6 +233,8 @@ def _line(status: OperationStatus) -> str:
 def _what(status: OperationStatus) -> str:
     if status.pools is not None:
         return f"pool {status.kind} to {status.pools}"
+    if status.kind is OperationKind.ROLLING:
+        return "rolling restart"
     if status.request_id is not None:
         return f"{status.kind} {status.request_id} to"
     return status.kind if status.role is None else f"{status.kind} {status.role}"

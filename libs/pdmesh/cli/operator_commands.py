@@ -114,7 +114,7 @@ def restart(
         _operate(asked, OperationKind.RESTART, instance, timeout, force, wait)
     from pdmesh.cli.operations import restart_all
 
-    raise typer.Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force))
+    raise typer.Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force, wait=wait))
 
 
 @pool_app.command("resize")

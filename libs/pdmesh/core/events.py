@@ -139,6 +139,7 @@ class OperationRequested:
     role: Role | None = None  # of an operation that changes it
     force: bool = False
     again: bool = False
+    pid: int | None = None  # of the process that a restart is to end: once another one is there, it is done
     stopped_pid: int | None = None  # of the process that a restart had stopped already
     request_id: RequestId | None = None  # of a move
     judged: bool = False  # a change of roles that makes things worse is taken back
@@ -176,7 +177,7 @@ class ResizeRequested:
     start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
     actuator: ActuatorFacts | None = None
     again: bool = False
-    # What was decided, of one that is asked for again.
+    # What was decided, of one that is asked for again. Of another one ``leaves`` says who goes before others.
     flips: tuple[PoolMember, ...] = ()
     starts: tuple[PoolMember, ...] = ()
     leaves: tuple[InstanceId, ...] = ()

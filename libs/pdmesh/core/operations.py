@@ -154,7 +154,7 @@ class Operations:
                 return operation.stopped_pid is None
             case OperationKind.ROLE:
                 return operation.wish.role is Role.PREFILL
-            case OperationKind.UNDRAIN | OperationKind.MOVE | OperationKind.RESIZE:
+            case OperationKind.UNDRAIN | OperationKind.MOVE | OperationKind.RESIZE | OperationKind.ROLLING:
                 return False
 
     @property
@@ -182,10 +182,14 @@ class Operations:
             self._begin_move(operation, now_s)
             return
         refusal = None if wish.again else self._refusal(wish, now_s)
-        if wish.kind is OperationKind.RESIZE:
-            refusal = "pools are resized, not an instance"
+        if wish.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
+            refusal = "that is of the whole mesh, not of an instance"
         if refusal is not None:
             self._end(operation, OperationState.REFUSED, refusal, now_s)
+            return
+        there = self._books.instances.get(wish.instance_id)
+        if there is not None and wish.pid not in (None, there.profile.pid) and wish.stopped_pid is None:
+            self._end(operation, OperationState.DONE, "another process of it was there already", now_s)
             return
         before = self._running.get(wish.instance_id)
         if before is not None and before.wish.again:  # its outcome is kept, and holds when the instance comes
@@ -242,10 +246,11 @@ class Operations:
             return
         if operation.changed_s is not None:
             return  # it goes on being judged
-        if operation.stopped_pid is None:
-            self._begin(operation, now_s)
-        elif operation.stopped_pid != instance.profile.pid:
+        replaced = operation.wish.pid if operation.stopped_pid is None else operation.stopped_pid
+        if replaced not in (None, instance.profile.pid):
             self._end(operation, OperationState.DONE, "", now_s)
+        elif operation.stopped_pid is None:
+            self._begin(operation, now_s)
         else:
             self._stop(operation, instance, now_s)
 
@@ -288,7 +293,7 @@ class Operations:
     def _refusal(self, wish: OperationRequested, now_s: float) -> str | None:
         instances = self._books.instances
         instance = instances.get(wish.instance_id)
-        if instance is None:
+        if instance is None and wish.pid is None:
             known = ", ".join(sorted(instances)) or "none"
             return f"no instance {wish.instance_id!r} is there: there are {known}"
         running = self._running.get(wish.instance_id)
@@ -297,7 +302,7 @@ class Operations:
                 f"operation {running.wish.operation_id} ({running.wish.kind}) runs on {wish.instance_id}: wait for it, "
                 f"or `pdmesh ops cancel {running.wish.operation_id}`"
             )
-        if wish.kind is OperationKind.UNDRAIN or wish.force:
+        if instance is None or wish.kind is OperationKind.UNDRAIN or wish.force:
             return None
         taken_back_s = self._taken_back_s.get(wish.instance_id)
         if wish.judged and taken_back_s is not None and now_s < taken_back_s + COOL_DOWN_S:
@@ -411,7 +416,7 @@ class Operations:
                     operation.detail = f"judged by {NUM_TO_JUDGE} requests, or for {JUDGE_S:g} s"
                     self.num_changes += 1
                     return
-            case OperationKind.RESIZE:
+            case OperationKind.RESIZE | OperationKind.ROLLING:
                 pass  # of pools, not of an instance (`pdmesh.core.pools`)
             case OperationKind.MOVE:
                 raise AssertionError("a move ends with its request")

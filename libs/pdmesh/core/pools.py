@@ -40,13 +40,16 @@ class PoolPlan(NamedTuple):
     leaves: tuple[InstanceId, ...]
 
 
-def plan_pools(instances: Iterable[InstanceBooks], wanted: PoolCounts, name_prefix: str = "") -> PoolPlan:
-    """Change as few processes as possible. Those that do least go first; of equal ones, those that came last."""
+def plan_pools(
+    instances: Iterable[InstanceBooks], wanted: PoolCounts, name_prefix: str = "", first: Collection[InstanceId] = ()
+) -> PoolPlan:
+    """Change as few processes as possible. ``first`` go first, then those that do least; of equal ones, the newest."""
     there = list(instances)
     surplus: list[InstanceBooks] = []
     missing: list[Role] = []
     for role in Role:
         of_role = sorted((each for each in there if each.role is role), key=_least_used)
+        of_role.sort(key=lambda each: each.instance_id not in first)
         num_more = wanted.of(role) - len(of_role)
         missing += [role] * num_more
         surplus += of_role[: max(0, -num_more)]
@@ -158,7 +161,7 @@ class Pools:
             del self._resizes[key]
         if not wish.again:
             prefix = wish.actuator.name_prefix if wish.actuator else ""
-            plan = plan_pools(self._books.instances.values(), wish.pools, prefix)
+            plan = plan_pools(self._books.instances.values(), wish.pools, prefix, wish.leaves)
             resize.wish = wish = replace(wish, flips=plan.flips, starts=plan.starts, leaves=plan.leaves)
             if (refusal := self._refusal(resize)) is not None:
                 self._end(resize, OperationState.REFUSED, refusal, now_s)

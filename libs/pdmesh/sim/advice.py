@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from pdmesh.metrics import Slo
@@ -18,6 +19,12 @@ from pdmesh.sim.result import RequestRun
 from pdmesh.sim.simulator import Core, Simulator
 from pdmesh.sim.workload import Arrival
 
+#: Shares of requests in time that are this near are alike: what changes less is better then.
+TIE = 0.01
+
+#: Where nobody has a target for the time per output token, it may become so many times what it is.
+TPOT_STRETCH = 1.1
+
 #: Of the instances' number, when splits are tried; beyond it every so many are left out.
 MAX_SPLITS = 16
 
@@ -27,6 +34,11 @@ class Proposal(NamedTuple):
 
     pools: PoolCounts
     bundle: str
+
+    def num_changes(self, now: Proposal) -> int:
+        """Roles of instances, and the bundle."""
+        roles = sum(max(0, self.pools.of(role) - now.pools.of(role)) for role in Role)
+        return roles + (self.bundle != now.bundle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,36 @@ class Foretold:
         """The better, the less: the share of requests in time, then how many a second are, then how soon they begin."""
         ttft_s = self.figures.all.ttft_s.p99
         return -self.attainment, -(self.figures.goodput_per_s or 0.0), float("inf") if ttft_s is None else ttft_s
+
+
+def tpot_limit_s(now: Foretold, slo: Slo, arrivals: Sequence[Arrival], default_s: float) -> float:
+    """What a token may take at p99, in seconds, where nobody has a target for it: else a split that only starts
+    answers sooner would be best, whatever it does to those that are being written.
+
+    Infinite where there are targets: these are counted. ``default_s`` is what the policies themselves go by.
+    """
+    if slo.tpot_s is not None or any(arrival.slo_tpot_s is not None for arrival in arrivals):
+        return inf
+    return max(default_s, TPOT_STRETCH * (now.figures.all.tpot_s.p99 or 0.0))
+
+
+def ranked(outlooks: Sequence[Foretold], now: Foretold, limit_s: float) -> list[Foretold]:
+    """The best first. Of those that are alike (`TIE`), what is there, then what changes least.
+
+    Those whose time per output token is beyond ``limit_s`` come last.
+    """
+
+    def breaks(each: Foretold) -> bool:
+        return (each.figures.all.tpot_s.p99 or 0.0) > limit_s
+
+    best = max(each.attainment for each in outlooks if not breaks(each))
+
+    def rank(each: Foretold) -> tuple[bool, bool, int, tuple[float, float, float]]:
+        is_alike = each.attainment >= best - TIE
+        changes = each.proposal.num_changes(now.proposal) if is_alike else 0
+        return breaks(each), not is_alike, changes, each.rank
+
+    return sorted(outlooks, key=rank)
 
 
 def splits(total: int) -> Iterator[PoolCounts]:

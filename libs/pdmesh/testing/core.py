@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, TypeVar
 
-from pdmesh.core.commands import Command, PlaceDecode
+from pdmesh.core.commands import Command, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     DecodeReserved,
@@ -23,6 +23,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.growth import Growth
+from pdmesh.core.operations import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     NO_TRANSFER,
@@ -40,6 +41,7 @@ from pdmesh.model import (
 )
 from pdmesh.policy.base import InstanceView, PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.testing.modelled import modelled_profile
 
 CommandT = TypeVar("CommandT", bound=Command)
 
@@ -73,6 +75,12 @@ def a_view(instance_id: str = "a", role: Role = Role.MIXED, **fields: Any) -> In
         draining=False,
     )
     return empty._replace(**fields)
+
+
+def named_profile(name: str, **fields: Any) -> InstanceProfile:
+    """An instance whose name begins with its role, or the first letter of that: ``d0``, ``decode-0``."""
+    role = next(role for role in Role if role.value[0] == name[0])
+    return modelled_profile(name, role, **fields)
 
 
 class FixedGrowth(Growth):
@@ -117,6 +125,20 @@ class CoreBench:
     def arrive(self, request_id: str, prompt: int = 8, output: int = 4, *, epoch: int = 0) -> list[Command]:
         """A request arrives now."""
         return self.feed(RequestArrived(a_request(request_id, prompt, output, epoch=epoch, arrival_s=self.now_s)))
+
+    def decoding(self, request_id: str) -> str:
+        """A request arrives, is prefilled on one instance, and decodes on the one that is returned."""
+        commands = self.arrive(request_id)
+        (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+        self.done(step.instance_id, step.plan)
+        self.landed(place.instance_id, request_id)
+        self.sent(step.instance_id, request_id)
+        self.released(step.instance_id, request_id)
+        return place.instance_id
+
+    def operation(self, name: str) -> OperationView:
+        """An operator's, by its id."""
+        return next(view for view in self.core.operations if view.operation_id == name)
 
     def done(self, instance_id: str, plan: StepPlan) -> list[Command]:
         """The instance did all of ``plan``."""
@@ -165,3 +187,8 @@ class CoreBench:
 def of(command_type: type[CommandT], commands: list[Command]) -> list[CommandT]:
     """Those of one type."""
     return [command for command in commands if isinstance(command, command_type)]
+
+
+def bench_of(*names: str) -> CoreBench:
+    """A core with these instances (`named_profile`)."""
+    return CoreBench(*(named_profile(name) for name in names))

@@ -15,6 +15,14 @@ from pdmesh.wire.endpoint import open_operator_channel
 ADMIN_METHOD = "/pdmesh.v1.Scheduler/Admin"
 _DEADLINE_S = 5.0
 
+#: Answers, though no good ones: asked again they are the same.
+_REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
 
 async def ask_scheduler(
     address: str, security: SecurityConfig, question: messages.AdminRequest
@@ -25,6 +33,10 @@ async def ask_scheduler(
         try:
             frame = await call(msgspec.msgpack.encode([question]), timeout=_DEADLINE_S, wait_for_ready=False)
         except grpc.aio.AioRpcError as error:
+            if error.code() in _REFUSALS:
+                raise PdmeshError(
+                    f"the scheduler at {address} takes no question from here: {error.details()}"
+                ) from error
             raise InstanceUnavailable(
                 f"the scheduler at {address} does not answer: {error.code().name}: {error.details()}"
             ) from error

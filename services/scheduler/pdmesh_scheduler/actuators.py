@@ -87,6 +87,12 @@ class ActuatorDesk:
         return () if last is None else last.services
 
     @property
+    def instance_ids(self) -> tuple[InstanceId, ...] | None:
+        """The instances that the actuator looks after; None if none is there."""
+        last = self._present
+        return None if last is None else self._instances(last)
+
+    @property
     def _present(self) -> FollowPools | None:
         return self._last if self._clock() - self._heard_s <= ACTUATOR_LEASE_S else None
 
@@ -159,7 +165,8 @@ class ActuatorDesk:
         if wish.operation_id in self._replacements:
             return  # asked again
         pids = [service.pid for service in self.services if service.name == wish.instance_id]
-        wish = wish if wish.again else replace(wish, stopped_pid=pids[0] if pids else 0)
+        if not wish.again:
+            wish = replace(wish, stopped_pid=wish.pid or (pids[0] if pids else 0))
         added = _Replacement(wish, self._clock(), detail="its process is replaced")
         other = next((each for each in self._running if each.wish.instance_id == wish.instance_id), None)
         ended = [key for key, each in self._replacements.items() if each.state is not OperationState.RUNNING]
@@ -169,6 +176,8 @@ class ActuatorDesk:
         if other is not None:
             what = f"operation {other.wish.operation_id} ({other.wish.kind}) runs on {wish.instance_id}: wait for it"
             self._end(added, OperationState.REFUSED, what)
+        elif any(pids) and wish.stopped_pid not in pids:
+            self._end(added, OperationState.DONE, "another process of it was there already")
         self.on_change()
 
     def cancel(self, operation_id: OperationId) -> bool:

@@ -6,6 +6,7 @@ none, for this machine. What actuators say is for our own processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
@@ -19,7 +20,7 @@ import structlog
 from pdmesh.apikeys import Operator
 from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, OperationCancelled, ResizeRequested
 from pdmesh.errors import ConfigError
-from pdmesh.model import OperationKind, RequestId, Role
+from pdmesh.model import OperationKind, PoolCounts, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.bundles import BATCHINGS, BUNDLES, make_batching, make_bundle
@@ -45,6 +46,7 @@ from pdmesh.wire.messages import (
     SetPolicy,
     StartOperation,
     StartResize,
+    StartRolling,
     WaitOperation,
 )
 from pdmesh_scheduler.actuators import ActuatorDesk
@@ -52,6 +54,8 @@ from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.operations import OperationsDesk
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.rolling import RollingDesk, RollingWish
+from pdmesh_scheduler.settling import Settling
 from pdmesh_scheduler.tenants import TenantUsage
 
 log = structlog.get_logger()
@@ -62,7 +66,7 @@ MAX_ID_LENGTH = 64
 _WANTED_ID = f"an operation's id has 1 to {MAX_ID_LENGTH} characters, none of them a slash"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Admin:
     """Answers ``/pdmesh.v1.Scheduler/Admin``."""
 
@@ -70,6 +74,8 @@ class Admin:
     records: RequestRecords
     operations: OperationsDesk
     actuators: ActuatorDesk
+    rolling: RollingDesk
+    settling: Settling
     operators: Operators
     mesh_token: str
     tenants: TenantUsage
@@ -139,6 +145,7 @@ class Admin:
                 return status or _unknown(operation_id)
             case FollowPools():
                 heard = self.actuators.hear(question)
+                self.settling.tell()
                 if isinstance(heard, AdminError):
                     return heard
                 for event in heard:
@@ -198,12 +205,12 @@ class Admin:
             case SetBatching():
                 return await self._set_batching(change)
             case StartOperation(wish=wish):
-                if wish.again:
+                if wish.again or wish.stopped_pid is not None or wish.role_before is not None:
                     return AdminError(message="only a scheduler asks again")
                 if (wish.kind is OperationKind.ROLE) is (wish.role is None):
                     return AdminError(message="a role belongs to a change of roles, and to nothing else")
-                if wish.kind is OperationKind.RESIZE:
-                    return AdminError(message="pools are resized, not an instance")
+                if wish.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
+                    return AdminError(message="that is of the whole mesh, not of an instance")
                 if (wish.kind is OperationKind.MOVE) is (wish.request_id is None):
                     return AdminError(message="a request belongs to a move, and to nothing else")
                 if wish.request_id is not None:
@@ -214,6 +221,7 @@ class Admin:
                         wish = replace(wish, request_id=RequestId(records[0].request_id))
                 if not _is_id(wish.operation_id):
                     return AdminError(message=_WANTED_ID)
+                await self.settling.wait(None if wish.kind is OperationKind.MOVE else wish.instance_id)
                 if wish.kind is OperationKind.RESTART and self.actuators.takes(wish.instance_id):
                     self.actuators.request(wish)
                 else:
@@ -222,20 +230,36 @@ class Admin:
             case StartResize():
                 if not _is_id(change.operation_id):
                     return AdminError(message=_WANTED_ID)
+                await self.settling.wait()
+                there = Counter(view.role for view in self.driver.instances)
+                pools = {str(role): there[role] if role in change.kept else change.pools.of(role) for role in Role}
                 await self.driver.act(
                     ResizeRequested(
                         operation_id=change.operation_id,
-                        pools=change.pools,
+                        pools=PoolCounts(**pools),
                         timeout_s=change.timeout_s,
                         start_timeout_s=change.start_timeout_s,
                         actuator=self.actuators.facts(self.driver.profiles),
                     )
                 )
                 return self.operations.status(change.operation_id) or _unknown(change.operation_id)
+            case StartRolling():
+                if not _is_id(change.operation_id):
+                    return AdminError(message=_WANTED_ID)
+                await self.settling.wait()
+                rolling = RollingWish(
+                    operation_id=change.operation_id,
+                    timeout_s=change.timeout_s,
+                    start_timeout_s=change.start_timeout_s,
+                    force=change.force,
+                )
+                self.rolling.request(rolling, self.driver.profiles)
+                return self.operations.status(change.operation_id) or _unknown(change.operation_id)
             case CancelOperation(operation_id=operation_id):
                 if self.operations.status(operation_id) is None:
                     return _unknown(operation_id)
-                if not self.actuators.cancel(operation_id):
+                is_whole = await self.rolling.cancel(operation_id, self.driver)
+                if not is_whole and not self.actuators.cancel(operation_id):
                     await self.driver.act(OperationCancelled(operation_id))
                 return self.operations.status(operation_id) or _unknown(operation_id)
             case _:

@@ -40,6 +40,8 @@ from pdmesh_scheduler.operations import OperationsDesk, read_wishes
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.rolling import RollingDesk
+from pdmesh_scheduler.settling import Settling
 from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import RETURN_GRACE_S, WorkerStreams
@@ -76,9 +78,12 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
 
     records = RequestRecords(wall_time)
     actuators = ActuatorDesk(core, clock)
+    settling = Settling(core, actuators, until_s=began_s + settings.orphan_grace_s, clock=clock)
+    rolling = RollingDesk(core, actuators, settling, clock=clock, wall_time=wall_time)
     operations = OperationsDesk(
         core,
         actuators=actuators,
+        rolling=rolling,
         configured_bundle=settings.bundle,
         path=settings.operations_file,
         wall_time=wall_time,
@@ -121,6 +126,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 records,
                 SchedulerSpans(context.tracing, wall_time),
                 operations,
+                rolling,
+                settling,
                 tenants,
             ),
             event_log=event_log,
@@ -133,6 +140,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             driver.post(wishes.pools)
         for wish in wishes.replacements:
             actuators.request(wish)
+        if wishes.rolling is not None:
+            rolling.resume(wishes.rolling)
         worker_streams = WorkerStreams(
             driver, workers, worker_leases, silences, absences, settings, context.stopping, profile
         )
@@ -141,7 +150,15 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             "Worker": serve_link(worker_streams.serve, WorkerUp),
             "Gateway": serve_link(gateway_streams.serve, GatewayUp),
             "Admin": Admin(
-                driver, records, operations, actuators, operators, config.security.mesh_token, tenants
+                driver=driver,
+                records=records,
+                operations=operations,
+                actuators=actuators,
+                rolling=rolling,
+                settling=settling,
+                operators=operators,
+                mesh_token=config.security.mesh_token,
+                tenants=tenants,
             ).handler(),
         }
         async with anyio.create_task_group() as tasks:
@@ -149,6 +166,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 tasks.start_soon(event_log.run)
             tasks.start_soon(driver.run)
             tasks.start_soon(operations.run)
+            tasks.start_soon(rolling.run, driver, lambda: operations.changed)
             tasks.start_soon(worker_streams.watch)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
             async with serving(

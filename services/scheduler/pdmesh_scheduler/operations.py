@@ -21,6 +21,7 @@ from pdmesh.ranges import out_of_range
 from pdmesh.wire.messages import OperationStatus
 from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.observing import Handled
+from pdmesh_scheduler.rolling import RollingDesk, RollingWish
 
 log = structlog.get_logger()
 
@@ -39,6 +40,7 @@ class Wishes:
     operations: tuple[OperationRequested, ...] = ()
     pools: ResizeRequested | None = None  # None: as they were started
     replacements: tuple[OperationRequested, ...] = ()  # of services that are no instances
+    rolling: RollingWish | None = None
 
 
 def read_wishes(path: Path | None) -> Wishes:
@@ -72,13 +74,15 @@ class OperationsDesk:
         core: SchedulerCore,
         *,
         actuators: ActuatorDesk,
+        rolling: RollingDesk,
         configured_bundle: str,
         path: Path | None,
         wall_time: Callable[[float], float],
     ) -> None:
         self._core = core
         self._actuators = actuators
-        actuators.on_change = self._look
+        self._rolling = rolling
+        actuators.on_change = rolling.on_change = self._look
         self._configured_bundle = configured_bundle
         self._path = path
         self._wall_time = wall_time
@@ -97,7 +101,8 @@ class OperationsDesk:
             self._look()
 
     def _look(self) -> None:
-        views = sorted([*self._core.operations, *self._actuators.views], key=lambda view: view.began_s)
+        views = [*self._core.operations, *self._actuators.views, *self._rolling.views]
+        views.sort(key=lambda view: view.began_s)
         self._views = {view.operation_id: view for view in views}
         self._changed.set()
         self._changed = anyio.Event()
@@ -115,6 +120,7 @@ class OperationsDesk:
             operations=tuple(self._core.wishes),
             pools=self._core.resize_wish,
             replacements=self._actuators.wishes,
+            rolling=self._rolling.wish,
         )
 
     # --- those who ask ---

@@ -69,9 +69,9 @@ class SchedulerPeer:
             is_event = isinstance(message, InstanceEvent | GatewayEvent)
             self.link.post(EventMessage.of(message) if is_event else message)
 
-    async def expect(self, message_type: type[MessageT]) -> MessageT:
-        """The next message of a type; others before it are dropped."""
-        with anyio.fail_after(10):
+    async def expect(self, message_type: type[MessageT], limit_s: float | None = 10) -> MessageT:
+        """The next message of a type; others before it are dropped. Raises TimeoutError."""
+        with anyio.fail_after(limit_s):
             while True:
                 for index, message in enumerate(self.seen):
                     if isinstance(message, message_type):

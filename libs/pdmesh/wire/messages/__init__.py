@@ -52,6 +52,7 @@ from pdmesh.wire.messages.operators import (
     SetPolicy,
     StartOperation,
     StartResize,
+    StartRolling,
     WaitOperation,
 )
 from pdmesh.wire.messages.state import (
@@ -147,6 +148,7 @@ __all__ = [
     "SetPolicy",
     "StartOperation",
     "StartResize",
+    "StartRolling",
     "StepBar",
     "Submit",
     "TenantStatus",

@@ -71,8 +71,18 @@ class StartResize(Message, frozen=True, kw_only=True):
 
     operation_id: OperationId
     pools: PoolCounts
+    kept: tuple[Role, ...] = ()  # of these as many as there are, whatever ``pools`` says
     timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for requests to leave an instance
     start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for an instance to register
+
+
+class StartRolling(Message, frozen=True, kw_only=True):
+    """Restart every process, one after the other: answered as `StartOperation` is."""
+
+    operation_id: OperationId
+    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for requests to leave an instance
+    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for an instance that is started beside the last one
+    force: bool = False  # though nobody does meanwhile what the last of a kind does
 
 
 class CancelOperation(Message, frozen=True, kw_only=True):
@@ -103,6 +113,7 @@ AdminRequest = (
     | ExpectInstances
     | StartOperation
     | StartResize
+    | StartRolling
     | CancelOperation
     | ListOperations
     | WaitOperation
@@ -110,7 +121,7 @@ AdminRequest = (
 )
 
 #: What changes a mesh: for operators, not for everybody who may look.
-Change = SetPolicy | SetBatching | StartOperation | StartResize | CancelOperation
+Change = SetPolicy | SetBatching | StartOperation | StartResize | StartRolling | CancelOperation
 
 
 class OperationStatus(Message, frozen=True, kw_only=True):
@@ -122,7 +133,7 @@ class OperationStatus(Message, frozen=True, kw_only=True):
     role: Role | None
     state: str  # as in `pdmesh.core.operations.OperationState`
     detail: str
-    num_left: int  # requests that have to leave the instance
+    num_left: int  # requests that have to leave the instance; instances, or processes, of the whole mesh
     began_at: float  # Unix time, seconds
     ended_at: float | None
     timeout_s: float
