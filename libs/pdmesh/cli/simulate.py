@@ -26,6 +26,7 @@ from pdmesh.model import InstanceProfile, PoolCounts, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.latency import LatencyModel, group_model
+from pdmesh.policy.relay import Schedule
 from pdmesh.sim.faults import Death, NoisyModel, random_deaths
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.perfetto import chrome_trace
@@ -47,6 +48,7 @@ class SimulateOptions(StudyOptions):
     group_size: int
     groups: int | None
     relay_members: int
+    sequence_parallel: Schedule
     noise: float
     deaths: int
     away_s: float
@@ -74,6 +76,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         study.policy,
         eb_threshold=options.threshold,
         relay_members=options.relay_members,
+        sequence_parallel=options.sequence_parallel,
         relay_bytes_per_s=study.config.port_bytes_per_s,
     )
     mesh = replace(mesh, relays=options.relay_members > 1)

@@ -23,6 +23,7 @@ from pdmesh.cli.options import (
     build_config,
 )
 from pdmesh.core.config import KvReservation
+from pdmesh.policy.relay import Schedule
 
 app = typer.Typer()
 
@@ -65,6 +66,9 @@ def simulate(
     relay_members: Annotated[
         int, typer.Option(min=1, help="That compute a long prompt in turn, at most, where the bundle has them do so.")
     ] = 4,
+    sequence_parallel: Annotated[
+        Schedule, typer.Option(help="They do so in turn, all at once, or whichever is predicted to end first.")
+    ] = Schedule.RELAY,
     noise: Annotated[
         float, typer.Option(min=0, max=1, help="Standard deviation of steps' times, as a share of them.")
     ] = 0.0,
@@ -131,6 +135,7 @@ def simulate(
         group_size=group_size,
         groups=groups,
         relay_members=relay_members,
+        sequence_parallel=sequence_parallel,
         noise=noise,
         deaths=deaths,
         away_s=away,

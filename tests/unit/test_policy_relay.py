@@ -1,0 +1,78 @@
+"""How the members of a group share a prompt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.relay import Relay, Schedule
+
+BLOCK = 16
+
+
+def a_relay(schedule: Schedule = Schedule.GANG, *, latency: LinearLatencyModel = PROFILES["a100-llama3-8b"]) -> Relay:
+    return Relay(
+        latency=latency,
+        max_members=8,
+        improvement_rate=0.1,
+        bytes_per_s=1e9,
+        min_step_s=0.1,
+        step_overhead=0.05,
+        schedule=schedule,
+    )
+
+
+def step_s(relay: Relay, num_tokens: int, start: int) -> float:
+    return relay.latency.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0)) if num_tokens else 0.0
+
+
+@given(
+    start=st.integers(0, 4000).map(lambda blocks: blocks * BLOCK),
+    num_tokens=st.integers(1, 20_000),
+    begin_s=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=8),
+)
+def test_slices_are_all_of_the_tokens_and_end_together(start: int, num_tokens: int, begin_s: list[float]) -> None:
+    relay = a_relay()
+    slices = relay.slices(start, num_tokens, begin_s, BLOCK)
+    assert (len(slices), sum(slices)) == (len(begin_s), num_tokens)
+    assert all(num % BLOCK == 0 <= num for num in slices[:-1])
+    assert slices[-1] > 0
+    ends_s: list[float] = []
+    block_s = 2 * step_s(relay, BLOCK, start + num_tokens)
+    for each_s, num in zip(begin_s, slices, strict=True):
+        ends_s.append(each_s + step_s(relay, num, start))
+        start += num
+    computing = [end_s for end_s, num in zip(ends_s[:-1], slices[:-1], strict=True) if num]
+    assert all(abs(end_s - max(computing)) < block_s for end_s in computing)
+    if slices[-1] > BLOCK and computing:  # else it has what must be, however late it is
+        assert abs(ends_s[-1] - max(computing)) < len(slices) * block_s
+
+
+def test_later_slices_are_shorter() -> None:
+    slices = a_relay().slices(0, 32_768, [0.0] * 4, BLOCK)
+    assert slices == sorted(slices, reverse=True)
+    assert slices[0] > 1.1 * slices[-1]
+
+
+TOKEN_BYTES = 131_072.0
+
+
+@pytest.mark.parametrize(
+    ("num_left", "num_members", "fits", "is_gang"),
+    [
+        pytest.param(700, 2, True, True, id="sent in 0.09 s, a tail of 0.1"),
+        pytest.param(800, 2, True, False, id="sent in 0.1 s"),
+        pytest.param(700, 2, False, False, id="of several chunks"),
+        pytest.param(90_000, 5, False, True, id="more members than layers"),
+    ],
+)
+def test_auto_takes_what_ends_first(num_left: int, num_members: int, fits: bool, is_gang: bool) -> None:
+    assert a_relay(Schedule.AUTO).is_gang(num_left, num_members, 4, TOKEN_BYTES, fits=fits) == is_gang
+    assert a_relay(Schedule.GANG).is_gang(num_left, num_members, 4, TOKEN_BYTES, fits=fits)
+    assert not a_relay(Schedule.RELAY).is_gang(num_left, num_members, 4, TOKEN_BYTES, fits=fits)
+
+
+def test_in_turn_there_are_no_more_members_than_layers() -> None:
+    assert [a_relay(schedule).most_members(4) for schedule in Schedule] == [4, 8, 8]
