@@ -72,22 +72,24 @@ LOADS: Mapping[str, Load] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlwaysLocal(LocalPrefill):
-    """Whatever is predicted."""
+class UpTo(LocalPrefill):
+    """Whatever is predicted, by the length of the prompt."""
+
+    limit: int
 
     def pays(
         self, request: Request, decode: InstanceView, prefill: InstanceView | None, last_layer_bytes: float
     ) -> bool:
-        return True
+        return request.num_prompt_tokens <= self.limit
 
 
 def settings(policy: PolicyConfig) -> Mapping[str, Bundle]:
     bundle = make_bundle("pdmesh", policy)
     by_cost = bundle.local_prefill
     assert by_cost is not None
-    always = AlwaysLocal(**{name: getattr(by_cost, name) for name in LocalPrefill.__dataclass_fields__})
+    fields = {name: getattr(by_cost, name) for name in LocalPrefill.__dataclass_fields__}
     fixed = {
-        f"always up to {limit}" if limit else "never": replace(bundle, local_prompt_tokens=limit, local_prefill=always)
+        f"always up to {limit}" if limit else "never": replace(bundle, local_prefill=UpTo(**fields, limit=limit))
         for limit in LIMITS
     }
     return {"pdmesh": bundle} | fixed

@@ -78,7 +78,7 @@ def run(
     return Simulator(core, shape.instances(MODEL), arrivals, config).run(), core
 
 
-POLICY = PolicyConfig(chunk_tokens=256, latency=MODEL, local_prompt_tokens=0, slo_tpot_s=1.0)
+POLICY = PolicyConfig(chunk_tokens=256, latency=MODEL, prefills_locally=False, slo_tpot_s=1.0)
 
 
 def assert_served(result: SimResult) -> None:

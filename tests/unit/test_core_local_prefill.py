@@ -17,9 +17,7 @@ from pdmesh.testing.modelled import modelled_profile
 
 #: A millisecond for each prompt token, 30 for each that decodes.
 MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_s=0.03)
-POLICY = PolicyConfig(
-    latency=MODEL, slo_tpot_s=0.2, prefill_step_s=0.2, long_prompt_tokens=1000, local_prompt_tokens=400
-)
+POLICY = PolicyConfig(latency=MODEL, slo_tpot_s=0.2, prefill_step_s=0.2, long_prompt_tokens=1000)
 P = modelled_profile("p", Role.PREFILL, num_blocks=1000, block_size=16)
 D = modelled_profile("d", Role.DECODE, num_blocks=1000, block_size=16)
 
@@ -64,8 +62,8 @@ def test_an_instance_that_prefills_comes_first() -> None:
     ("policy", "bundle"),
     [
         (POLICY, "pecsched"),
-        (replace(POLICY, local_prompt_tokens=299), "pdmesh"),
-        (replace(POLICY, local_prompt_tokens=0), "pdmesh"),
+        (replace(POLICY, long_prompt_tokens=300), "pdmesh"),
+        (replace(POLICY, prefills_locally=False), "pdmesh"),
     ],
 )
 def test_otherwise_it_waits(policy: PolicyConfig, bundle: str) -> None:

@@ -20,7 +20,7 @@ from pdmesh.testing.modelled import modelled_profile
 
 #: A millisecond for each token of a prompt and of a decode; two prompts of 8 tokens are more than a move takes.
 LATENCY = LinearLatencyModel(a_s=0.0, b_s=0.02, c_s=0.0, d_s=0.0, decode_a_s=0.0, decode_s=0.01)
-POLICY = PolicyConfig(chunk_tokens=64, latency=LATENCY, slo_tpot_s=0.05, local_prompt_tokens=0)
+POLICY = PolicyConfig(chunk_tokens=64, latency=LATENCY, slo_tpot_s=0.05, prefills_locally=False)
 CONFIG = CoreConfig(kv_reservation=KvReservation.CREDIT, policy=POLICY, max_queue_s=50.0)
 
 

@@ -18,7 +18,7 @@ from pdmesh.testing.modelled import modelled_profile
 
 #: A millisecond for each prompt token, 10 for a decode step: an output of 400 tokens takes 4 s, and may take 20.
 MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_a_s=0.01)
-POLICY = PolicyConfig(latency=MODEL, slo_tpot_s=0.05, prefill_step_s=0.2, local_prompt_tokens=0)
+POLICY = PolicyConfig(latency=MODEL, slo_tpot_s=0.05, prefill_step_s=0.2, prefills_locally=False)
 
 
 def a_bench(

@@ -132,7 +132,7 @@ class Openings:
                 among = self._computing
             elif instance.role.can_prefill:
                 among = self._idle
-            elif self._bundle.local_prompt_tokens and instance.num_decode_tokens:
+            elif self._bundle.local_prefill is not None and instance.num_decode_tokens:
                 among = self._perhaps_spare
             if among is not None:
                 among[instance_id] = instance
@@ -193,7 +193,7 @@ class Openings:
         least = queue.least_prompt_tokens
         if self._idle or least <= self._interruptible_by.greatest:
             return True
-        if least <= bundle.local_prompt_tokens and self._any_spare():
+        if bundle.local_prefill is not None and least < bundle.long_prompt_tokens and self._any_spare():
             return True
         # A group may take someone whatever its members do.
         return bool(self._books.groups) and any(inside.instance.prefills for inside in self._interruptible.values())

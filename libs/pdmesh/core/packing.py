@@ -202,7 +202,7 @@ class Round:
             return Wait.FOR_INSTANCE if never else wait
         if placement is not Wait.FOR_OPENING:
             return placement
-        if self._for_waiting and request.num_prompt_tokens <= bundle.local_prompt_tokens:
+        if self._for_waiting and bundle.local_prefill is not None and not bundle.is_long(request):
             spare = (instance for instance in self._known.spare() if instance.instance_id not in self._openings)
             local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers)
             if local is not None:

@@ -251,10 +251,10 @@ class PolicyConfig:
     waiting_kv_share: Annotated[
         float, SHARE, "of an instance's KV, that may wait there to move away: beyond it no new prompt begins (`pdmesh`)"
     ] = 0.5
-    local_prompt_tokens: Annotated[
-        int,
-        "prompts up to this are computed where they decode, where that pays while others are busy (`pdmesh`); 0: never",
-    ] = 8192
+    prefills_locally: Annotated[
+        bool,
+        "`pdmesh` computes prompts that are not long where they decode, where that pays while others are busy",
+    ] = True
     local_step_share: Annotated[float, SHARE, "of the TPOT target, that a step with such a prompt may take"] = 0.6
     batching: Annotated[str, NO_SETTING] = ""  # of `scheduler.batching`; empty: the bundle's own
     eb_threshold: Annotated[
@@ -281,8 +281,9 @@ class Bundle:
     long_prompt_tokens: int  # a prompt as long as this is long
     batching: Batching
     interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
-    local_prompt_tokens: int = 0  # prompts up to so long may be computed on an instance that only decodes
-    local_prefill: LocalPrefill | None = None  # whether one is
+    local_prefill: LocalPrefill | None = (
+        None  # whether a prompt is computed on an instance that only decodes; None: none
+    )
     keeps_groups_for_long: bool = False  # short prompts are computed outside groups of instances only
     run_ahead: RunAhead | None = None  # None: no prompt is computed ahead of room to decode
     waiting_kv_share: float = 1.0  # of a prefill instance's KV, that may wait to move away

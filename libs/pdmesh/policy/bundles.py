@@ -225,10 +225,11 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         long_prompt_tokens=long_tokens,
         batching=_switching(config),
         interruption=ShortInterruptsLong(config.latency, long_tokens),
-        local_prompt_tokens=min(config.local_prompt_tokens, long_tokens - 1),
         local_prefill=LocalPrefill(
             remaining=prediction.remaining, packing=packing, bytes_per_s=config.relay_bytes_per_s
-        ),
+        )
+        if config.prefills_locally
+        else None,
         run_ahead=RunAhead(
             prediction=prediction,
             latency=config.latency,

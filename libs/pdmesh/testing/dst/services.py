@@ -47,7 +47,6 @@ def config_of(plan: Plan) -> MeshConfig:
             chunk_tokens=plan.chunk_tokens,
             latency=LinearLatencyModel(a_s=STEP_S, b_s=TOKEN_S, c_s=0.0, d_s=0.0),
             prefill_step_s=STEP_S + TOKEN_S * plan.chunk_tokens,
-            local_prompt_tokens=8,
             local_step_share=1.0,
         ),
         worker=WorkerConfig(engine="fake", max_num_seqs=plan.max_num_seqs),
