@@ -71,6 +71,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.tenant",
     "RequestArrived.request.share",
     "RequestArrived.request.num_tokens_before",
+    "Reject.closed_s",
     "Restart.preempted",
     "RequestCancelled.gateway_id",
     "RequestCancelled.num_output_tokens",

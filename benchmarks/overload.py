@@ -6,7 +6,8 @@ Real processes with the 82M checkpoint of the other benchmarks. Requests have pr
 for their first token, and come as a Poisson stream, each on a connection of its own. First a closed loop tells what the
 mesh can do; then the rate near that is searched at which most requests a second come within their targets (*goodput*);
 then that rate and five times it take turns. Goodput is the gateway's own count (`pdmesh:request_slo`), over each window
-after a few seconds at its rate. A refusal's time is the gateway's, from the request's head to its answer, of its log.
+after a few seconds at its rate; so are the times of refusals (`pdmesh:request_refusal_seconds`), from a request's head
+to its answer, with quantiles interpolated in its buckets.
 
 Exit code 1 if goodput at five times the load is below 0.95 of the peak's, if the 99th percentile of refusals is above
 20 ms (not judged with ``--no-timings``), or if any answer is neither 200 nor 429 with Retry-After.
@@ -17,18 +18,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from report import Limits, heading, quantile
+from report import Limits, heading
 
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh
@@ -53,7 +54,11 @@ OUTPUT_TOKENS = 8
 ANSWER_LIMIT_S = 60.0
 
 _MET = re.compile(r'^pdmesh:request_slo_total\{.*met="true".*\} (\S+)$', re.M)
+_REFUSED = re.compile(r'^pdmesh:request_refusal_seconds_bucket\{.*le="([^"]+)".*\} (\S+)$', re.M)
 _STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
+
+#: How many refusals took at most so many seconds, by the histogram's bounds.
+Refusals = Counter[float]
 
 
 @dataclass(slots=True)
@@ -126,40 +131,45 @@ class Window:
 
     per_s: float
     goodput_per_s: float
-    refusals_s: Sequence[float]
+    refusals: Refusals
     answers: Counter[str]
 
     def __str__(self) -> str:
-        refused = f"{1e3 * quantile(self.refusals_s, 0.99):6.1f}" if len(self.refusals_s) > 1 else "     -"
+        refused = f"{1e3 * refusal_s(self.refusals, 0.99):6.1f}" if self.refusals[math.inf] else "     -"
         return f"{self.per_s:8.1f} {self.goodput_per_s:10.2f} {refused:>12}   {dict(sorted(self.answers.items()))}"
 
 
-def num_met(mesh: RunningMesh) -> float:
-    found = _MET.search(mesh.metrics()["gateway"])
-    return float(found[1]) if found is not None else 0.0
+def counted(mesh: RunningMesh) -> tuple[float, Refusals]:
+    """What the gateway counted so far: requests within their target, and refusals."""
+    metrics = mesh.metrics()["gateway"]
+    found = _MET.search(metrics)
+    refusals = Refusals({float(bound): int(float(count)) for bound, count in _REFUSED.findall(metrics)})
+    return float(found[1]) if found is not None else 0.0, refusals
 
 
-def refusals_of(log: bytes) -> list[float]:
-    """Seconds that each refusal took at the gateway."""
-    entries = [json.loads(line) for line in log.splitlines() if b'"request ended"' in line]
-    return [entry["duration_s"] for entry in entries if "overloaded" in entry["finish_reasons"]]
+def refusal_s(refusals: Refusals, share: float) -> float:
+    """The ``share`` quantile of the seconds that refusals took, of which there must be some."""
+    wanted = share * refusals[math.inf]
+    low_s = num_below = 0.0
+    for bound_s, count in sorted(refusals.items()):
+        if count >= wanted and count > num_below:
+            part = (wanted - num_below) / (count - num_below)
+            return low_s if bound_s == math.inf else low_s + (bound_s - low_s) * part
+        low_s, num_below = bound_s, count
+    raise AssertionError("the last bucket holds all")
 
 
 async def window(mesh: RunningMesh, per_s: float, seconds: float, target_s: float, seed: int) -> Window:
     client, over = Client(mesh, target_s, random.Random(seed)), asyncio.Event()
-    log_file = mesh.folder / "gateway.log"
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.arrive(per_s, over))
         await asyncio.sleep(SETTLE_S)
-        before, began_s, offset = await asyncio.to_thread(num_met, mesh), time.monotonic(), log_file.stat().st_size
+        (met_before, refusals_before), began_s = await asyncio.to_thread(counted, mesh), time.monotonic()
         await asyncio.sleep(seconds)
-        met = await asyncio.to_thread(num_met, mesh) - before
-        took_s, end = time.monotonic() - began_s, log_file.stat().st_size
+        (met, refusals), took_s = await asyncio.to_thread(counted, mesh), time.monotonic() - began_s
         over.set()
-    with log_file.open("rb") as log:
-        log.seek(offset)
-        refusals_s = refusals_of(log.read(end - offset).rpartition(b"\n")[0])
-    seen = Window(per_s, met / took_s, refusals_s, client.answers)
+    refusals.subtract(refusals_before)
+    seen = Window(per_s, (met - met_before) / took_s, refusals, client.answers)
     print(seen, flush=True)
     await asyncio.to_thread(mesh.wait_until_idle, 60)
     return seen
@@ -206,10 +216,10 @@ def main() -> None:
         f"goodput at {OVERLOAD:g} x the load: {flood:.2f} of {peak:.2f} a second, "
         f"{limits.at_least('goodput', flood / peak, LEAST_SHARE)} of {LEAST_SHARE:g}"
     )
-    refusals_s = [refusal_s for seen in floods for refusal_s in seen.refusals_s]
-    p50_s, p99_s = quantile(refusals_s, 0.5), quantile(refusals_s, 0.99)
+    refusals = sum((seen.refusals for seen in floods), Refusals())
+    p50_s, p99_s = refusal_s(refusals, 0.5), refusal_s(refusals, 0.99)
     judged = "not judged" if options.no_timings else limits.at_most("refusals", p99_s, MAX_REFUSAL_S)
-    print(f"{len(refusals_s)} refusals: p50 {1e3 * p50_s:.1f} ms, p99 {1e3 * p99_s:.1f} ms, {judged}")
+    print(f"{refusals[math.inf]} refusals: p50 {1e3 * p50_s:.1f} ms, p99 {1e3 * p99_s:.1f} ms, {judged}")
     answers = sum((seen.answers for seen in (*peaks, *floods)), Counter[str]())
     num_wrong = sum(count for status, count in answers.items() if status not in ("200", "429"))
     print(f"answers that are neither 200 nor 429 with Retry-After: {num_wrong}")

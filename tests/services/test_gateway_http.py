@@ -19,7 +19,7 @@ from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
-from pdmesh.wire.messages import Generation, MeshState, Submit, TokenOut
+from pdmesh.wire.messages import Generation, MeshState, PromptLogprobs, Submit, TokenOut
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 
@@ -513,6 +513,53 @@ async def test_the_schedulers_refusals_become_statuses(model: Path, reason: Reje
         assert response.status_code == status
         assert error_of(response)["message"] == "no room"
         assert response.headers.get("retry-after") == (None if status == 400 else "3")
+
+
+async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    keys = [ApiKey(name=name, hash=hash_key(name)) for name in ("floods", "quiet")]
+    path.write_text("".join(map(entry_of, keys)))
+    async with served(model, security=SecurityConfig(api_keys_file=path)) as (client, mesh, _running):
+
+        def refuse_floods(generation: Generation) -> list[TokenOut | PromptLogprobs]:
+            if mesh.submitted[-1].tenant == "quiet":
+                return echo_prompt(generation)
+            mesh.say(
+                Reject(
+                    gateway_id=generation.gateway_id,
+                    request_id=generation.request_id,
+                    epoch=generation.epoch,
+                    reason=RejectReason.OVERLOADED,
+                    message="too late",
+                    retry_after_s=2.5,
+                    closed_s=3600.0,
+                )
+            )
+            return []
+
+        async def ask(key: str, path: str = "/v1/completions", *, ttft_ms: str = "900", **body: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}", "x-slo-ttft-ms": ttft_ms}
+            return await client.post(path, json={"max_tokens": 2, **body}, headers=headers)
+
+        mesh.script = refuse_floods
+        first, second = [await ask("floods", prompt=prompt) for prompt in ("abc", "xyz")]
+        assert (first.status_code, first.headers["retry-after"]) == (429, "3")
+        assert (second.status_code, second.headers["retry-after"], second.content) == (429, "3", first.content)
+        assert len(mesh.submitted) == 1, "the second was refused at the door"
+        assert (await ask("quiet", prompt="abc")).status_code == 200
+        others = [
+            await ask("floods", prompt="abc", ttft_ms="60000"),
+            await ask("floods", prompt="abc" * 50),
+            await ask("floods", prompt="abc", priority=1),
+            await ask("floods", prompt="abc", n=2),
+            await ask("floods", "/v1/chat/completions", messages=[{"role": "user", "content": "abc"}]),
+        ]
+        assert [response.status_code for response in others] == [429] * 5
+        assert len({submit.generation.request_id for submit in mesh.submitted}) == 8, "all of these were asked about"
+        wrong = [await ask("floods", prompt="abc", ttft_ms="soon"), await ask("floods", prompt="abc", priority="hi")]
+        assert [response.status_code for response in wrong] == [400, 400]
+        metrics = (await client.get("/metrics")).text
+        assert 'pdmesh:request_refusal_seconds_count{model_name="tiny"} 7.0' in metrics
 
 
 async def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(model: Path) -> None:

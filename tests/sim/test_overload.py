@@ -3,39 +3,91 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from pdmesh.core.commands import Outcome
+from pdmesh.core.commands import Command, ForgetRequest, Outcome, Reject
+from pdmesh.core.events import Event, RequestArrived
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.errors import RequestRejected
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.sim.mesh import study_core
+from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.result import RequestRun
 from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Synthetic, synthetic
+from pdmesh.sim.workload import Arrival, Synthetic, synthetic
 from pdmesh.testing.sim import UNEVEN_MODEL, tiny_mesh
+from pdmesh_gateway.door import Door, RequestKind
 
 TTFT_S = 1.0
 DURATION_S = 40.0
+
+#: Of the runs behind a door.
+DOOR_S = 12.0
+
+
+class CoreBehindADoor:
+    """In the place of a core: a gateway's door before it. Its requests come with the keys of ``tenants`` in turn."""
+
+    def __init__(self, core: SchedulerCore, tenants: Sequence[str] = ("",), *, has_door: bool = True) -> None:
+        self.core = core
+        self.turned_away: list[str] = []  # whose
+        self.tenant_of: dict[str, str] = {}
+        self._tenants, self._has_door = tenants, has_door
+        self._now_s = 0.0
+        self._door = Door(lambda: self._now_s)
+        self._kinds: dict[str, RequestKind] = {}
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        self._now_s = now_s
+        if isinstance(event, RequestArrived):
+            tenant = self._tenants[len(self.tenant_of) % len(self._tenants)]
+            request = replace(event.request, tenant=tenant)
+            self.tenant_of[request.request_id] = tenant
+            size = request.num_prompt_tokens.bit_length()
+            kind = RequestKind("chat", tenant, request.priority, request.slo_ttft_s, request.slo_tpot_s, size)
+            try:
+                self._door.check(kind)
+            except RequestRejected:
+                self.turned_away.append(tenant)
+                ended = ForgetRequest(
+                    gateway_id=request.gateway_id,
+                    request_id=request.request_id,
+                    epoch=request.epoch,
+                    outcome=Outcome.REJECTED,
+                )
+                return [ended]
+            self._kinds[request.request_id] = kind
+            event = RequestArrived(request)
+        commands = self.core.handle(event, now_s)
+        for command in commands:
+            if isinstance(command, Reject) and command.closed_s and self._has_door:
+                answer = RequestRejected(command.message, closed_s=command.closed_s)
+                self._door.refused(self._kinds[command.request_id], answer)
+        return commands
+
+    def check_integrity(self) -> None:
+        self.core.check_integrity()
 
 
 def kept(run: RequestRun, ttft_s: float) -> bool:
     return run.outcome is Outcome.FINISHED and run.ttft_s is not None and run.ttft_s <= ttft_s
 
 
-def goodput_per_s(
-    bundle: str,
+def load(
     requests_per_s: float,
     *,
-    refuses_early: bool,
     output: int,
     seats: int,
     long_share: float,
     ttft_s: float = TTFT_S,
-) -> float:
-    """Requests within their target, per second."""
+    duration_s: float = DURATION_S,
+) -> tuple[Sequence[Arrival], MeshShape]:
+    """Requests with a target, and who serves them."""
     shape = Synthetic(
-        num_requests=int(requests_per_s * DURATION_S),
+        num_requests=int(requests_per_s * duration_s),
         requests_per_s=requests_per_s,
         median_prompt_tokens=40,
         median_output_tokens=output,
@@ -45,9 +97,20 @@ def goodput_per_s(
         long_range=(200, 500),
     )
     arrivals = [replace(arrival, slo_ttft_s=ttft_s) for arrival in synthetic(shape, random.Random(1))]
+    return arrivals, tiny_mesh({"prefill": 2, "decode": 2}, max_num_seqs=seats)
+
+
+def core_of(bundle: str, *, refuses_early: bool) -> SchedulerCore:
     policy = PolicyConfig(chunk_tokens=64, latency=UNEVEN_MODEL, long_prompt_tokens=200)
-    core = study_core(bundle, policy, 0, refuses_early=refuses_early)
-    mesh = tiny_mesh({"prefill": 2, "decode": 2}, max_num_seqs=seats)
+    return study_core(bundle, policy, 0, refuses_early=refuses_early)
+
+
+def goodput_per_s(
+    bundle: str, requests_per_s: float, *, refuses_early: bool, ttft_s: float = TTFT_S, **of: Any
+) -> float:
+    """Requests within their target, per second."""
+    arrivals, mesh = load(requests_per_s, ttft_s=ttft_s, **of)
+    core = core_of(bundle, refuses_early=refuses_early)
     result = Simulator(core, mesh.instances(UNEVEN_MODEL), arrivals).run()
     return sum(kept(run, ttft_s) for run in result.requests) / DURATION_S
 
@@ -59,18 +122,52 @@ def goodput_per_s(
 def test_goodput_at_five_times_the_load_is_that_of_the_peak(
     bundle: str, output: int, seats: int, long_share: float
 ) -> None:
-    load = {"output": output, "seats": seats, "long_share": long_share}
+    of: dict[str, Any] = {"output": output, "seats": seats, "long_share": long_share}
     rates = (6.0, 8.0, 10.0, 12.0, 14.0, 16.0)
-    per_s = {rate: goodput_per_s(bundle, rate, refuses_early=False, **load) for rate in rates}  # type: ignore[arg-type]
+    per_s = {rate: goodput_per_s(bundle, rate, refuses_early=False, **of) for rate in rates}
     peak = max(rates, key=lambda rate: per_s[rate])
-    assert goodput_per_s(bundle, 5 * peak, refuses_early=False, **load) < 0.5 * per_s[peak]  # type: ignore[arg-type]
-    assert goodput_per_s(bundle, 5 * peak, refuses_early=True, **load) >= 0.95 * per_s[peak]  # type: ignore[arg-type]
-    assert goodput_per_s(bundle, peak / 2, refuses_early=True, **load) >= 0.98 * peak / 2  # type: ignore[arg-type]
+    assert goodput_per_s(bundle, 5 * peak, refuses_early=False, **of) < 0.5 * per_s[peak]
+    assert goodput_per_s(bundle, 5 * peak, refuses_early=True, **of) >= 0.95 * per_s[peak]
+    assert goodput_per_s(bundle, peak / 2, refuses_early=True, **of) >= 0.98 * peak / 2
 
 
 @pytest.mark.parametrize("ttft_s", [0.3, 0.4])
 def test_targets_as_short_as_a_few_steps_are_kept_too(ttft_s: float) -> None:
     """Nobody waited when one came, and yet it was late: behind the steps in flight. All that were taken were late."""
-    load = {"output": 12, "seats": 16, "long_share": 0.0, "ttft_s": ttft_s}
-    peak = goodput_per_s("pdmesh", 14.0, refuses_early=False, **load)  # type: ignore[arg-type]
-    assert goodput_per_s("pdmesh", 70.0, refuses_early=True, **load) >= 0.95 * peak  # type: ignore[arg-type]
+    of: dict[str, Any] = {"output": 12, "seats": 16, "long_share": 0.0, "ttft_s": ttft_s}
+    peak = goodput_per_s("pdmesh", 14.0, refuses_early=False, **of)
+    assert goodput_per_s("pdmesh", 70.0, refuses_early=True, **of) >= 0.95 * peak
+
+
+# --- with a gateway's door before it ---
+
+COMPUTING: dict[str, Any] = {"output": 12, "seats": 16, "long_share": 0.02}
+FLOOD_PER_S = 120.0
+
+
+@pytest.mark.parametrize(
+    ("bundle", "ttft_s", "least_share"),
+    [("fcfs", 1.0, 0.4), ("pdmesh", 0.4, 0.3), ("pdmesh", 1.0, 0.4), ("pdmesh", 4.0, 0.7)],
+)
+def test_the_door_costs_no_goodput_and_spares_the_scheduler_refusals(
+    bundle: str, ttft_s: float, least_share: float
+) -> None:
+    arrivals, mesh = load(FLOOD_PER_S, ttft_s=ttft_s, duration_s=DOOR_S, **COMPUTING)
+    open_core = CoreBehindADoor(core_of(bundle, refuses_early=True), has_door=False)
+    alone = Simulator(open_core, mesh.instances(UNEVEN_MODEL), arrivals).run().requests
+    core = CoreBehindADoor(core_of(bundle, refuses_early=True))
+    runs = Simulator(core, mesh.instances(UNEVEN_MODEL), arrivals).run().requests
+    assert sum(kept(run, ttft_s) for run in runs) >= 0.95 * sum(kept(run, ttft_s) for run in alone)
+    num_refused = sum(run.outcome is Outcome.REJECTED for run in runs)
+    assert len(core.turned_away) > least_share * num_refused
+
+
+@pytest.mark.parametrize("bundle", ["fcfs", "pdmesh"])
+def test_one_key_that_floods_closes_no_door_to_another(bundle: str) -> None:
+    arrivals, mesh = load(FLOOD_PER_S, duration_s=DOOR_S, **COMPUTING)
+    core = CoreBehindADoor(core_of(bundle, refuses_early=True), ["quiet", *59 * ["floods"]])
+    runs = Simulator(core, mesh.instances(UNEVEN_MODEL), arrivals).run().requests
+    assert len(core.turned_away) > len(runs) / 4
+    assert "quiet" not in core.turned_away
+    outcomes = [run.outcome for run in runs if core.tenant_of[run.request.request_id] == "quiet"]
+    assert outcomes.count(Outcome.REJECTED) <= 1, "within its share it waits for nobody"

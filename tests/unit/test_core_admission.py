@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.admission import HORIZON_S, MAX_RETRY_AFTER_S, Admission, Forecast, Margin, Pace, Refusal
+from pdmesh.core.admission import HORIZON_S, MAX_CLOSED_S, MAX_RETRY_AFTER_S, Admission, Forecast, Margin, Pace, Refusal
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Reject
 from pdmesh.core.config import CoreConfig
@@ -85,6 +85,7 @@ def test_what_would_miss_its_target_is_refused_and_told_when_it_would_not() -> N
     late = refusal(2.0, work_s=0.5, work_before_s=9.5)
     assert late is not None
     assert (late.predicted_s, late.limit_s, late.retry_after_s) == (10.0, 2.0, 8.0)
+    assert late.closed_s == MAX_CLOSED_S
     assert refusal(2.0, work_s=0.5, work_before_s=9.5, num_instances=8) is None
 
 
@@ -105,6 +106,8 @@ def test_more_before_it_or_less_time_never_lets_a_request_in(
         assert 1.0 <= late.retry_after_s <= MAX_RETRY_AFTER_S
         assert refusal(ttft_s, work_before_s=work_before_s + more_s) is not None
         assert refusal(max(1e-3, ttft_s - more_s), work_before_s=work_before_s) is not None
+        # Others like it are let in before the line could be empty.
+        assert 0.0 < late.closed_s <= min(0.5 * work_before_s, MAX_CLOSED_S)
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0])

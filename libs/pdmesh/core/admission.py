@@ -32,11 +32,21 @@ NEWS = 1 / 16
 #: Nobody is told to stay away for longer.
 MAX_RETRY_AFTER_S = 60.0
 
+#: Others like a refused request are refused unasked for this share of its wait, in which the line gets so much shorter.
+CLOSED_SHARE = 1 / 16
+
+#: And for so much of the time by which it would be late, since predictions may be too high.
+CLOSED_LATE_SHARE = 0.5
+
+#: What is said of them holds no longer than this: instances join, and those that wait hang up.
+MAX_CLOSED_S = 0.25
+
 
 class Refusal(NamedTuple):
     predicted_s: float  # to its first token, with the margin by which predictions have been exceeded
     limit_s: float  # the target that this would miss
     retry_after_s: float  # when it could be kept, if nobody else came
+    closed_s: float  # others like it would be refused for so long
 
 
 def work_us(request: Request, latency: LatencyModel) -> int:
@@ -138,16 +148,18 @@ class Admission:
             margin_s = forecast.margin.margin_s if work_before_s and target_s is not None else 0.0
             at_most_s = predicted_s + margin_s
             if at_most_s > limit_s:
-                return Refusal(at_most_s, limit_s, self._retry_after_s(min(wait_s, at_most_s - limit_s)))
+                late_s = min(wait_s, at_most_s - limit_s)
+                return Refusal(at_most_s, limit_s, self._retry_after_s(late_s), _closed_s(wait_s, late_s))
         self._predicted_s[state.key] = predicted_s
         return None
 
-    def full_retry_after_s(self, state: RequestState, order: PrefillOrder, now_s: float) -> float:
-        """When to come again, for a request that finds the queue full."""
+    def when_full(self, state: RequestState, order: PrefillOrder, now_s: float) -> tuple[float, float]:
+        """When to come again, for a request that finds the queue full, and how long others like it need not ask."""
         if not self._config.refuses_early:
-            return self._config.retry_after_s
+            return self._config.retry_after_s, 0.0
         work_before_s = self._books.queue.work_before_s(state, order, now_s)
-        return self._retry_after_s(self._forecast.wait_s(work_before_s, self._num_computing))
+        wait_s = self._forecast.wait_s(work_before_s, self._num_computing)
+        return self._retry_after_s(wait_s), _closed_s(wait_s, 0.0)
 
     def passed(self, now_s: float) -> None:
         """Time has passed since the last event."""
@@ -183,3 +195,11 @@ class Admission:
     def _num_computing(self) -> int:
         """Instances on which prompts are placed."""
         return sum(instance.takes_prompts for instance in self._books.instances.values())
+
+
+def _closed_s(wait_s: float, late_s: float) -> float:
+    """How long those are refused unasked who are like one that would wait so long, and be late by so much.
+
+    Never as long as the line before it lasts: nobody who could be computed at once is turned away.
+    """
+    return min(max(CLOSED_SHARE * wait_s, CLOSED_LATE_SHARE * late_s), MAX_CLOSED_S)

@@ -343,6 +343,7 @@ class Books:
         message: str,
         retry_after_s: float | None,
         reason: RejectReason = RejectReason.OVERLOADED,
+        closed_s: float = 0.0,
     ) -> None:
         """Tell the gateway that a request which is in no book will not be served."""
         self.commands.append(
@@ -353,11 +354,20 @@ class Books:
                 reason=reason,
                 message=message,
                 retry_after_s=retry_after_s,
+                closed_s=closed_s,
             )
         )
 
-    def reject(self, state: RequestState, reason: RejectReason, message: str, retry_after_s: float | None) -> None:
-        self.refuse(state.request, message, retry_after_s, reason)
+    def reject(
+        self,
+        state: RequestState,
+        reason: RejectReason,
+        message: str,
+        retry_after_s: float | None,
+        *,
+        closed_s: float = 0.0,
+    ) -> None:
+        self.refuse(state.request, message, retry_after_s, reason, closed_s)
         self.end(state, Outcome.REJECTED)
 
     def restart(self, state: RequestState, reason: str, *, preempted: bool = False) -> None:

@@ -189,6 +189,7 @@ class Reject(Struct, frozen=True, kw_only=True):
     reason: RejectReason
     message: str
     retry_after_s: float | None
+    closed_s: float = 0.0  # others like it need not ask for so long: they would be refused too
 
 
 class Restart(Struct, frozen=True, kw_only=True):

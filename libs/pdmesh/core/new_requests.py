@@ -56,8 +56,8 @@ class NewRequests:
         elif self._is_full_for(request):
             self._judge.refused(request, now_s)
             message = f"{len(books.queue)} requests are waiting"
-            retry_after_s = self._admission.full_retry_after_s(state, bundle.order, now_s)
-            books.reject(state, RejectReason.OVERLOADED, message, retry_after_s)
+            retry_after_s, closed_s = self._admission.when_full(state, bundle.order, now_s)
+            books.reject(state, RejectReason.OVERLOADED, message, retry_after_s, closed_s=closed_s)
         elif self._is_too_long(request, bundle):
             message = f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate fit no instance"
             books.reject(state, RejectReason.TOO_LONG, message, None)
@@ -66,7 +66,7 @@ class NewRequests:
             message = (
                 f"its first token is predicted {refusal.predicted_s:.2g} s from now, later than {refusal.limit_s:g} s"
             )
-            books.reject(state, RejectReason.OVERLOADED, message, refusal.retry_after_s)
+            books.reject(state, RejectReason.OVERLOADED, message, refusal.retry_after_s, closed_s=refusal.closed_s)
         else:
             books.queue.add(state, now_s + self._config.max_queue_s)
             self._relays.arrived(state, now_s)

@@ -334,4 +334,5 @@ def _rejection(command: Reject) -> RequestRejected:
         type=kind,
         code=str(command.reason),
         retry_after_s=None if status == 400 else retry_after_s,
+        closed_s=command.closed_s,
     )

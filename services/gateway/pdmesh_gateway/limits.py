@@ -24,6 +24,7 @@ class Upload:
         self.scope = anyio.CancelScope()
         self.began_s = anyio.current_time()
         self.num_bytes = 0
+        self.was_given_up = False  # others needed the room
 
     @property
     def num_large_bytes(self) -> int:
@@ -88,6 +89,7 @@ class RequestLimiter:
         if large_excess > 0:
             raise _overloaded("too many large requests are on their way")
         for other in given_up:
+            other.was_given_up = True
             other.scope.cancel()
             self._end(other)
 

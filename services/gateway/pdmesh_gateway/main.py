@@ -19,6 +19,7 @@ from pdmesh.telemetry.exposition import watch_event_loop
 from pdmesh.wire.endpoint import bind_socket, check_bind
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys
+from pdmesh_gateway.door import Door
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grpc_service import serve_grpc
 from pdmesh_gateway.http.app import build_app
@@ -83,6 +84,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             generator=generator,
             link=link,
             admission=RequestLimiter(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
+            door=Door(time.monotonic),
             keys=keys,
             origins=Origins(hosts=gateway.allowed_hosts, cors=gateway.cors_origins, has_keys=bool(keys)),
             metrics=metrics,

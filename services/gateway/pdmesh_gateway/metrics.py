@@ -24,6 +24,7 @@ PREFIX = "pdmesh"
 # Bucket bounds are vLLM's, so that its dashboards draw the same.
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REFUSAL_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
 _E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _LENGTH_BUCKETS = tuple(scale * step for scale in (1, 10, 100, 1000, 10_000, 100_000) for step in (1, 2, 5))
 
@@ -88,6 +89,12 @@ class GatewayMetrics:
         output_tokens = counter("generation_tokens", "Output tokens delivered.")
         restarts = counter("request_restarts", "Requests resumed after a loss.")
         preemptions = counter("num_preemptions", "Requests resumed whose KV was given up for others.")
+        refusal = histogram(
+            "request_refusal_seconds",
+            "From a request's head to its refusal for want of room or time.",
+            _REFUSAL_BUCKETS,
+        )
+        self._refusal = refusal.labels(model)
         self._ttft = ttft.labels(model)
         self._itl = itl.labels(model)
         self._tpot = tpot.labels(model)
@@ -161,6 +168,10 @@ class GatewayMetrics:
         self._decode.observe(e2e_s - ttft_s)
         if tpot_s is not None:
             self._tpot.observe(tpot_s)
+
+    def refused(self, took_s: float) -> None:
+        """A request was refused for want of room or time."""
+        self._refusal.observe(took_s)
 
     def restarted(self) -> None:
         self._restarts.inc()

@@ -15,6 +15,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys, Client
+from pdmesh_gateway.door import Door
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.jobs import GenerationJob
@@ -48,6 +49,7 @@ class Serving:
     generator: Generator
     link: GatewaySession
     admission: RequestLimiter
+    door: Door
     keys: ApiKeys
     origins: Origins
     metrics: GatewayMetrics

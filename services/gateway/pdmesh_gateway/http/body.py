@@ -42,7 +42,8 @@ async def read_body(
     if content_length is not None and content_length > max_bytes:
         raise _too_big(max_bytes)
     parts: list[bytes] = []
-    with anyio.move_on_after(timeout_s), upload.scope:
+    upload.scope.deadline = anyio.current_time() + timeout_s
+    with upload.scope:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -55,7 +56,7 @@ async def read_body(
             if not message.get("more_body", False):
                 return b"".join(parts)
     parts.clear()
-    why = "before others needed the room" if upload.scope.cancelled_caught else f"within {timeout_s:g} s"
+    why = "before others needed the room" if upload.was_given_up else f"within {timeout_s:g} s"
     raise RequestRejected(f"The request body did not arrive {why}.", status=408, code="body_timeout")
 
 

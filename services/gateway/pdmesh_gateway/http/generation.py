@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh.metrics import Slo
-from pdmesh.model import SamplingParams
+from pdmesh.model import RejectReason, SamplingParams
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.body import decode_body
+from pdmesh_gateway.door import RequestKind
+from pdmesh_gateway.http.body import INLINE_BYTES, decode_body
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import DONE, KEEP_ALIVE, usage_of
 from pdmesh_gateway.jobs import GenerationJob
@@ -71,6 +73,18 @@ class Rendering(ABC):
         return generation.num_output_tokens
 
 
+class _Wish(msgspec.Struct):
+    """What of a body the door looks at; all else is passed over."""
+
+    n: int | None = None
+    priority: int | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+
+
+_decode_wish = msgspec.json.Decoder(_Wish).decode
+
+
 class GenerationEndpoint(ABC, Generic[RequestT]):
     """``POST`` of a body that asks for a generation."""
 
@@ -89,8 +103,39 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         config = self._serving.config
         admission = self._serving.admission
         body = await exchange.body(admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-        with admission.hold(num_bytes=len(body)):
-            await exchange.run_until_gone(lambda: self._serve(exchange, body))
+        door = self._serving.door
+        try:
+            if not door.is_open and (kind := self._kind(exchange, body)) is not None:
+                door.check(kind)
+            with admission.hold(num_bytes=len(body)):
+                await exchange.run_until_gone(lambda: self._serve(exchange, body))
+        except RequestRejected as error:
+            if error.closed_s > 0 and (kind := self._kind(exchange, body)) is not None:
+                door.refused(kind, error)
+            if error.code == RejectReason.OVERLOADED:
+                self._serving.metrics.refused(time.time() - exchange.received_at)
+            raise
+
+    def _kind(self, exchange: Exchange, body: bytes) -> RequestKind | None:
+        """What the door takes a request for; None if it lets that pass in any case."""
+        if len(body) > INLINE_BYTES:
+            return None
+        try:
+            wish = _decode_wish(body)
+            slo_ttft_s = _target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", wish.slo_ttft_ms)
+            slo_tpot_s = _target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", wish.slo_tpot_ms)
+        except (RequestRejected, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None  # it will be told what is wrong with it
+        if wish.n not in (None, 1):
+            return None
+        return RequestKind(
+            self.operation,
+            exchange.known_client.name,
+            wish.priority or 0,
+            slo_ttft_s,
+            slo_tpot_s,
+            len(body).bit_length(),
+        )
 
     async def _serve(self, exchange: Exchange, body: bytes) -> None:
         serving = self._serving

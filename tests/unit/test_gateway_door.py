@@ -1,0 +1,74 @@
+"""The door: what the scheduler has just refused is refused without asking it, and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.door import MAX_KINDS, Door, RequestKind
+
+KIND = RequestKind("chat", "alice", 0, 1.0, None, 9)
+
+
+@dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def answer(closed_s: float) -> RequestRejected:
+    return RequestRejected(
+        "too late", status=429, type="rate_limit_error", code="overloaded", retry_after_s=7.5, closed_s=closed_s
+    )
+
+
+def test_others_like_it_are_told_the_same_until_the_time_is_over() -> None:
+    clock = Clock()
+    door = Door(clock)
+    assert door.is_open
+    door.refused(KIND, answer(0.5))
+    clock.now_s += 0.25
+    assert not door.is_open
+    with pytest.raises(RequestRejected, match="too late") as refused:
+        door.check(KIND)
+    told = refused.value
+    assert (told.status, told.type, told.code, told.retry_after_s) == (429, "rate_limit_error", "overloaded", 7.5)
+    assert told.closed_s == 0, "one that was not judged says nothing of others: the door would never open"
+    clock.now_s += 0.25
+    assert door.is_open
+    door.check(KIND)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        KIND._replace(operation="text_completion"),
+        KIND._replace(tenant="bob"),
+        KIND._replace(priority=-1),
+        KIND._replace(slo_ttft_s=2.0),
+        KIND._replace(slo_tpot_s=0.1),
+        KIND._replace(size=10),
+    ],
+)
+def test_nobody_is_refused_for_what_was_said_of_others(other: RequestKind) -> None:
+    door = Door(Clock())
+    door.refused(KIND, answer(60.0))
+    door.check(other)
+
+
+@given(kinds=st.lists(st.tuples(st.integers(0, 3 * MAX_KINDS), st.floats(0.01, 1.0)), max_size=60))
+def test_clients_who_choose_ever_new_targets_take_no_memory(kinds: list[tuple[int, float]]) -> None:
+    door = Door(Clock())
+    for size in range(MAX_KINDS):
+        door.refused(KIND._replace(size=-size - 1), answer(1.0))
+    for size, closed_s in kinds:
+        door.refused(KIND._replace(size=size), answer(closed_s))
+        with pytest.raises(RequestRejected):
+            door.check(KIND._replace(size=size))
+        assert len(door) == MAX_KINDS
