@@ -115,6 +115,7 @@ class Credit:
                     bundle.rebalancing,
                     bundle.decode_placement,
                     now_s,
+                    is_urgent=bool(stuck),
                 )
             if stuck:
                 self._make_room(instance, stuck, bundle, latency)
