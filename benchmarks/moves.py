@@ -298,7 +298,7 @@ async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens
     async with mesh.client() as client, anyio.create_task_group() as tasks:
         for place in range(len(prompts)):
             tasks.start_soon(ask, place, num_tokens, drawn[place])
-        names = await _all_decode(operator, len(prompts))
+        names = await all_decode(operator, len(prompts))
         await operator.operate(OperationKind.UNDRAIN, "decode-1")
         began_s = time.monotonic()
         status = await operator.operate(OperationKind.DRAIN, "decode-0")
@@ -329,7 +329,7 @@ async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens
     return 0 if len(moves) == len(prompts) and not failed and not differ else 1
 
 
-async def _all_decode(operator: Operator, num_requests: int) -> list[str]:
+async def all_decode(operator: Operator, num_requests: int) -> list[str]:
     """The requests, once all of them decode on the first decode instance. Raises TimeoutError.
 
     One of which it computed the prompt itself never lands.
@@ -337,10 +337,11 @@ async def _all_decode(operator: Operator, num_requests: int) -> list[str]:
     names: list[str] = []
     with anyio.fail_after(ALL_DECODE_S):
         while len(names) < num_requests:
-            await anyio.sleep(1.0)  # the scheduler tells of no such thing by itself
+            await anyio.sleep(0.25)  # the scheduler tells of no such thing by itself
             records = [await operator.record(name) for name in await operator.running()]
-            names = [record.request_id for record in records if _is_at(record, "decode-0")]
-            print(f"  {len(names)} of {num_requests} decode", flush=True)
+            before, names = len(names), [record.request_id for record in records if _is_at(record, "decode-0")]
+            if len(names) != before:
+                print(f"  {len(names)} of {num_requests} decode", flush=True)
     return names
 
 
