@@ -182,18 +182,22 @@ class Storm:
         else:
             self.hits[fault] += 1
         said = f"{sum(self.hits.values())}: {fault} {name} of {len(found)} at {at_s:.2f} s"
-        try:
-            seconds, text = await asyncio.wait_for(task, HANGS_S)
-        except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=HANGS_S)
+        if task.cancelled():
             self.freed_s.append(await until_free(self._mesh, self._client))
             print(f"{said}, all is free after {self.freed_s[-1]:.2f} s", flush=True)
             return
+        try:
+            seconds, text = await asyncio.wait_for(task, 0)
         except Exception as error:  # whatever a stream ends with but its tokens
             seconds, text = 0.0, repr(error)
         self.ttft_s.append(seconds)
         if text != self._expected:
             self.differing.append(f"{said}: {text}")
-        print(f"{said}, first token after {seconds:.2f} s{'' if text == self._expected else ', DIFFERS'}", flush=True)
+        print(
+            f"{said}, first token after {seconds:.2f} s{'' if text == self._expected else f', DIFFERS: {text[:200]}'}",
+            flush=True,
+        )
         if seconds > LONG_S:
             await asyncio.to_thread(self._show, f"fault-{self._num_asked}")
 
