@@ -11,7 +11,7 @@ within 25 times the mean that fixed groups of 8 have without load. Exits with 1 
 7 % beyond the second of waiting, as the fit is of the paper's table, and 20 % more load than fixed groups of 8.
 
 The last table has what the scheduling core makes of the same lengths when it drives simulated instances that compute
-long prompts in turn, step by step and with their KV on links, beside the planners alone at the same load.
+long prompts in turn or at once, step by step and with their KV on links, beside the planners alone at the same load.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ STEP_PER_S = 0.05
 #: About two thirds of what fixed groups of 8 sustain.
 CORE_LOADS = {"short": 2.6, "medium": 2.0, "long": 1.1}
 CORE_ROWS = (
-    ("core, one instance each", "tetris", 1),
-    ("core, `tetris` by relay", "tetris", NUM_INSTANCES),
-    ("core, `pdmesh` by relay", "pdmesh", NUM_INSTANCES),
+    ("core, one instance each", "tetris", 1, "relay"),
+    ("core, `tetris` by relay", "tetris", NUM_INSTANCES, "relay"),
+    ("core, `tetris` by gang", "tetris", NUM_INSTANCES, "gang"),
+    ("core, `pdmesh` by relay", "pdmesh", NUM_INSTANCES, "relay"),
+    ("core, `pdmesh` by gang", "pdmesh", NUM_INSTANCES, "gang"),
 )
 PORT_BYTES_PER_S = 1e11  # between NVLink's and an adapter's for each device
 
@@ -288,13 +290,14 @@ def by_core(name: str, num_requests: int, seed: int) -> list[list[str]]:
         num_transfer_backends=64,
         relays=True,
     )
-    for row, bundle, members in CORE_ROWS:
+    for row, bundle, members, schedule in CORE_ROWS:
         policy = PolicyConfig(
             latency=LATENCY[1],
             long_prompt_tokens=TRACES[name].least,
             relay_members=members,
             relay_improvement=0.3,
             relay_bytes_per_s=PORT_BYTES_PER_S,
+            sequence_parallel=schedule,
         )
         simulator = Simulator(
             study_core(bundle, policy, seed),

@@ -46,7 +46,7 @@ def alone(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Generat
 
 
 #: How many prefill instances, and how they share a prompt.
-GROUPS = {"2": (2, "relay"), "3": (3, "relay"), "2 at once": (2, "gang"), "3 at once": (3, "gang")}
+GROUPS = {"2": (2, "relay"), "3": (3, "relay"), "3 at once": (3, "gang")}
 
 
 @pytest.fixture(scope="module", params=list(GROUPS.values()), ids=list(GROUPS))
