@@ -129,6 +129,7 @@ class Bystander(threading.Thread):
         self.latencies_s: list[float] = []
         self.refused: list[int] = []
         self.done = threading.Event()
+        self.was_there = threading.Event()  # often enough
 
     def run(self) -> None:
         with client_of("bystander", self._base_url) as client:
@@ -139,6 +140,8 @@ class Bystander(threading.Thread):
                 self.latencies_s.append(time.perf_counter() - began_s)
                 if status != 200:
                     self.refused.append(status)
+                if len(self.latencies_s) >= NUM_ASKED:
+                    self.was_there.set()
 
 
 def settings_with(folder: Path, keys: bool) -> dict[str, str]:
@@ -170,8 +173,14 @@ def again_and_again(attack: Attack, url: str, port: int, bystander: Bystander) -
     """The attack as often as it takes for the other client to have been there."""
     until_s = time.monotonic() + ATTACK_LIMIT_S
     attack(url, port)
-    while len(bystander.latencies_s) < NUM_ASKED and time.monotonic() < until_s:
+    while not bystander.was_there.is_set() and time.monotonic() < until_s:
         attack(url, port)
+
+
+def undisturbed(seconds: float, bystander: Bystander) -> None:
+    """Nothing, for so long, and until the other client has been there often enough."""
+    time.sleep(seconds)
+    bystander.was_there.wait(ATTACK_LIMIT_S)
 
 
 def main() -> int:
@@ -191,7 +200,7 @@ def main() -> int:
         for name, attack in ATTACKS.items():
             if arguments.only not in name:
                 continue
-            before = beside(mesh, url, lambda _: time.sleep(arguments.seconds))
+            before = beside(mesh, url, partial(undisturbed, arguments.seconds))
             pid = next(pid for service, pid in mesh.pids().items() if service.startswith("gateway"))
             memory = memory_mib(pid)
             during = beside(mesh, url, partial(again_and_again, attack, url, port))
