@@ -11,7 +11,17 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 #: They state no limit: what is to be compared is beside each other in what they print.
-FIGURES_ONLY = {"decision_cost", "engine", "engine_gpu", "kv_transport", "medha_table", "pecsched_table", "peer"}
+FIGURES_ONLY = {
+    "decision_cost",
+    "engine",
+    "engine_gpu",
+    "kv_transport",
+    "medha_table",
+    "pecsched_table",
+    "peer",
+    "refusal_cost",
+    "relay_rates",
+}
 
 
 def test_every_benchmark_with_a_limit_exits_by_it() -> None:
