@@ -523,9 +523,10 @@ async def test_plans_of_a_scheduler_that_began_anew_wait_as_others_do(memory: Tr
 
 
 @pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("in_gang", [False, True], ids=["in turn", "at once"])
 @pytest.mark.parametrize("seed", range(12))
 async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
-    memory: TransportMaker, seed: int, moves: bool
+    memory: TransportMaker, seed: int, in_gang: bool, moves: bool
 ) -> None:
     """It stops in some layer of some chunk; what the leader then misses is planned anew, with other boundaries."""
     rng = random.Random(seed)
@@ -553,8 +554,10 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
         leader, planned = running[0], block_chunks(generation, BLOCK, [rng.randint(1, 4), rng.randint(1, 4)])
         sent: list[tuple[RunningInstance, int, ChunkPlan]] = []
         for index, chunk in enumerate(planned[: rng.randint(2, len(planned))]):
-            member = leader if chunk.is_last else running[index % number]
-            sent.append((member, member.run([chunk]), chunk))
+            member = (
+                leader if chunk.is_last else running[(index + in_gang) % number]
+            )  # of a gang the leader is the last
+            sent.append((member, member.run([chunk], in_gang=in_gang), chunk))
         for _ in range(rng.randrange(30)):
             await anyio.lowlevel.checkpoint()
         for member in living:
@@ -584,7 +587,7 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
                 num_tokens=num_tokens,
                 is_last=is_last,
             )
-            member.run([chunk])
+            member.run([chunk], in_gang=in_gang)
             start += num_tokens
         if decode is None:
             await check_output(leader, "r", prompt, GREEDY)
