@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Generator
@@ -97,6 +99,21 @@ async def test_what_cannot_be_changes_nothing_and_says_why(mesh: RunningMesh) ->
     code, said = failing(mesh, "pool", "resize")
     assert (code, "say how many" in said) == (2, True)
     assert mesh.pids() == before
+
+
+async def test_what_is_asked_while_the_scheduler_is_killed_is_done_once(wide_mesh: RunningMesh) -> None:
+    mesh, before = wide_mesh, wide_mesh.pids()
+    async with running_load(mesh.base_url, mesh.model, REQUESTS, at_once=4) as load:
+        await load.all_draw(4)
+        os.kill(before["scheduler"], signal.SIGKILL)
+        await asyncio.to_thread(mesh.pdmesh, "restart", "prefill-0", "--timeout", "1")
+        await load.ended(3)
+    after = mesh.pids()
+    assert {name for name, pid in after.items() if pid != before[name]} == {"scheduler", "prefill-0"}
+    listed = json.loads(await asyncio.to_thread(mesh.pdmesh, "ops", "-o", "json"))["operations"]
+    assert [(each["kind"], each["state"]) for each in listed] == [("restart", "done")]
+    assert not load.failed
+    assert not load.differ
 
 
 async def test_everything_is_restarted_and_the_mesh_stopped_and_no_stream_breaks(wide_mesh: RunningMesh) -> None:

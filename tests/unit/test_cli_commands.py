@@ -12,10 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from pdmesh import __version__
+from pdmesh.cli.app import app
 from pdmesh.cli.processes import ProcessId, wait_for_end
 from pdmesh.config import COMPOSE_VARIABLES, MeshConfig, variable_of
 from pdmesh.profiles import load_profile
@@ -93,6 +97,34 @@ def test_help_loads_neither_torch_nor_grpc() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+def commands_of(group: Any, *names: str) -> Iterator[tuple[str, ...]]:
+    """All that can be typed, as it is typed."""
+    for name, command in group.commands.items():
+        if command.hidden:
+            continue
+        if not hasattr(command, "commands"):
+            yield *names, name
+            continue
+        if command.invoke_without_command:
+            yield *names, name
+        yield from commands_of(command, *names, name)
+
+
+def test_the_help_of_each_command_has_an_example_that_can_be_typed_shows_defaults_and_fits_100_columns() -> None:
+    program = typer.main.get_command(app)
+    commands = list(commands_of(program))
+    assert len(commands) > 30
+    for names in commands:
+        done = CliRunner(env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}).invoke(app, [*names, "--help"])
+        assert done.exit_code == 0
+        assert not [line for line in done.output.splitlines() if len(line) > 100], names
+        example = re.search(r"Example: (pdmesh .*)", done.output)
+        assert example is not None, names
+        assert example[1].startswith(f"pdmesh {' '.join(names)}"), names
+    up = CliRunner(env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}).invoke(app, ["up", "--help"])
+    assert "[default: 127.0.0.1]" in re.sub(r"[\s│]+", " ", up.output), "brackets are no markup"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ app = typer.Typer(
     help="A disaggregated serving mesh for large language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # in rich's own markup "[default: 1]" is a style, and not shown
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 requests_app = typer.Typer(help="Look at single requests.", no_args_is_help=True)
@@ -79,7 +80,7 @@ def pdmesh(
 
 
 @app.command("serve", hidden=True)  # its name in vLLM
-@app.command()
+@app.command(epilog="Example: pdmesh up ./my-model --prefill 2 --decode 2 --detach")
 def up(
     checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     model: Model = None,
@@ -142,7 +143,7 @@ def up(
     MeshRun(tree, pools, state, os.environ, gateways).run()
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh down --drain 10")
 def down(
     name: Name = DEFAULT_NAME,
     now: Annotated[bool, typer.Option("--now", help="Kill at once instead of draining.")] = False,
@@ -158,7 +159,7 @@ def down(
     typer.echo(f"pdmesh: mesh {name!r} {'stopped' if stopped else 'is not running'}")
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh status -o json")
 @asks_scheduler
 def status(asked: Asked) -> None:
     """Show the instances of a mesh and what they are doing."""
@@ -167,7 +168,7 @@ def status(asked: Asked) -> None:
     show_status(asked.config, asked.state, asked.output)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh top --once")
 def top(
     name: Name = DEFAULT_NAME,
     url: Url = None,
@@ -185,7 +186,7 @@ def top(
     run_top(target, once=once, output=output)
 
 
-@requests_app.command("show")
+@requests_app.command("show", epilog="Example: pdmesh requests show chatcmpl-cd69")
 @asks_scheduler
 def requests_show(
     asked: Asked,
@@ -197,7 +198,7 @@ def requests_show(
     show_request(asked.config, asked.state, request_id, asked.output)
 
 
-@requests_app.command("list")
+@requests_app.command("list", epilog="Example: pdmesh requests list -n 50")
 @asks_scheduler
 def requests_list(
     asked: Asked,
@@ -209,7 +210,7 @@ def requests_list(
     list_requests(asked.config, asked.state, limit, asked.output)
 
 
-@policy_app.command("list")
+@policy_app.command("list", epilog="Example: pdmesh policy list")
 @asks_scheduler
 def policy_list(asked: Asked) -> None:
     """List the policy bundles; a star marks the one in use."""
@@ -218,7 +219,7 @@ def policy_list(asked: Asked) -> None:
     list_policies(asked.config, asked.state, asked.output)
 
 
-@policy_app.command("get")
+@policy_app.command("get", epilog="Example: pdmesh policy get")
 @asks_quietly
 def policy_get(asked: Asked) -> None:
     """Print the policy bundle in use."""
@@ -227,7 +228,7 @@ def policy_get(asked: Asked) -> None:
     get_policy(asked.config, asked.state)
 
 
-@policy_app.command("set")
+@policy_app.command("set", epilog="Example: pdmesh policy set fcfs")
 @asks_quietly
 def policy_set(
     asked: Asked,
@@ -245,7 +246,7 @@ def policy_set(
     set_policy(asked.config, asked.state, policy, threshold)
 
 
-@app.command()
+@app.command(epilog='Example: pdmesh chat -m "Why separate prefill and decode?"')
 def chat(
     name: Name = DEFAULT_NAME,
     url: Url = None,
@@ -267,7 +268,7 @@ def chat(
     raise typer.Exit(run_chat(target, options, message))
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh doctor --port 8001")
 def doctor(
     output: OutputFormat = Output.TABLE,
     port: Annotated[int | None, typer.Option(help="The HTTP port to look at. [default: 8000]")] = None,
@@ -280,7 +281,7 @@ def doctor(
     raise typer.Exit(run_doctor(build_config(config, settings, gateway__port=port), output, os.environ))
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh gateway --model ./my-model --scheduler 10.0.0.1:5000 --port 8000")
 def gateway(
     model: Model = None,
     scheduler: Dial = None,
@@ -296,7 +297,7 @@ def gateway(
     _run_service("gateway", tree)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh scheduler --host 127.0.0.1 --port 5000")
 def scheduler(
     host: Annotated[str | None, typer.Option(help="Where to listen. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="gRPC port. [default: a free one]")] = None,
@@ -307,7 +308,7 @@ def scheduler(
     _run_service("scheduler", build_config(config, settings, scheduler__host=host, scheduler__port=port))
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh prefill --model ./my-model --scheduler 127.0.0.1:5000")
 def prefill(
     model: Model = None,
     scheduler: Dial = None,
@@ -318,7 +319,7 @@ def prefill(
     _run_service("prefill", build_config(config, settings, model=model, scheduler_address=scheduler))
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh decode --model ./my-model --scheduler 127.0.0.1:5000 --role mixed")
 def decode(
     model: Model = None,
     scheduler: Dial = None,
@@ -330,7 +331,7 @@ def decode(
     _run_service("decode", build_config(config, settings, model=model, scheduler_address=scheduler, worker__role=role))
 
 
-@config_app.command("show")
+@config_app.command("show", epilog="Example: pdmesh config show --set scheduler.bundle=fcfs")
 def config_show(
     output: Annotated[str, typer.Option("-o", "--output", help="toml or json.")] = "toml",
     config: ConfigFile = None,
@@ -343,7 +344,7 @@ def config_show(
     typer.echo(json.dumps(to_dict(tree), indent=2) if output == "json" else to_toml(tree), nl=output == "json")
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh version")
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

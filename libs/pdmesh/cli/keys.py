@@ -27,7 +27,7 @@ from pdmesh.errors import ConfigError
 app = typer.Typer(help="Make API keys, and operators' tokens.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh keys new alice --file keys.toml")
 def new(
     name: Annotated[str, typer.Argument(help="Whose key it is; it shows in logs and limits.")],
     file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.api_keys_file).")] = None,
@@ -59,7 +59,7 @@ def new(
     _make(key, secret, file, "security.api_keys_file", "a running gateway")
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh keys operator bob --scope write --file operators.toml")
 def operator(
     name: Annotated[str, typer.Argument(help="Whose token it is; it shows in the scheduler's log.")],
     file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.operators_file).")] = None,

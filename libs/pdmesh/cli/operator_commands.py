@@ -13,7 +13,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import OperationKind, Role
 
 app = typer.Typer()
-ops_app = typer.Typer(help="Operators' operations that run, and the last that are over.", invoke_without_command=True)
+ops_app = typer.Typer(invoke_without_command=True)
 pool_app = typer.Typer(help="How many instances of each role a mesh has.", no_args_is_help=True)
 
 #: An answer of a thousand tokens has ended by then, on most machines; a longer one goes on elsewhere.
@@ -41,7 +41,7 @@ MinGain = Annotated[
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until it is done.")]
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh drain decode-0 --timeout 60")
 @asks_scheduler
 def drain(
     asked: Asked, instance: Instance, timeout: Timeout = DEFAULT_TIMEOUT_S, force: Force = False, wait: Wait = True
@@ -50,14 +50,14 @@ def drain(
     _operate(asked, OperationKind.DRAIN, instance, timeout, force, wait)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh undrain decode-0")
 @asks_scheduler
 def undrain(asked: Asked, instance: Instance) -> None:
     """Use an instance again."""
     _operate(asked, OperationKind.UNDRAIN, instance)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh role decode-1 prefill --timeout 5")
 @asks_scheduler
 def role(
     asked: Asked,
@@ -74,7 +74,7 @@ def role(
     _operate(asked, OperationKind.ROLE, instance, timeout, force, wait, role=to, judged=judge)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh move chatcmpl-cd69 decode-1")
 @asks_scheduler
 def move(
     asked: Asked,
@@ -89,7 +89,7 @@ def move(
     _operate(asked, OperationKind.MOVE, instance, timeout, wait=wait, request=request)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh restart decode-0, or pdmesh restart --rolling --no-wait")
 @asks_scheduler
 def restart(
     asked: Asked,
@@ -103,7 +103,7 @@ def restart(
     force: Force = False,
     wait: Wait = True,
 ) -> None:
-    """End a process once nothing is left on it, and wait until the next one is there. No stream breaks.
+    """End a process, or all (--rolling), once nothing is left on it, until the next one is there. No stream breaks.
 
     Whoever looks after the process starts it again: `pdmesh up`, or Docker. The scheduler and gateways are restarted
     by `pdmesh up` alone. With --rolling it starts another instance beside the last of a kind, for a while.
@@ -117,7 +117,7 @@ def restart(
     raise typer.Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force, wait=wait))
 
 
-@pool_app.command("resize")
+@pool_app.command("resize", epilog="Example: pdmesh pool resize --prefill 2 --decode 3")
 @asks_scheduler
 def pool_resize(
     asked: Asked,
@@ -137,7 +137,7 @@ def pool_resize(
     raise typer.Exit(resize(asked, sizes, timeout_s=timeout, start_timeout_s=start_timeout, wait=wait))
 
 
-@pool_app.command("advise")
+@pool_app.command("advise", epilog="Example: pdmesh pool advise --slo-ttft 0.5 --last 600")
 @asks_scheduler
 def pool_advise(
     asked: Asked,
@@ -155,7 +155,7 @@ def pool_advise(
     run_advise(asked, AdviceOptions(log=log, last_s=last, slo=slo, min_gain=min_gain / 100))
 
 
-@pool_app.command("auto")
+@pool_app.command("auto", epilog="Example: pdmesh pool auto --slo-ttft 0.5 --every 120")
 @asks_scheduler
 def pool_auto(
     asked: Asked,
@@ -178,10 +178,14 @@ def pool_auto(
     raise typer.Exit(run_auto(asked, options, every_s=every, least=least, timeout_s=timeout, once=once))
 
 
-@ops_app.callback()
+@ops_app.callback(epilog="Example: pdmesh ops -o json")
 @asks_scheduler
 def ops(asked: Asked, context: typer.Context) -> None:
-    """Operators' operations that run, and the last that are over."""
+    """Operators' operations that run, and the last that are over.
+
+    Exit codes of what changes a mesh: 0 done (or begun, with --no-wait), 1 failed, cancelled or taken back, 2 typed
+    wrongly, 3 nobody here starts and stops processes, 4 refused. Nothing has changed after 2, 3 and 4.
+    """
     if context.invoked_subcommand is not None:
         return
     from pdmesh.cli.operations import list_operations
@@ -189,7 +193,7 @@ def ops(asked: Asked, context: typer.Context) -> None:
     list_operations(asked)
 
 
-@ops_app.command("show")
+@ops_app.command("show", epilog="Example: pdmesh ops show 54b2f72b")
 @asks_scheduler
 def ops_show(asked: Asked, operation: Annotated[str, typer.Argument(metavar="ID")]) -> None:
     """Print how far an operation is."""
@@ -198,7 +202,7 @@ def ops_show(asked: Asked, operation: Annotated[str, typer.Argument(metavar="ID"
     show_operation(asked, operation)
 
 
-@ops_app.command("cancel")
+@ops_app.command("cancel", epilog="Example: pdmesh ops cancel 54b2f72b")
 @asks_scheduler
 def ops_cancel(asked: Asked, operation: Annotated[str, typer.Argument(metavar="ID")]) -> None:
     """Take an operation back: instances are used as before."""

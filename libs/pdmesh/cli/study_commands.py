@@ -49,7 +49,7 @@ PerfettoFile = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh simulate --trace FILE --bundle fcfs --bundle pdmesh")
 def simulate(
     trace: Trace = "synthetic",
     limit: Limit = None,
@@ -162,7 +162,7 @@ def simulate(
     run_simulate(options, output)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh plan --trace FILE --slo-ttft 2 --slo-tpot 0.05")
 def plan(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
@@ -212,7 +212,7 @@ def plan(
     run_plan(options, output)
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh replay events.log")
 def replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
     bundle: Annotated[
@@ -234,7 +234,7 @@ def replay(
     raise typer.Exit(run_replay(options, output))
 
 
-@app.command()
+@app.command(epilog="Example: pdmesh profile --model ./my-model --prefill 2 --decode 2")
 def profile(
     model: Model = None,
     file: Annotated[Path | None, typer.Option(help="Where to write it. [default: MODEL.profile.json]")] = None,

@@ -26,7 +26,7 @@ def tls() -> None:
     """Certificates for development."""
 
 
-@app.command("dev-ca")
+@app.command("dev-ca", epilog="Example: pdmesh tls dev-ca ./tls")
 def dev_ca(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is not there.")] = Path("tls"),
     host: Annotated[
