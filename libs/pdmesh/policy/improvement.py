@@ -68,7 +68,7 @@ class ImprovementInForce:
         return self.rate
 
 
-#: Of relays, by load: a compromise between prompts of 4 to 95K tokens on 8 instances and mixed ones on 4
-#: (`benchmarks/relay_rates.py`, 2026-11-22). Helpers give way to what comes, so the load has to be high before it is
-#: better not to ask them.
-RATES_BY_LOAD = ImprovementTable(((0.2, 0.02), (0.5, 0.05), (0.65, 0.1), (0.8, 0.1), (0.95, 0.3)))
+#: Of relays, by load: a compromise between prompts of 4 to 95K tokens on 8 instances and mixed ones on 4, from 0.5
+#: on within 1 % of the mean TTFT of the best of six rates for either (`benchmarks/relay_rates.py`, 2026-11-22).
+#: Helpers give way to what comes, so the load has to be high before it is better not to ask them.
+RATES_BY_LOAD = ImprovementTable(((0.2, 0.02), (0.65, 0.05), (0.8, 0.1), (0.95, 0.3)))
