@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.door import MAX_KINDS, Door, RequestKind
+from pdmesh_gateway.door import ANSWER_S, MAX_KINDS, Door, RequestKind
 
 KIND = RequestKind("chat", "alice", 0, 1.0, None, 9)
 
@@ -28,6 +28,14 @@ def answer(closed_s: float) -> RequestRejected:
     )
 
 
+def is_refused(door: Door) -> bool:
+    try:
+        door.check(KIND)
+    except RequestRejected:
+        return True
+    return False
+
+
 def test_others_like_it_are_told_the_same_until_the_time_is_over() -> None:
     clock = Clock()
     door = Door(clock)
@@ -41,8 +49,31 @@ def test_others_like_it_are_told_the_same_until_the_time_is_over() -> None:
     assert (told.status, told.type, told.code, told.retry_after_s) == (429, "rate_limit_error", "overloaded", 7.5)
     assert told.closed_s == 0, "one that was not judged says nothing of others: the door would never open"
     clock.now_s += 0.25
+    assert not is_refused(door)
+
+
+def test_one_is_let_in_to_ask_and_the_others_once_it_was_not_refused() -> None:
+    clock = Clock()
+    door = Door(clock)
+    door.refused(KIND, answer(0.5))
+    for _ in range(3):
+        clock.now_s += 0.5
+        assert [is_refused(door) for _ in range(3)] == [False, True, True]
+        door.refused(KIND, answer(0.5))
+    clock.now_s += 0.5
+    assert [is_refused(door) for _ in range(3)] == [False, True, True]
+    clock.now_s += 2 * ANSWER_S
+    assert not any(is_refused(door) for _ in range(3))
+    assert not len(door)
+
+
+def test_what_was_said_long_ago_holds_nobody_up() -> None:
+    clock = Clock()
+    door = Door(clock)
+    door.refused(KIND, answer(0.25))
+    clock.now_s += 0.5
     assert door.is_open
-    door.check(KIND)
+    assert not any(is_refused(door) for _ in range(3))
 
 
 @pytest.mark.parametrize(
