@@ -1,6 +1,7 @@
 """EB+ is never worse than the better of its modes: simulated, closed loop, against `mb` and against `eb` at its best.
 
-Usage: python benchmarks/modes.py [--full [--sample N]] [--seeds N] [--only TEXT] [--requests-per-client N]
+Usage: python benchmarks/modes.py [--full [--sample N [--draw SEED]]] [--seeds N] [--only TEXT]
+                                  [--requests-per-client N]
 
 Every cell has so many clients at once, lengths of one law, steps of one set of costs. It is simulated under `mb`, under
 `eb` at several thresholds and under `ebplus`, with the same requests. What is compared is the *rate*: seconds of work
@@ -239,6 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the whole grid, which takes hours")
     parser.add_argument("--sample", type=int, help="so many cells of each part of the grid, drawn at random")
+    parser.add_argument("--draw", type=int, help="another sample of as many cells for each number; without, as it was")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", default="", help="cells whose name has this")
     parser.add_argument("--requests-per-client", type=int, default=30)
@@ -251,7 +253,8 @@ def main() -> int:
         for cells, least in ((grid, LEAST), (shifting, LEAST_WITH_SHIFTS)):
             chosen = list(cells(options.full, options.seeds))
             if options.sample is not None:
-                chosen = random.Random(options.sample).sample(chosen, min(len(chosen), options.sample))
+                drawn = random.Random(options.sample if options.draw is None else options.draw)
+                chosen = drawn.sample(chosen, min(len(chosen), options.sample))
             for cell in chosen:
                 if options.only in cell.name:
                     thresholds = (0.05, 0.1, 0.2, 0.35, 0.5) if least == LEAST else ()
