@@ -1,0 +1,87 @@
+"""Where pieces are copied: on the event loop, or on a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.store import HostKvStore
+from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart
+from pdmesh.transport.seal import MeshKey
+
+pytestmark = pytest.mark.anyio
+
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
+KEY = MeshKey("token")
+
+
+@dataclass
+class Piece:
+    payload: memoryview
+    header: memoryview = field(default_factory=lambda: memoryview(b""))
+    is_released: bool = False
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+@dataclass
+class Noting(HostKvStore):
+    """A cache of which only its size is real."""
+
+    num_blocks: int
+    layout: KvLayout = LAYOUT
+    copied_by: list[int] = field(default_factory=list[int])  # thread ids
+
+    def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
+        raise AssertionError("nothing is sent")
+
+    def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
+        self.copied_by.append(threading.get_ident())
+
+
+@pytest.mark.parametrize(("num_blocks", "inline"), [(1 << 16, [False, True, False, True]), (64, [True] * 4)])
+async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committed(
+    num_blocks: int, inline: list[bool]
+) -> None:
+    store, pool = Noting(num_blocks), BlockPool(num_blocks)
+    pool.allocate(16)
+    found: list[bool] = []
+    async with anyio.create_task_group() as tasks:
+        reader = PieceReader(store=store, pool=pool, key=KEY, copies=anyio.CapacityLimiter(1), tasks=tasks)
+        for layers, blocks in (((0, 2), [0, 1]), ((0, 2), [1, 0]), ((1, 3), [0, 1]), ((0, 3), [1])):
+            part = KvPart(IndexRange(0, len(blocks)), IndexRange(*layers), IndexRange(0, 1))
+            payload = memoryview(bytes(part.num_pages * LAYOUT.block_bytes))
+            faults: list[str | None] = []
+            read = anyio.Event()
+
+            def on_read(fault: str | None, faults: list[str | None] = faults, read: anyio.Event = read) -> None:
+                faults.append(fault)
+                read.set()
+
+            header = PieceHeader(
+                kind=PieceKind.KV,
+                request_key=bytes(16),
+                epoch=Epoch(0),
+                capability=1,
+                part=part,
+                payload_bytes=len(payload),
+                checksum=KEY.checksum(payload),
+            )
+            piece = Piece(payload)
+            reader.read(header, piece, blocks, is_wanted=lambda: True, on_read=on_read)
+            with anyio.fail_after(10):
+                await read.wait()
+            assert faults == [None]
+            assert piece.is_released
+            found.append(set(store.copied_by) == {threading.get_ident()})
+            store.copied_by.clear()
+    assert found == inline
+    pool.check_integrity()
