@@ -30,6 +30,7 @@ from pdmesh.core.events import (
     Tick,
     TransferFailed,
 )
+from pdmesh.core.moves import MAX_AT_ONCE
 from pdmesh.core.operations import OperationState, OperationView
 from pdmesh.model import (
     Epoch,
@@ -121,6 +122,28 @@ def test_the_source_may_tell_first() -> None:
     assert move.is_(OperationState.DONE)
     move.finished(move.target)
     assert not set(move.bench.core.ignored) - {"TransferSent"}, "of the prompt, after it had landed"
+
+
+def test_a_source_that_missed_the_acknowledgement_is_freed() -> None:
+    move = Move()
+    move.landed()
+    (free,) = of(FreeKv, move.failed(committed=True))
+    assert free.instance_id == move.source
+    move.bench.released(move.source, "a")
+    move.finished(move.target)
+
+
+def test_word_of_a_move_before_says_nothing_of_this_one() -> None:
+    move = Move()
+    late = MoveFailed(*move.bench._transfer(move.source, "a"), True, "why")
+    move.failed(committed=False)
+    move.bench.released(move.target, "a")
+    assert of(GrantTransfer, move.move("again"))
+    assert not of(FreeKv, move.bench.feed(late))
+    move.landed()
+    move.sent()
+    move.bench.released(move.source, "a")
+    move.finished(move.target)
 
 
 def test_a_request_moves_back_once_its_source_is_free() -> None:
@@ -371,3 +394,29 @@ def test_only_a_few_leave_at_a_time_and_fewer_are_sent() -> None:
     commands = bench.landed("d1", "r0")
     assert len(of(PlaceDecode, commands)) == 1
     assert len(of(GrantTransfer, commands)) == 1
+
+
+def test_no_more_leave_at_a_time_where_they_go_to_several() -> None:
+    bench = CoreBench(named_profile("p0"), named_profile("d0"))
+    for number in range(6):
+        bench.decoding(f"r{number}")
+    for name in ("d1", "d2"):
+        bench.feed(InstanceJoined(named_profile(name), ()))
+    places = of(PlaceDecode, bench.feed(DrainRequested(InstanceId("d0"))))
+    assert len(places) == MAX_AT_ONCE
+    assert {place.instance_id for place in places} == {"d1", "d2"}
+
+
+def test_no_more_come_at_a_time_where_several_are_left() -> None:
+    bench = CoreBench(named_profile("p0"), named_profile("d0"), named_profile("d1"))
+    for number in range(8):
+        bench.decoding(f"r{number}")
+    left = InstanceId("d0"), InstanceId("d1")
+    for name in left:
+        bench.feed(InstanceSuspected(name))  # nothing leaves it meanwhile
+        bench.feed(DrainRequested(name))
+    bench.feed(InstanceJoined(named_profile("d2"), ()))
+    for name in left:
+        bench.feed(InstanceSuspected(name, suspected=False))
+    moves = [place for place in of(PlaceDecode, bench.commands) if place.transfer.purpose is TransferPurpose.MOVE]
+    assert [place.instance_id for place in moves] == ["d2"] * MAX_AT_ONCE
