@@ -392,7 +392,7 @@ class MeshMachine(RuleBasedStateMachine):
             case _:
                 return
         for command in commands:
-            if isinstance(command, Restart) and not command.preempted:
+            if isinstance(command, Restart) and not command.preempted and not command.reason.endswith("is drained"):
                 key = (command.request_id, command.epoch)
                 if self.scale > 1 and key in self.leader_of and self.leader_of[key] not in self.silent:
                     assert failed_id in (self.leader_of[key], self.receiver_of.get(key)), f"{key} lost but a helper"
