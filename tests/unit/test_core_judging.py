@@ -7,10 +7,24 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
-from pdmesh.core.events import OperationRequested, RequestArrived, Tick
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import BundleChangeRequested, OperationRequested, RequestArrived, Tick
 from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, chance_of, is_told, why_worse
 from pdmesh.core.operations import OperationState, OperationView
-from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, Request, Role
+from pdmesh.core.requests import RequestState
+from pdmesh.model import (
+    IndexRange,
+    InstanceId,
+    InstanceProfile,
+    KvPart,
+    KvShard,
+    OperationId,
+    OperationKind,
+    Request,
+    Role,
+)
+from pdmesh.policy.base import PolicyConfig, Rank
+from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 
@@ -98,7 +112,7 @@ def test_so_many_requests_tell_or_so_much_time() -> None:
 def test_what_was_started_again_does_not_count() -> None:
     judge = Judge()
     request = hurried("a")
-    judge.finished(request, request.arrival_s, request.arrival_s + 9.0, 5, request.arrival_s + 10.0)
+    judge.finished(request, 0.0, request.arrival_s + 9.0, 5, request.arrival_s + 10.0)
     judge.refused(hurried("b", epoch=1), 1.0)
     assert judge.before(request.arrival_s + 10.0) == Standing(1, 1, 0, 0.0)
     judge.refused(hurried("c"), request.arrival_s + 10.0)
@@ -133,3 +147,38 @@ def test_a_flip_that_nobody_notices_is_done_when_its_time_is_over() -> None:
     bench.now_s += JUDGE_S
     bench.feed(Tick())
     assert (state(bench, "x").state, role_of(bench, "p1")) == (OperationState.DONE, Role.DECODE)
+
+
+def test_requests_that_wait_for_room_once_they_are_computed_wait_too() -> None:
+    """They are placed and draw their first tokens at once; their second ones are late."""
+    latency = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_a_s=0.01)
+    policy = PolicyConfig(latency=latency, prefills_locally=False, slo_ttft_s=0.0, slo_ttft_stretch=0.0)
+    seat = modelled_profile("d0", Role.DECODE, max_num_seqs=1)
+    bench = CoreBench(profile("p0"), seat, profile("d1"), config=CoreConfig(policy=policy))
+    bench.feed(BundleChangeRequested("pdmesh"))
+    for number in range(NUM_TO_JUDGE):
+        serve(bench, f"before-{number}", 0.2)
+    bench.feed(wish("d1", Role.PREFILL, "x"))
+    for name in ("first", "ahead"):  # the only seat is taken by the first one
+        (step,) = of(RunStep, bench.arrive(name))
+        bench.done(step.instance_id, step.plan)
+        if name == "first":
+            bench.landed("d0", name)
+    bench.now_s += JUDGE_S
+    bench.feed(Tick())
+    assert "taken back: requests wait 30 s" in state(bench, "x").detail
+
+
+def test_what_waited_for_room_counts_when_it_has_ended() -> None:
+    waited = RequestState(replace(a_request("r"), arrival_s=1.0), rank=Rank())
+    assert waited.waited_s(3.0) == 2.0
+    waited.placed_s = 1.5
+    assert waited.waited_s(3.0) == 0.5, "it is computed"
+    waited.first_token_s = 2.0
+    assert waited.waited_s(6.0) == 4.5, "it has no room yet"
+    waited.decode_shards = (
+        KvShard(instance_id=InstanceId("d"), part=KvPart(IndexRange(0, 1), IndexRange(0, 1), IndexRange(0, 1))),
+    )
+    assert waited.waited_s(6.0) == 0.5, "it had room from the beginning"
+    waited.roomed_s = 5.0
+    assert waited.waited_s(6.0) == 3.5

@@ -66,6 +66,7 @@ class HandOvers:
             else:
                 self._closed.add(source.kv_group)
                 continue
+            state.roomed_s = now_s
             self._due_s.pop(state.key, None)
             openings.refresh([source] if receiver is None else [source, receiver])
 

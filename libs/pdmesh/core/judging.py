@@ -1,7 +1,8 @@
 """Whether a change made things worse: requests that came after it are compared with those that ended before it.
 
-What counts is the share that met their targets, where they have any, and how long they waited to be placed. Requests
-that were started again are left out: what they went through may have begun before.
+What counts is the share that met their targets, where they have any, and how long they waited: to be placed, and for
+room to decode where they were computed ahead of it. Requests that were started again are left out: what they went
+through may have begun before.
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ class Judge:
         self._ended: deque[Ended] = deque(maxlen=MAX_REMEMBERED)
 
     def finished(
-        self, request: Request, placed_s: float | None, first_s: float | None, num_output_tokens: int, now_s: float
+        self, request: Request, wait_s: float | None, first_s: float | None, num_output_tokens: int, now_s: float
     ) -> None:
-        """A request ended. Times are the core's clock."""
-        if request.epoch > 0 or placed_s is None or first_s is None:
+        """A request ended that waited for ``wait_s``; None: it was not placed here. Times are the core's clock."""
+        if request.epoch > 0 or wait_s is None or first_s is None:
             return
         # As `pdmesh.metrics` defines them, which the core does not import.
         ttft_s = first_s - request.arrival_s
         tpot_s = (now_s - first_s) / (num_output_tokens - 1) if num_output_tokens > 1 else 0.0
         targets = [(request.slo_ttft_s, ttft_s), (request.slo_tpot_s, tpot_s)]
         kept = [value_s <= target_s for target_s, value_s in targets if target_s is not None]
-        self._ended.append(Ended(request.arrival_s, now_s, placed_s - request.arrival_s, all(kept) if kept else None))
+        self._ended.append(Ended(request.arrival_s, now_s, wait_s, all(kept) if kept else None))
 
     def refused(self, request: Request, now_s: float) -> None:
         """A request was not taken, or waited in vain."""

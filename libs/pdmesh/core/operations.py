@@ -444,7 +444,8 @@ class Operations:
         if not is_told(after, operation.changed_s, now_s):
             return
         first = self._books.queue.first
-        longest_wait_s = 0.0 if first is None or first.request.epoch else now_s - first.request.arrival_s
+        waiting = [*([] if first is None else [first]), *self._books.unreceived.values()]
+        longest_wait_s = max([state.waited_s(now_s) for state in waiting if not state.request.epoch], default=0.0)
         worse = why_worse(operation.before, after, longest_wait_s)
         if worse is None:
             self._end(operation, OperationState.DONE, "", now_s)

@@ -57,6 +57,7 @@ class RequestState:
     work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     placed_s: float | None = None
     first_token_s: float | None = None  # as its last chunk's step was reported
+    roomed_s: float | None = None  # when it had room to decode, if that was after its place
     num_planned_tokens: int = 0
     num_chunks_in_flight: int = 0  # a group's chunk counts at every member
     group: PrefillGroup | None = None  # that computes its chunks in turn: its leader, and the helpers that have joined
@@ -82,6 +83,16 @@ class RequestState:
     def is_computed(self) -> bool:
         """Whether its whole prompt is known to be."""
         return self.is_planned and not self.num_chunks_in_flight and not self.is_healing
+
+    def waited_s(self, now_s: float) -> float:
+        """So far: in line, and for room to decode once its prompt was computed."""
+        if self.placed_s is None:
+            return now_s - self.request.arrival_s
+        waited_s = self.placed_s - self.request.arrival_s
+        if self.first_token_s is None:
+            return waited_s
+        until_s = self.roomed_s if self.decode_shards else now_s
+        return waited_s + (0.0 if until_s is None else max(0.0, until_s - self.first_token_s))
 
     @property
     def view(self) -> RequestView:

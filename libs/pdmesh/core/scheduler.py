@@ -370,7 +370,8 @@ class SchedulerCore:
             return
         self._modes.finished(state, event.num_output_tokens)
         self._credit.ended(state, event.instance_id, event.num_output_tokens)
-        self._judge.finished(state.request, state.placed_s, state.first_token_s, event.num_output_tokens, self._now_s)
+        wait_s = None if state.placed_s is None else state.waited_s(self._now_s)
+        self._judge.finished(state.request, wait_s, state.first_token_s, event.num_output_tokens, self._now_s)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
         if state.move is not None:  # perhaps back to where it came from
