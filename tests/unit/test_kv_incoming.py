@@ -47,7 +47,9 @@ class Noting(HostKvStore):
         self.copied_by.append(threading.get_ident())
 
 
-@pytest.mark.parametrize(("num_blocks", "inline"), [(1 << 16, [False, True, False, True]), (64, [True] * 4)])
+@pytest.mark.parametrize(
+    ("num_blocks", "inline"), [(1 << 16, [False, True, False, True, False, False]), (64, [True] * 6)]
+)
 async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committed(
     num_blocks: int, inline: list[bool]
 ) -> None:
@@ -56,7 +58,10 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
     found: list[bool] = []
     async with anyio.create_task_group() as tasks:
         reader = PieceReader(store=store, pool=pool, key=KEY, copies=anyio.CapacityLimiter(1), tasks=tasks)
-        for layers, blocks in (((0, 2), [0, 1]), ((0, 2), [1, 0]), ((1, 3), [0, 1]), ((0, 3), [1])):
+        for layers, blocks in (
+            *(((0, 2), [0, 1]), ((0, 2), [1, 0]), ((1, 3), [0, 1]), ((0, 3), [1])),
+            *(((0, 1), [9]), ((0, 1), [5])),  # of two requests, of which the second one's KV comes first
+        ):
             part = KvPart(IndexRange(0, len(blocks)), IndexRange(*layers), IndexRange(0, 1))
             payload = memoryview(bytes(part.num_pages * LAYOUT.block_bytes))
             faults: list[str | None] = []

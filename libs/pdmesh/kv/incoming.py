@@ -23,7 +23,7 @@ class PieceReader:
 
     The system commits a large cache's memory when it is first written, which took up to 0.9 s for a piece of 16 layers
     on a busy virtual machine (2026-11-22): long enough for a helper to pass for silent. So a thread copies the first
-    piece that reaches so far into a layer.
+    piece of each page.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class PieceReader:
         self._tasks = tasks
         layout = store.layout
         is_large = store.num_blocks * layout.block_bytes * layout.num_layers > _LARGE_CACHE_BYTES
-        #: By layer, up to which block pieces have come.
-        self._reached = [-1 if is_large else store.num_blocks] * layout.num_layers
+        #: By layer, 1 for each page that pieces have come for. Nothing of a small cache.
+        self._has_come = [bytearray(store.num_blocks) for _ in range(layout.num_layers)] if is_large else []
 
     def read(
         self,
@@ -58,7 +58,7 @@ class PieceReader:
 
         ``is_wanted`` says whether the blocks are still the request's.
         """
-        if header.payload_bytes <= self._store.inline_copy_bytes and not self._reaches_further(header, block_ids):
+        if header.payload_bytes <= self._store.inline_copy_bytes and not self._is_first(header, block_ids):
             fault = self._copy(header, piece, block_ids)
             piece.release()
             on_read(fault)
@@ -66,12 +66,15 @@ class PieceReader:
             # As many of these at once as there are receive buffers.
             self._tasks.start_soon(self._read_on_thread, header, piece, block_ids, is_wanted, on_read)
 
-    def _reaches_further(self, header: PieceHeader, block_ids: Sequence[int]) -> bool:
-        """Whether a piece is the first to come so far into one of its layers; it counts as having come."""
-        layers, highest = slice(*header.part.layers), max(block_ids, default=-1)
-        before = self._reached[layers]
-        self._reached[layers] = [max(each, highest) for each in before]
-        return min(before) < highest
+    def _is_first(self, header: PieceHeader, block_ids: Sequence[int]) -> bool:
+        """Whether a piece is the first for one of its pages; it counts as having come."""
+        is_first = False
+        for has_come in self._has_come[slice(*header.part.layers)]:
+            if not all(map(has_come.__getitem__, block_ids)):
+                is_first = True
+                for block_id in block_ids:
+                    has_come[block_id] = 1
+        return is_first
 
     async def _read_on_thread(
         self,
