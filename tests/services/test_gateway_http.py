@@ -560,6 +560,41 @@ async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(mod
         assert [response.status_code for response in wrong] == [400, 400]
         metrics = (await client.get("/metrics")).text
         assert 'pdmesh:request_refusal_seconds_count{model_name="tiny"} 7.0' in metrics
+        num_before = len(mesh.submitted)
+        of_one = [await ask("floods", prompt=prompt) for prompt in (["a"], [9, 8])]
+        assert [response.status_code for response in of_one] == [429] * 2
+        assert len(mesh.submitted) == num_before, "a list of one prompt is that prompt"
+
+
+@pytest.mark.parametrize("prompts", [["a", "b" * 40], [[97], [98] * 20]])
+async def test_prompts_that_are_asked_for_at_once_close_the_door_to_nobody(model: Path, prompts: list[Any]) -> None:
+    """The last of them would wait for the first, which are taken back with it."""
+    async with served(model) as (client, mesh, _running):
+
+        def refuse_the_second(generation: Generation) -> list[TokenOut | PromptLogprobs]:
+            if len(mesh.submitted) != 2:
+                return [] if len(mesh.submitted) == 1 else echo_prompt(generation)
+            mesh.say(
+                Reject(
+                    gateway_id=generation.gateway_id,
+                    request_id=generation.request_id,
+                    epoch=generation.epoch,
+                    reason=RejectReason.OVERLOADED,
+                    message="too late",
+                    retry_after_s=2.5,
+                    closed_s=3600.0,
+                )
+            )
+            return []
+
+        mesh.script = refuse_the_second
+        several = {"max_tokens": 1, "prompt": prompts}
+        refused = await client.post("/v1/completions", json=several)
+        assert refused.status_code == 429
+        shortest = client.build_request("POST", "/v1/completions", json={"max_tokens": 1, "prompt": ""})
+        text = "x" * (len(refused.request.content) - len(shortest.content))  # a body of the same size
+        assert (await client.post("/v1/completions", json={"max_tokens": 1, "prompt": text})).status_code == 200
+        assert (await client.post("/v1/completions", json=several)).status_code == 200
 
 
 async def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(model: Path) -> None:

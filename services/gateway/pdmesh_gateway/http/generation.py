@@ -80,9 +80,19 @@ class _Wish(msgspec.Struct):
     priority: int | None = None
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def has_several_prompts(self) -> bool:
+        """Whether it is a list of texts, or of lists of token ids, and not of one. Raises MsgspecError."""
+        prompt = bytes(self.prompt)
+        if prompt[:1] != b"[" or prompt[1:].lstrip()[:1] not in (b'"', b"["):
+            return False
+        return len(_decode_list(prompt)) > 1
 
 
 _decode_wish = msgspec.json.Decoder(_Wish).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class GenerationEndpoint(ABC, Generic[RequestT]):
@@ -124,10 +134,10 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
             wish = _decode_wish(body)
             slo_ttft_s = _target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", wish.slo_ttft_ms)
             slo_tpot_s = _target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", wish.slo_tpot_ms)
+            if wish.n not in (None, 1) or wish.has_several_prompts:
+                return None  # the last of them wait for the first, which end with them
         except (RequestRejected, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None  # it will be told what is wrong with it
-        if wish.n not in (None, 1):
-            return None
         return RequestKind(
             self.operation,
             exchange.known_client.name,
