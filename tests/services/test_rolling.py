@@ -225,12 +225,40 @@ async def test_a_cancelled_one_begins_nothing_more_and_takes_away_what_it_had_st
     async with running_scheduler() as mesh, there.serving(mesh):
         await ask(mesh, ROLLING)
         await there.did("prefill-0")
-        await ask(mesh, CancelOperation(operation_id=OperationId("x")))
+        ends = await ask(mesh, CancelOperation(operation_id=OperationId("x")))
+        assert isinstance(ends, OperationStatus)
+        assert ends.state == "running", "what has begun ends first"
+        assert ends.detail.startswith("an operator took it back; prefill-0: ")
         there.held["prefill-0"].set()
         ended = await over(mesh)
         assert (ended.state, ended.detail) == ("cancelled", "an operator took it back")
         assert set(await rows(mesh)) == set(PAIR)
     assert there.told == ["+prefill-1", "prefill-0", "-prefill-1"]
+
+
+async def test_one_that_is_cancelled_while_it_waits_for_somebody_starts_nobody() -> None:
+    there = machine(*PAIR, "prefill-1")
+    there.held["prefill-1"] = anyio.Event()
+    async with running_scheduler() as mesh, there.serving(mesh):
+        await ask(mesh, ROLLING)
+        await there.did("prefill-1")
+        there.instances["mixed-9"] = 99  # died, and is started again by its supervisor
+        with anyio.fail_after(10):
+            told: set[str] = set()
+            while "mixed-9" not in told:
+                state = await ask(mesh, GetStatus())
+                assert isinstance(state, MeshState)
+                told = {each.name for each in state.services}
+            there.held["prefill-1"].set()
+            detail = ""
+            while detail != "waits for mixed-9 to come back":
+                status = await ask(mesh, WaitOperation(operation_id=OperationId("x"), num_left=3, wait_s=0.05))
+                assert isinstance(status, OperationStatus)
+                detail = status.detail
+            await ask(mesh, CancelOperation(operation_id=OperationId("x")))
+            ended = await over(mesh)
+        assert (ended.state, ended.detail) == ("cancelled", "an operator took it back")
+        assert there.told == ["prefill-0", "prefill-1"]
 
 
 async def test_one_of_which_a_part_fails_is_over_once_all_are_there_and_nobody_else() -> None:

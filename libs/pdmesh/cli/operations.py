@@ -139,11 +139,14 @@ def show_operation(asked: Asked, operation_id: str) -> None:
 
 
 def cancel_operation(asked: Asked, operation_id: str) -> int:
-    """Take one back; 1 if it was over already. Raises PdmeshError as `start` does."""
+    """Take one back; 1 if it was over already. Raises PdmeshError as `start` does.
+
+    What has begun of a rolling restart or of a move ends before it is over.
+    """
     question = CancelOperation(operation_id=OperationId(operation_id))
     answer = anyio.run(_ask, asked, question, FIRST_LIMIT_S)
     _print(answer, asked.output)
-    return 0 if answer.state == OperationState.CANCELLED else 1
+    return 0 if answer.state in (OperationState.CANCELLED, OperationState.RUNNING) else 1
 
 
 def current_state(asked: Asked) -> MeshState:

@@ -163,6 +163,7 @@ class RollingDesk:
         if rolling is not None and rolling is self._running and rolling.wish.ends_as is None:
             part = rolling.wish.part
             why = "an operator took it back"
+            rolling.detail = _both(why, rolling.detail)
             self._change(rolling, replace(rolling.wish, ends_as=OperationState.CANCELLED, why=why))
             if part is not None and part.grows is not None:
                 await driver.act(OperationCancelled(part.operation_id))
@@ -248,6 +249,9 @@ class RollingDesk:
                     return
                 self._change(rolling, replace(rolling.wish, part=part))
             if (view := self._find(part.operation_id)) is None:
+                if part.grows is not None and rolling.wish.ends_as is not None:  # taken back before it was asked for
+                    self._change(rolling, replace(rolling.wish, part=None))
+                    continue
                 if part.restarts is None and self._waits(rolling):
                     return
                 await self._ask(rolling, part, driver)
@@ -346,8 +350,7 @@ class RollingDesk:
             why = f"{what} was {outcome}"
             if is_last:
                 why += f"; {', '.join(rolling.wish.beside)} may be there besides: see `pdmesh pool resize`"
-            why = f"{wish.why}; {why}" if wish.why else why
-            wish = replace(wish, ends_as=OperationState.FAILED, why=why)
+            wish = replace(wish, ends_as=OperationState.FAILED, why=_both(wish.why, why))
         self._change(rolling, wish)
 
     def _change(self, rolling: _Rolling, wish: RollingWish) -> None:
@@ -362,7 +365,7 @@ class RollingDesk:
             detail = f"another one beside the last {part.grows} instance: {view.detail}"
         else:
             detail = f"no more need of another one: {view.detail}"
-        self._tell(rolling, detail)
+        self._tell(rolling, _both(rolling.wish.why, detail))
 
     def _tell(self, rolling: _Rolling, detail: str) -> None:
         if detail != rolling.detail:
@@ -374,6 +377,10 @@ class RollingDesk:
         if self._running is rolling:
             self._running = None
         self.on_change()
+
+
+def _both(why: str, detail: str) -> str:
+    return "; ".join(filter(None, (why, detail)))
 
 
 def _sizes(instances: Sequence[InstanceView]) -> PoolCounts:
