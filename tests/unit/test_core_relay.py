@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, Restart, RunStep, SetGroup
+from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, PlaceDecode, Restart, RunStep, SetGroup
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
@@ -498,6 +498,31 @@ def test_a_helper_that_ends_its_last_chunk_after_the_leader_breaks_nothing() -> 
     assert [free.instance_id for free in of(FreeKv, bench.commands)] == [HELPER]
     bench.done(HELPER, StepPlan(plan_id=plan.plan_id, chunks=(), with_decodes=False))
     assert not of(Restart, bench.commands)
+
+
+@pytest.mark.parametrize("silence", [InstanceUnreachable, InstanceSuspected])
+def test_a_prompt_is_computed_whatever_a_helper_has_yet_to_say_of_its_own_chunk(
+    silence: type[InstanceUnreachable | InstanceSuspected],
+) -> None:
+    """Its KV may have landed, and be decoded there already: nobody else is to decode it, too."""
+    bench = bench_of()
+    bench.feed(
+        InstanceJoined(modelled_profile("e", Role.DECODE, num_blocks=1024, max_model_len=4096, num_layers=8), ())
+    )
+    bench.arrive("long", 1024)
+    receiver_id = next(place.instance_id for place in of(PlaceDecode, bench.commands))
+    join(bench)
+    bench.offered(LEADER, "long")
+    running = Running(bench)
+    while running.plans()[LEADER]:
+        running.end(LEADER)
+        if len(running.plans()[HELPER]) > 1:
+            running.end(HELPER)
+    assert running.plans()[HELPER], "it has told nothing of its last chunk"
+    assert bench.core._books.requests[KEY[0]].is_computed
+    commands = bench.feed(silence(receiver_id))
+    assert not of(PlaceDecode, commands)
+    assert not of(Restart, commands)
 
 
 def test_decodes_do_not_wait_for_the_chunks_of_others() -> None:

@@ -81,8 +81,12 @@ class RequestState:
 
     @property
     def is_computed(self) -> bool:
-        """Whether its whole prompt is known to be."""
-        return self.is_planned and not self.num_chunks_in_flight and not self.is_healing
+        """Whether its whole prompt is known to be.
+
+        Of instances that take turns the leader has it all; others may tell late, or never, of the chunks they had.
+        """
+        is_known = not self.num_chunks_in_flight or (self.first_token_s is not None and not self.in_group)
+        return self.is_planned and is_known and not self.is_healing
 
     def waited_s(self, now_s: float) -> float:
         """So far: in line, and for room to decode once its prompt was computed."""
