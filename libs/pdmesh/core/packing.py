@@ -75,9 +75,8 @@ class Packer:
             self._handovers.find_receivers(openings, bundle, now_s)
             openings.update(bundle)
         instances, for_waiting = openings.computing(), openings.for_waiting()
-        if not for_waiting and self.relays.help(openings, bundle, now_s):
-            openings.update(bundle)
-        while True:
+        has_helped = not for_waiting and self._help(bundle, now_s)
+        while has_helped or instances or for_waiting:
             if instances or for_waiting:
                 # Those that get nothing now get nothing in the next round either: room only shrinks.
                 packed = Round(
@@ -93,14 +92,19 @@ class Packer:
                 )
                 instances, for_waiting = packed.pack(), False
                 openings.update(bundle)
-            if self.relays.help(openings, bundle, now_s):
-                openings.update(bundle)
+            has_helped = self._help(bundle, now_s)
+            if has_helped:
                 instances = openings.computing()  # it may be a leader's turn
-            elif not instances:
-                break
         if self._books.holding:
             self._end_prefill_phases(now_s)
             openings.update(bundle)
+
+    def _help(self, bundle: Bundle, now_s: float) -> bool:
+        """Whether somebody was given a chunk of another's prompt."""
+        has_helped = self.relays.help(self._openings, bundle, now_s)
+        if has_helped:
+            self._openings.update(bundle)
+        return has_helped
 
     def _end_prefill_phases(self, now_s: float) -> None:
         """Let the residents decode where there is room for a plan and there was no prompt for it."""

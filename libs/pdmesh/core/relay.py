@@ -207,9 +207,7 @@ class Relays:
         relay = bundle.relay
         if relay is None or not self._open:
             return False
-        # Who has less in flight begins sooner, and everybody after it waits for its chunk. Of others it is whose chunk
-        # in flight comes first: members that once took turns in another order would wait for each other to the end.
-        spare = sorted([each for each in openings.idle() if self._is_spare(each)], key=_turn)
+        spare = [each for each in openings.idle() if self._is_spare(each)]
         if not spare:
             return False
         for state in in_order(bundle.order, list(self._open.values()), now_s):
@@ -217,7 +215,10 @@ class Relays:
             gang = self._gang(state, bundle, now_s)
             if gang is not None and self._plan_gang(gang, state, relay, openings, bundle, now_s):
                 return True
-        for _, equals in groupby(spare, key=lambda each: len(each.plans)):
+        # Who has less in flight begins sooner, and everybody after it waits for its chunk. Of others it is whose chunk
+        # in flight comes first: members that once took turns in another order would wait for each other to the end.
+        helpers = sorted([each for each in spare if self._helping.get(each.instance_id)], key=_turn)
+        for _, equals in groupby(helpers, key=lambda each: len(each.plans)):
             given = [self._give_chunk(instance, relay, bundle, now_s) for instance in tuple(equals)]
             if any(given):
                 return True  # the others' turn comes after a leader's that has as few
