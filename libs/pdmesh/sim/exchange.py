@@ -106,8 +106,9 @@ class SimulatedExchange:
             if num_computed_tokens:
                 prompt.computed[0] = num_computed_tokens
             self._prompts[key] = prompt
-        for lost_id in prompt.members.keys() & set(group.lost_ids):  # it was lost before it was heard of here
-            self._lose(key, prompt, lost_id)
+        for lost_id in group.lost_ids:
+            if lost_id in prompt.members:  # it was lost before it was heard of here
+                self._lose(key, prompt, lost_id)
         for member_id in group.living_ids:
             if member_id in prompt.members:
                 continue
