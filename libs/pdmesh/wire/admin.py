@@ -24,17 +24,24 @@ _REFUSALS = (
 )
 
 
+class QuestionRefused(PdmeshError):
+    """The scheduler takes no question from here: another token is needed, or another version."""
+
+
 async def ask_scheduler(
     address: str, security: SecurityConfig, question: messages.AdminRequest
 ) -> messages.AdminResponse:
-    """One question, one answer. Raises InstanceUnavailable, ProtocolError, or PdmeshError with the scheduler's no."""
+    """One question, one answer.
+
+    Raises InstanceUnavailable, QuestionRefused, ProtocolError, or PdmeshError with the scheduler's no.
+    """
     async with open_operator_channel(address, security) as channel:
         call: Any = channel.unary_unary(ADMIN_METHOD)
         try:
             frame = await call(msgspec.msgpack.encode([question]), timeout=_DEADLINE_S, wait_for_ready=False)
         except grpc.aio.AioRpcError as error:
             if error.code() in _REFUSALS:
-                raise PdmeshError(
+                raise QuestionRefused(
                     f"the scheduler at {address} takes no question from here: {error.details()}"
                 ) from error
             raise InstanceUnavailable(

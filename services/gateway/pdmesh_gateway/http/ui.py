@@ -9,7 +9,7 @@ import anyio
 import msgspec
 
 from pdmesh.errors import InstanceUnavailable, PdmeshError, RequestRejected
-from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.admin import QuestionRefused, ask_scheduler
 from pdmesh.wire.messages import GetRequest, RequestList, RequestRecord
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.serving import Serving
@@ -84,7 +84,7 @@ class UiEndpoints:
         try:
             address, security = self._serving.scheduler
             answer = await ask_scheduler(address, security, GetRequest(request_id=name))
-        except InstanceUnavailable as error:
+        except (InstanceUnavailable, QuestionRefused) as error:
             raise RequestRejected(
                 f"{error}", status=503, type="server_error", code="unavailable", retry_after_s=1
             ) from error
