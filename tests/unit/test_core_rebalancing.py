@@ -11,7 +11,7 @@ from pdmesh.core.commands import Command, FreeKv, GrowKv, PlaceDecode, Restart, 
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import BundleChangeRequested, CreditLow, InstanceJoined, MoveFailed, MoveSent, Tick
 from pdmesh.core.moves import MAX_FAILED
-from pdmesh.core.rebalancing import COOL_DOWN_S, LOOK_AGAIN_S, LOOK_S
+from pdmesh.core.rebalancing import COOL_DOWN_S, LOOK_S
 from pdmesh.model import Epoch, InstanceId, RequestId, ResidentContext, Role, TransferPurpose
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -99,24 +99,6 @@ def test_who_stands_still_waits_for_what_moves_and_preempts_nobody() -> None:
     bench.feed(Tick())
     assert not of(Restart, bench.commands)
     bench.move_landed(who, "a", "b")
-    assert not of(Restart, bench.commands)
-
-
-def test_after_a_look_in_vain_the_next_comes_in_a_while_or_when_somebody_cannot_go_on() -> None:
-    bench = short_of_memory(b=64)
-    other = bench.core._books.instances[InstanceId("b")]
-    other.set_quarantined(60)
-    assert not moves_in(bench.low("a", ("r0", 10)))
-    other.set_quarantined(0)
-    assert not moves_in(bench.low("a", ("r0", 11))), "just looked"
-    assert moves_in(bench.feed(Tick(), at_s=bench.now_s + LOOK_AGAIN_S))
-
-    bench = short_of_memory(b=64)
-    other = bench.core._books.instances[InstanceId("b")]
-    other.set_quarantined(60)
-    assert not moves_in(bench.low("a", ("r0", 10)))
-    other.set_quarantined(0)
-    assert moves_in(bench.low("a", ("r0", 17))), "it would be preempted"
     assert not of(Restart, bench.commands)
 
 

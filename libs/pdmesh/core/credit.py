@@ -115,7 +115,6 @@ class Credit:
                     bundle.rebalancing,
                     bundle.decode_placement,
                     now_s,
-                    is_urgent=bool(stuck),
                 )
             if stuck:
                 self._make_room(instance, stuck, bundle, latency)

@@ -26,10 +26,6 @@ COOL_DOWN_S = 10.0
 #: How often it is looked whether steps are too slow, at most, seconds.
 LOOK_S = 0.25
 
-#: How soon it is looked again whether somebody could move for memory, where nobody could, seconds. A look goes through
-#: all instances (a microsecond each), and events come every few hundred microseconds.
-LOOK_AGAIN_S = 0.05
-
 #: Away from an instance at once, for memory; for time one.
 MAX_AT_ONCE = 2
 
@@ -47,7 +43,6 @@ class Rebalancer:
         self._bytes_per_s: float | None = None
         self._last_s: dict[tuple[InstanceId, InstanceId], float] = {}  # when something went from the one to the other
         self._look_s = -inf
-        self._look_again_s: dict[InstanceId, float] = {}  # where a look was in vain
 
     def timed(self, event: MoveSent) -> None:
         """A move tells how fast its link is."""
@@ -58,7 +53,6 @@ class Rebalancer:
 
     def lost(self, instance_id: InstanceId) -> None:
         """An instance is gone, and what was known of its links."""
-        self._look_again_s.pop(instance_id, None)
         self._last_s = {pair: at_s for pair, at_s in self._last_s.items() if instance_id not in pair}
 
     # --- memory ---
@@ -75,23 +69,14 @@ class Rebalancer:
         rule: Rebalancing,
         placement: DecodePlacement,
         now_s: float,
-        *,
-        is_urgent: bool,
     ) -> None:
         """Move away what gives back ``num_blocks``, where that takes less than to compute it again.
 
-        Of those that may, first what takes the shortest for each block. If nobody could of late, it is looked again
-        only in a while, or if somebody ``is_urgent``: cannot go on, and would be preempted.
+        Of those that may, first what takes the shortest for each block.
         """
-        if now_s < self._look_again_s.get(source.instance_id, -inf) and not is_urgent:
-            return
         num_coming = self.num_leaving_blocks(source)
         num_free = MAX_AT_ONCE - sum(1 for _ in self._leaving(source))
-        if num_free <= 0 or num_coming >= num_blocks:
-            return
-        self._look_again_s[source.instance_id] = now_s + LOOK_AGAIN_S
-        targets = self._targets(source, now_s)
-        if not targets:
+        if num_free <= 0 or num_coming >= num_blocks or not (targets := self._targets(source, now_s)):
             return
         found: list[tuple[float, RequestState, int]] = []
         for state, hold in self._movable(source, now_s):
@@ -106,7 +91,6 @@ class Rebalancer:
             target = min(able, default=None, key=lambda each: (placement.key(each.view), each.instance_id))
             if target is not None:
                 self._begin(state, source, target, now_s)
-                self._look_again_s.pop(source.instance_id, None)
                 targets = self._targets(source, now_s)
                 num_free -= 1
                 num_coming += number
