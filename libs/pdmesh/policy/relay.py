@@ -94,9 +94,11 @@ class Relay:
 
         At most a member's part of what is left: shorter ones would even the end out no better, since each ends after
         the one before it, and every chunk costs its constant time and its pieces. And at most a member's part of
-        `_GROWTH` times what was planned before.
+        `_GROWTH` times what was planned before: everybody begins a layer of a chunk after the one before. Two do not
+        wait long for that, and longer chunks are worth more (5 % of a 16K prompt, 82M on two EPYC cores, 2026-11-23).
         """
-        part = min(num_left, _GROWTH * start) // num_members
+        num_together = num_left if num_members == 2 else min(num_left, _GROWTH * start)
+        part = num_together // num_members
         return min(most, max(self._least_tokens(start, num_left), part))
 
     def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
