@@ -75,7 +75,9 @@ class Ledger:
 
     def got(self, tenant: str) -> int:
         """Prompts count from their placement on, outputs from their end on."""
-        return self.paid[tenant] + sum(cost(request) for request in self.running.values() if request.tenant == tenant)
+        return self.paid.get(tenant, 0) + sum(
+            cost(request) for request in self.running.values() if request.tenant == tenant
+        )
 
 
 def cost(request: Request) -> int:
@@ -243,6 +245,13 @@ class World:
     shares=[1],
     seed=0,
     moves=[("arrive", 0, 17, 1), ("arrive", 0, 16, 1), ("fail", 0, 1, 1)],
+)
+@example(  # the ledger took a tenant that it was asked about for one that had paid nothing
+    mesh="1P+1D",
+    bundle="fcfs",
+    shares=[1, 1],
+    seed=0,
+    moves=[("arrive", 0, 1, 3), ("arrive", 1, 1, 4), ("cancel", 0, 1, 1), ("cancel", 0, 1, 1), ("cancel", 2, 1, 1)],
 )
 @settings(max_examples=150, deadline=None)
 def test_nobody_gets_more_than_its_share(
