@@ -56,7 +56,8 @@ from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.testing.modelled import ModelledHold, ModelledInstance, ModelledMesh, modelled_profile
+from pdmesh.testing.modelled import ModelledHold, ModelledInstance, modelled_profile
+from pdmesh.testing.modelled_mesh import ModelledMesh
 from pdmesh.traces import read_trace
 
 BASELINE = Path(__file__).with_suffix(".json")

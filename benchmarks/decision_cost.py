@@ -40,7 +40,8 @@ from pdmesh.policy.latency import LLAMA_3_8B, ChunkShape, StepShape
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import Simulator
 from pdmesh.sim.workload import Synthetic, synthetic
-from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
+from pdmesh.testing.modelled import ModelledInstance, modelled_profile
+from pdmesh.testing.modelled_mesh import ModelledMesh
 
 NUM_EVENTS = 30_000
 NUM_WAITING = 1000

@@ -94,7 +94,8 @@ from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.relay import Schedule
 from pdmesh.testing.core import FixedGrowth
-from pdmesh.testing.modelled import ModelledInstance, ModelledMesh, modelled_profile
+from pdmesh.testing.modelled import ModelledInstance, modelled_profile
+from pdmesh.testing.modelled_mesh import ModelledMesh
 
 #: Many examples, and a busy machine may take minutes for them.
 pytestmark = pytest.mark.timeout(400)

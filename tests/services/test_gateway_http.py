@@ -515,6 +515,19 @@ async def test_the_schedulers_refusals_become_statuses(model: Path, reason: Reje
         assert response.headers.get("retry-after") == (None if status == 400 else "3")
 
 
+def closing_refusal(generation: Generation) -> Reject:
+    """For want of time, which closes the door for an hour."""
+    return Reject(
+        gateway_id=generation.gateway_id,
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        reason=RejectReason.OVERLOADED,
+        message="too late",
+        retry_after_s=2.5,
+        closed_s=3600.0,
+    )
+
+
 async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     keys = [ApiKey(name=name, hash=hash_key(name)) for name in ("floods", "quiet")]
@@ -524,17 +537,7 @@ async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(mod
         def refuse_floods(generation: Generation) -> list[TokenOut | PromptLogprobs]:
             if mesh.submitted[-1].tenant == "quiet":
                 return echo_prompt(generation)
-            mesh.say(
-                Reject(
-                    gateway_id=generation.gateway_id,
-                    request_id=generation.request_id,
-                    epoch=generation.epoch,
-                    reason=RejectReason.OVERLOADED,
-                    message="too late",
-                    retry_after_s=2.5,
-                    closed_s=3600.0,
-                )
-            )
+            mesh.say(closing_refusal(generation))
             return []
 
         async def ask(key: str, path: str = "/v1/completions", *, ttft_ms: str = "900", **body: Any) -> httpx.Response:
@@ -574,17 +577,7 @@ async def test_prompts_that_are_asked_for_at_once_close_the_door_to_nobody(model
         def refuse_the_second(generation: Generation) -> list[TokenOut | PromptLogprobs]:
             if len(mesh.submitted) != 2:
                 return [] if len(mesh.submitted) == 1 else echo_prompt(generation)
-            mesh.say(
-                Reject(
-                    gateway_id=generation.gateway_id,
-                    request_id=generation.request_id,
-                    epoch=generation.epoch,
-                    reason=RejectReason.OVERLOADED,
-                    message="too late",
-                    retry_after_s=2.5,
-                    closed_s=3600.0,
-                )
-            )
+            mesh.say(closing_refusal(generation))
             return []
 
         mesh.script = refuse_the_second

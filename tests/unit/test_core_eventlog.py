@@ -29,7 +29,8 @@ from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, R
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.testing.core import GATEWAY, a_request
-from pdmesh.testing.modelled import ModelledMesh, modelled_profile
+from pdmesh.testing.modelled import modelled_profile
+from pdmesh.testing.modelled_mesh import ModelledMesh
 
 POLICY = PolicyConfig(chunk_tokens=8)
 CONFIG = CoreConfig(policy=POLICY)

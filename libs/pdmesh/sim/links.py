@@ -74,9 +74,6 @@ class SimulatedLinks:
         for flow_id in [*self._out.get(instance_id, ()), *self._in.get(instance_id, ())]:
             self.drop(flow_id)
 
-    def is_moving(self, flow_id: FlowId) -> bool:
-        return flow_id in self._flows
-
     def bytes_per_s(self, flow_id: FlowId) -> float:
         flow = self._flows.get(flow_id)
         return 0.0 if flow is None else flow.bytes_per_s

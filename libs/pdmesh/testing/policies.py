@@ -13,7 +13,8 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import GatewayId, InstanceId, Request, RequestId, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.latency import ChunkShape, StepShape
-from pdmesh.testing.modelled import ModelledMesh, modelled_profile
+from pdmesh.testing.modelled import modelled_profile
+from pdmesh.testing.modelled_mesh import ModelledMesh
 
 GATEWAY = GatewayId("g")
 
