@@ -84,6 +84,14 @@ def helpers_of(mesh: RunningMesh, answer: dict[str, Any]) -> int:
     return max(len({entry.instance_id for entry in of if entry.what == "chunk"}) - 1 for of in entries)
 
 
+def assert_shared(mesh: RunningMesh, answer: dict[str, Any]) -> None:
+    """Its prompt was computed by several, by the schedule that the mesh was told to use."""
+    chunks = [entry for entry in mesh.request_record(answer["id"]).entries if entry.what == "chunk"]
+    assert len({entry.instance_id for entry in chunks}) > 1, "nobody helped"
+    by_gang = mesh.environ["PDMESH_POLICY_SEQUENCE_PARALLEL"] == "gang"
+    assert any("in a gang" in entry.detail for entry in chunks) == by_gang
+
+
 @dataclass(frozen=True)
 class Meshes:
     alone: RunningMesh
@@ -127,7 +135,7 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(
         one_by_one = await mismatches(client, together.model, references, concurrency=1)
         crowd = await mismatches(client, together.model, references * 2, concurrency=4)
     assert one_by_one + crowd == []
-    assert helpers_of(together, await ask(together, max_tokens=1)) > 0, "nobody helped"
+    assert_shared(together, await ask(together, max_tokens=1))
 
 
 async def test_a_seed_draws_what_it_draws_where_nobody_helps(alone: RunningMesh, together: RunningMesh) -> None:

@@ -63,8 +63,10 @@ class Attempt:
     arrived_s: float
     placed_s: float | None = None  # when it left the queue
     num_done_tokens: int = 0  # of its prompt, computed
-    #: Of its chunks in flight, where they start: by instance and plan. Those of several instances end in any order.
-    starts: dict[tuple[InstanceId, int], int] = field(default_factory=dict[tuple[InstanceId, int], int])
+    #: Its chunks in flight, where they start and whether in a gang: by instance and plan. They end in any order.
+    in_flight: dict[tuple[InstanceId, int], tuple[int, bool]] = field(
+        default_factory=dict[tuple[InstanceId, int], tuple[int, bool]]
+    )
     num_planned_tokens: int = 0
     num_receivers: int = 0  # of its KV, one after the other
     outcome: Outcome | None = None  # None while the core cares for it
@@ -107,6 +109,7 @@ class Chunk(NamedTuple):
     step_s: float  # device time of the whole step
     num_decodes: int = 0  # beside it in the step
     waited_s: float = 0.0  # that the step waited for KV which others compute
+    in_gang: bool = False  # others computed the tokens before or after it at the same time
 
 
 class Forgotten(NamedTuple):
@@ -194,7 +197,7 @@ class Lives:
                 case RunStep(instance_id=instance_id, plan=plan):
                     for chunk in plan.chunks:
                         if (known := self._find(chunk.request_id, chunk.epoch)) is not None:
-                            known[1].starts[instance_id, plan.plan_id] = chunk.start
+                            known[1].in_flight[instance_id, plan.plan_id] = chunk.start, plan.in_gang
                             if plan.group is None:
                                 known[1].planned(chunk)
                 case SetRole() | StopInstance() | WakeAt() | GrowKv():
@@ -231,7 +234,8 @@ class Lives:
             if known is None or done.num_tokens == 0:
                 continue
             life, attempt = known
-            start = attempt.starts.pop((event.instance_id, event.plan_id), attempt.num_done_tokens)
+            unknown = attempt.num_done_tokens, False
+            start, in_gang = attempt.in_flight.pop((event.instance_id, event.plan_id), unknown)
             attempt.num_done_tokens += done.num_tokens
             if done.is_last and life.first_token_s is None:
                 life.first_token_s = now_s
@@ -244,6 +248,7 @@ class Lives:
                 event.duration_s,
                 event.num_decodes,
                 event.waited_s,
+                in_gang,
             )
             found.append(Milestone(life, attempt, chunk))
 

@@ -241,6 +241,8 @@ def _line(record: _Record, what: Happening) -> _Line | None:
         case Chunk():
             end = what.start + what.num_tokens
             detail = f"tokens {what.start} to {end - 1}, step {what.plan_id} of {_ms(what.step_s)}"
+            if what.in_gang:
+                detail += " in a gang"
             if what.waited_s > 0:
                 detail += f" and {_ms(what.waited_s)} of waiting for KV"
             if what.num_decodes:
