@@ -46,9 +46,8 @@ class Relay:
 
     latency: LinearLatencyModel  # of one instance
     max_members: int  # of a group; 1: never together
-    improvement_rate: (
-        float | None
-    )  # by which more members must bring the first token forward; None: it follows the load
+    #: By which more members must bring the first token forward; None: it follows the load.
+    improvement_rate: float | None
     bytes_per_s: float  # that an instance sends to others
     min_step_s: float  # a chunk is so long, but for a prompt's last
     step_overhead: float  # of the constant time of steps, as a share of them
