@@ -352,6 +352,10 @@ class InstanceProfile:
     group_id: str = ""  # instances of one group compute a long prompt together; empty: it computes alone
     relays: bool = False  # it can be a member of a `PrefillGroup`
 
+    def is_process_of(self, other: InstanceProfile) -> bool:
+        """Whether that one registers again. Containers may count pids each for itself, so addresses count, too."""
+        return (self.pid, self.data_address) == (other.pid, other.data_address)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:

@@ -952,6 +952,17 @@ class MeshMachine(RuleBasedStateMachine):
         self.mesh.pieces.cut_off(instance_id)  # what others sent there before they heard of its end
         return ModelledInstance(self.profiles[instance_id], self.max_total_of, self.mesh.pieces)
 
+    @rule(data=st.data())
+    def another_process_takes_the_place(self, data: st.DataObject) -> None:
+        """It began before the lease of the one that died ended, so that nobody told of its loss."""
+        if instance := self.pick(data, list(self.mesh.instances.values())):
+            instance_id = instance.instance_id
+            self.feed(InstanceUnreachable(instance_id))
+            before = self.profiles[instance_id]
+            self.profiles[instance_id] = replace(before, pid=before.pid + 1)
+            self.mesh.instances[instance_id] = self.new_instance(instance_id)
+            self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+
     def instance_reconnects(self, data: st.DataObject) -> None:
         if instance := self.pick(data, list(self.mesh.instances.values())):
             self.feed(InstanceUnreachable(instance.instance_id))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdmesh.core.commands import (
@@ -259,6 +261,45 @@ def test_a_target_that_registers_again_says_by_that_whether_it_began(has_landed:
         move.sent()
         move.bench.released(move.source, "a")
     move.finished(move.target if has_landed else move.source)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_another_process_in_the_place_of_the_target_does_not_say_whether_that_began(
+    is_told: bool, committed: bool
+) -> None:
+    """It may have landed, and drawn tokens, of which nobody had heard when it died."""
+    move = Move()
+    if is_told:
+        move.bench.feed(InstanceLost(InstanceId(move.target)))
+    commands = move.bench.feed(InstanceJoined(replace(named_profile(move.target), pid=4321), ()))
+    assert not of(ResumeDecode, commands)
+    assert not move.restarted()
+    assert [cancel.instance_id for cancel in of(CancelMove, commands)] == [move.source]
+    assert not of(ResumeDecode, move.failed(committed=committed))
+    assert move.restarted() is committed
+    if committed:
+        move.bench.released(move.source, "a")
+        move.assert_empty()
+    else:
+        move.finished(move.source)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("is_another", [True, False])
+def test_a_target_that_was_told_to_free_it_and_registers_without_it_may_have_begun(
+    is_another: bool, committed: bool
+) -> None:
+    move = Move()
+    move.failed(committed=committed)
+    again = replace(named_profile(move.target), pid=4321) if is_another else named_profile(move.target)
+    assert not of(ResumeDecode, move.bench.feed(InstanceJoined(again, ())))
+    assert move.restarted() is committed
+    if committed:
+        move.bench.released(move.source, "a")
+        move.assert_empty()
+    else:
+        move.finished(move.source)
 
 
 @pytest.mark.parametrize("is_freed", [True, False])

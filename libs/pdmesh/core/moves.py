@@ -122,7 +122,7 @@ class Moves:
         if move is None or move.transfer.plan.transfer_id != event.transfer_id:
             return
         if self._holds(move.target_id, state.key):
-            move.given_up = True
+            move.given_up, move.committed = True, event.committed
             self._books.free(move.target_id, state.key)
         elif event.committed:
             self._books.restart(state, f"it was lost on its way to {move.target_id}: {event.reason}")
@@ -179,8 +179,17 @@ class Moves:
         self._stopping.pop(instance_id, None)
         for state in list(self._books.moving.values()):
             if state.move is not None and state.move.target_id == instance_id:
-                state.move.given_up = True
-                self._tell_source(state, state.move)
+                self._target_is_gone(state, state.move)
+
+    def _target_is_gone(self, state: RequestState, move: Move) -> None:
+        """Nobody tells any more whether it began there: its source knows whether it may have."""
+        move.given_up = True
+        if move.committed is None:
+            self._tell_source(state, move)
+        elif move.committed:
+            self._books.restart(state, f"it was lost on {move.target_id}, where it may have moved")
+        else:
+            self._over(state)
 
     def suspected(self, instance_id: InstanceId) -> None:
         """An instance is silent: what was to move there goes on where it is, if it can."""
@@ -188,15 +197,21 @@ class Moves:
             if state.move is not None and state.move.target_id == instance_id:
                 self._tell_source(state, state.move)
 
-    def joined(self, instance_id: InstanceId, *, stopping: bool) -> None:
-        """An instance registered, perhaps again: it has dropped what had not landed, and moves no more of its own."""
+    def joined(self, instance_id: InstanceId, *, stopping: bool, is_another: bool) -> None:
+        """An instance registered, perhaps again: it has dropped what had not landed, and moves no more of its own.
+
+        Unless it ``is_another`` process under the name, or was told to free what may have landed: that says nothing.
+        """
         self.stops(instance_id, stopping)
         for state in list(self._books.moving.values()):
             move = state.move
             if move is None:
                 continue
             if move.target_id == instance_id and not self._holds(instance_id, state.key):
-                self._resume(state, move)
+                if is_another or move.given_up:
+                    self._target_is_gone(state, move)
+                else:
+                    self._resume(state, move)
             elif move.source_id == instance_id:
                 move.given_up = True
                 self._books.free(move.target_id, state.key)

@@ -261,10 +261,12 @@ class SchedulerCore:
             case GatewayLost():
                 self._reunion.gateway_lost(event.gateway_id)
             case InstanceJoined():
+                before = self._books.instances.get(event.profile.instance_id)
+                is_another = before is None or not before.profile.is_process_of(event.profile)
                 self._reunion.instance_joined(event.profile, event.residents, now_s, stopping=event.stopping)
                 self._credit.joined(self._books.instances[event.profile.instance_id])
                 self._choice.joined(event.profile)
-                self._moves.joined(event.profile.instance_id, stopping=event.stopping)
+                self._moves.joined(event.profile.instance_id, stopping=event.stopping, is_another=is_another)
                 self._operations.joined(event.profile.instance_id, now_s)
                 start_elsewhere(self._books, self._choice.bundle)
             case InstanceUnreachable():

@@ -145,6 +145,7 @@ class Move:
 
     transfer: Transfer
     given_up: bool = False  # its target is told to free it, or is gone
+    committed: bool | None = None  # as its source said once it sent no more: whether the target may have begun
 
     @property
     def source_id(self) -> InstanceId:
