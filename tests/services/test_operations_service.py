@@ -285,6 +285,7 @@ async def test_the_next_scheduler_knows_what_operators_asked_for(tmp_path: Path)
         mesh.worker(DECODE),
     ):
         await ask(mesh, SetPolicy(bundle="fcfs"))
+        await ask(mesh, SetBatching(batching="ebplus"))
         await ask(mesh, asking(OperationKind.DRAIN, "p0"))
     assert len(read_wishes(path).operations) == 1
     assert path.stat().st_mode & 0o777 == 0o600
@@ -296,7 +297,7 @@ async def test_the_next_scheduler_knows_what_operators_asked_for(tmp_path: Path)
     ):
         status = await ask(mesh, GetStatus())
         assert isinstance(status, MeshState)
-        assert status.bundle == "fcfs"
+        assert (status.bundle, status.batching) == ("fcfs", "ebplus")
         assert {row.instance_id: row.draining for row in status.instances} == {"p0": True, "p1": False, "d0": False}
 
 

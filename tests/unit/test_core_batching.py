@@ -10,6 +10,7 @@ from pdmesh.core.commands import Command, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BatchingChangeRequested,
+    BundleChangeRequested,
     InstanceJoined,
     RequestArrived,
     RequestCancelled,
@@ -190,6 +191,20 @@ def test_an_instance_that_comes_back_is_not_thought_to_hold_its_residents() -> N
     assert bench.core.batching_of(InstanceId("m")).is_prefill_phase
     bench.feed(InstanceJoined(modelled_profile("m", Role.MIXED, max_num_seqs=2), ()))
     assert not bench.core.batching_of(InstanceId("m")).is_prefill_phase
+
+
+@pytest.mark.parametrize(("configured", "own"), [("", "ebplus"), ("mb", "mb")])
+def test_another_bundle_batches_as_it_is_configured(configured: str, own: str) -> None:
+    bench = a_bench(batching=configured)
+    bench.feed(BatchingChangeRequested("eb", 0.5))
+    assert (bench.core.batching, bench.core.batching_wish) == ("eb", BatchingChangeRequested("eb", 0.5))
+    bench.feed(BundleChangeRequested("no such bundle"))
+    assert bench.core.batching == "eb"
+    bench.feed(BundleChangeRequested("pdmesh"))
+    assert (bench.core.batching, bench.core.batching_wish) == (own, None)
+    bench.feed(BatchingChangeRequested("eb"))
+    bench.feed(InstanceJoined(modelled_profile("n", Role.MIXED), ()))
+    assert bench.core.batching == "eb"
 
 
 def test_a_mode_or_threshold_that_there_is_not_changes_nothing() -> None:

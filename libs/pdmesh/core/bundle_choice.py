@@ -20,7 +20,7 @@ class BundleChoice:
 
     def __init__(self, books: Books, config: CoreConfig, bundle: Bundle) -> None:
         self._books = books
-        self._policy = config.policy
+        self._configured = self._policy = config.policy
         self.bundle = bundle
         self.learner = LatencyLearner(config.policy.latency, config.learning)
         books.broker.computed_first = bundle.sends_computed_first
@@ -35,11 +35,16 @@ class BundleChoice:
         self._build(self.bundle.name, self._policy)
 
     def change(self, event: BundleChangeRequested) -> None:
-        """Decide by another bundle from here on, if there is one of this name."""
+        """Decide by another bundle from here on, if there is one of this name, and batch as that does by itself.
+
+        A mode that was chosen beside the bundle before goes with it; a configured one stays.
+        """
         try:
-            self._build(event.bundle, self._policy)
+            self._build(event.bundle, self._configured)
         except ConfigError:
             self._books.ignore("BundleChangeRequested")
+        else:
+            self._policy = self._configured
 
     def change_batching(self, event: BatchingChangeRequested) -> None:
         """Batch in another mode from here on, if there is one of this name, and whatever the bundle."""
@@ -50,6 +55,13 @@ class BundleChoice:
             self._books.ignore("BatchingChangeRequested")
         else:
             self._policy = policy
+
+    @property
+    def batching_wish(self) -> BatchingChangeRequested | None:
+        """The mode that was chosen beside the bundle; None: nobody has."""
+        if self._policy is self._configured:
+            return None
+        return BatchingChangeRequested(self._policy.batching, self._policy.eb_threshold)
 
     def _build(self, name: str, policy: PolicyConfig) -> None:
         """Raises ConfigError, and changes nothing, if there is no such bundle."""

@@ -207,7 +207,7 @@ class BundleChangeRequested:
 
 @dataclass(frozen=True, slots=True)
 class BatchingChangeRequested:
-    """An operator switches the batching mode, whatever the bundle; empty: the bundle's own.
+    """An operator switches the batching mode, until the next change of bundles; empty: the bundle's own.
 
     ``threshold`` is the share of idle seats at which `eb` ends a decode phase; None: the best in theory.
     """

@@ -161,6 +161,11 @@ class SchedulerCore:
         """The batching mode that is chosen for all instances: `mb`, `eb` or `ebplus`."""
         return self._choice.bundle.batching.name
 
+    @property
+    def batching_wish(self) -> BatchingChangeRequested | None:
+        """What operators want of batching, beside the bundle: for the scheduler that comes after this one."""
+        return self._choice.batching_wish
+
     def batching_of(self, instance_id: InstanceId) -> BatchingView:
         """What an instance that is there does, and why."""
         return self._modes.view(self._books.instances[instance_id])

@@ -134,6 +134,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         )
         if wishes.bundle is not None:
             driver.post(BundleChangeRequested(wishes.bundle))
+        if wishes.batching is not None:
+            driver.post(wishes.batching)
         for wish in wishes.operations:
             driver.post(wish)
         if wishes.pools is not None:

@@ -13,7 +13,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from pdmesh.core.events import OperationRequested, ResizeRequested
+from pdmesh.core.events import BatchingChangeRequested, OperationRequested, ResizeRequested
 from pdmesh.core.operations import OperationState, OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import OperationId
@@ -37,6 +37,7 @@ class Wishes:
     """What operators asked for that still holds."""
 
     bundle: str | None = None  # None: the configured one
+    batching: BatchingChangeRequested | None = None  # None: as configured, or the bundle's own
     operations: tuple[OperationRequested, ...] = ()
     pools: ResizeRequested | None = None  # None: as they were started
     replacements: tuple[OperationRequested, ...] = ()  # of services that are no instances
@@ -87,7 +88,7 @@ class OperationsDesk:
         self._path = path
         self._wall_time = wall_time
         self._views: dict[OperationId, OperationView] = {}
-        self._seen = (0, core.bundle)
+        self._seen = (0, core.bundle, core.batching_wish)
         self._written = Wishes()
         self._changed = anyio.Event()
         self._is_complaining = False
@@ -95,7 +96,7 @@ class OperationsDesk:
     # --- what the core did ---
 
     def observe(self, handled: Handled) -> None:
-        seen = self._core.num_operation_changes, handled.bundle
+        seen = self._core.num_operation_changes, handled.bundle, self._core.batching_wish
         if seen != self._seen:
             self._seen = seen
             self._look()
@@ -117,6 +118,7 @@ class OperationsDesk:
         bundle = self._core.bundle
         return Wishes(
             bundle=None if bundle == self._configured_bundle else bundle,
+            batching=self._core.batching_wish,
             operations=tuple(self._core.wishes),
             pools=self._core.resize_wish,
             replacements=self._actuators.wishes,
