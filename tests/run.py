@@ -1,7 +1,8 @@
 """Lint, then every test once, and what took how long: what ``make test`` and CI run.
 
-Tests run on all cores, but for those that need the machine for themselves: a mesh of processes takes more than a core
-as it is. Arguments are pytest's, in both cases; who names files or folders has those run alone, in one process.
+Tests run on all cores, but for those that need the machine's device for themselves. Those of meshes come after all
+others, as many at once as there are cores: one alone starts, stops and waits for much of its time. Arguments are
+pytest's, for each part; who names files or folders has those run alone, in one process.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-#: Folders of tests that need the machine, or its device, for themselves.
-ALONE = {"e2e", "gpu"}
+#: Folders of tests that need the machine's device for themselves, and of those whose meshes are processes.
+ALONE, MESHES = "gpu", "e2e"
 
 #: Each process loads torch.
 MAX_PROCESSES = 8
@@ -32,13 +33,13 @@ def stages(arguments: Sequence[str]) -> dict[str, list[str]]:
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments if not argument.startswith("-")):
         return {"tests": [*PYTEST, *arguments]}
     folders = sorted({file.relative_to(ROOT).parts[1] for file in ROOT.glob("tests/*/**/test_*.py")})
-    alone = [f"tests/{folder}" for folder in folders if folder in ALONE]
-    others = [f"tests/{folder}" for folder in folders if folder not in ALONE]
+    others = [f"tests/{folder}" for folder in folders if folder not in {ALONE, MESHES}]
     num_processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     spread = ("-n", str(num_processes), "--dist", "worksteal")
     return {
         f"tests, {num_processes} at once": [*PYTEST, *spread, *arguments, *others],
-        f"{' and '.join(alone)}, one at a time": [*PYTEST, *arguments, *alone],
+        f"tests/{MESHES}, {num_processes} at once": [*PYTEST, *spread, *arguments, f"tests/{MESHES}"],
+        f"tests/{ALONE}, one at a time": [*PYTEST, *arguments, f"tests/{ALONE}"],
     }
 
 
