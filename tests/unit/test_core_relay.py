@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, PlaceDecode, Restart, RunStep, SetGroup
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    FreeKv,
+    GrantTransfer,
+    PauseTransfer,
+    PlaceDecode,
+    Restart,
+    RunStep,
+    SetGroup,
+)
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     BundleChangeRequested,
@@ -55,12 +65,20 @@ def bench_of(
     num_blocks: int = 1024,
     role: Role = Role.PREFILL,
     policy: PolicyConfig = POLICY,
+    num_transfer_backends: int = 2,
 ) -> CoreBench:
     profiles = [
         modelled_profile(f"p{i}", role, num_blocks=num_blocks, max_model_len=4096, num_layers=8, relays=relays)
         for i in range(num_prefill)
     ]
-    decode = modelled_profile("d", Role.DECODE, num_blocks=1024, max_model_len=4096, num_layers=8)
+    decode = modelled_profile(
+        "d",
+        Role.DECODE,
+        num_blocks=1024,
+        max_model_len=4096,
+        num_layers=8,
+        num_transfer_backends=num_transfer_backends,
+    )
     bench = CoreBench(*profiles, decode, config=CoreConfig(policy=policy))
     bench.feed(BundleChangeRequested(bundle))
     return bench
@@ -290,9 +308,9 @@ def test_the_request_starts_again_without_its_leader() -> None:
     assert {free.instance_id for free in of(FreeKv, commands)} == {HELPER, "d"}
 
 
-def computing() -> Running:
+def computing(num_transfer_backends: int = 2) -> Running:
     """A group in which each has two chunks of 64 tokens in flight: the leader the first and the third of them."""
-    bench = bench_of()
+    bench = bench_of(num_transfer_backends=num_transfer_backends)
     bench.arrive("long", 1024)
     join(bench)
     running = Running(bench)
@@ -334,6 +352,24 @@ def test_without_a_helper_the_others_go_on_from_what_they_have(loss: Event) -> N
     assert not of(Restart, bench.commands)
     assert sorted({chunk.start + chunk.num_tokens for _, chunk in chunks_of(bench.commands)})[-1] == 1024
     assert not asked(bench.commands[-20:]), "who was lost is not asked again"
+
+
+def test_what_a_silent_helper_has_in_flight_keeps_no_backend_from_others() -> None:
+    """The leader waits to be told how to go on, and nothing of the prompt moves meanwhile."""
+    running = computing(num_transfer_backends=1)
+    bench = running.bench
+    bench.offered(LEADER, "long")
+    assert [grant.request_id for grant in of(GrantTransfer, bench.commands)] == ["long"]
+    bench.feed(InstanceSuspected(HELPER))
+    while running.plans()[LEADER]:
+        running.end_without(LEADER)
+    assert running.plans()[HELPER]
+    bench.arrive("other", 16)
+    assert [pause.request_id for pause in of(PauseTransfer, bench.offered(LEADER, "other"))] == ["long"]
+    assert [grant.request_id for grant in of(GrantTransfer, bench.paused(LEADER, "long"))] == ["other"]
+    late = running.end(HELPER)
+    assert not of(Restart, late)
+    assert not of(PauseTransfer, late)
 
 
 def test_what_the_lost_one_computed_counts_if_the_leader_has_it() -> None:

@@ -290,7 +290,7 @@ class Books:
         for plan in instance.plans.values():
             for chunk in plan.chunks:
                 if state := self.find((chunk.request_id, chunk.epoch)):
-                    state.num_chunks_in_flight -= 1
+                    state.chunks_in_flight.discard((instance.instance_id, plan.plan_id))
                     self.note_preemption(state)
 
     def note_preemption(self, state: RequestState) -> None:
@@ -397,19 +397,21 @@ class Books:
             instance.check_integrity()
             for key in self.broker.granted(instance.instance_id):
                 assert key in instance.holds, f"{instance.instance_id}: a backend for {key}, which holds nothing"
-        num_in_flight = Counter(
-            (chunk.request_id, chunk.epoch)
-            for instance in self.instances.values()
-            for plan in instance.plans.values()
-            for chunk in plan.chunks
-        )
+        in_flight: dict[RequestKey, set[tuple[InstanceId, int]]] = {}
+        for instance in self.instances.values():
+            for plan in instance.plans.values():
+                for chunk in plan.chunks:
+                    chunks = in_flight.setdefault((chunk.request_id, chunk.epoch), set())
+                    chunks.add((instance.instance_id, plan.plan_id))
         num_waiting = sum(state.phase is Phase.WAITING for state in self.requests.values())
         assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} are in the queue"
         num_of_gateways = sum(len(requests) for requests in self.of_gateway.values())
         assert num_of_gateways == len(self.requests), f"gateways have {num_of_gateways} of {len(self.requests)}"
         for state in self.requests.values():
-            number, counted = num_in_flight[state.key], state.num_chunks_in_flight
-            assert number == counted, f"{number} chunks of {state.key} are in flight, books say {counted}"
+            chunks, known = in_flight.get(state.key, set()), state.chunks_in_flight
+            assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, books say {known}"
+            lost = [each for each in chunks - known if each[0] in state.prefill_ids]
+            assert not lost, f"chunks {lost} of {state.key} are in flight, and not in the books"
             is_unreceived = state.phase is Phase.PREFILLING and not state.decode_shards
             assert is_unreceived == (state.key in self.unreceived), f"{state.key} has no receiver: {is_unreceived}"
             if state.phase is not Phase.WAITING and not is_unreceived:

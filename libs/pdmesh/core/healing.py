@@ -24,6 +24,8 @@ def lose_helper(books: Books, state: RequestState, instance_id: InstanceId) -> N
     state.group = structs.replace(state.group, lost_ids=(*state.group.lost_ids, instance_id))
     state.asked_ids = tuple([helper_id for helper_id in state.asked_ids if helper_id != instance_id])
     state.is_healing, state.prefix_tokens = True, None
+    state.chunks_in_flight = {each for each in state.chunks_in_flight if each[0] != instance_id}
+    books.note_preemption(state)
     books.healing[state.key] = state
     books.free(instance_id, state.key)
     tell_group(books, state)

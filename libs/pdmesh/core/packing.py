@@ -316,7 +316,7 @@ class Round:
             return
         opening.step.add(_next_chunk(state, num_tokens), state.request)
         self._plan(state, num_tokens, (instance,))
-        if state.num_chunks_in_flight == 1 and start > 0:
+        if len(state.chunks_in_flight) == 1 and start > 0:
             self._books.offer_again(state)
 
     def _plan_group(self, state: RequestState) -> None:
@@ -353,7 +353,7 @@ class Round:
     def _plan(self, state: RequestState, num_tokens: int, instances: Collection[InstanceBooks]) -> None:
         """Note that the next ``num_tokens`` of its prompt are in the next step of each of ``instances``."""
         state.num_planned_tokens += num_tokens
-        state.num_chunks_in_flight += len(instances)
+        state.chunks_in_flight.update([(instance.instance_id, instance.next_plan_id) for instance in instances])
         if state.is_planned:
             for instance in instances:
                 instance.prefills.remove(state)

@@ -153,7 +153,7 @@ class Relays:
             return 0
         if state.is_healing:
             return 0
-        if state.num_chunks_in_flight and self._answers_soon(state):
+        if state.chunks_in_flight and self._answers_soon(state):
             return 0  # the next chunk is for one of those
         if self._gang(state, bundle, step.now_s) is not None:
             return 0  # its slice is planned together with the others'
@@ -353,7 +353,7 @@ class Relays:
         now_s: float,
     ) -> bool:
         """All of its slices, once each has room for a plan and nobody else joins soon. Whether that is now."""
-        if state.num_chunks_in_flight and self._answers_soon(state):
+        if state.chunks_in_flight and self._answers_soon(state):
             return False
         if not all(openings.has_room(member) for member in gang):
             return False
@@ -383,14 +383,14 @@ class Relays:
         member.queue_tokens(num_tokens)
         leader.queue_tokens(-num_tokens)
         state.num_planned_tokens += num_tokens
-        state.num_chunks_in_flight += 1
+        state.chunks_in_flight.add((member.instance_id, plan.plan_id))
         if is_last:
             leader.prefills.remove(state)
         else:
             state.rank_by(bundle.order)
         self._modes.sent(member, plan, now_s)
         self._books.commands.append(RunStep(instance_id=member.instance_id, plan=plan))
-        if state.num_chunks_in_flight == 1:
+        if len(state.chunks_in_flight) == 1:
             self._books.offer_again(state)
 
 

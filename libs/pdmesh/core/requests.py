@@ -59,7 +59,8 @@ class RequestState:
     first_token_s: float | None = None  # as its last chunk's step was reported
     roomed_s: float | None = None  # when it had room to decode, if that was after its place
     num_planned_tokens: int = 0
-    num_chunks_in_flight: int = 0  # a group's chunk counts at every member
+    #: The instance and the plan of each; not of helpers that were lost, though these may yet report them.
+    chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
     group: PrefillGroup | None = None  # that computes its chunks in turn: its leader, and the helpers that have joined
     asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
     computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
@@ -77,7 +78,7 @@ class RequestState:
     @property
     def is_preempted(self) -> bool:
         """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
-        return self.phase is Phase.PREFILLING and not self.is_planned and not self.num_chunks_in_flight
+        return self.phase is Phase.PREFILLING and not self.is_planned and not self.chunks_in_flight
 
     @property
     def is_computed(self) -> bool:
@@ -85,7 +86,7 @@ class RequestState:
 
         Of instances that take turns the leader has it all; others may tell late, or never, of the chunks they had.
         """
-        is_known = not self.num_chunks_in_flight or (self.first_token_s is not None and not self.in_group)
+        is_known = not self.chunks_in_flight or (self.first_token_s is not None and not self.in_group)
         return self.is_planned and is_known and not self.is_healing
 
     def waited_s(self, now_s: float) -> float:

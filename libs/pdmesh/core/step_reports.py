@@ -46,7 +46,7 @@ class StepReports:
             state = self._books.find((chunk.request_id, chunk.epoch))
             if state is None:
                 continue
-            state.num_chunks_in_flight -= 1
+            state.chunks_in_flight.discard((event.instance_id, event.plan_id))
             if state.phase is not Phase.PREFILLING:
                 continue
             is_computed = done.get(state.key) == chunk.num_tokens
