@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 
@@ -13,6 +11,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested, RequestArrived
 from pdmesh.model import Role
 from pdmesh.policy.base import PolicyConfig
+from pdmesh.testing.calls import num_calls
 from pdmesh.testing.core import CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 
@@ -49,23 +48,12 @@ def without_openings_to_prefill(num_instances: int) -> CoreBench:
     return bench
 
 
-def num_calls(bench: CoreBench, prompt: int) -> int:
+def calls_of_an_arrival(bench: CoreBench, prompt: int) -> int:
     """Of Python functions, by an arrival that waits; the first ones have looked at what was new."""
     for number in range(3):
         bench.arrive(f"before{number}", prompt, 10)
-    calls = 0
-
-    def count(_frame: FrameType, event: str, _arg: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
     num_waiting = bench.core.num_waiting
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        bench.core.handle(RequestArrived(a_request("last", prompt, 10)), bench.now_s)
-    finally:
-        sys.setprofile(before)
+    calls = num_calls(lambda: bench.core.handle(RequestArrived(a_request("last", prompt, 10)), bench.now_s))
     assert bench.core.num_waiting == num_waiting + 1
     return calls
 
@@ -76,4 +64,4 @@ def num_calls(bench: CoreBench, prompt: int) -> int:
 def test_a_request_that_waits_costs_no_more_in_a_larger_mesh(
     a_full_mesh: Callable[[int], CoreBench], prompt: int
 ) -> None:
-    assert num_calls(a_full_mesh(LARGE), prompt) <= 1.5 * num_calls(a_full_mesh(SMALL), prompt)
+    assert calls_of_an_arrival(a_full_mesh(LARGE), prompt) <= 1.5 * calls_of_an_arrival(a_full_mesh(SMALL), prompt)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -17,6 +15,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import Bell, KvPresence
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.testing.calls import num_calls
 from pdmesh.testing.kv import ByteStore
 
 pytestmark = pytest.mark.anyio
@@ -69,22 +68,6 @@ def land(exchange: PieceExchange, source: int, layer: int, blocks: IndexRange, *
     exchange.place(header)
 
 
-def num_calls(of: Callable[[], object]) -> int:
-    """Calls of functions, of C and of Python, a generator's next ones included."""
-    count = 0
-
-    def called(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(called)
-    try:
-        of()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def calls_of_a_group(num_blocks: int) -> Sequence[int]:
     """Of a join, of one after half of it came from another member, and of that one's loss."""
     leader = a_leader(num_blocks)
@@ -92,11 +75,11 @@ def calls_of_a_group(num_blocks: int) -> Sequence[int]:
     assert leader.begin(0, half)
     for layer in range(LAYOUT.num_layers):
         leader.publish(Blocks(0, layer, 0, half))
-    join = num_calls(lambda: leader.set_members(0, ADDRESSES[:2]))
+    join = num_calls(lambda: leader.set_members(0, ADDRESSES[:2]), of_c=True)
     for layer in range(LAYOUT.num_layers):
         land(leader, 1, layer, IndexRange(half, num_blocks), num_members=2)
-    later = num_calls(lambda: leader.set_members(0, ADDRESSES[:3]))
-    loss = num_calls(lambda: leader.set_members(0, (ADDRESSES[0], b"", ADDRESSES[2])))
+    later = num_calls(lambda: leader.set_members(0, ADDRESSES[:3]), of_c=True)
+    loss = num_calls(lambda: leader.set_members(0, (ADDRESSES[0], b"", ADDRESSES[2])), of_c=True)
     assert leader.presence.num_complete_blocks == num_blocks
     leader.close()
     return join, later, loss
