@@ -1,11 +1,10 @@
 """Pieces of KV that come damaged or late, inside the processes of a mesh, and what became of each damaged one.
 
 `install` is called in every process, by a ``sitecustomize`` that `write_sitecustomize` makes. While the file ``on`` is
-in its folder, some pieces that are read come late, and one comes with a bit of its payload turned, in each process: a
-request may be resumed a few times only, and each damaged piece may cost it that. Each process appends a line
-to a file of its own for each: ``damaged`` when it is done, then ``refused`` (its checksum is wrong, as the receiver
-says), ``unread`` (nobody wanted it: nothing was copied) or ``TAKEN``, which must not be. So what a process saw that was
-killed later counts too.
+in its folder, some pieces that are read come late, and some with a bit of their payload turned. Each process appends a
+line to a file of its own for each of these: ``damaged`` when it is done, then ``refused`` (its checksum is wrong, as
+the receiver says), ``unread`` (nobody wanted it: nothing was copied) or ``TAKEN``, which must not be. So what a process
+saw that was killed later counts too.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ def install(name: str) -> None:
     from pdmesh.transport import reading
 
     folder, rng = Path(name), random.Random(os.getpid())
-    spells: set[int] = set()  # in which a piece was damaged, by when they began
     waiting: set[int] = set()  # where the payloads of damaged pieces lie that nobody has looked at yet
     read_memory = reading.read_memory
 
@@ -57,12 +55,10 @@ def install(name: str) -> None:
         if payload in waiting:
             waiting.discard(payload)
             tell(UNREAD)
-        spell = spell_ns(folder / "on")
-        if num_bytes <= HEAD_BYTES or spell is None:
+        if num_bytes <= HEAD_BYTES or not (folder / "on").exists():
             return
         drawn = rng.random()
-        if drawn < DAMAGED_SHARE and spell not in spells:
-            spells.add(spell)
+        if drawn < DAMAGED_SHARE:
             at = payload + rng.randrange(num_bytes - HEAD_BYTES)
             ctypes.c_ubyte.from_address(at).value ^= 1 << rng.randrange(8)
             waiting.add(payload)
@@ -91,14 +87,6 @@ def install(name: str) -> None:
         PieceReader._copy = copy_and_tell  # type: ignore[method-assign]
 
     reading.read_memory = read_badly
-
-
-def spell_ns(file: Path) -> int | None:
-    """When the file was made, if it is there."""
-    try:
-        return file.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
 
 
 def counted(folder: Path) -> Counter[str]:

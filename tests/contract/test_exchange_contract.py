@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -14,14 +14,16 @@ import pytest
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.exchange import PieceExchange, exchange_key
+from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedExchange, TransferOutcome
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
 from pdmesh.kv.presence import Bell
+from pdmesh.kv.repair import FREE_PIECES, SOUND_PIECES_EACH
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
-from pdmesh.transport.base import KvTransport, SendBuffer
+from pdmesh.transport.base import KvTransport, ReceivedPiece, SendBuffer
 from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
@@ -75,6 +77,14 @@ class Member:
             while not all(self.exchange.presence.has(layer, num_blocks) for layer in range(NUM_LAYERS)):
                 await anyio.lowlevel.checkpoint()
 
+    async def until_received(self, num_blocks: int) -> None:
+        """All layers of so many blocks, by others."""
+        with anyio.fail_after(20):
+            while (
+                self.mover.counters().num_bytes_exchanged.received < num_blocks * NUM_LAYERS * SMALL_LAYOUT.block_bytes
+            ):
+                await anyio.lowlevel.checkpoint()
+
     def content(self, first_block: int, num_blocks: int) -> list[bytes]:
         return [
             bytes(self.store.block(layer, block_id))
@@ -108,6 +118,33 @@ async def open_members(maker: TransportMaker, number: int) -> AsyncIterator[list
             member.mover.check_integrity()
             assert member.mover.counters().num_exchanging == 0
             assert member.pool.num_free == 2 * NUM_BLOCKS
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, choose: Callable[[PieceHeader], bool]) -> None:
+    """One bit of the pieces that are chosen is turned before they are checked."""
+    copy = PieceReader._copy
+
+    def copy_damaged(
+        self: PieceReader, header: PieceHeader, piece: ReceivedPiece, block_ids: Sequence[int]
+    ) -> str | None:
+        if choose(header):
+            piece.payload[0] ^= 1
+        return copy(self, header, piece, block_ids)
+
+    monkeypatch.setattr(PieceReader, "_copy", copy_damaged)
+
+
+def for_the_first_time() -> Callable[[PieceHeader], bool]:
+    """Pieces that were not seen before, by who sends what to whom."""
+    seen: set[tuple[int, int, KvPart]] = set()
+
+    def is_new(header: PieceHeader) -> bool:
+        what = header.source, header.destination, header.part
+        is_new = what not in seen
+        seen.add(what)
+        return is_new
+
+    return is_new
 
 
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
@@ -220,6 +257,8 @@ def a_page(**changes: object) -> PieceHeader:
     return replace(header, **changes)  # type: ignore[arg-type]
 
 
+#: A page that the leader has computed.
+HERE = KvPart(IndexRange(8, 9), IndexRange(0, 1), HEADS)
 GARBAGE = b"\xff" * SMALL_LAYOUT.block_bytes
 REFUSED = {
     "epoch": a_page(epoch=Epoch(2)),
@@ -239,6 +278,20 @@ REFUSED = {
     "range: greeted by nobody": a_page(kind=PieceKind.HELLO, source=9),
     "duplicate": a_page(part=KvPart(IndexRange(8, 9), IndexRange(0, 1), HEADS)),
     "unknown": a_page(request_key=request_key(REQUEST)),
+    "epoch: again": a_page(kind=PieceKind.AGAIN, epoch=Epoch(2)),
+    "capability: again": a_page(kind=PieceKind.AGAIN, capability=1),
+    "unknown: again": a_page(kind=PieceKind.AGAIN, request_key=request_key(REQUEST)),
+    "range: again, who is no member": a_page(kind=PieceKind.AGAIN, source=2, part=HERE),
+    "range: again, for another": a_page(kind=PieceKind.AGAIN, destination=1, part=HERE),
+    "range: again, for too many members": a_page(kind=PieceKind.AGAIN, num_members=65, part=HERE),
+    "range: again, of one head": a_page(kind=PieceKind.AGAIN, part=HERE._replace(heads=IndexRange(0, 1))),
+    "range: again, what is not here": a_page(kind=PieceKind.AGAIN),
+    "range: again, what is half here": a_page(kind=PieceKind.AGAIN, part=HERE._replace(blocks=IndexRange(7, 9))),
+    "range: again, nothing": a_page(kind=PieceKind.AGAIN, part=HERE._replace(blocks=IndexRange(9, 9))),
+    "range: again, no such layer": a_page(kind=PieceKind.AGAIN, part=HERE._replace(layers=IndexRange(2, 9))),
+    "range: again, more than a piece holds": a_page(
+        kind=PieceKind.AGAIN, part=HERE._replace(blocks=IndexRange(8, 16), layers=IndexRange(0, NUM_LAYERS))
+    ),
 }
 
 
@@ -261,28 +314,180 @@ async def test_what_does_not_belong_is_dropped(maker: TransportMaker, name: str)
         helper.compute(0, 8)
         await leader.until_here(NUM_BLOCKS)
         assert leader.outcomes == []
+        assert helper.mover.counters().dropped == {}  # nothing was sent twice
         for member in members:
             member.free()
 
 
-async def test_a_piece_that_was_damaged_ends_the_exchange_and_touches_nothing(maker: TransportMaker) -> None:
+@pytest.mark.parametrize("helper_first", [False, True])
+async def test_a_damaged_piece_is_asked_for_again(
+    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch, helper_first: bool
+) -> None:
+    """Every piece is, also of those that the leader passes on to whom their makers did not know."""
+    damage(monkeypatch, for_the_first_time())
+    async with open_members(maker, 3) as members:
+        leader, helper, newcomer = members
+        for member in (leader, helper):
+            member.join(members[:2])
+        helper.compute(0, 4)
+        leader.compute(4, 4)
+        if helper_first:
+            helper.tell(members)
+        helper.compute(8, 4)
+        leader.tell(members)
+        newcomer.join(members)
+        newcomer.compute(12, 4)
+        helper.tell(members)
+        for member in members:
+            await member.until_here(NUM_BLOCKS)
+        for member in members:
+            assert member.content(0, 4) == helper.content(0, 4)
+            assert member.content(4, 4) == leader.content(4, 4)
+            assert member.content(8, 4) == helper.content(8, 4)
+            assert member.content(12, 4) == newcomer.content(12, 4)
+            assert member.outcomes == []
+            counters = member.mover.counters()
+            assert counters.num_asked_again == counters.dropped["checksum"] > 0
+            assert counters.dropped.keys() <= {"checksum", "unknown", "range"}  # greetings that came too early
+        landed = [
+            (layer, block)
+            for blocks in leader.landed
+            for layer in range(blocks.layer, blocks.end_layer)
+            for block in range(blocks.first_block, blocks.end)
+        ]
+        assert len(landed) == len(set(landed)) == NUM_LAYERS * 12
+        for member in members:
+            member.free()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_is_damaged_all_pages_come_to_all(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = random.Random(seed)
+    damage(monkeypatch, lambda _: rng.random() < 0.15)
+    async with open_members(TransportMaker("memory"), rng.randint(2, 4)) as members:
+        joined = members[: rng.randint(1, len(members))]
+        for member in joined:
+            member.join(joined)
+        owners: list[Member] = []
+        while len(owners) < NUM_BLOCKS:
+            if joined != members and rng.random() < 0.3:
+                joined = members[: len(joined) + 1]
+                for member in rng.sample(joined, len(joined)):
+                    (member.join if member is joined[-1] else member.tell)(joined)
+            owner, size = rng.choice(joined), rng.randint(1, min(4, NUM_BLOCKS - len(owners)))
+            owner.compute(len(owners), size)
+            owners += [owner] * size
+            for _ in range(rng.randint(0, 10)):
+                await anyio.lowlevel.checkpoint()
+        for member in joined:
+            await member.until_here(NUM_BLOCKS)
+            member.mover.check_integrity()
+            assert member.outcomes == []
+        for member in joined:
+            for block, owner in enumerate(owners):
+                assert member.content(block, 1) == owner.content(block, 1)
+        for member in joined:
+            member.free()
+
+
+async def test_a_request_for_a_page_that_is_repeated_for_ever_costs_little_and_nobody_else(
+    maker: TransportMaker,
+) -> None:
+    """It goes where the scheduler said that this member is, so that one has to take it."""
+    async with open_members(maker, 3) as members:
+        leader, hostile, helper = members
+        for member in members:
+            member.join(members)
+        leader.compute(8, 8)
+        await hostile.until_received(8)
+        for _ in range(300):
+            await say(hostile, leader, a_page(kind=PieceKind.AGAIN, part=HERE))
+        helper.compute(0, 8)
+        await leader.until_here(NUM_BLOCKS)
+        for member in (leader, helper):
+            await member.until_here(NUM_BLOCKS)
+        with anyio.fail_after(20):
+            while hostile.mover.counters().dropped["duplicate"] + leader.mover.counters().dropped["limit"] < 300:
+                await anyio.lowlevel.checkpoint()
+        sent_again = hostile.mover.counters().dropped["duplicate"]
+        assert (
+            2 * FREE_PIECES
+            <= sent_again
+            <= (2 * FREE_PIECES + NUM_LAYERS) * SOUND_PIECES_EACH // (SOUND_PIECES_EACH - 1)
+        )
+        assert helper.mover.counters().dropped == {}
+        assert all(member.outcomes == [] for member in members)
+        for member in members:
+            member.free()
+
+
+async def test_what_was_freed_is_not_sent_again(maker: TransportMaker) -> None:
     async with open_members(maker, 2) as members:
         leader, helper = members
         for member in members:
             member.join(members)
-        await anyio.wait_all_tasks_blocked()
+        leader.compute(8, 8)
+        await helper.until_received(8)
+        leader.free()
+        await say(helper, leader, a_page(kind=PieceKind.AGAIN, part=HERE))
+        with anyio.fail_after(20):
+            while leader.mover.counters().dropped.get("unknown") != 1:
+                await anyio.lowlevel.checkpoint()
+        assert helper.mover.counters().dropped == {}
+        helper.free()
+
+
+async def test_a_damaged_piece_of_a_member_that_was_lost_meanwhile_is_computed_again(
+    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_members(maker, 3) as members:
+        leader, helper, lost = members
+        addresses = [leader.transport.address, helper.transport.address, b""]
+
+        def loses(header: PieceHeader) -> bool:
+            if (header.source, header.destination) != (2, 0) or leader.exchange.num_lost:
+                return False
+            for member in (leader, helper):
+                member.mover.groups.set_members(REQUEST, EPOCH, members.index(member), addresses)
+            return True
+
+        damage(monkeypatch, loses)
+        for member in members:
+            member.join(members)
+        lost.compute(0, 4)
+        with anyio.fail_after(20):
+            while not leader.exchange.num_lost:
+                await anyio.lowlevel.checkpoint()
+        helper.compute(0, NUM_BLOCKS)
+        await leader.until_here(NUM_BLOCKS)
+        assert leader.content(8, 8) == helper.content(8, 8)
+        assert leader.mover.counters().num_asked_again == 0
+        assert leader.outcomes == helper.outcomes == []
+        for member in members:
+            member.free()
+
+
+async def test_a_member_whose_pieces_are_all_damaged_ends_the_exchange_and_touches_nothing(
+    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is asked for again, up to a limit."""
+    damage(monkeypatch, lambda header: header.destination == 0)
+    async with open_members(maker, 2) as members:
+        leader, helper = members
+        for member in members:
+            member.join(members)
         before = bytes(leader.store.data)
-        async with helper.transport.lend() as buffer:
-            buffer.payload[: len(GARBAGE)] = GARBAGE
-            pack_header(a_page(checksum=1), buffer.header, KEY)
-            await helper.transport.send(leader.transport.address, buffer, len(GARBAGE))
+        helper.compute(0, 8)
         with anyio.fail_after(20):
             while not leader.outcomes:
                 await anyio.lowlevel.checkpoint()
-        reason = "a piece of layer 0 was damaged on the way"
+        reason = leader.exchange.presence.aborted
+        assert reason is not None
+        assert f"{FREE_PIECES + 1} pieces of member 1 were damaged on the way" in reason
         assert leader.outcomes == [FailedExchange(request_id=REQUEST, epoch=EPOCH, reason=reason)]
-        assert leader.exchange.presence.aborted == reason
         assert bytes(leader.store.data) == before
+        assert leader.mover.counters().num_asked_again == FREE_PIECES
+        assert helper.outcomes == []
         for member in members:
             member.free()
 

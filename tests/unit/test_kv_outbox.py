@@ -7,6 +7,7 @@ import pytest
 
 from pdmesh.kv.outbox import Outbox, Outgoing
 from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.piece import PieceKind
 
 pytestmark = pytest.mark.anyio
 
@@ -70,6 +71,21 @@ async def test_what_was_sent_to_more_members_does_not_join() -> None:
     assert await take_all(outbox) == [Outgoing(Blocks(0, 0, 0, 5), 2)]
 
 
+async def test_what_comes_first_leaves_at_once_and_holds_back_what_was() -> None:
+    outbox = an_outbox()
+    asked = [Outgoing(Blocks(0, 3, 5, 5), 2, kind) for kind in (PieceKind.AGAIN, PieceKind.KV)]
+    outbox.put_first(asked[0])
+    assert await take_all(outbox) == asked[:1]
+    put(outbox, 4)
+    put(outbox, 0, 10, chunk=1)
+    for item in asked:
+        outbox.put_first(item)
+    put(outbox, 1, 10, chunk=1)
+    assert await take_all(outbox) == [*reversed(asked), Outgoing(Blocks(0, 4, 0, 5), 2)]
+    outbox.flush()
+    assert await take_all(outbox) == [Outgoing(Blocks(1, 0, 10, 5, 2), 2)]
+
+
 async def test_whoever_waits_is_woken_while_another_is_busy() -> None:
     outbox = an_outbox()
     taken: list[Outgoing] = []
@@ -105,9 +121,9 @@ async def test_each_page_leaves_once_in_order_and_in_pieces_that_fit(seed: int) 
     taken += await take_all(outbox)
     pages = [
         (layer, block)
-        for blocks, _ in taken
+        for blocks, _, _ in taken
         for layer in range(blocks.layer, blocks.end_layer)
         for block in range(blocks.first_block, blocks.end)
     ]
     assert pages == given
-    assert all(blocks.num_pages <= max_pages for blocks, _ in taken if blocks.num_layers > 1)
+    assert all(blocks.num_pages <= max_pages for blocks, _, _ in taken if blocks.num_layers > 1)

@@ -23,8 +23,8 @@ from pdmesh.core.events import (
     TransferOffered,
     TransferSent,
 )
-from pdmesh.kv.piece import unpack_header
-from pdmesh.model import ChunkPlan, Epoch, Role, SamplingParams, StepPlan
+from pdmesh.kv.piece import PieceKind, unpack_header
+from pdmesh.model import ChunkPlan, Epoch, KvPart, Role, SamplingParams, StepPlan
 from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
 from pdmesh.testing.kv import TransportMaker
@@ -602,7 +602,31 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
         await free_all(running, generation)
 
 
-async def test_a_damaged_piece_ends_the_request_where_it_came(memory: TransportMaker) -> None:
+async def test_damaged_pieces_are_asked_for_again(memory: TransportMaker) -> None:
+    seen: set[tuple[int, int, KvPart]] = set()
+
+    def is_new(data: bytes) -> bool:
+        header = unpack_header(data, MeshKey(""))
+        what = header.source, header.destination, header.part
+        is_new = header.kind is PieceKind.KV and what not in seen
+        seen.add(what)
+        return is_new
+
+    prompt = list(range(200, 300))
+    async with members(memory, 3) as running:
+        memory.fabric.faults = MemoryFaults(corrupt=is_new)
+        generation = make_generation("r", prompt, GREEDY)
+        for member in running:
+            admit_member(member, generation, running)
+        chunks = block_chunks(generation, BLOCK, [5])
+        relay(running, chunks, owners_of(chunks, 3))
+        await check_output(running[0], "r", prompt, GREEDY)
+        assert running[0].mover.counters().num_asked_again > 0
+        assert all(member.reports_of(RequestDropped, "r") == [] for member in running)
+        await free_all(running, generation)
+
+
+async def test_pieces_that_are_always_damaged_end_the_request_where_they_came(memory: TransportMaker) -> None:
     def is_for_the_leader(header: bytes) -> bool:
         return unpack_header(header, MeshKey("")).destination == 0
 
@@ -615,7 +639,7 @@ async def test_a_damaged_piece_ends_the_request_where_it_came(memory: TransportM
         chunks = block_chunks(generation, BLOCK, [2])
         relay(running, chunks, owners_of(chunks, 2))
         dropped = await leader.reported(RequestDropped, "r")
-        assert "was damaged on the way" in dropped.reason
+        assert "were damaged on the way" in dropped.reason
         await free_all(running, generation)
 
 

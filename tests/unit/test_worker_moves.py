@@ -28,13 +28,14 @@ from pdmesh.core.events import (
 )
 from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.outgoing import PieceWriter
-from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.piece import PieceHeader, PieceKind, unpack_header
 from pdmesh.kv.transcript import pack_transcript
-from pdmesh.model import Epoch, RequestId, Role, SamplingParams, TransferId, num_blocks_for
+from pdmesh.model import Epoch, KvPart, RequestId, Role, SamplingParams, TransferId, num_blocks_for
 from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
 from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
+from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, TurnOver
 
 pytestmark = pytest.mark.anyio
@@ -212,8 +213,34 @@ async def test_before_the_commit_it_goes_on_by_itself(fault: MemoryFaults) -> No
         await ends_where_it_was(source, target, params)
 
 
+async def test_damaged_kv_is_asked_for_again_and_the_stream_moves() -> None:
+    """Also what is found to be damaged after the commit."""
+    seen: set[KvPart] = set()
+
+    def is_new(data: bytes) -> bool:
+        header = unpack_header(data, MeshKey(""))
+        if header.kind is not PieceKind.KV or header.part in seen:
+            return False
+        seen.add(header.part)
+        return True
+
+    async with pair() as (source, target, fabric):
+        num_blocks = start(source, "r", PROMPT, LONG)
+        await drawn(source, "r", 3)
+        fabric.faults = MemoryFaults(corrupt=is_new)
+        source.move("r", target, num_blocks)
+        await target.reported(RequestFinished, "r")
+        await source.reported(KvReleased, "r")
+        assert len(source.reports_of(MoveSent, "r")) == 1
+        assert target.mover.counters().num_asked_again == len(seen) > 1
+        assert stream("r", "mixed", source, target) == reference_output(PROMPT, LONG)
+        assert_one_speaker("r", source, target)
+        source.assert_all_free()
+        target.assert_all_free()
+
+
 @pytest.mark.parametrize("kind", [PieceKind.KV, PieceKind.TRANSCRIPT])
-async def test_what_is_damaged_on_the_way_is_found_before_the_target_begins(kind: PieceKind) -> None:
+async def test_what_is_always_damaged_on_the_way_is_found_before_the_target_begins(kind: PieceKind) -> None:
     """And after the commit, if that is on its way by then: the target has said that it never began."""
     params = SamplingParams(max_tokens=3000, temperature=0)
     async with pair(num_blocks=1024) as (source, target, fabric):

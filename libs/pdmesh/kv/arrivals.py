@@ -127,13 +127,37 @@ class KvArrivals:
     def _read(self, receiver: KvReceiver, header: PieceHeader, fault: str | None) -> None:
         if fault is not None:
             self._context.dropped[fault] += 1
-            if fault == "checksum":
-                self._give_up(receiver, f"a piece of layer {header.part.layers.start} was damaged on the way")
+            if fault == "checksum" and self._receivers.get(receiver.key) is receiver:
+                self._take_damaged(receiver, header)
             return
         self.num_pieces += 1
         self.num_bytes += header.payload_bytes
         receiver.place(header)
         self._check_landed(receiver)
+
+    def _take_damaged(self, receiver: KvReceiver, header: PieceHeader) -> None:
+        if reason := receiver.take_damaged(header):
+            self._give_up(receiver, reason)
+            return
+        self._context.num_asked_again += 1
+        if not receiver.is_asking:
+            receiver.is_asking = True
+            self._context.tasks.start_soon(self._ask_again, receiver)
+
+    async def _ask_again(self, receiver: KvReceiver) -> None:
+        """One after the other: sources that take nothing hold one buffer here."""
+        while receiver.to_ask and self._receivers.get(receiver.key) is receiver:
+            header = receiver.to_ask.popleft()
+            await self._context.tell(
+                PieceKind.AGAIN,
+                receiver,
+                receiver.source_addresses[header.source],
+                destination=receiver.destination,
+                source=header.source,
+                chunk=header.chunk,
+                part=header.part,
+            )
+        receiver.is_asking = False
 
     def _check_landed(self, receiver: KvReceiver) -> None:
         if not receiver.complete or self._receivers.get(receiver.key) is not receiver:

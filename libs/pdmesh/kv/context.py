@@ -15,9 +15,9 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outcome import FailedTransfer, OnOutcome
 from pdmesh.kv.outgoing import PieceWriter
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
+from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, pack_header
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, KvPart, RequestId
 from pdmesh.transport.base import KvTransport, ReceivedPiece
 from pdmesh.transport.seal import MeshKey
 
@@ -51,6 +51,7 @@ class KvContext:
     clock: Callable[[], float]
     on_outcome: OnOutcome
     dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
+    num_asked_again: int = 0  # of those damaged
 
     def writer(self, block_ids: Sequence[int]) -> PieceWriter:
         """Of pieces of a request with this block table."""
@@ -73,7 +74,17 @@ class KvContext:
         except KvTransferError as error:  # then nothing comes from there, and sending there fails
             log.warning("the scheduler named a peer that cannot be", reason=str(error))
 
-    async def tell(self, kind: PieceKind, transfer: TransferSide, address: bytes, *, destination: int) -> None:
+    async def tell(
+        self,
+        kind: PieceKind,
+        transfer: TransferSide,
+        address: bytes,
+        *,
+        destination: int,
+        source: int = 0,
+        chunk: int = 0,
+        part: KvPart = NO_PART,
+    ) -> None:
         """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
         header = PieceHeader(
             kind=kind,
@@ -81,6 +92,9 @@ class KvContext:
             epoch=transfer.epoch,
             capability=transfer.capability,
             destination=destination,
+            source=source,
+            chunk=chunk,
+            part=part,
         )
         try:
             async with self.transport.lend() as buffer:

@@ -166,6 +166,16 @@ class KvDepartures:
             piece.release()
             granted.landed(header.destination)
 
+    def take_again(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        """A piece was damaged on its way to a receiver."""
+        granted = self._granted.get(header.request_key)
+        if granted is None:
+            self._context.drop(piece, "unknown")
+        elif reason := mismatch(granted, header) or granted.send_again(header):
+            self._context.drop(piece, reason)
+        else:
+            piece.release()
+
     def take_abort(self, header: PieceHeader) -> bool:
         """A peer has given a transfer up. Whether it is one that is sent here."""
         granted = self._granted.get(header.request_key)

@@ -19,6 +19,9 @@ a gang are all in the same layer at the same time, and are sent each layer at on
 that to all others again, for the lost one may have had no time to. What the leader misses then is computed again, by
 whomever, with other boundaries perhaps, and with the same bits: a page may come, or be computed, where it is already.
 A member that cannot be sent to is left out, and it is the scheduler who says what that means.
+
+**When a piece is damaged.** Its receiver says AGAIN to whoever sent it, who holds these pages yet, and sends them again
+before anything else that waits to go there, to the same audience. Up to a limit: then the receiver cannot go on.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from pdmesh.kv.outbox import Outbox, Outgoing
 from pdmesh.kv.outgoing import Blocks, PieceWriter, marked, runs
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
+from pdmesh.kv.repair import DamageLimit
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
 
@@ -104,6 +108,8 @@ class _Peer:
     greeted: anyio.Event = field(default_factory=anyio.Event)  # it said HELLO
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of sending there; cancelled for good
     last_block: int = -1  # where the last chunk began that something came of
+    received: DamageLimit = field(default_factory=lambda: DamageLimit(sends=False))
+    sent: DamageLimit = field(default_factory=lambda: DamageLimit(sends=True))
 
 
 class PieceExchange:
@@ -250,19 +256,13 @@ class PieceExchange:
 
     def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
         """Accept a KV piece, or say why it must be dropped."""
-        blocks, layers, heads = part = header.part
-        layout = self._layout
         if (
-            header.source not in self._peers
-            or header.destination != self._number
-            or not 0 < header.num_members <= MAX_MEMBERS
-            or not IndexRange(0, layout.num_layers).holds(layers)
-            or not IndexRange(0, len(self._block_ids)).holds(blocks)
-            or heads != IndexRange(0, layout.num_kv_heads)
-            or header.payload_bytes != part.num_pages * layout.block_bytes
+            not self._names_pages(header)
+            or header.payload_bytes != header.part.num_pages * self._layout.block_bytes
             or header.payload_bytes != payload_bytes
         ):
             return "range"
+        blocks, layers, _ = header.part
         claimed, pages = self._claimed[layers.start : layers.stop], slice(*blocks)
         begun = self._begun[pages]
         if all(all(map(or_, begun, layer[pages])) for layer in claimed):
@@ -276,10 +276,10 @@ class PieceExchange:
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
-        pages = header.part.blocks
-        layers = header.part.layers
-        blocks = Blocks(header.chunk, layers.start, pages.start, pages.size, layers.size)
+        blocks = Blocks.of(header)
         self.num_bytes_received += header.payload_bytes
+        if header.source in self._peers:
+            self._peers[header.source].received.add_sound()
         self._set_audience(blocks, header.num_members)
         if self.leads and header.source in self._lost:
             self._send_again(blocks)
@@ -289,8 +289,45 @@ class PieceExchange:
                     self._pass_on(self._peers[number], blocks)
         if self._on_landed is not None:
             self._on_landed(blocks)
-        for layer in range(*layers):
+        for layer in range(*header.part.layers):
             self.presence.add(layer, blocks.first_block, blocks.num_blocks)
+
+    def take_damaged(self, header: PieceHeader) -> bool:
+        """A claimed piece was damaged on the way. Whether it is asked for again.
+
+        Not that of a member that was lost since: what is missing of its chunks is computed again.
+        """
+        blocks = Blocks.of(header)
+        pages = slice(blocks.first_block, blocks.end)
+        for layer in range(*header.part.layers):
+            claimed, audience = self._claimed[layer][pages], self._audience[layer][pages]
+            self._claimed[layer][pages] = bytes(
+                source if here else 0 for source, here in zip(claimed, audience, strict=True)
+            )
+        peer = self._peers.get(header.source)
+        if peer is None:
+            return False
+        if not peer.received.add_damaged():
+            self.fail(
+                f"{peer.received.num_damaged + 1} pieces of member {peer.number} were damaged on the way, "
+                f"this one of layer {blocks.layer}"
+            )
+            return False
+        peer.outbox.put_first(Outgoing(blocks, header.num_members, PieceKind.AGAIN))
+        return True
+
+    def send_again(self, header: PieceHeader) -> str | None:
+        """A piece was damaged on its way to another member, which asks for it; or say why that must be dropped."""
+        if not self._names_pages(header) or header.part.num_pages > self._writer.max_pages:
+            return "range"
+        blocks, pages = Blocks.of(header), slice(*header.part.blocks)
+        if not all(all(audience[pages]) for audience in self._audience[blocks.layer : blocks.end_layer]):
+            return "range"  # not here, so it was not sent
+        peer = self._peers[header.source]
+        if not peer.sent.add_damaged():
+            return "limit"
+        peer.outbox.put_first(Outgoing(blocks, header.num_members))
+        return None
 
     def fail(self, reason: str) -> None:
         """This member cannot go on."""
@@ -313,6 +350,18 @@ class PieceExchange:
             assert not both, f"blocks {both} of layer {layer} are computed here and came from others"
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _names_pages(self, header: PieceHeader) -> bool:
+        """Whether it is about pages that there can be, between another member and this one."""
+        blocks, layers, heads = header.part
+        return (
+            header.source in self._peers
+            and header.destination == self._number
+            and 0 < header.num_members <= MAX_MEMBERS
+            and IndexRange(0, self._layout.num_layers).holds(layers)
+            and IndexRange(0, len(self._block_ids)).holds(blocks)
+            and heads == IndexRange(0, self._layout.num_kv_heads)
+        )
 
     def _join(self, number: int, address: bytes) -> None:
         outbox = Outbox(num_layers=self._layout.num_layers, max_pages=self._writer.max_pages)
@@ -398,11 +447,14 @@ class PieceExchange:
 
     async def _send_to(self, peer: _Peer) -> None:
         await peer.ready.wait()
-        about = self._header(PieceKind.KV, peer)
         try:
             while True:
-                blocks, num_members = await peer.outbox.take()
-                await self._writer.send(peer.address, blocks, replace(about, num_members=num_members))
+                blocks, num_members, kind = await peer.outbox.take()
+                about = replace(self._header(kind, peer), num_members=num_members)
+                if kind is PieceKind.KV:
+                    peer.sent.add_sound(await self._writer.send(peer.address, blocks, about))
+                else:
+                    await self._writer.ask(peer.address, blocks, about)
         except KvTransferError as error:
             log.warning(
                 "a member takes no KV",

@@ -1,16 +1,21 @@
-"""What all granted transfers have in common at a source, of prompts and of what decodes: who it is, and how it ends."""
+"""What all granted transfers have in common at a source, of prompts and of what decodes.
+
+Who it is, how it ends, and that what was damaged on the way is sent again.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import anyio
 
 from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.outgoing import Blocks, PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
+from pdmesh.kv.repair import DamageLimit
 from pdmesh.model import Epoch, KvPart, RequestId
 
 #: Pieces of one transfer under way at once: one is copied and checked while others travel.
@@ -49,6 +54,10 @@ class GrantedTransfer(ABC):
         self._about = PieceHeader(kind=PieceKind.KV, request_key=self.key, epoch=epoch, capability=capability)
         self._work = anyio.CancelScope()  # of `run`
         self._failure: str | None = None
+        self._limits = [DamageLimit(sends=True) for _ in destinations]
+        self._asked: deque[tuple[int, Blocks]] = deque()  # of a destination, to be sent again; bounded by its limit
+        self._is_asked = anyio.Event()  # there are some, or no more will be sent
+        self._answers = True
 
     @property
     def num_bytes(self) -> int:
@@ -62,6 +71,20 @@ class GrantedTransfer(ABC):
     def landed(self, destination: int) -> None:
         """A destination has all that goes there."""
 
+    def send_again(self, header: PieceHeader) -> str | None:
+        """A piece was damaged on its way to a destination, which asks for it; or say why that must be dropped."""
+        if (
+            header.destination >= len(self.destinations)
+            or not 0 < header.part.num_pages <= self._writer.max_pages
+            or not self._has(header.destination, header.part)
+        ):
+            return "range"
+        if not self._limits[header.destination].add_damaged():
+            return "limit"
+        self._asked.append((header.destination, Blocks.of(header)))
+        self._is_asked.set()
+        return None
+
     def fail(self, reason: str) -> None:
         """End `run` with a KvTransferError."""
         if self._failure is None:
@@ -71,3 +94,27 @@ class GrantedTransfer(ABC):
     @abstractmethod
     async def run(self) -> SentTransfer:
         """Send everything and wait for the acknowledgement. Raises KvTransferError."""
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _has(self, destination: int, part: KvPart) -> bool:
+        """Whether these pages are to be sent there, and could be by now."""
+
+    @abstractmethod
+    async def _send_once_more(self, destination: int, blocks: Blocks) -> None:
+        """As soon as a piece may begin; `fail` if it cannot be sent."""
+
+    async def _answer(self) -> None:
+        """A lane of `run`: send what was asked for again, one after the other, until `_end_answers`."""
+        while self._answers:
+            while self._asked and self._answers:
+                await self._send_once_more(*self._asked.popleft())
+            if self._answers:
+                await self._is_asked.wait()
+                self._is_asked = anyio.Event()
+
+    def _end_answers(self) -> None:
+        """What is under way ends."""
+        self._answers = False
+        self._is_asked.set()

@@ -124,6 +124,11 @@ class KvGroups:
                 self._context.drop(piece, fault)
             else:
                 piece.release()
+        elif header.kind is PieceKind.AGAIN:
+            if fault := exchange.send_again(header):
+                self._context.drop(piece, fault)
+            else:
+                piece.release()
         else:
             self._context.drop(piece, "kind")
 
@@ -134,8 +139,8 @@ class KvGroups:
     def _read(self, exchange: PieceExchange, header: PieceHeader, fault: str | None) -> None:
         if fault is not None:
             self._context.dropped[fault] += 1
-            if fault == "checksum":
-                exchange.fail(f"a piece of layer {header.part.layers.start} was damaged on the way")
+            if fault == "checksum" and self._exchanges.get(exchange.key) is exchange and exchange.take_damaged(header):
+                self._context.num_asked_again += 1
             return
         self.num_bytes_received += header.payload_bytes
         if self._exchanges.get(exchange.key) is exchange:

@@ -78,6 +78,7 @@ class TransferCounters(NamedTuple):
     num_bytes_received: int
     num_bytes_exchanged: ExchangedBytes  # beside the transfers'
     dropped: Mapping[str, int]
+    num_asked_again: int  # of those, damaged ones
     num_exchanging: int
     num_sending: int
     num_receiving: int
@@ -162,6 +163,7 @@ class KvMover:
             num_bytes_received=self.arrivals.num_bytes,
             num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.num_bytes_received),
             dropped=dict(self._context.dropped),
+            num_asked_again=self._context.num_asked_again,
             num_exchanging=len(self.groups),
             num_sending=len(self.departures),
             num_receiving=len(self.arrivals),
@@ -186,6 +188,8 @@ class KvMover:
                 self.groups.take(header, piece)
             elif header.kind is PieceKind.LANDED:
                 self.departures.take_landed(header, piece)
+            elif header.kind is PieceKind.AGAIN:
+                self.departures.take_again(header, piece)
             elif header.kind is not PieceKind.ABORT:
                 self.arrivals.take(header, piece)
             elif self.departures.take_abort(header) or self.arrivals.take_abort(header):

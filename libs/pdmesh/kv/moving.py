@@ -116,10 +116,12 @@ class MoveSender(GrantedTransfer):
         started_s = self._clock()
         with self._work:
             async with anyio.create_task_group() as self._sends:
+                self._sends.start_soon(self._answer)
                 self._sends.start_soon(self._send_transcript)
                 for _ in range(PIECES_IN_FLIGHT):
                     self._sends.start_soon(self._send_blocks)
                 await self._landed.wait()
+                self._end_answers()
         if self._landed.is_set():  # whatever became of the answers to its pieces
             return SentTransfer(
                 request_id=self.request_id,
@@ -185,9 +187,20 @@ class MoveSender(GrantedTransfer):
 
     async def _send(self, blocks: Blocks) -> None:
         try:
-            await self._writer.send(self._address, blocks, self._about)
+            self._limits[0].add_sound(await self._writer.send(self._address, blocks, self._about))
         except KvTransferError as error:
             self.fail(str(error))
+
+    def _has(self, destination: int, part: KvPart) -> bool:
+        layout = self._layout
+        return (
+            IndexRange(0, self._num_named).holds(part.blocks)
+            and IndexRange(0, layout.num_layers).holds(part.layers)
+            and part.heads == IndexRange(0, layout.num_kv_heads)
+        )
+
+    async def _send_once_more(self, destination: int, blocks: Blocks) -> None:
+        await self._send(blocks)
 
     async def _send_tail(self, tail: bytes) -> None:
         try:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import anyio
 
 from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.piece import PieceKind
 
 
 class Outgoing(NamedTuple):
@@ -15,6 +16,7 @@ class Outgoing(NamedTuple):
 
     blocks: Blocks
     num_members: int
+    kind: PieceKind = PieceKind.KV  # or AGAIN: they are to be sent here
 
 
 class Outbox:
@@ -46,6 +48,11 @@ class Outbox:
         )
         if not self._holds_last or len(self._waiting) > 1:
             self._due.set()
+
+    def put_first(self, item: Outgoing) -> None:
+        """Add what somebody has been waiting for longer than for all that waits here."""
+        self._waiting.appendleft(item)
+        self._due.set()
 
     def flush(self) -> None:
         """Hold nothing back of what is here."""

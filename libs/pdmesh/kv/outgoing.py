@@ -28,6 +28,12 @@ class Blocks(NamedTuple):
     num_blocks: int
     num_layers: int = 1
 
+    @classmethod
+    def of(cls, header: PieceHeader) -> Blocks:
+        """Those that a piece holds, or asks for."""
+        blocks, layers, _ = header.part
+        return cls(header.chunk, layers.start, blocks.start, blocks.size, layers.size)
+
     @property
     def end(self) -> int:
         return self.first_block + self.num_blocks
@@ -98,11 +104,14 @@ class PieceWriter:
         """As many as fit into a piece here; a destination may take less."""
         return self._transport.max_payload_bytes // self._store.layout.block_bytes
 
-    async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
-        """Send them with headers that say ``about`` and what each piece holds. Raises KvTransferError."""
+    async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
+        """Send them with headers that say ``about`` and what each piece holds; how many. Raises KvTransferError."""
+        num_pieces = 0
         for piece in blocks.cut(self._pages_taken(address)):
             async with self._transport.lend() as buffer:
                 await self._send_piece(address, piece, about, buffer)
+            num_pieces += 1
+        return num_pieces
 
     async def send_bytes(self, address: bytes, start: int, data: bytes, about: PieceHeader) -> None:
         """Send bytes that are no KV, from number ``start`` on, one piece after the other. Raises KvTransferError."""
@@ -128,6 +137,17 @@ class PieceWriter:
             begins()
             pack_header(header, buffer.header, self._key)
             await self._transport.send(address, buffer, 0)
+
+    async def ask(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
+        """Send a header alone that names these blocks. Raises KvTransferError."""
+        await self.tell(address, replace(about, chunk=blocks.chunk, part=self._part(blocks)))
+
+    def _part(self, blocks: Blocks) -> KvPart:
+        return KvPart(
+            IndexRange(blocks.first_block, blocks.end),
+            IndexRange(blocks.layer, blocks.end_layer),
+            IndexRange(0, self._store.layout.num_kv_heads),
+        )
 
     def _pages_taken(self, address: bytes) -> int:
         """Pages of a piece that a destination takes: its buffers may be smaller than ours."""
@@ -157,11 +177,7 @@ class PieceWriter:
         header = replace(
             about,
             chunk=blocks.chunk,
-            part=KvPart(
-                IndexRange(blocks.first_block, blocks.end),
-                IndexRange(blocks.layer, blocks.end_layer),
-                IndexRange(0, self._store.layout.num_kv_heads),
-            ),
+            part=self._part(blocks),
             payload_bytes=payload_bytes,
             checksum=self._key.checksum(payload),
         )

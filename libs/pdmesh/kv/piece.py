@@ -17,7 +17,7 @@ from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK5"  # the digit is the version
+_MAGIC = b"pdK6"  # the digit is the version
 _FIELDS = struct.Struct("<4sB?HI16sQ2HI2I4HIQ3I")
 _USED = _FIELDS.size + SEAL_BYTES
 assert _USED <= HEADER_BYTES
@@ -36,6 +36,7 @@ class PieceKind(IntEnum):
     HELLO = 5  # one member of a prefill group to another: KV may be sent here
     WELCOME = 6  # the same, in answer to it
     TRANSCRIPT = 7  # of a move: bytes of what the request is, and has drawn
+    AGAIN = 8  # to who sent KV: this part of it came damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,9 @@ class PieceHeader:
     capability: int
     source: int = 0  # which of the transfer's sources and destinations, or of a group's members, this is between
     destination: int = 0
-    num_members: int = 0  # KV between members of a group: so many of them are sent it by who computed it
+    num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by who computed it
     chunk: int = 0
-    part: KvPart = NO_PART  # KV: what the payload is; COMMIT: all that this source has sent;
+    part: KvPart = NO_PART  # KV, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
     # TRANSCRIPT: ``blocks`` are bytes
     payload_bytes: int = 0
     checksum: int = 0  # of the payload: `MeshKey.checksum`

@@ -13,7 +13,7 @@ from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.outgoing import Blocks, PieceWriter
 from pdmesh.kv.piece import PieceKind
 from pdmesh.kv.sender import KvSender
-from pdmesh.model import IndexRange
+from pdmesh.model import IndexRange, KvPart
 
 
 class KvPush(GrantedTransfer):
@@ -75,23 +75,26 @@ class KvPush(GrantedTransfer):
         """
         with self._work:
             granted_s = self._clock()
-            async with anyio.create_task_group() as lanes:
-                for _ in range(PIECES_IN_FLIGHT):
-                    lanes.start_soon(self._send_ready)
-                await self.sender.committed()
-                await self._wait_for_grant()
-                self._work.deadline = anyio.current_time() + self._deadline_s
-            for index, destination in enumerate(self.destinations):
-                await self._send_commit(index, destination)
-            await self._landed.wait()
-            landed_s = self._clock()
-            return SentTransfer(
-                request_id=self.request_id,
-                epoch=self.epoch,
-                num_bytes=self.num_bytes,
-                duration_s=landed_s - granted_s,
-                exposed_s=landed_s - await self.sender.committed(),
-            )
+            async with anyio.create_task_group() as answers:
+                answers.start_soon(self._answer)
+                async with anyio.create_task_group() as lanes:
+                    for _ in range(PIECES_IN_FLIGHT):
+                        lanes.start_soon(self._send_ready)
+                    await self.sender.committed()
+                    await self._wait_for_grant()
+                    self._work.deadline = anyio.current_time() + self._deadline_s
+                for index, destination in enumerate(self.destinations):
+                    await self._send_commit(index, destination)
+                await self._landed.wait()
+                landed_s = self._clock()
+                self._end_answers()
+                return SentTransfer(
+                    request_id=self.request_id,
+                    epoch=self.epoch,
+                    num_bytes=self.num_bytes,
+                    duration_s=landed_s - granted_s,
+                    exposed_s=landed_s - await self.sender.committed(),
+                )
         raise KvTransferError(self._failure or f"the KV did not land within {self._deadline_s:g} s")
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -115,22 +118,39 @@ class KvPush(GrantedTransfer):
         try:
             while (blocks := await self._next()) is not None:
                 self._num_under_way += 1
-                for index, destination in enumerate(self.destinations):
-                    await self._send_to(index, destination, blocks)
+                for index in range(len(self.destinations)):
+                    await self._send_to(index, blocks)
                 self._num_under_way -= 1
                 self._check_paused()
         except KvTransferError as error:
             self.fail(str(error))
 
-    async def _send_to(self, index: int, destination: KvDestination, blocks: Blocks) -> None:
+    def _has(self, destination: int, part: KvPart) -> bool:
+        theirs = self.destinations[destination].part
+        return theirs.blocks.holds(part.blocks) and theirs.layers.holds(part.layers) and self.sender.has(part)
+
+    async def _send_once_more(self, destination: int, blocks: Blocks) -> None:
+        await self._wait_for_grant()
+        self._num_under_way += 1
+        try:
+            await self._send_to(destination, blocks)
+        except KvTransferError as error:
+            if self._unlanded:
+                self.fail(str(error))
+        else:
+            self._num_under_way -= 1
+            self._check_paused()
+
+    async def _send_to(self, index: int, blocks: Blocks) -> None:
         """What of ``blocks`` goes to a destination."""
+        destination = self.destinations[index]
         wanted = destination.part.blocks.common(IndexRange(blocks.first_block, blocks.end))
         layers = destination.part.layers.common(IndexRange(blocks.layer, blocks.end_layer))
         if wanted.size == 0 or layers.size == 0:
             return
         wanted_blocks = Blocks(blocks.chunk, layers.start, wanted.start, wanted.size, layers.size)
         about = replace(self._about, source=self.sender.source, destination=index)
-        await self._writer.send(destination.address, wanted_blocks, about)
+        self._limits[index].add_sound(await self._writer.send(destination.address, wanted_blocks, about))
 
     async def _send_commit(self, index: int, destination: KvDestination) -> None:
         token = self.sender.first_token

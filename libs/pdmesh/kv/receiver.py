@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdmesh.kv.piece import PieceHeader, request_key
+from pdmesh.kv.repair import DamageLimit
 from pdmesh.kv.transcript import is_complete
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
 
 #: Of a move's transcript, beside its tokens: how they are drawn, and for whom.
 MAX_TRANSCRIPT_HEAD_BYTES = 1 << 20
+
+#: Of a page, in the books: a piece for it was accepted; or accepted and found damaged, and is to come again.
+_CLAIMED, _AWAITED = 1, 2
 
 
 class FirstToken(NamedTuple):
@@ -24,8 +29,9 @@ class KvReceiver:
     """A destination's side of a transfer: its books. `pdmesh.kv.arrivals.KvArrivals` does the work.
 
     A page, that is a (layer, block), is *claimed* when a piece for it has been accepted and *placed* when it has been
-    copied in. Every source ends with a commit that says what it sent; together they must have sent all pages. A move's
-    commit may overtake the last of its pieces and of its transcript.
+    copied in. One whose piece was damaged stays claimed, by the piece that is to come again. Every source ends with a
+    commit that says what it sent; together they must have sent all pages. A move's commit may overtake the last of its
+    pieces and of its transcript.
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class KvReceiver:
         self.first_token: FirstToken | None = None
         self.num_bytes = 0
         self.transcript = bytearray()
+        self.to_ask: deque[PieceHeader] = deque()  # damaged, and not yet asked for again; bounded by their limits
+        self.is_asking = False
         self._block_ids = list(block_ids[:num_blocks])
         self._is_move = num_context_tokens is None
         self._num_context_tokens = num_context_tokens
@@ -65,6 +73,7 @@ class KvReceiver:
         )
         self._claimed = [bytearray(num_blocks) for _ in range(layout.num_layers)]
         self._num_claimed_of = [0] * len(source_addresses)
+        self._limits = [DamageLimit(sends=False) for _ in source_addresses]
         self._uncommitted = set(range(len(source_addresses)))
         self._num_unclaimed = self._num_unplaced = self._part.num_pages
 
@@ -85,12 +94,24 @@ class KvReceiver:
         ):
             return "range"
         claimed, pages = self._claimed[layers.start : layers.stop], slice(*blocks)
-        if any(any(layer[pages]) for layer in claimed):
+        if any(_CLAIMED in layer[pages] for layer in claimed):
             return "duplicate"
+        num_new = sum(layer[pages].count(0) for layer in claimed)
         for layer in claimed:
-            layer[pages] = b"\1" * blocks.size
-        self._num_claimed_of[header.source] += part.num_pages
-        self._num_unclaimed -= part.num_pages
+            layer[pages] = bytes([_CLAIMED]) * blocks.size
+        self._num_claimed_of[header.source] += num_new
+        self._num_unclaimed -= num_new
+        return None
+
+    def take_damaged(self, header: PieceHeader) -> str | None:
+        """A claimed piece was damaged on the way: it is to come again. Or say why the transfer has failed."""
+        blocks, layers, _ = header.part
+        limit = self._limits[header.source]
+        if not limit.add_damaged():
+            return f"{limit.num_damaged + 1} pieces were damaged on the way, this one of layer {layers.start}"
+        for layer in self._claimed[layers.start : layers.stop]:
+            layer[slice(*blocks)] = bytes([_AWAITED]) * blocks.size
+        self.to_ask.append(header)
         return None
 
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
@@ -106,6 +127,7 @@ class KvReceiver:
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
+        self._limits[header.source].add_sound()
         self._num_unplaced -= header.part.num_pages
         self.num_bytes += header.payload_bytes
 
@@ -158,7 +180,7 @@ class KvReceiver:
 
     def check_integrity(self) -> None:
         """AssertionError names the numbers that do not balance."""
-        num_claimed = sum(sum(layer) for layer in self._claimed)
+        num_claimed = sum(len(layer) - layer.count(0) for layer in self._claimed)
         total = self._part.num_pages
         assert num_claimed + self._num_unclaimed == total, f"{num_claimed} + {self._num_unclaimed} != {total}"
         assert sum(self._num_claimed_of) == num_claimed, f"{self._num_claimed_of} do not sum to {num_claimed}"

@@ -98,6 +98,15 @@ class KvSender:
         """Whether `ready` is complete."""
         return self._num_awaited == 0
 
+    def has(self, part: KvPart) -> bool:
+        """Whether these pages are this source's to send, and computed."""
+        return (
+            self.part.blocks.holds(part.blocks)
+            and self.part.layers.holds(part.layers)
+            and self.part.heads == part.heads
+            and all(all(named[slice(*part.blocks)]) for named in self._named[slice(*part.layers)])
+        )
+
     async def news(self) -> None:
         """Wait until there is more in `ready`, or all is computed."""
         await self._news.wait()

@@ -107,6 +107,9 @@ class _Books(Collector):
         for reason, count in counters.dropped.items():
             dropped.add_metric([reason], count)
         yield dropped
+        yield CounterMetricFamily(
+            "pdmesh:num_pieces_asked_again", "Damaged KV pieces that were asked for again.", counters.num_asked_again
+        )
         exchanged = CounterMetricFamily(
             "pdmesh:kv_exchange_bytes", "KV passed on between instances of a prefill group.", labels=["direction"]
         )

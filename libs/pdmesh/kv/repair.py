@@ -1,0 +1,37 @@
+"""Pieces of KV that come damaged are asked for again: how many of what comes from one peer.
+
+The receiver forgets that it took the piece, and says AGAIN with the piece's blocks and layers; the sender, which has
+them until the receiver has everything, sends them like any other piece. What comes damaged again is asked for again.
+"""
+
+from __future__ import annotations
+
+#: So many may be damaged of the first ones.
+FREE_PIECES = 16
+
+#: And of more than that one for so many that were sound.
+SOUND_PIECES_EACH = 4
+
+
+class DamageLimit:
+    """Tells a line that damages a piece now and then from a peer whose memory is broken, or who asks for ever.
+
+    The receiver of pieces counts, and gives up beyond it. The sender counts too, and answers no more; it allows twice
+    as many at first, since it may learn later that a piece was taken than that the next one was damaged.
+    """
+
+    def __init__(self, *, sends: bool) -> None:
+        self.num_damaged = 0
+        self._num_sound = 0
+        self._num_free = FREE_PIECES * (2 if sends else 1)
+
+    def add_sound(self, num_pieces: int = 1) -> None:
+        """So many more were sent, or taken."""
+        self._num_sound += num_pieces
+
+    def add_damaged(self) -> bool:
+        """One more was damaged; False if that is one too many."""
+        if self.num_damaged >= self._num_free + self._num_sound // SOUND_PIECES_EACH:
+            return False
+        self.num_damaged += 1
+        return True
