@@ -122,6 +122,40 @@ def test_a_size_that_gains_too_little_is_left_to_others() -> None:
     assert len(ElasticPlanner(LATENCY, 0.0).plan(128, 0, (), queues)[-1].members) <= 2
 
 
+@given(frees_s=queues_s, num_tokens=st.integers(1, 200_000), price=st.floats(0, 50), within_s=st.floats(0, 30))
+def test_at_a_price_nothing_of_less_cost_is_left_out_and_whoever_can_be_in_time_is(
+    frees_s: list[float], num_tokens: int, price: float, within_s: float
+) -> None:
+    queues = pool(*frees_s)
+
+    def cost(plan: tuple[PlannedChunk, ...]) -> float:
+        free = {name: free_s for free_s, name in queues}
+        end_s = plan[-1].end_s
+        return end_s + price * sum(end_s - free[name] for name in plan[-1].members)
+
+    planner = ElasticPlanner(LATENCY)
+    plan = planner.plan(num_tokens, 0, (), queues, price=price, within_s=within_s)
+    check(plan, num_tokens, queues, ())
+    earliest = planner.plan(num_tokens, 0, (), queues)
+    assert (plan[-1].end_s <= within_s) == (earliest[-1].end_s <= within_s) or not price
+    # Every size alone is a plan, too.
+    others = [FixedPlanner(LATENCY, size).plan(num_tokens, 0, (), queues) for size in (1, 2, 4, 8, 16)]
+    in_time = [each for each in (earliest, *others) if each[-1].end_s <= within_s] or [earliest, *others]
+    if price:
+        assert cost(plan) <= min(map(cost, in_time)) * (1 + 1e-9) + 1e-9
+
+
+def test_the_dearer_an_instance_the_smaller_the_group_down_to_the_least_work() -> None:
+    queues = pool(*[0.0] * 16)
+    sizes = [
+        len(ElasticPlanner(LATENCY).plan(32_768, 0, (), queues, price=price)[-1].members)
+        for price in (0.0, 0.05, 0.5, 20.0)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 16
+    assert sizes[-1] == 1
+
+
 def test_idle_instances_begin_while_the_others_of_a_larger_group_are_busy() -> None:
     plan = ElasticPlanner(LATENCY).plan(100_000, 0, (), pool(0, 0, 0, 0, 3, 3, 3, 3))
     assert [len(chunk.members) for chunk in plan] == [4, 8]

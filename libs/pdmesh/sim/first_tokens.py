@@ -2,17 +2,23 @@
 
 No steps, no decodes, no preemption, and every chunk takes what Eq. 1 says: what Tetris's own simulator does, which
 finds the best improvement rates (§6). `pdmesh.sim.simulator` is the one that drives the scheduling core.
+
+`first_tokens` plans each prompt when it comes, as Tetris does. `first_tokens_by_price` has prompts wait in line until
+somebody is free for them, so that each is planned with what is known then.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
 
 from pdmesh.model import InstanceId
 from pdmesh.policy.improvement import ImprovementTable
-from pdmesh.policy.sequence_parallel import SequenceParallelPlanner
+from pdmesh.policy.price import Demand
+from pdmesh.policy.sequence_parallel import FreeAt, PlannedChunk, SequenceParallelPlanner
 
 
 class Prompt(NamedTuple):
@@ -20,6 +26,21 @@ class Prompt(NamedTuple):
 
     arrival_s: float
     num_tokens: int
+
+
+class PricedPlanner(Protocol):
+    """A planner for which instances have a price (`pdmesh.policy.sequence_parallel.ElasticPlanner`)."""
+
+    def plan(
+        self,
+        num_tokens: int,
+        num_done_tokens: int,
+        held: Collection[InstanceId],
+        pool: Sequence[FreeAt],
+        *,
+        price: float,
+        within_s: float,
+    ) -> tuple[PlannedChunk, ...]: ...
 
 
 def poisson(lengths: Sequence[int], requests_per_s: float, num_requests: int, seed: int) -> list[Prompt]:
@@ -37,16 +58,109 @@ def first_tokens(
     prompts: Sequence[Prompt], num_instances: int, planner_at: Callable[[float], SequenceParallelPlanner]
 ) -> list[float]:
     """Each prompt's time to first token; ``planner_at`` is asked at every arrival who plans it."""
-    frees_s = {InstanceId(f"prefill-{index:03d}"): 0.0 for index in range(num_instances)}
+    instances = _Instances(num_instances)
     ttfts_s: list[float] = []
     for now_s, num_tokens in prompts:
-        pool = [(max(0.0, free_s - now_s), name) for name, free_s in frees_s.items()]
-        plan = planner_at(now_s).plan(num_tokens, 0, (), pool)
-        for chunk in plan:
-            for name in chunk.members:
-                frees_s[name] = now_s + chunk.end_s
+        plan = planner_at(now_s).plan(num_tokens, 0, (), instances.pool(now_s))
+        instances.give(plan, now_s)
         ttfts_s.append(plan[-1].end_s)
     return ttfts_s
+
+
+def first_tokens_by_price(
+    prompts: Sequence[Prompt],
+    num_instances: int,
+    planner: PricedPlanner,
+    work_s: Callable[[int], float],
+    target_s: float = math.inf,
+) -> list[float]:
+    """Each prompt's time to first token, where they wait in line for an instance that is free.
+
+    ``work_s`` is what a prompt of so many tokens takes one instance. In the order in which they came; but who cannot
+    have its first token within ``target_s`` any more lets those pass who can.
+    """
+    line = _Line(prompts, num_instances, planner, work_s, target_s)
+    agenda = [(prompt.arrival_s, index) for index, prompt in enumerate(prompts)]
+    heapq.heapify(agenda)
+    while agenda:
+        now_s, index = heapq.heappop(agenda)
+        if index >= 0:
+            line.arrived(index)
+        for end_s in line.begin(now_s):
+            heapq.heappush(agenda, (end_s, -1))
+    return line.ttfts_s
+
+
+class _Instances:
+    def __init__(self, num_instances: int) -> None:
+        self._frees_s = {InstanceId(f"prefill-{index:03d}"): 0.0 for index in range(num_instances)}
+
+    def pool(self, now_s: float) -> list[FreeAt]:
+        return [(max(0.0, free_s - now_s), name) for name, free_s in self._frees_s.items()]
+
+    def give(self, plan: Sequence[PlannedChunk], now_s: float) -> None:
+        for chunk in plan:
+            for name in chunk.members:
+                self._frees_s[name] = now_s + chunk.end_s
+
+
+class _Line:
+    """Prompts that wait, and the instances that they wait for."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        num_instances: int,
+        planner: PricedPlanner,
+        work_s: Callable[[int], float],
+        target_s: float,
+    ) -> None:
+        self._prompts = prompts
+        self._num_instances = num_instances
+        self._instances = _Instances(num_instances)
+        self._planner = planner
+        self._works_s = [work_s(prompt.num_tokens) for prompt in prompts]
+        self._target_s = target_s
+        self._demand = Demand()
+        self._waiting: list[int] = []
+        self._late: list[int] = []  # behind those
+        self.ttfts_s = [math.nan] * len(prompts)
+
+    def arrived(self, index: int) -> None:
+        self._demand.arrived(self._prompts[index].arrival_s, self._works_s[index])
+        self._waiting.append(index)
+
+    def begin(self, now_s: float) -> list[float]:
+        """Give instances to those who are next while any is free; when those instances are free again."""
+        ends_s: list[float] = []
+        while self._waiting or self._late:
+            pool = self._instances.pool(now_s)
+            if min(pool)[0] > 0:
+                break
+            is_late = not self._waiting
+            index = (self._late if is_late else self._waiting).pop(0)
+            plan = self._plan(index, pool, now_s)
+            in_time = self._prompts[index].arrival_s + self._target_s - now_s
+            if plan[-1].end_s > in_time and not is_late and self._waiting:
+                self._late.append(index)
+                continue
+            self._instances.give(plan, now_s)
+            ends_s.append(now_s + plan[-1].end_s)
+            self.ttfts_s[index] = ends_s[-1] - self._prompts[index].arrival_s
+        return ends_s
+
+    def _plan(self, index: int, pool: Sequence[FreeAt], now_s: float) -> tuple[PlannedChunk, ...]:
+        after = [*self._waiting, *self._late]
+        queued_s = sum(free_s for free_s, _ in pool) + sum(self._works_s[each] for each in (index, *after))
+        arrival_s, num_tokens = self._prompts[index]
+        return self._planner.plan(
+            num_tokens,
+            0,
+            (),
+            pool,
+            price=self._demand.price(now_s, queued_s, len(after), self._num_instances),
+            within_s=arrival_s + self._target_s - now_s,
+        )
 
 
 def improvement_table(
