@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pdmesh.core.commands import Command, KeepKv, Outcome, PlaceDecode, Restart
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import Event
-from pdmesh.core.handover import _turn
 from pdmesh.core.holds import HoldKind
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.state import InstanceBooks
+from pdmesh.core.unreceived import turn_of
 from pdmesh.model import InstanceId, RequestKey, Role, TransferPurpose
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
@@ -86,7 +86,7 @@ class PressedCore:
             if not state.is_computed:
                 continue
             if key not in self.before:
-                earlier = {other.key for other in books.unreceived.values() if _turn(other) < _turn(state)}
+                earlier = {other.key for other in books.unreceived.values() if turn_of(other) < turn_of(state)}
                 self.before[key] = placed | earlier
             self.before[key] &= placed | books.unreceived.keys()
             assert self.before[key], f"{key} waits for room, and nobody who came before it has any"
@@ -101,7 +101,7 @@ class PressedCore:
         for other in books.unreceived.values():
             if other.is_computed and books.instances[other.prefill_ids[0]].kv_group == kv_group:
                 assert state.rank_of_offer is not None, f"{key} has room before {other.key}, which waits for it"
-                assert _turn(state) < _turn(other), f"{key} has room before {other.key}, which was offered first"
+                assert turn_of(state) < turn_of(other), f"{key} has room before {other.key}, which was offered first"
 
     def _waits_within_bounds(self, instance: InstanceBooks) -> None:
         """Of KV begun without room never more than the bound waits, or one alone.

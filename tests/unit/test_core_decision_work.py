@@ -48,6 +48,21 @@ def without_openings_to_prefill(num_instances: int) -> CoreBench:
     return bench
 
 
+def ahead_of_room(num_unreceived: int) -> CoreBench:
+    """So many prompts are computed, all too late to wait for room before they begin."""
+    profiles = [
+        modelled_profile(str(role), role, num_blocks=1 << 16, max_model_len=1 << 16, max_num_seqs=1)
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    bench = CoreBench(*profiles, config=CoreConfig(policy=PolicyConfig(slo_ttft_s=0.0, slo_ttft_stretch=0.0)))
+    bench.feed(BundleChangeRequested("pdmesh"))
+    for index in range(1 + num_unreceived):
+        (step,) = of(RunStep, bench.arrive(f"ahead{index}", 100, 3000))
+        bench.done(step.instance_id, step.plan)
+    assert len(bench.core.unreceived) == num_unreceived
+    return bench
+
+
 def calls_of_an_arrival(bench: CoreBench, prompt: int) -> int:
     """Of Python functions, by an arrival that waits; the first ones have looked at what was new."""
     for number in range(3):
@@ -65,3 +80,11 @@ def test_a_request_that_waits_costs_no_more_in_a_larger_mesh(
     a_full_mesh: Callable[[int], CoreBench], prompt: int
 ) -> None:
     assert calls_of_an_arrival(a_full_mesh(LARGE), prompt) <= 1.5 * calls_of_an_arrival(a_full_mesh(SMALL), prompt)
+
+
+def test_a_prompt_that_begins_ahead_of_room_costs_no_more_behind_many_that_did() -> None:
+    many, few = ahead_of_room(LARGE), ahead_of_room(SMALL)
+    last = RequestArrived(a_request("last", 100, 10))
+    calls = num_calls(lambda: many.core.handle(last, many.now_s))
+    assert len(many.core.unreceived) == LARGE + 1
+    assert calls <= 1.2 * num_calls(lambda: few.core.handle(last, few.now_s))

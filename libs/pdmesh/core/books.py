@@ -25,6 +25,7 @@ from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import Transfer
+from pdmesh.core.unreceived import Unreceived
 from pdmesh.model import (
     GatewayId,
     InstanceId,
@@ -54,7 +55,7 @@ class Books:
         self._groups: dict[str, list[InstanceBooks]] | None = None  # None: to be looked up
         self._kinds: list[InstanceBooks] | None = None
         self.queue = WaitingQueue()
-        self.unreceived: dict[RequestKey, RequestState] = {}  # placed, and their KV has no receiver
+        self.unreceived = Unreceived()
         self.healing: dict[RequestKey, RequestState] = {}  # their groups lost a helper, and what of them is not known
         self.broker = TransferBroker(self._is_preempted, self._is_computed, rng)
         self.moving: dict[RequestKey, RequestState] = {}  # decode, and are on their way to another instance
@@ -146,7 +147,7 @@ class Books:
         if stays:
             state.decode_shards = state.prefill_shards
         elif decode is None:
-            self.unreceived[state.key] = state
+            self.unreceived.add(state, prefills[0])
         else:
             plan = self.promise(state, decode, long_tokens).plan
         for instance, shard in zip(prefills, state.prefill_shards, strict=True):
@@ -201,10 +202,12 @@ class Books:
             self.grant(self.broker.offer(state.transfer))
         elif state.rank_of_offer is None:
             state.rank_of_offer = self.broker.new_rank()
+            self.unreceived.offered(state.key)
 
     def computed(self, state: RequestState) -> None:
         """Its prompt is, and its KV is to move on."""
         self.disband(state)
+        self.unreceived.is_ready(state.key)
         self.instances[state.prefill_ids[0]].let_wait(state.key, True)
 
     def grant(self, transfers: Iterable[Transfer]) -> None:
@@ -318,7 +321,7 @@ class Books:
         self.of_gateway[state.request.gateway_id].pop(request_id, None)
         if key in self.queue:
             self.queue.remove(state)
-        self.unreceived.pop(key, None)
+        self.unreceived.discard(key)
         self.healing.pop(key, None)
         for instance_id in state.prefill_ids:
             if instance_id in self.instances:
@@ -393,6 +396,7 @@ class Books:
         """Every book balances with every other; AssertionError names the numbers."""
         self.queue.check_integrity()
         self.broker.check_integrity()
+        self.unreceived.check_integrity()
         for instance in self.instances.values():
             instance.check_integrity()
             for key in self.broker.granted(instance.instance_id):

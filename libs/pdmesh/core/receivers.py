@@ -58,13 +58,15 @@ def lose_receiver(books: Books, state: RequestState, *, told_by: InstanceId | No
     state.rank_of_offer = transfer.rank
     state.num_lost_receivers += 1
     state.transfer, state.decode_shards = None, ()
-    books.unreceived[state.key] = state
-    books.instances[state.prefill_ids[0]].let_wait(state.key, True)
+    source = books.instances[state.prefill_ids[0]]
+    books.unreceived.add(state, source)
+    books.unreceived.is_ready(state.key)
+    source.let_wait(state.key, True)
 
 
 def receive(books: Books, state: RequestState, decode: InstanceBooks) -> None:
     """A request without a receiver gets one."""
-    del books.unreceived[state.key]
+    books.unreceived.discard(state.key)
     hold = books.hold_of(state.prefill_ids[0], state.key)
     assert hold is not None, f"{state.key} has no KV to send"
     books.promise(state, decode, hold.long_tokens)
@@ -73,7 +75,7 @@ def receive(books: Books, state: RequestState, decode: InstanceBooks) -> None:
 
 def keep(books: Books, state: RequestState) -> None:
     """A request without a receiver decodes where it is computed."""
-    del books.unreceived[state.key]
+    books.unreceived.discard(state.key)
     request, instance = state.request, books.instances[state.prefill_ids[0]]
     num_blocks = instance.num_first_blocks(request)
     instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
