@@ -532,6 +532,21 @@ async def test_an_unreachable_receiver_fails_the_sender(memory: TransportMaker) 
         pair.free_all()
 
 
+async def test_a_receiver_that_is_gone_before_the_commit_fails_the_sender(memory: TransportMaker) -> None:
+    async with open_pair(memory) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.grant()
+        pair.compute(sender)
+        await anyio.wait_all_tasks_blocked()
+        memory.fabric.faults = MemoryFaults(refuse=True)
+        sender.commit(FirstToken(1, 0))
+        failed = await pair.a.outcome()
+        assert isinstance(failed, FailedTransfer)
+        assert "cannot be reached" in failed.reason
+        pair.free_all()
+
+
 async def test_a_stalled_receiver_fails_the_sender(memory: TransportMaker) -> None:
     memory.fabric.faults = MemoryFaults(gate=anyio.Event())
     async with open_pair(memory, config=replace(SMALL_TRANSFER, no_progress_s=0.02)) as pair:

@@ -83,8 +83,7 @@ class KvPush(GrantedTransfer):
                     await self.sender.committed()
                     await self._wait_for_grant()
                     self._work.deadline = anyio.current_time() + self._deadline_s
-                for index, destination in enumerate(self.destinations):
-                    await self._send_commit(index, destination)
+                await self._send_commits()
                 await self._landed.wait()
                 landed_s = self._clock()
                 self._end_answers()
@@ -151,6 +150,13 @@ class KvPush(GrantedTransfer):
         wanted_blocks = Blocks(blocks.chunk, layers.start, wanted.start, wanted.size, layers.size)
         about = replace(self._about, source=self.sender.source, destination=index)
         self._limits[index].add_sound(await self._writer.send(destination.address, wanted_blocks, about))
+
+    async def _send_commits(self) -> None:
+        try:
+            for index, destination in enumerate(self.destinations):
+                await self._send_commit(index, destination)
+        except KvTransferError as error:
+            self.fail(str(error))
 
     async def _send_commit(self, index: int, destination: KvDestination) -> None:
         token = self.sender.first_token
