@@ -209,6 +209,11 @@ class TransferConfig:
     group_no_progress_s: Annotated[
         float, "a prompt that several instances compute is given up where for so long no KV comes that it waits for"
     ] = 30.0
+    group_lends_kv: Annotated[
+        bool,
+        "instances that compute a prompt together copy its KV from each other's cache, where they are on one host; "
+        "else it travels in pieces",
+    ] = False
     ucx_tls: Annotated[
         str | None,
         "passed to UCX as it is, and must leave a network transport; if not set, UCX's own choice (and UCX_TLS)",

@@ -3,121 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.exchange import PieceExchange, exchange_key
+from pdmesh.kv.exchange import exchange_key
 from pdmesh.kv.incoming import PieceReader
-from pdmesh.kv.mover import KvMover
-from pdmesh.kv.outcome import FailedExchange, TransferOutcome
-from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
-from pdmesh.kv.presence import Bell
 from pdmesh.kv.repair import FREE_PIECES, SOUND_PIECES_EACH
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
-from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
-from pdmesh.transport.base import KvTransport, ReceivedPiece, SendBuffer
+from pdmesh.model import Epoch, IndexRange, KvPart
+from pdmesh.testing.exchanges import CAPABILITY, EPOCH, NUM_BLOCKS, NUM_LAYERS, REQUEST, Member, open_members
+from pdmesh.testing.kv import SMALL_LAYOUT, TransportMaker
+from pdmesh.transport.base import ReceivedPiece, SendBuffer
 from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
 
-REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0xA11CE
 KEY = MeshKey("")
-NUM_BLOCKS = 16
-NUM_LAYERS = SMALL_LAYOUT.num_layers
 HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
-
-
-@dataclass(eq=False)
-class Member:
-    """One instance's data plane, and its side of the exchange once it has joined."""
-
-    transport: KvTransport
-    store: ByteStore
-    pool: BlockPool
-    mover: KvMover
-    outcomes: list[TransferOutcome]
-    landed: list[Blocks] = field(default_factory=list[Blocks])
-    table: list[int] = field(default_factory=list[int])
-    exchange: PieceExchange = field(init=False)
-
-    def join(self, members: list[Member], *, epoch: Epoch = EPOCH, capability: int = CAPABILITY) -> None:
-        self.table = self.table or self.pool.allocate(NUM_BLOCKS)
-        self.exchange = self.mover.groups.open(
-            REQUEST,
-            epoch,
-            capability=capability,
-            block_ids=self.table,
-            bell=Bell(),
-            on_landed=self.landed.append,
-        )
-        self.tell(members, epoch=epoch)
-
-    def tell(self, members: list[Member], *, epoch: Epoch = EPOCH) -> None:
-        self.mover.groups.set_members(
-            REQUEST, epoch, members.index(self), [member.transport.address for member in members]
-        )
-
-    def compute(self, first_block: int, num_blocks: int) -> None:
-        """All layers of them, as an engine would."""
-        assert self.exchange.begin(first_block, num_blocks)
-        for layer in range(NUM_LAYERS):
-            self.exchange.publish(Blocks(0, layer, first_block, num_blocks))
-
-    async def until_here(self, num_blocks: int) -> None:
-        """All layers of so many first blocks."""
-        with anyio.fail_after(20):
-            while not all(self.exchange.presence.has(layer, num_blocks) for layer in range(NUM_LAYERS)):
-                await anyio.lowlevel.checkpoint()
-
-    async def until_received(self, num_blocks: int) -> None:
-        """All layers of so many blocks, by others."""
-        with anyio.fail_after(20):
-            while (
-                self.mover.counters().num_bytes_exchanged.received < num_blocks * NUM_LAYERS * SMALL_LAYOUT.block_bytes
-            ):
-                await anyio.lowlevel.checkpoint()
-
-    def content(self, first_block: int, num_blocks: int) -> list[bytes]:
-        return [
-            bytes(self.store.block(layer, block_id))
-            for layer in range(NUM_LAYERS)
-            for block_id in self.table[first_block : first_block + num_blocks]
-        ]
-
-    def free(self) -> None:
-        self.mover.cancel(REQUEST, EPOCH)
-        self.pool.free(self.table)
-        self.table = []
-
-
-@asynccontextmanager
-async def open_members(maker: TransportMaker, number: int) -> AsyncIterator[list[Member]]:
-    """Movers that know nothing of each other."""
-    async with AsyncExitStack() as stack:
-        members: list[Member] = []
-        for seed in range(number):
-            opened: AbstractAsyncContextManager[KvTransport] = maker.make(SMALL_TRANSFER)
-            transport = await stack.enter_async_context(opened)
-            store, pool = ByteStore(SMALL_LAYOUT, 2 * NUM_BLOCKS, seed=seed), BlockPool(2 * NUM_BLOCKS)
-            outcomes: list[TransferOutcome] = []
-            mover = KvMover(
-                transport=transport, store=store, pool=pool, config=SMALL_TRANSFER, on_outcome=outcomes.append
-            )
-            await stack.enter_async_context(mover)
-            members.append(Member(transport, store, pool, mover, outcomes))
-        yield members
-        for member in members:
-            member.mover.check_integrity()
-            assert member.mover.counters().num_exchanging == 0
-            assert member.pool.num_free == 2 * NUM_BLOCKS
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, choose: Callable[[PieceHeader], bool]) -> None:
@@ -148,8 +56,19 @@ def for_the_first_time() -> Callable[[PieceHeader], bool]:
 
 
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
-def maker(request: pytest.FixtureRequest) -> TransportMaker:
-    return TransportMaker(request.param)
+def kind(request: pytest.FixtureRequest) -> str:
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture
+def in_pieces(kind: str) -> TransportMaker:
+    return TransportMaker(kind)
+
+
+@pytest.fixture(params=["in pieces", "lent"])
+def maker(request: pytest.FixtureRequest, kind: str) -> TransportMaker:
+    return TransportMaker(kind, lends=request.param == "lent")
 
 
 async def test_a_member_that_stopped_keeps_nobody_else_from_being_welcomed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,11 +240,11 @@ async def test_what_does_not_belong_is_dropped(maker: TransportMaker, name: str)
 
 @pytest.mark.parametrize("helper_first", [False, True])
 async def test_a_damaged_piece_is_asked_for_again(
-    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch, helper_first: bool
+    in_pieces: TransportMaker, monkeypatch: pytest.MonkeyPatch, helper_first: bool
 ) -> None:
     """Every piece is, also of those that the leader passes on to whom their makers did not know."""
     damage(monkeypatch, for_the_first_time())
-    async with open_members(maker, 3) as members:
+    async with open_members(in_pieces, 3) as members:
         leader, helper, newcomer = members
         for member in (leader, helper):
             member.join(members[:2])
@@ -438,9 +357,9 @@ async def test_what_was_freed_is_not_sent_again(maker: TransportMaker) -> None:
 
 
 async def test_a_damaged_piece_of_a_member_that_was_lost_meanwhile_is_computed_again(
-    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
+    in_pieces: TransportMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_members(maker, 3) as members:
+    async with open_members(in_pieces, 3) as members:
         leader, helper, lost = members
         addresses = [leader.transport.address, helper.transport.address, b""]
 
@@ -468,11 +387,11 @@ async def test_a_damaged_piece_of_a_member_that_was_lost_meanwhile_is_computed_a
 
 
 async def test_a_member_whose_pieces_are_all_damaged_ends_the_exchange_and_touches_nothing(
-    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
+    in_pieces: TransportMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is asked for again, up to a limit."""
     damage(monkeypatch, lambda header: header.destination == 0)
-    async with open_members(maker, 2) as members:
+    async with open_members(in_pieces, 2) as members:
         leader, helper = members
         for member in members:
             member.join(members)

@@ -1,6 +1,7 @@
 """A long prompt that several instances compute, in turn or at once: KV between processes, and the answer of one."""
 
 import os
+import re
 import signal
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -45,26 +46,33 @@ def alone(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Generat
         yield mesh
 
 
-#: How many prefill instances, and how they share a prompt.
-GROUPS = {"2": (2, "relay"), "3": (3, "relay"), "3 at once": (3, "gang")}
+#: How many prefill instances, how they share a prompt, and whether they copy KV from each other's caches.
+GROUPS = {
+    "2 that lend": (2, "relay", True),
+    "3": (3, "relay", False),
+    "3 at once": (3, "gang", False),
+    "3 at once that lend": (3, "gang", True),
+}
 
 
 @pytest.fixture(scope="module", params=list(GROUPS.values()), ids=list(GROUPS))
 def together(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[RunningMesh]:
-    folder, (number, schedule) = tmp_path_factory.mktemp("together"), request.param
-    settings = SETTINGS | {"POLICY_SEQUENCE_PARALLEL": schedule}
+    folder, (number, schedule, lends) = tmp_path_factory.mktemp("together"), request.param
+    settings = SETTINGS | {"POLICY_SEQUENCE_PARALLEL": schedule, "TRANSFER_GROUP_LENDS_KV": str(lends).lower()}
     with running_mesh(folder, model=checkpoint, prefill=number, settings=settings) as mesh:
         yield mesh
         mesh.wait_until_idle()
+        borrowed = re.findall(r"^pdmesh:kv_borrowed_bytes(?:_total)? (\S+)$", "\n".join(mesh.metrics().values()), re.M)
+        assert any(float(num_bytes) > 0 for num_bytes in borrowed) == lends
 
 
 def groups(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("together", [GROUPS[name] for name in names], indirect=True, ids=names)
 
 
-three, either = groups("3"), groups("3", "3 at once")
+three, either = groups("3"), groups("3", "3 at once", "3 at once that lend")
 
 
 async def ask(mesh: RunningMesh, **fields: Any) -> dict[str, Any]:

@@ -75,15 +75,17 @@ def pages_of(engine: TorchEngine, table: list[int], num_tokens: int) -> list[tor
     return [layer[table].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_tokens].clone() for layer in engine.kv.layers]
 
 
-async def relay(engines: list[TorchEngine], prompt: list[int], kind: str, schedule: random.Random) -> dict[str, Any]:
+async def relay(
+    engines: list[TorchEngine], prompt: list[int], maker: TransportMaker, schedule: random.Random
+) -> dict[str, Any]:
     """Compute it in a group that grows; returns tokens, log-probabilities, and the leader's KV."""
     number = len(engines)
     generation = make_generation("r", prompt, PARAMS)
     chunks = block_chunks(generation, BLOCK, [schedule.randint(1, 6) for _ in range(NUM_BLOCKS)])
-    maker = TransportMaker(kind)
+    config = maker.config(CONFIG)
     async with AsyncExitStack() as stack:
-        transports = [await stack.enter_async_context(maker.open(CONFIG)) for _ in range(number)]
-        running = await stack.enter_async_context(running_members(engines, transports, config=CONFIG))
+        transports = [await stack.enter_async_context(maker.open(config)) for _ in range(number)]
+        running = await stack.enter_async_context(running_members(engines, transports, config=config))
         known = schedule.randint(1, number)
         running[0].admit(generation, kv_moves=False)
         for member in running[1:known]:
@@ -131,14 +133,15 @@ def table_of(member: RunningInstance) -> list[int]:
     number=st.integers(1, MAX_MEMBERS),
     schedule=st.randoms(use_true_random=False),
 )
+@pytest.mark.parametrize("lends", [False, True], ids=["in pieces", "lent"])
 @pytest.mark.parametrize("kind", ["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_a_group_gives_the_bits_of_one_instance(
-    engines: list[TorchEngine], kind: str, num_tokens: int, number: int, schedule: random.Random
+    engines: list[TorchEngine], kind: str, lends: bool, num_tokens: int, number: int, schedule: random.Random
 ) -> None:
     prompt = prompt_of(num_tokens)
     alone = generate(engines[-1], prompt, MAX_TOKENS, params=PARAMS)
     expected = pages_of(engines[-1], alone.sequence.block_table, num_tokens)
-    found = anyio.run(relay, engines[:number], prompt, kind, schedule)
+    found = anyio.run(relay, engines[:number], prompt, TransportMaker(kind, lends=lends), schedule)
     assert found["tokens"] == alone.output_ids
     logprobs = [(result.logprobs.logprob, result.logprobs.top) for result in alone.results if result.logprobs]
     assert [(part.logprob, part.top) for part in found["logprobs"]] == logprobs

@@ -44,6 +44,7 @@ def a_leader(num_blocks: int) -> PieceExchange:
         ),
         store=store,
         writer=cast(PieceWriter, NoWriter()),
+        loan=None,
         call_soon=lambda callback: callback(),
         on_landed=None,
         on_failed=lambda exchange, reason: None,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import KvLayout
 
@@ -31,6 +32,10 @@ class TorchKvStore(HostKvStore):
     @property
     def num_blocks(self) -> int:
         return self._num_blocks
+
+    @property
+    def shared(self) -> HostCache:
+        return HostCache(self._layout, self._num_blocks, [layer.data_ptr() for layer in self.layers])
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         pieces = np.frombuffer(out, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)

@@ -13,8 +13,9 @@ import structlog
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
+from pdmesh.kv.loans import Lending, Loan, LoanWriter
 from pdmesh.kv.outcome import FailedTransfer, OnOutcome
-from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.outgoing import Means, PieceWriter
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, pack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, KvPart, RequestId
@@ -50,12 +51,20 @@ class KvContext:
     call_soon: Callable[[Callable[[], object]], object]  # from any thread, without waiting for the result
     clock: Callable[[], float]
     on_outcome: OnOutcome
+    lending: Lending | None = None  # if members of groups read each other's caches
     dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
     num_asked_again: int = 0  # of those damaged
 
     def writer(self, block_ids: Sequence[int]) -> PieceWriter:
         """Of pieces of a request with this block table."""
-        return PieceWriter(block_ids, store=self.store, transport=self.transport, key=self.key, copies=self.copies)
+        return PieceWriter(block_ids, **self._means())
+
+    def loan_writer(self, block_ids: Sequence[int], lending: Lending, loan: Loan) -> LoanWriter:
+        """The same, that lends where it can."""
+        return LoanWriter(lending, loan, block_ids, **self._means())
+
+    def _means(self) -> Means:
+        return Means(store=self.store, transport=self.transport, key=self.key, copies=self.copies)
 
     def drop(self, piece: ReceivedPiece, reason: str) -> None:
         self.dropped[reason] += 1

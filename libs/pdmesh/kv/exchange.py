@@ -15,6 +15,9 @@ waits no longer for it, and a piece costs what it costs, be it of one layer or o
 what came from whom last; a wrong guess makes somebody wait for half a chunk. Members of
 a gang are all in the same layer at the same time, and are sent each layer at once.
 
+**How pages travel** is the writer's business, and that of `pdmesh.kv.groups`, which takes them: in pieces, or, inside a
+host, copied from where they lie (`pdmesh.kv.loans`).
+
 **When a member is lost.** The scheduler says so by an empty address. Whatever was taken from it stays; the leader sends
 that to all others again, for the lost one may have had no time to. What the leader misses then is computed again, by
 whomever, with other boundaries perhaps, and with the same bits: a page may come, or be computed, where it is already.
@@ -29,7 +32,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import or_
 from typing import Protocol
 
 import anyio
@@ -37,27 +39,23 @@ import anyio.abc
 import structlog
 
 from pdmesh.errors import KvTransferError
+from pdmesh.kv.loans import Loan, note_bytes
 from pdmesh.kv.outbox import Outbox, Outgoing
-from pdmesh.kv.outgoing import Blocks, PieceWriter, marked, runs
+from pdmesh.kv.outgoing import Blocks, PieceWriter
+from pdmesh.kv.pages import MAX_MEMBERS, PageBooks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
 from pdmesh.kv.repair import DamageLimit
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
+from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 
 log = structlog.get_logger()
 
 #: Pieces under way to one member at once: one is copied and checked while another travels.
 PIECES_IN_FLIGHT = 2
 
-#: A group has no more members than this.
-MAX_MEMBERS = 64
-
 #: Of the leader, among a group's members.
 LEADER = 0
-
-#: Of the pages' audiences: those that are here.
-_IS_HERE = marked(*range(1, MAX_MEMBERS + 1))
 
 
 class KvExchange(Protocol):
@@ -117,6 +115,7 @@ class PieceExchange:
 
     Made by `pdmesh.kv.groups.KvGroups.open`, which also runs it and brings it the pieces. Everything but `publish`
     belongs to the event loop. ``on_landed`` is told of blocks of a layer that others computed and that are in place.
+    ``loan`` is what others may read of its pages; it ends with it.
     """
 
     def __init__(
@@ -129,6 +128,7 @@ class PieceExchange:
         presence: KvPresence,
         store: KvStore,
         writer: PieceWriter,
+        loan: Loan | None,
         call_soon: Callable[[Callable[[], object]], object],
         on_landed: Callable[[Blocks], object] | None,
         on_failed: Callable[[PieceExchange, str], object],
@@ -145,12 +145,11 @@ class PieceExchange:
         self._layout: KvLayout = store.layout
         self._store = store
         self._writer = writer
+        self._loan = loan
         self._call_soon = call_soon
         self._on_landed = on_landed
         self._on_failed = on_failed
-        self._begun = bytearray(len(block_ids))  # blocks that chunks fill here
-        self._claimed = [bytearray(len(block_ids)) for _ in range(self._layout.num_layers)]  # 1 + whom it is from
-        self._audience = [bytearray(len(block_ids)) for _ in range(self._layout.num_layers)]  # 0: not here yet
+        self.pages = PageBooks(self._layout.num_layers, len(block_ids))
         self._addresses: tuple[bytes, ...] = ()
         self._peers: dict[int, _Peer] = {}
         self._lost: set[int] = set()
@@ -171,17 +170,10 @@ class PieceExchange:
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def begin(self, first_block: int, num_blocks: int) -> bool:
-        blocks = slice(first_block, first_block + num_blocks)
-        if self._number is None:
-            return False
-        taken = any(self._begun[blocks]) or any(any(claimed[blocks]) for claimed in self._claimed)
-        if taken and not self._lost:
-            return False
-        self._begun[blocks] = b"\1" * num_blocks
-        return True
+        return self._number is not None and self.pages.begin(first_block, num_blocks, again=bool(self._lost))
 
     def abandon(self, first_block: int, num_blocks: int) -> None:
-        self._begun[first_block : first_block + num_blocks] = bytes(num_blocks)
+        self.pages.abandon(first_block, num_blocks)
 
     def publish(self, blocks: Blocks, *, at_once: bool = False) -> None:
         self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
@@ -197,7 +189,7 @@ class PieceExchange:
 
     def reserve(self, first_block: int, num_blocks: int) -> None:
         """They are being computed here, by a step that began before there was a group: take no others' for them."""
-        self._begun[first_block : first_block + num_blocks] = b"\1" * num_blocks
+        self.pages.reserve(first_block, num_blocks)
 
     # --- for the mover ------------------------------------------------------------------------------------------------
 
@@ -233,6 +225,8 @@ class PieceExchange:
 
     def end(self, reason: str) -> None:
         """Neither send nor take any more; whoever waits for KV is told. Idempotent."""
+        if self._loan is not None:
+            self._loan.end()
         self.scope.cancel()
         self.presence.abort(reason)
 
@@ -251,36 +245,42 @@ class PieceExchange:
             peer.greeted.set()
         return None
 
+    def address_of(self, header: PieceHeader) -> bytes:
+        """Of a member that a claimed piece came from."""
+        return self._peers[header.source].address
+
     def block_ids_of(self, header: PieceHeader) -> list[int]:
         return list(self._block_ids[header.part.blocks.start : header.part.blocks.stop])
 
     def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
         """Accept a KV piece, or say why it must be dropped."""
-        if (
-            not self._names_pages(header)
-            or header.payload_bytes != header.part.num_pages * self._layout.block_bytes
-            or header.payload_bytes != payload_bytes
-        ):
+        if header.kind is PieceKind.LOAN:
+            expected_bytes = note_bytes(header.part.blocks.size)
+        else:
+            expected_bytes = header.part.num_pages * self._layout.block_bytes
+        if not self._names_pages(header) or not expected_bytes == header.payload_bytes == payload_bytes:
             return "range"
-        blocks, layers, _ = header.part
-        claimed, pages = self._claimed[layers.start : layers.stop], slice(*blocks)
-        begun = self._begun[pages]
-        if all(all(map(or_, begun, layer[pages])) for layer in claimed):
+        if not self.pages.claim(header.part, header.source):
             return "duplicate"
-        for layer in claimed:
-            layer[pages] = bytes([header.source + 1]) * blocks.size
         peer = self._peers[header.source]
         peer.ready.set()
-        peer.last_block = max(peer.last_block, blocks.start)
+        peer.last_block = max(peer.last_block, header.part.blocks.start)
         return None
+
+    def missing(self, header: PieceHeader) -> list[KvPart]:
+        """Of a loan that is about to be claimed: what is neither here nor on its way. Nothing if it cannot be claimed.
+
+        Only this is copied: what was copied of a loan that is over means nothing, and must not lie where good pages do.
+        """
+        return self.pages.missing(header.part) if self._names_pages(header) else []
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
         blocks = Blocks.of(header)
-        self.num_bytes_received += header.payload_bytes
+        self.num_bytes_received += blocks.num_pages * self._layout.block_bytes
         if header.source in self._peers:
             self._peers[header.source].received.add_sound()
-        self._set_audience(blocks, header.num_members)
+        self.pages.set_audience(blocks, header.num_members)
         if self.leads and header.source in self._lost:
             self._send_again(blocks)
         elif self.leads:
@@ -293,17 +293,12 @@ class PieceExchange:
             self.presence.add(layer, blocks.first_block, blocks.num_blocks)
 
     def take_damaged(self, header: PieceHeader) -> bool:
-        """A claimed piece was damaged on the way. Whether it is asked for again.
+        """A claimed piece was damaged on the way, or lent and not to be read. Whether it is asked for again.
 
         Not that of a member that was lost since: what is missing of its chunks is computed again.
         """
+        self.pages.unclaim(header.part)
         blocks = Blocks.of(header)
-        pages = slice(blocks.first_block, blocks.end)
-        for layer in range(*header.part.layers):
-            claimed, audience = self._claimed[layer][pages], self._audience[layer][pages]
-            self._claimed[layer][pages] = bytes(
-                source if here else 0 for source, here in zip(claimed, audience, strict=True)
-            )
         peer = self._peers.get(header.source)
         if peer is None:
             return False
@@ -320,13 +315,12 @@ class PieceExchange:
         """A piece was damaged on its way to another member, which asks for it; or say why that must be dropped."""
         if not self._names_pages(header) or header.part.num_pages > self._writer.max_pages:
             return "range"
-        blocks, pages = Blocks.of(header), slice(*header.part.blocks)
-        if not all(all(audience[pages]) for audience in self._audience[blocks.layer : blocks.end_layer]):
+        if not self.pages.has(header.part):
             return "range"  # not here, so it was not sent
         peer = self._peers[header.source]
         if not peer.sent.add_damaged():
             return "limit"
-        peer.outbox.put_first(Outgoing(blocks, header.num_members))
+        peer.outbox.put_first(Outgoing(Blocks.of(header), header.num_members))
         return None
 
     def fail(self, reason: str) -> None:
@@ -343,11 +337,8 @@ class PieceExchange:
 
     def check_integrity(self) -> None:
         """No page that is computed here was taken from others, unless a member was lost."""
-        if self._lost:
-            return
-        for layer, claimed in enumerate(self._claimed):
-            both = [block for block, taken in enumerate(claimed) if taken and self._begun[block]]
-            assert not both, f"blocks {both} of layer {layer} are computed here and came from others"
+        if not self._lost:
+            self.pages.check_one_writer()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -376,22 +367,19 @@ class PieceExchange:
         if peer is not None:
             peer.scope.cancel()
         if self.leads:
-            theirs = marked(number + 1)
-            for layer, (claimed, audience) in enumerate(zip(self._claimed, self._audience, strict=True)):
-                for start, size in runs(claimed.translate(theirs)):
-                    for first, count in runs(audience[start : start + size].translate(_IS_HERE)):
-                        self._send_again(Blocks(0, layer, start + first, count))
+            for blocks in self.pages.taken_from(number):
+                self._send_again(blocks)
 
     def _send_again(self, blocks: Blocks) -> None:
         """To all: who computed them may not have sent them to everyone."""
-        self._set_audience(blocks, len(self._addresses))
+        self.pages.set_audience(blocks, len(self._addresses))
         for peer in self._peers.values():
             peer.outbox.put(Outgoing(blocks, len(self._addresses)))
 
     def _push(self, blocks: Blocks, *, at_once: bool = False) -> None:
         """Send blocks that were computed here to all members that there are."""
         num_members = max(1, len(self._addresses))
-        self._set_audience(blocks, num_members)
+        self.pages.set_audience(blocks, num_members)
         next_ones = sorted(
             self._peers.values(), key=lambda peer: (peer.last_block < blocks.first_block, peer.last_block)
         )
@@ -401,18 +389,10 @@ class PieceExchange:
 
     def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:
         """Send of ``blocks`` what is here and was not meant for this member."""
-        wanted = marked(*range(1, peer.number + 1))
-        for layer in range(blocks.layer, blocks.end_layer):
-            audience = self._audience[layer][blocks.first_block : blocks.end]
-            for first, count in runs(audience.translate(wanted)):
-                passed = Blocks(blocks.chunk, layer, blocks.first_block + first, count)
-                self._set_audience(passed, peer.number + 1)
-                peer.outbox.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
+        for passed in self.pages.not_sent_to(peer.number, blocks):
+            self.pages.set_audience(passed, peer.number + 1)
+            peer.outbox.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
         peer.outbox.flush()
-
-    def _set_audience(self, blocks: Blocks, num_members: int) -> None:
-        for layer in range(blocks.layer, blocks.end_layer):
-            self._audience[layer][blocks.first_block : blocks.end] = bytes([num_members]) * blocks.num_blocks
 
     def _header(self, kind: PieceKind, peer: _Peer) -> PieceHeader:
         assert self._number is not None, "there are peers, so the members are known"

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import structlog
 
+from pdmesh.errors import KvTransferError
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.exchange import PieceExchange, exchange_key
 from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.loans import Copies, LoanNote
 from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import Bell, KvPresence
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, KvPart, RequestId
 from pdmesh.transport.base import ReceivedPiece
 
 log = structlog.get_logger()
+
+#: Why a loan was dropped: the lender's cache cannot be opened here, so it is asked for pieces; or it has ended since.
+UNREADABLE, LOAN_OVER = "unreadable", "loan over"
 
 
 class KvGroups:
@@ -28,6 +34,7 @@ class KvGroups:
         self._reader = reader
         self._exchanges: dict[bytes, PieceExchange] = {}
         self.num_bytes_received = 0
+        self.num_bytes_borrowed = 0  # of these
         self._num_bytes_sent = 0  # by those that have ended
 
     def __len__(self) -> int:
@@ -61,6 +68,12 @@ class KvGroups:
             no_progress_s=self._context.config.group_no_progress_s,
             clock=self._context.clock,
         )
+        lending = self._context.lending
+        loan = None if lending is None else lending.begin()
+        if lending is None or loan is None:
+            writer = self._context.writer(block_ids)
+        else:
+            writer = self._context.loan_writer(block_ids, lending, loan)
         exchange = PieceExchange(
             request_id,
             epoch,
@@ -68,7 +81,8 @@ class KvGroups:
             block_ids=block_ids,
             presence=presence,
             store=self._context.store,
-            writer=self._context.writer(block_ids),
+            writer=writer,
+            loan=loan,
             call_soon=self._context.call_soon,
             on_landed=on_landed,
             on_failed=self._failed,
@@ -102,23 +116,16 @@ class KvGroups:
         """The instance at this data address is gone. What becomes of its groups is for the scheduler to say."""
         for exchange in self._exchanges.values():
             exchange.cut_off(address)
+        if self._context.lending is not None:
+            self._context.lending.forget(address)
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         """A piece whose key is in here."""
         exchange = self._exchanges[header.request_key]
         if fault := mismatch(exchange, header):
             self._context.drop(piece, fault)
-        elif header.kind is PieceKind.KV:
-            if fault := exchange.claim(header, len(piece.payload)):
-                self._context.drop(piece, fault)
-            else:
-                self._reader.read(
-                    header,
-                    piece,
-                    exchange.block_ids_of(header),
-                    is_wanted=lambda: self._exchanges.get(exchange.key) is exchange,
-                    on_read=partial(self._read, exchange, header),
-                )
+        elif header.kind in (PieceKind.KV, PieceKind.LOAN):
+            self._take_pages(exchange, header, piece)
         elif header.kind in (PieceKind.HELLO, PieceKind.WELCOME):
             if fault := exchange.take_greeting(header):
                 self._context.drop(piece, fault)
@@ -128,6 +135,8 @@ class KvGroups:
             if fault := exchange.send_again(header):
                 self._context.drop(piece, fault)
             else:
+                if self._context.lending is not None:  # then it could not read what was lent
+                    self._context.lending.decline(exchange.address_of(header))
                 piece.release()
         else:
             self._context.drop(piece, "kind")
@@ -136,15 +145,76 @@ class KvGroups:
         for exchange in self._exchanges.values():
             exchange.check_integrity()
 
-    def _read(self, exchange: PieceExchange, header: PieceHeader, fault: str | None) -> None:
+    def _take_pages(self, exchange: PieceExchange, header: PieceHeader, piece: ReceivedPiece) -> None:
+        if self._exchanges.get(exchange.key) is not exchange:
+            self._context.drop(piece, "unknown")
+            return
+        if exchange.pages.waits_for_loan(header.part, partial(self._take_pages, exchange, header, piece)):
+            return
+        is_loan = header.kind is PieceKind.LOAN
+        parts = exchange.missing(header) if is_loan else [header.part]
+        if fault := exchange.claim(header, len(piece.payload)):
+            self._context.drop(piece, fault)
+            return
+        if is_loan:
+            exchange.pages.begin_loan(header.part)
+        self._reader.read(
+            header,
+            piece,
+            exchange.block_ids_of(header),
+            is_wanted=lambda: self._exchanges.get(exchange.key) is exchange,
+            on_read=partial(self._read, exchange, header, parts),
+            copy=self._borrowing(exchange, header, piece, parts) if is_loan else None,
+        )
+
+    def _read(self, exchange: PieceExchange, header: PieceHeader, parts: Sequence[KvPart], fault: str | None) -> None:
+        """What was missing of a piece has been copied, or could not be."""
         if fault is not None:
             self._context.dropped[fault] += 1
-            if fault == "checksum" and self._exchanges.get(exchange.key) is exchange and exchange.take_damaged(header):
+        for part in parts:
+            if fault is None:
+                num_bytes = part.num_pages * self._context.store.layout.block_bytes
+                self.num_bytes_received += num_bytes
+                self.num_bytes_borrowed += num_bytes if header.kind is PieceKind.LOAN else 0
+            if self._exchanges.get(exchange.key) is not exchange:
+                continue
+            if fault is None:
+                exchange.place(replace(header, part=part))
+            elif fault == LOAN_OVER:
+                exchange.pages.unclaim(part)
+            elif fault in ("checksum", UNREADABLE) and exchange.take_damaged(replace(header, part=part)):
                 self._context.num_asked_again += 1
-            return
-        self.num_bytes_received += header.payload_bytes
-        if self._exchanges.get(exchange.key) is exchange:
-            exchange.place(header)
+        if header.kind is PieceKind.LOAN:
+            exchange.pages.end_loan(header.part)
+
+    def _borrowing(
+        self, exchange: PieceExchange, header: PieceHeader, piece: ReceivedPiece, parts: Sequence[KvPart]
+    ) -> Callable[[], str | None]:
+        """What copies the ``parts`` that are lent and missing, on any thread, and says why it could not."""
+        context = self._context
+        lending = context.lending
+        lender = None if lending is None else lending.lender(exchange.address_of(header))
+        first_block, block_ids = header.part.blocks.start, exchange.block_ids_of(header)
+
+        def borrow() -> str | None:
+            if context.key.checksum(piece.payload) != header.checksum:
+                return "checksum"
+            if lending is None or lender is None:
+                return UNREADABLE
+            note = LoanNote.unpack(piece.payload)
+            copies = [
+                Copies(part.layers, note.block_ids[blocks], block_ids[blocks])
+                for part in parts
+                for blocks in [slice(part.blocks.start - first_block, part.blocks.stop - first_block)]
+            ]
+            try:
+                is_good = lending.borrow(lender, note, copies)
+            except KvTransferError as error:
+                log.warning("a member's KV cannot be read where it lies: asking for pieces", reason=str(error))
+                return UNREADABLE
+            return None if is_good else LOAN_OVER
+
+        return borrow
 
     def _failed(self, exchange: PieceExchange, reason: str) -> None:
         log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import anyio
 import anyio.abc
@@ -53,18 +54,22 @@ class PieceReader:
         *,
         is_wanted: Callable[[], bool],
         on_read: Callable[[str | None], None],
+        copy: Callable[[], str | None] | None = None,
     ) -> None:
         """Copy a KV piece and release it; ``on_read`` is then told why it was dropped, or None. Event loop.
 
-        ``is_wanted`` says whether the blocks are still the request's.
+        ``is_wanted`` says whether the blocks are still the request's. ``copy`` fetches its pages, and says why it
+        could not, if they are not its payload.
         """
-        if header.payload_bytes <= self._store.inline_copy_bytes and not self._is_first(header, block_ids):
-            fault = self._copy(header, piece, block_ids)
+        copy = copy or partial(self._copy, header, piece, block_ids)
+        num_bytes = header.part.num_pages * self._store.layout.block_bytes
+        if num_bytes <= self._store.inline_copy_bytes and not self._is_first(header, block_ids):
+            fault = copy()
             piece.release()
             on_read(fault)
         else:
             # As many of these at once as there are receive buffers.
-            self._tasks.start_soon(self._read_on_thread, header, piece, block_ids, is_wanted, on_read)
+            self._tasks.start_soon(self._read_on_thread, piece, block_ids, copy, is_wanted, on_read)
 
     def _is_first(self, header: PieceHeader, block_ids: Sequence[int]) -> bool:
         """Whether a piece is the first for one of its pages; it counts as having come."""
@@ -78,9 +83,9 @@ class PieceReader:
 
     async def _read_on_thread(
         self,
-        header: PieceHeader,
         piece: ReceivedPiece,
         block_ids: Sequence[int],
+        copy: Callable[[], str | None],
         is_wanted: Callable[[], bool],
         on_read: Callable[[str | None], None],
     ) -> None:
@@ -88,7 +93,7 @@ class PieceReader:
         try:
             if is_wanted():
                 with self._pool.pinned(block_ids):
-                    fault = await anyio.to_thread.run_sync(self._copy, header, piece, block_ids, limiter=self._copies)
+                    fault = await anyio.to_thread.run_sync(copy, limiter=self._copies)
         finally:
             piece.release()
         on_read(fault)

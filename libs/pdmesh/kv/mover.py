@@ -51,6 +51,7 @@ from pdmesh.kv.context import KvContext
 from pdmesh.kv.departures import KvDepartures
 from pdmesh.kv.groups import KvGroups
 from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.loans import Lending
 from pdmesh.kv.outcome import OnOutcome
 from pdmesh.kv.piece import PieceKind, unpack_header
 from pdmesh.kv.store import KvStore
@@ -67,6 +68,7 @@ class ExchangedBytes(NamedTuple):
 
     sent: int
     received: int
+    borrowed: int  # of those received: copied from where they lay
 
 
 class TransferCounters(NamedTuple):
@@ -114,6 +116,10 @@ class KvMover:
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
         self._stack.enter_context(self._store.serving(self._transport.memory))
+        shared = self._store.shared if self._config.group_lends_kv else None
+        lending = None if shared is None else Lending(shared, self._store.layout, self._transport)
+        if lending is not None:
+            self._stack.callback(lending.close)
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         context = self._context = KvContext(
             transport=self._transport,
@@ -126,6 +132,7 @@ class KvMover:
             call_soon=asyncio.get_running_loop().call_soon_threadsafe,
             clock=self._clock,
             on_outcome=self._on_outcome,
+            lending=lending,
         )
         reader = PieceReader(
             store=self._store, pool=self._pool, key=self._key, copies=context.copies, tasks=self._tasks
@@ -161,7 +168,9 @@ class KvMover:
             num_bytes_sent=self.departures.num_bytes,
             num_pieces_received=self.arrivals.num_pieces,
             num_bytes_received=self.arrivals.num_bytes,
-            num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.num_bytes_received),
+            num_bytes_exchanged=ExchangedBytes(
+                self.groups.num_bytes_sent, self.groups.num_bytes_received, self.groups.num_bytes_borrowed
+            ),
             dropped=dict(self._context.dropped),
             num_asked_again=self._context.num_asked_again,
             num_exchanging=len(self.groups),

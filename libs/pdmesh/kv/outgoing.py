@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import anyio
 import anyio.lowlevel
@@ -79,25 +79,26 @@ def runs(marks: bytes | bytearray) -> Iterator[tuple[int, int]]:
         yield first, end - first
 
 
+class Means(TypedDict):
+    """What a writer of pieces works with."""
+
+    store: KvStore
+    transport: KvTransport
+    key: MeshKey
+    copies: anyio.CapacityLimiter  # threads that copy and check pieces
+
+
 class PieceWriter:
     """Sends blocks of one request's table; several tasks may at once."""
 
-    def __init__(
-        self,
-        block_ids: Sequence[int],
-        *,
-        store: KvStore,
-        transport: KvTransport,
-        key: MeshKey,
-        copies: anyio.CapacityLimiter,
-    ) -> None:
+    def __init__(self, block_ids: Sequence[int], **means: Unpack[Means]) -> None:
         self.num_bytes = 0
         self.num_pieces = 0
         self._block_ids = block_ids
-        self._store = store
-        self._transport = transport
-        self._key = key
-        self._copies = copies
+        self._store = means["store"]
+        self._transport = means["transport"]
+        self._key = means["key"]
+        self._copies = means["copies"]
 
     @property
     def max_pages(self) -> int:
@@ -118,17 +119,8 @@ class PieceWriter:
         size = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
         for offset in range(0, len(data), size):
             taken = data[offset : offset + size]
-            header = replace(
-                about,
-                part=NO_PART._replace(blocks=IndexRange(start + offset, start + offset + len(taken))),
-                payload_bytes=len(taken),
-                checksum=self._key.checksum(memoryview(taken)),
-            )
-            async with self._transport.lend() as buffer:
-                buffer.payload[: len(taken)] = taken
-                pack_header(header, buffer.header, self._key)
-                await self._transport.send(address, buffer, len(taken))
-            self.num_pieces += 1
+            part = NO_PART._replace(blocks=IndexRange(start + offset, start + offset + len(taken)))
+            await self._send_payload(address, taken, replace(about, part=part))
             self.num_bytes += len(taken)
 
     async def tell(self, address: bytes, header: PieceHeader, *, begins: Callable[[], object] = lambda: None) -> None:
@@ -141,6 +133,15 @@ class PieceWriter:
     async def ask(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
         """Send a header alone that names these blocks. Raises KvTransferError."""
         await self.tell(address, replace(about, chunk=blocks.chunk, part=self._part(blocks)))
+
+    async def _send_payload(self, address: bytes, payload: bytes, about: PieceHeader) -> None:
+        """Send one piece that is no KV. Raises KvTransferError."""
+        header = replace(about, payload_bytes=len(payload), checksum=self._key.checksum(memoryview(payload)))
+        async with self._transport.lend() as buffer:
+            buffer.payload[: len(payload)] = payload
+            pack_header(header, buffer.header, self._key)
+            await self._transport.send(address, buffer, len(payload))
+        self.num_pieces += 1
 
     def _part(self, blocks: Blocks) -> KvPart:
         return KvPart(

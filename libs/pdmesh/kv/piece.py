@@ -37,6 +37,7 @@ class PieceKind(IntEnum):
     WELCOME = 6  # the same, in answer to it
     TRANSCRIPT = 7  # of a move: bytes of what the request is, and has drawn
     AGAIN = 8  # to who sent KV: this part of it came damaged
+    LOAN = 9  # as KV, between members of a group on one host: where the blocks lie (`pdmesh.kv.loans`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

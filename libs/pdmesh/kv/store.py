@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from pdmesh.kv.sharing import SharedCache
 from pdmesh.model import KvLayout
 
 
@@ -35,6 +36,11 @@ class KvStore(Protocol):
         """Copy ``data`` into the pieces of ``block_ids``, in order; they are there when it returns."""
         ...
 
+    @property
+    def shared(self) -> SharedCache | None:
+        """The cache as other processes of this host may read it, if they can at all."""
+        ...
+
     def when_written(self, callback: Callable[[], object]) -> None:
         """Call back once everything the engine has computed so far can be gathered. On the engine's thread; cheap.
 
@@ -55,6 +61,10 @@ class HostKvStore:
         # A MiB is copied and checked in 0.15 ms. On a thread beside the loop it took twice as long: the hop takes
         # 60 µs, and the two then wait for each other's turns with the interpreter.
         return 1 << 20
+
+    @property
+    def shared(self) -> SharedCache | None:
+        return None
 
     def when_written(self, callback: Callable[[], object]) -> None:
         callback()

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
+from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
@@ -47,6 +48,10 @@ class FakeKvStore(HostKvStore):
         self.layout = layout
         self.num_blocks = num_blocks
         self.words: Words = np.zeros((layout.num_layers, num_blocks, 2, layout.block_size, lanes), dtype=np.uint32)
+
+    @property
+    def shared(self) -> HostCache:
+        return HostCache(self.layout, self.num_blocks, [layer.ctypes.data for layer in self.words])
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         source = self.words[layer, list(block_ids)]

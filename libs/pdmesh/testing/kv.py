@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from pdmesh.config import TransferConfig
+from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import IndexRange, KvLayout, KvPart
 from pdmesh.transport.base import KvTransport
@@ -46,6 +48,14 @@ class ByteStore(HostKvStore):
     def inline_copy_bytes(self) -> int:
         return 64 * 1024  # small, so that tests see both ways
 
+    @property
+    def shared(self) -> HostCache:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+        layer_bytes = self._num_blocks * self._layout.block_bytes
+        return HostCache(
+            self._layout, self._num_blocks, [start + layer * layer_bytes for layer in range(self._layout.num_layers)]
+        )
+
     def block(self, layer: int, block_id: int) -> memoryview:
         size = self._layout.block_bytes
         start = (layer * self._num_blocks + block_id) * size
@@ -69,12 +79,20 @@ def introduce(one: KvTransport, other: KvTransport) -> None:
 
 
 class TransportMaker:
-    """Opens transports of one kind that can reach each other."""
+    """Opens transports of one kind that can reach each other.
 
-    def __init__(self, kind: str) -> None:
+    With ``lends``, instances on them are to lend each other KV: see `config`.
+    """
+
+    def __init__(self, kind: str, *, lends: bool = False) -> None:
         self.kind = kind
+        self.lends = lends
         self.fabric = MemoryFabric()
         self._opened: list[KvTransport] = []
+
+    def config(self, config: TransferConfig = SMALL_TRANSFER) -> TransferConfig:
+        """Of an instance."""
+        return replace(config, group_lends_kv=self.lends)
 
     def make(self, config: TransferConfig) -> MemoryTransport | UcxTransport:
         if self.kind == "memory":

@@ -51,6 +51,13 @@ class KvTransport(Protocol):
         """The largest payload that the peer at ``address`` takes from here. Raises `KvTransferError` if it is none."""
         ...
 
+    def process_of(self, address: bytes) -> int | None:
+        """The id of the peer's process, if it is on this host and its memory is read rather than sent; else nothing.
+
+        Raises KvTransferError if it is no data address.
+        """
+        ...
+
     @property
     def memory(self) -> Sequence[memoryview]:
         """All send and receive buffers, each beginning on a page."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -113,6 +114,9 @@ class MemoryTransport:
 
     def payload_limit(self, address: bytes) -> int:
         return min(self._config.max_payload_bytes, self._fabric.find(address).max_payload_bytes)
+
+    def process_of(self, address: bytes) -> int | None:
+        return os.getpid()
 
     @property
     def memory(self) -> Sequence[memoryview]:

@@ -37,7 +37,7 @@ from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
 from pdmesh.transport.links import Link, Links
 from pdmesh.transport.local import LocalLink, LocalPort
-from pdmesh.transport.peers import KnownPeers
+from pdmesh.transport.peers import KnownPeers, Peer
 from pdmesh.transport.prefix import PREFIX_BYTES
 from pdmesh.transport.reading import allow_readers
 from pdmesh.transport.ring import MAX_POSTED, Piece, ReceiveRing
@@ -139,6 +139,10 @@ class UcxTransport:
     def payload_limit(self, address: bytes) -> int:
         return min(self._config.max_payload_bytes, self._peers.admit(address).facts.max_payload_bytes)
 
+    def process_of(self, address: bytes) -> int | None:
+        peer = self._peers.admit(address)
+        return peer.facts.pid if self._reads(peer) else None
+
     @property
     def num_malformed(self) -> int:
         """Messages dropped because they are larger than a buffer or not pieces."""
@@ -176,7 +180,7 @@ class UcxTransport:
 
     def _open_link(self, address: bytes) -> Link:
         peer = self._peers.admit(address)
-        if peer.facts.host_id == self._own.facts.host_id and self._reads_memory and peer.id not in self._unreadable:
+        if self._reads(peer):
             return LocalLink(peer, self._own.id, self._links, on_unreadable=self._use_messages)
         if self._api is None:
             where = "may not read this process's memory" if peer.id in self._unreadable else "is on another host"
@@ -184,6 +188,10 @@ class UcxTransport:
         if not peer.facts.worker:
             raise KvTransferError("the peer has no network device for KV: set its transfer.ucx_net_devices")
         return self._ucx_links.open(peer)
+
+    def _reads(self, peer: Peer) -> bool:
+        """Whether pieces between here and there are read where they lie."""
+        return peer.facts.host_id == self._own.facts.host_id and self._reads_memory and peer.id not in self._unreadable
 
     def _use_messages(self, link: LocalLink) -> None:
         log.warning("a peer may not read this process's memory: its KV goes through UCX")

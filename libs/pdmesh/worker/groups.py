@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
-from pdmesh.kv.exchange import MAX_MEMBERS, KvExchange
+from pdmesh.kv.exchange import KvExchange
+from pdmesh.kv.pages import MAX_MEMBERS
 from pdmesh.kv.presence import Bell
 from pdmesh.model import PrefillGroup, num_blocks_for
 from pdmesh.wire.messages import Admit, Regroup

@@ -116,6 +116,11 @@ class _Books(Collector):
         exchanged.add_metric(["out"], counters.num_bytes_exchanged.sent)
         exchanged.add_metric(["in"], counters.num_bytes_exchanged.received)
         yield exchanged
+        yield CounterMetricFamily(
+            "pdmesh:kv_borrowed_bytes",
+            "Of the KV taken from instances of a prefill group: copied from their caches, where it lay.",
+            counters.num_bytes_exchanged.borrowed,
+        )
 
 
 class _Load(Collector):

@@ -56,6 +56,10 @@ class DeviceKvStore:
     def scratch_block(self) -> int:
         return self._num_blocks
 
+    @property
+    def shared(self) -> None:
+        """Not yet."""
+
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         if not self._check(block_ids, out):
             return

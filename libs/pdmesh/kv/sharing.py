@@ -1,0 +1,126 @@
+"""A KV cache that processes of the same host may copy pages from: how it is named, opened and read.
+
+Only ever read: nobody writes into another instance's memory, so whoever owns a page is who wrote it. What a page held
+when it was read, its owner says beside (`pdmesh.kv.loans`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from pdmesh.errors import KvTransferError
+from pdmesh.model import KvLayout
+from pdmesh.transport.reading import read_parts
+
+_NUM_BLOCKS = struct.Struct("<Q")
+
+
+class PeerCache(Protocol):
+    """Another instance's cache of the same layout, opened."""
+
+    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        """Copy its blocks ``theirs``, in order, into ``ours`` of this instance; they are there when it returns.
+
+        Any thread. Raises KvTransferError, and may have copied some of them then.
+        """
+        ...
+
+    def close(self) -> None:
+        """After the last read."""
+        ...
+
+
+class SharedCache(Protocol):
+    """An instance's cache, as others on its host may open it."""
+
+    @property
+    def kind(self) -> bytes:
+        """Four bytes: only caches of the same kind open each other."""
+        ...
+
+    def describe(self) -> bytes:
+        """What `open` needs to know in another process: as many bytes for every cache of this kind and layout."""
+        ...
+
+    def open(self, pid: int, described: bytes) -> PeerCache:
+        """The cache of that process, of the same kind and layout. Raises KvTransferError."""
+        ...
+
+
+class HostCache:
+    """`SharedCache` of host memory: each page is read where it lies in the other process, and nothing is staged."""
+
+    kind = b"host"
+
+    def __init__(self, layout: KvLayout, num_blocks: int, layer_addresses: Sequence[int]) -> None:
+        """``layer_addresses`` are of each layer's block 0; the others follow it."""
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self._layer_addresses = layer_addresses
+        self._addresses = struct.Struct(f"<{layout.num_layers}Q")
+
+    def describe(self) -> bytes:
+        return _NUM_BLOCKS.pack(self._num_blocks) + self._addresses.pack(*self._layer_addresses)
+
+    def open(self, pid: int, described: bytes) -> HostPeerCache:
+        (num_blocks,) = _NUM_BLOCKS.unpack_from(described)
+        addresses = self._addresses.unpack_from(described, _NUM_BLOCKS.size)
+        return HostPeerCache(pid, num_blocks, addresses, self._layer_addresses, self._layout.block_bytes)
+
+
+class HostPeerCache:
+    """`PeerCache` of host memory, by cross-memory attach. Its owner's death is an error."""
+
+    def __init__(
+        self, pid: int, num_blocks: int, their_layers: Sequence[int], our_layers: Sequence[int], block_bytes: int
+    ) -> None:
+        self._pid = pid
+        self._num_blocks = num_blocks
+        self._their_layers = their_layers
+        self._our_layers = our_layers
+        self._block_bytes = block_bytes
+
+    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        check_blocks(theirs, self._num_blocks)
+        size = self._block_bytes
+        from_address, to_address = self._their_layers[layer], self._our_layers[layer]
+        parts = [
+            (from_address + run.theirs * size, to_address + run.ours * size, run.num_blocks * size)
+            for run in common_runs(theirs, ours)
+        ]
+        try:
+            read_parts(self._pid, parts)
+        except OSError as error:
+            raise KvTransferError(f"the peer's cache cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Nothing was mapped."""
+
+
+class Run(NamedTuple):
+    """Blocks that follow one another in both caches."""
+
+    theirs: int
+    ours: int
+    num_blocks: int
+
+
+def common_runs(theirs: Sequence[int], ours: Sequence[int]) -> Iterator[Run]:
+    """The fewest copies that bring blocks to others, each to the one in its place."""
+    first = 0
+    for position in range(1, len(ours) + 1):
+        if (
+            position == len(ours)
+            or theirs[position] != theirs[position - 1] + 1
+            or ours[position] != ours[position - 1] + 1
+        ):
+            yield Run(theirs[first], ours[first], position - first)
+            first = position
+
+
+def check_blocks(block_ids: Sequence[int], num_blocks: int) -> None:
+    """Raise KvTransferError unless the blocks, which a peer named, are some of so many."""
+    if not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+        raise KvTransferError(f"a block outside the peer's {num_blocks}")

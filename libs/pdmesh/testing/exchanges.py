@@ -1,0 +1,127 @@
+"""Members of a prefill group as their data planes see it: movers on open transports, and nobody who computes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.lowlevel
+
+from pdmesh.config import TransferConfig
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.exchange import PieceExchange
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import TransferOutcome
+from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.presence import Bell
+from pdmesh.model import Epoch, RequestId
+from pdmesh.testing.kv import SMALL_LAYOUT, ByteStore, TransportMaker
+from pdmesh.transport.base import KvTransport
+
+REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0xA11CE
+NUM_BLOCKS = 16  # of the request; a member has room for two of them
+NUM_LAYERS = SMALL_LAYOUT.num_layers
+
+
+@dataclass(eq=False)
+class Member:
+    """One instance's data plane, and its side of the exchange once it has joined."""
+
+    transport: KvTransport
+    store: ByteStore
+    pool: BlockPool
+    mover: KvMover
+    outcomes: list[TransferOutcome]
+    landed: list[Blocks] = field(default_factory=list[Blocks])
+    table: list[int] = field(default_factory=list[int])
+    exchange: PieceExchange = field(init=False)
+
+    def join(self, members: Sequence[Member], *, epoch: Epoch = EPOCH, capability: int = CAPABILITY) -> None:
+        self.table = self.table or self.pool.allocate(NUM_BLOCKS)
+        self.exchange = self.mover.groups.open(
+            REQUEST,
+            epoch,
+            capability=capability,
+            block_ids=self.table,
+            bell=Bell(),
+            on_landed=self.landed.append,
+        )
+        self.tell(members, epoch=epoch)
+
+    def tell(self, members: Sequence[Member], *, epoch: Epoch = EPOCH, lost: Sequence[Member] = ()) -> None:
+        self.mover.groups.set_members(
+            REQUEST,
+            epoch,
+            members.index(self),
+            [b"" if member in lost else member.transport.address for member in members],
+        )
+
+    def compute(self, first_block: int, num_blocks: int) -> None:
+        """All layers of them, as an engine would."""
+        assert self.exchange.begin(first_block, num_blocks)
+        for layer in range(NUM_LAYERS):
+            self.exchange.publish(Blocks(0, layer, first_block, num_blocks))
+
+    async def until_here(self, num_blocks: int) -> None:
+        """All layers of so many first blocks."""
+        with anyio.fail_after(20):
+            while not all(self.exchange.presence.has(layer, num_blocks) for layer in range(NUM_LAYERS)):
+                await anyio.lowlevel.checkpoint()
+
+    async def until_received(self, num_blocks: int) -> None:
+        """All layers of so many blocks, by others."""
+        with anyio.fail_after(20):
+            while (
+                self.mover.counters().num_bytes_exchanged.received < num_blocks * NUM_LAYERS * SMALL_LAYOUT.block_bytes
+            ):
+                await anyio.lowlevel.checkpoint()
+
+    async def until_dropped(self, reason: str, number: int = 1) -> None:
+        with anyio.fail_after(20):
+            while self.mover.counters().dropped.get(reason, 0) < number:
+                await anyio.lowlevel.checkpoint()
+
+    def content(self, first_block: int, num_blocks: int) -> list[bytes]:
+        return [
+            bytes(self.store.block(layer, block_id))
+            for layer in range(NUM_LAYERS)
+            for block_id in self.table[first_block : first_block + num_blocks]
+        ]
+
+    def free(self) -> None:
+        self.mover.cancel(REQUEST, EPOCH)
+        self.pool.free(self.table)
+        self.table = []
+
+
+def _byte_store(seed: int) -> ByteStore:
+    return ByteStore(SMALL_LAYOUT, 2 * NUM_BLOCKS, seed=seed)
+
+
+@asynccontextmanager
+async def open_members(
+    maker: TransportMaker,
+    number: int,
+    *,
+    store: Callable[[int], ByteStore] = _byte_store,
+    config: Callable[[int], TransferConfig] | None = None,
+) -> AsyncIterator[list[Member]]:
+    """Movers that know nothing of each other. ``store`` and ``config`` are those of a member's number."""
+    async with AsyncExitStack() as stack:
+        members: list[Member] = []
+        for index in range(number):
+            settings = maker.config() if config is None else config(index)
+            opened: AbstractAsyncContextManager[KvTransport] = maker.make(settings)
+            transport = await stack.enter_async_context(opened)
+            cache, pool = store(index), BlockPool(2 * NUM_BLOCKS)
+            outcomes: list[TransferOutcome] = []
+            mover = KvMover(transport=transport, store=cache, pool=pool, config=settings, on_outcome=outcomes.append)
+            await stack.enter_async_context(mover)
+            members.append(Member(transport, cache, pool, mover, outcomes))
+        yield members
+        for member in members:
+            member.mover.check_integrity()
+            assert member.mover.counters().num_exchanging == 0
+            assert member.pool.num_free == 2 * NUM_BLOCKS

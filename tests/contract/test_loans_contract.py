@@ -1,0 +1,365 @@
+"""KV that members of a group copy from each other's caches: nothing is staged, and what goes wrong is not used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+
+from pdmesh.config import TransferConfig
+from pdmesh.kv.exchange import exchange_key
+from pdmesh.kv.loans import MAX_LOANS
+from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
+from pdmesh.kv.sharing import HostCache, PeerCache
+from pdmesh.model import IndexRange, KvPart
+from pdmesh.testing.exchanges import CAPABILITY, EPOCH, NUM_BLOCKS, NUM_LAYERS, REQUEST, Member, open_members
+from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.transport.seal import MeshKey
+
+pytestmark = pytest.mark.anyio
+
+KEY = MeshKey("")
+HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
+
+
+@dataclass
+class Hooked:
+    """A peer's cache; ``before`` and ``after`` are called around each read."""
+
+    cache: PeerCache
+    before: Callable[[], object]
+    after: Callable[[], object]
+
+    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        self.before()
+        self.cache.read(layer, theirs, ours)
+        self.after()
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+class HookedStore(ByteStore):
+    """A cache whose reads of others can be looked at, and held."""
+
+    inline_bytes = 64 * 1024
+    kind = b"host"
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(SMALL_LAYOUT, 2 * NUM_BLOCKS, seed=seed)
+        self.before: Callable[[], object] = lambda: None
+        self.after: Callable[[], object] = lambda: None
+        self.num_staged = 0
+
+    @property
+    def inline_copy_bytes(self) -> int:
+        return self.inline_bytes
+
+    @property
+    def shared(self) -> HostCache:
+        store, plain = self, super().shared
+
+        class Cache(HostCache):
+            kind = store.kind
+
+            def open(self, pid: int, described: bytes) -> PeerCache:  # type: ignore[override]
+                return Hooked(super().open(pid, described), lambda: store.before(), lambda: store.after())
+
+        return Cache(plain._layout, plain._num_blocks, plain._layer_addresses)
+
+    def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
+        self.num_staged += 1
+        super().gather(layer, block_ids, out)
+
+    def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
+        self.num_staged += 1
+        super().scatter(layer, block_ids, data)
+
+
+@pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
+def maker(request: pytest.FixtureRequest) -> TransportMaker:
+    return TransportMaker(request.param, lends=True)
+
+
+def store_of(member: Member) -> HookedStore:
+    assert isinstance(member.store, HookedStore)
+    return member.store
+
+
+async def test_nothing_is_staged(maker: TransportMaker) -> None:
+    """And members that join late, or hear of a loss, get it in the same way."""
+    async with open_members(maker, 3, store=HookedStore) as members:
+        leader, helper, late = members
+        for member in (leader, helper):
+            member.join(members[:2])
+        helper.compute(0, 5)
+        leader.compute(5, 3)
+        await leader.until_here(8)
+        for member in (late, leader, helper):
+            member.join(members) if member is late else member.tell(members)
+        late.compute(8, 8)
+        for member in members:
+            await member.until_here(NUM_BLOCKS)
+        for member in members:
+            assert member.content(0, 5) == helper.content(0, 5)
+            assert member.content(5, 3) == leader.content(5, 3)
+            assert member.content(8, 8) == late.content(8, 8)
+            assert store_of(member).num_staged == 0
+            block_bytes = SMALL_LAYOUT.block_bytes * NUM_LAYERS
+            computed = {leader: 3, helper: 5, late: 8}[member]
+            exchanged = member.mover.counters().num_bytes_exchanged
+            assert exchanged.borrowed == exchanged.received == (NUM_BLOCKS - computed) * block_bytes
+        for member in members:
+            member.free()
+
+
+@pytest.mark.parametrize("reason", ["its setting is off", "its cache is of another kind"])
+async def test_a_member_that_cannot_read_is_sent_bytes(maker: TransportMaker, reason: str) -> None:
+    """And from then on nothing else, for whatever request; the others go on as they did."""
+
+    def store(number: int) -> HookedStore:
+        made = HookedStore(number)
+        made.kind = b"gpu0" if number == 1 and reason != "its setting is off" else b"host"
+        return made
+
+    def config(number: int) -> TransferConfig:
+        return replace(SMALL_TRANSFER, group_lends_kv=not (number == 1 and reason == "its setting is off"))
+
+    async with open_members(maker, 3, store=store, config=config) as members:
+        leader, other, third = members
+        for _ in range(2):
+            for member in members:
+                member.join(members)
+            leader.compute(0, 6)
+            other.compute(6, 4)
+            third.compute(10, 6)
+            for member in members:
+                await member.until_here(NUM_BLOCKS)
+            for member in members:
+                assert member.content(0, 6) == leader.content(0, 6)
+                assert member.content(6, 4) == other.content(6, 4)
+                assert member.content(10, 6) == third.content(10, 6)
+            for member in members:
+                member.free()
+            assert set(other.mover.counters().dropped) == {"unreadable"}
+        for member in (leader, third):
+            lending = member.mover._context.lending
+            assert lending is not None
+            assert [lending.lends_to(peer.transport.address) for peer in members] == [True, False, True]
+        num_dropped = other.mover.counters().dropped["unreadable"]
+        for member in members:
+            member.join(members)
+        leader.compute(0, NUM_BLOCKS)
+        await other.until_here(NUM_BLOCKS)
+        assert other.mover.counters().dropped["unreadable"] == num_dropped
+        for member in members:
+            member.free()
+
+
+@pytest.mark.parametrize("on_thread", [False, True])
+async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: TransportMaker, on_thread: bool) -> None:
+    """The lender ends its request and writes another's into the same blocks: not a byte of that is used.
+
+    The pages can be taken from somebody else.
+    """
+    async with open_members(maker, 3, store=HookedStore) as members:
+        leader, helper, lost = members
+        for member in members:
+            member.join(members)
+        await anyio.wait_all_tasks_blocked()
+        reader, loop_called = store_of(helper), threading.Event()
+        reader.inline_bytes = 0 if on_thread else reader.inline_bytes
+
+        def give_back() -> None:
+            if lost.table:
+                table = lost.table
+                lost.free()
+                for layer in range(NUM_LAYERS):
+                    for block_id in table:
+                        lost.store.block(layer, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
+            loop_called.set()
+
+        def before() -> None:
+            if on_thread:
+                anyio.from_thread.run_sync(give_back)
+            else:
+                give_back()
+
+        reader.before = before
+        assert lost.exchange.begin(0, 5)
+        lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), at_once=True)
+        await helper.until_dropped("loan over")
+        assert loop_called.is_set()
+        assert not any(helper.exchange.presence.has(layer, 1) for layer in range(NUM_LAYERS))
+        reader.before = lambda: None
+        for member in (leader, helper):
+            member.tell(members, lost=[lost])
+        leader.compute(0, NUM_BLOCKS)
+        await helper.until_here(NUM_BLOCKS)
+        assert helper.content(0, NUM_BLOCKS) == leader.content(0, NUM_BLOCKS)
+        for member in (leader, helper):
+            member.free()
+
+
+async def test_blocks_that_a_loan_is_copied_to_stay_quarantined(maker: TransportMaker) -> None:
+    async with open_members(maker, 2, store=HookedStore) as members:
+        leader, helper = members
+        for member in members:
+            member.join(members)
+        await anyio.wait_all_tasks_blocked()
+        reader, goes_on, arrived = store_of(helper), threading.Event(), threading.Event()
+        reader.inline_bytes = 0
+
+        def before() -> None:
+            arrived.set()
+            assert goes_on.wait(20)
+
+        reader.before = before
+        leader.compute(0, 4)
+        assert await anyio.to_thread.run_sync(arrived.wait, 20)
+        helper.free()
+        assert helper.pool.num_quarantined == 4
+        goes_on.set()
+        with anyio.fail_after(20):
+            while helper.pool.num_quarantined:
+                await anyio.lowlevel.checkpoint()
+        leader.free()
+
+
+async def test_pages_wait_for_a_loan_that_is_copied_to_the_same_blocks(maker: TransportMaker) -> None:
+    """If it is over, what was copied of it does not lie over theirs; nor does a chunk begin there meanwhile."""
+    async with open_members(maker, 3, store=HookedStore) as members:
+        leader, helper, lost = members
+        for member in (helper, lost):  # the leader has nothing of the lost one's
+            member.join(members)
+        await anyio.wait_all_tasks_blocked()
+        reader, goes_on, arrived = store_of(helper), threading.Event(), threading.Event()
+        reader.inline_bytes = 0
+
+        def before() -> None:
+            arrived.set()
+            assert goes_on.wait(20)
+
+        reader.before = before
+        assert lost.exchange.begin(0, 5)
+        lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), at_once=True)
+        assert await anyio.to_thread.run_sync(arrived.wait, 20)
+        lost.free()
+        for layer in range(NUM_LAYERS):
+            for block_id in range(2 * NUM_BLOCKS):
+                lost.store.block(layer, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
+        leader.join(members)
+        for member in (leader, helper):
+            member.tell(members, lost=[lost])
+        assert not helper.exchange.begin(4, 2)
+        leader.compute(3, 13)
+        await anyio.wait_all_tasks_blocked()
+        reader.before = lambda: None
+        goes_on.set()
+        await helper.until_dropped("loan over")
+        assert helper.exchange.begin(0, 3)
+        for layer in range(NUM_LAYERS):
+            helper.exchange.publish(Blocks(0, layer, 0, 3))
+        await helper.until_here(NUM_BLOCKS)
+        assert helper.content(3, 13) == leader.content(3, 13)
+        assert b"\xff" * SMALL_LAYOUT.block_bytes not in helper.content(3, 13)
+        for member in (leader, helper):
+            member.free()
+
+
+async def say(hostile: Member, to: Member, header: PieceHeader, payload: bytes) -> None:
+    async with hostile.transport.lend() as buffer:
+        buffer.payload[: len(payload)] = payload
+        checksum = header.checksum or KEY.checksum(memoryview(payload))
+        pack_header(replace(header, payload_bytes=len(payload), checksum=checksum), buffer.header, KEY)
+        await hostile.transport.send(to.transport.address, buffer, len(payload))
+
+
+def a_loan(**changes: object) -> PieceHeader:
+    """Of one page, of the helper's to the leader."""
+    header = PieceHeader(
+        kind=PieceKind.LOAN,
+        request_key=exchange_key(REQUEST),
+        epoch=EPOCH,
+        capability=CAPABILITY,
+        source=1,
+        destination=0,
+        num_members=2,
+        part=KvPart(IndexRange(0, 1), IndexRange(0, 1), HEADS),
+    )
+    return replace(header, **changes)  # type: ignore[arg-type]
+
+
+#: What is dropped, by the reason; changes of a good note, and of its header.
+REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "unreadable: no cache there": ({"card_address": 0}, {}),
+    "unreadable: nor there": ({"card_address": (1 << 64) - 8}, {}),
+    "unreadable: not its cache": ({"card_address": "word"}, {}),
+    "unreadable: no such block": ({"block_ids": [2 * NUM_BLOCKS]}, {}),
+    "unreadable: far away": ({"block_ids": [(1 << 32) - 1]}, {}),
+    "loan over: another word": ({"word": 1}, {}),
+    "loan over: no word": ({"word_address": 8}, {}),
+    "range: too short": ({"block_ids": []}, {}),
+    "range: too long": ({"block_ids": [0, 1]}, {}),
+    "checksum": ({}, {"checksum": 1}),
+    "capability": ({}, {"capability": 1}),
+    "epoch": ({}, {"epoch": 2}),
+    "duplicate": ({}, {"part": KvPart(IndexRange(8, 9), IndexRange(0, 1), HEADS)}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) -> None:
+    """Nothing is taken of it, and the request goes on."""
+    async with open_members(maker, 2, store=HookedStore) as members:
+        leader, helper = members
+        for member in members:
+            member.join(members)
+        leader.compute(8, 8)
+        await helper.until_here(0)
+        await anyio.wait_all_tasks_blocked()
+        lending = helper.mover._context.lending
+        loan = helper.exchange._loan
+        assert lending is not None
+        assert loan is not None
+        good = lending.note(loan, [0])
+        changes, header = REFUSED[name]
+        if changes.get("card_address") == "word":
+            changes = {"card_address": good.word_address}
+        await say(helper, leader, a_loan(**header), good._replace(**changes).pack())  # type: ignore[arg-type]
+        await leader.until_dropped(name.partition(":")[0])
+        assert not leader.exchange.presence.has(0, 1)
+        helper.compute(0, 8)
+        await leader.until_here(NUM_BLOCKS)
+        assert leader.content(0, 8) == helper.content(0, 8)
+        assert leader.outcomes == []
+        for member in members:
+            member.free()
+
+
+async def test_an_instance_lends_so_much_and_no_more() -> None:
+    """What is beyond it travels in pieces."""
+    async with open_members(TransportMaker("memory", lends=True), 2, store=HookedStore) as members:
+        lending = members[0].mover._context.lending
+        assert lending is not None
+        loans = [lending.begin() for _ in range(MAX_LOANS)]
+        assert lending.begin() is None
+        for member in members:
+            member.join(members)
+        members[0].compute(0, NUM_BLOCKS)
+        await members[1].until_here(NUM_BLOCKS)
+        assert store_of(members[0]).num_staged > 0
+        for loan in loans:
+            assert loan is not None
+            loan.end()
+            loan.end()
+        lending.check_integrity()
+        for member in members:
+            member.free()

@@ -1,0 +1,163 @@
+"""What one process borrows of another, which may end its loan, stop or die at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import pytest
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.loans import Copies, Lender, Lending, LoanNote
+from pdmesh.kv.sharing import HostCache, PeerCache, SharedCache, common_runs
+from pdmesh.model import IndexRange, KvLayout
+from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
+from pdmesh.testing.lender import NUM_BLOCKS
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+
+SEED = 7
+OURS = [3, 4, 5, 0, 7, 6, 2, 1]
+LAYERS = IndexRange(0, SMALL_LAYOUT.num_layers)
+
+
+class LenderProcess(Protocol):
+    """`pdmesh.testing.lender`, and how to borrow from it."""
+
+    process: subprocess.Popen[str]
+    lender: Lender
+    note: LoanNote
+
+
+class _Running:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self.lender = Lender(b"its data address", process.pid)
+        self.note = LoanNote.unpack(memoryview(bytes.fromhex(process.stdout.readline())))
+
+
+@contextmanager
+def running_lender() -> Iterator[LenderProcess]:
+    command = [sys.executable, "-m", "pdmesh.testing.lender", str(SEED)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield _Running(process)
+        finally:
+            process.kill()
+
+
+def borrowing() -> tuple[ByteStore, Lending]:
+    store = ByteStore(SMALL_LAYOUT, NUM_BLOCKS)
+    return store, Lending(store.shared, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
+
+
+def borrow(lending: Lending, peer: LenderProcess) -> bool:
+    return lending.borrow(peer.lender, peer.note, [Copies(LAYERS, peer.note.block_ids, OURS)])
+
+
+def assert_copied(store: ByteStore) -> None:
+    theirs = ByteStore(SMALL_LAYOUT, NUM_BLOCKS, seed=SEED)
+    for layer in range(*LAYERS):
+        for block_id, ours in enumerate(OURS):
+            assert store.block(layer, ours) == theirs.block(layer, block_id)
+
+
+def test_what_another_process_lends_is_copied_until_the_loan_is_over() -> None:
+    store, lending = borrowing()
+    with running_lender() as peer:
+        assert borrow(lending, peer)
+        assert_copied(store)
+        assert peer.process.stdin is not None
+        assert peer.process.stdout is not None
+        peer.process.stdin.write("over\n")
+        peer.process.stdin.flush()
+        assert peer.process.stdout.readline() == "over\n"
+        assert not borrow(lending, peer)
+    lending.close()
+
+
+def test_a_lender_that_stopped_is_read_and_one_that_died_is_not() -> None:
+    store, lending = borrowing()
+    with running_lender() as peer:
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        assert borrow(lending, peer)
+        assert_copied(store)
+        peer.process.kill()
+        peer.process.wait()
+        with pytest.raises(KvTransferError, match="the peer's cache cannot be read"):
+            borrow(lending, peer)
+        lending.forget(peer.lender.address)
+        with pytest.raises(KvTransferError, match="the peer's memory cannot be read"):
+            borrow(lending, peer)
+    lending.close()
+
+
+@dataclass
+class _Dying:
+    """A peer's cache whose owner dies as soon as it has been read."""
+
+    cache: PeerCache
+    process: subprocess.Popen[str]
+
+    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        self.cache.read(layer, theirs, ours)
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+@dataclass
+class _DyingCache:
+    cache: SharedCache
+    kind: bytes = HostCache.kind
+    process: subprocess.Popen[str] = field(init=False)
+
+    def describe(self) -> bytes:
+        return self.cache.describe()
+
+    def open(self, pid: int, described: bytes) -> _Dying:
+        return _Dying(self.cache.open(pid, described), self.process)
+
+
+def test_of_a_lender_that_died_after_the_copy_nothing_is_taken() -> None:
+    """A device's memory that is gone reads as anything at all."""
+    store = ByteStore(SMALL_LAYOUT, NUM_BLOCKS)
+    cache = _DyingCache(store.shared)
+    lending = Lending(cache, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
+    with running_lender() as peer:
+        cache.process = peer.process
+        copies = [Copies(IndexRange(0, 1), peer.note.block_ids, OURS)]
+        assert not lending.borrow(peer.lender, peer.note, copies)
+
+
+def test_a_cache_of_another_layout_is_not_opened() -> None:
+    layout = KvLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    assert layout.block_bytes == SMALL_LAYOUT.block_bytes
+    store = ByteStore(layout, NUM_BLOCKS)
+    lending = Lending(store.shared, layout, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
+    with running_lender() as peer, pytest.raises(KvTransferError, match="of another kind"):
+        borrow(lending, peer)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "runs"),
+    [
+        ([4], [2], [(4, 2, 1)]),
+        ([4, 5, 6], [2, 3, 4], [(4, 2, 3)]),
+        ([4, 5, 6], [2, 3, 5], [(4, 2, 2), (6, 5, 1)]),
+        ([4, 6, 7], [2, 3, 4], [(4, 2, 1), (6, 3, 2)]),
+        ([1, 0], [1, 0], [(1, 1, 1), (0, 0, 1)]),
+    ],
+)
+def test_blocks_that_follow_one_another_in_both_caches_are_one_copy(
+    theirs: list[int], ours: list[int], runs: list[tuple[int, int, int]]
+) -> None:
+    assert list(common_runs(theirs, ours)) == runs
