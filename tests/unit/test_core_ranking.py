@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from pdmesh.core.growth import Growth
 from pdmesh.core.holds import HoldKind
 from pdmesh.core.lengths import Lengths
@@ -16,7 +18,7 @@ from pdmesh.model import InstanceId, Role
 from pdmesh.policy.base import InstanceView
 from pdmesh.policy.order import ShortFirst
 from pdmesh.policy.placement import Apart
-from pdmesh.testing.core import a_request
+from pdmesh.testing.core import FixedGrowth, a_request
 from pdmesh.testing.modelled import modelled_profile
 
 PLACE = Apart(long_prompt_tokens=1000)
@@ -26,13 +28,15 @@ def line_of(members: dict[InstanceId, InstanceBooks]) -> list[InstanceId]:
     return sorted(members, key=lambda name: (PLACE.key(members[name].view), name))
 
 
-def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None:
+@pytest.mark.parametrize("by_credit", [False, True])
+def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(by_credit: bool) -> None:
     rng, changed = random.Random(0), dict[InstanceId, None]()
+    growth = FixedGrowth(20.0, by_credit=by_credit)
     roles = (Role.DECODE, Role.MIXED, Role.PREFILL)
     instances = [
-        InstanceBooks(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=Growth()) for n in range(12)
+        InstanceBooks(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=growth) for n in range(12)
     ]
-    ranking, decoders = Ranking(PLACE.key), Decoders(PLACE, None, by_credit=False)
+    ranking, decoders = Ranking(PLACE.key), Decoders(PLACE, None)
     members: dict[InstanceId, InstanceBooks] = {}
     for number in range(400):
         instance = rng.choice(instances)
@@ -51,7 +55,7 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew() -> None
             decoders.look_at(instance.instance_id, instance)
         if rng.random() < 0.5:
             assert [name for _, name, _ in ranking.line()] == line_of(members)
-            request = a_request("new", prompt=rng.randint(1, 250))
+            request = a_request("new", prompt=rng.randint(1, 250), output=rng.choice((4, 100)))
             first = decoders.firsts(request).get(instances[0].kv_group)
             fitting = [name for name in line_of(members) if members[name].can_decode(request)]
             assert (first and first.instance_id) == (fitting[0] if fitting else None)

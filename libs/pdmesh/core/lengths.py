@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 
 class Lengths:
-    """A sorted bag of lengths, in tokens."""
+    """A sorted bag of lengths, in tokens or blocks."""
 
     def __init__(self) -> None:
         self._sorted: list[int] = []

@@ -61,8 +61,7 @@ class Openings:
         self._takers = Ranking(bundle.prefill_placement.key)  # the idle and the interruptible
         self._with_long: dict[InstanceId, None] = {}
         self._prefilling: dict[str, Ranking] = {}  # by KV group: those that take prompts, the least queued first
-        by_credit = self._books.growth.by_credit
-        self.decoders = Decoders(bundle.decode_placement, bundle.run_ahead, by_credit=by_credit)
+        self.decoders = Decoders(bundle.decode_placement, bundle.run_ahead)
         self._books.changed.update(dict.fromkeys(self._books.instances))
 
     def update(self, bundle: Bundle) -> None:

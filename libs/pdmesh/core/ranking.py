@@ -54,32 +54,53 @@ class Ranking:
 
 
 class _KvGroup:
-    """The instances that KV of one layout can move to, and how many tokens each has room for."""
+    """The instances that KV of one layout can move to, and for how many blocks of one more request each has room."""
 
     def __init__(self, placement: DecodePlacement) -> None:
-        self.ranking = Ranking(placement.key)
-        self.rooms = Lengths()
-        self._room_of: dict[InstanceId, int] = {}
+        self._ranking = Ranking(placement.key)
+        self._open, self._bounded = Lengths(), Lengths()  # of those that may grow, and of the others
+        self._room_of: dict[InstanceId, tuple[int, int]] = {}
 
-    def set_room(self, instance_id: InstanceId, num_tokens: int) -> None:
-        old = self._room_of.pop(instance_id, 0)
-        if num_tokens:
-            self._room_of[instance_id] = num_tokens
-        if old == num_tokens:
-            return
-        if old:
-            self.rooms.remove(old)
-        if num_tokens:
-            self.rooms.add(num_tokens)
+    def put(self, instance: InstanceBooks) -> None:
+        """It is one of them, and has perhaps another place and room."""
+        self._ranking.put(instance)
+        room = int(instance.room.open), int(instance.room.bounded)
+        if self._room_of.get(instance.instance_id) != room:
+            self._forget_room(instance.instance_id)
+            self._room_of[instance.instance_id] = room
+            self._open.add(room[0])
+            self._bounded.add(room[1])
+
+    def discard(self, instance_id: InstanceId) -> None:
+        self._ranking.discard(instance_id)
+        self._forget_room(instance_id)
+
+    def _forget_room(self, instance_id: InstanceId) -> None:
+        room = self._room_of.pop(instance_id, None)
+        if room is not None:
+            self._open.remove(room[0])
+            self._bounded.remove(room[1])
+
+    def first(self, request: Request) -> InstanceBooks | None:
+        """The first with room for the whole request. Nobody is looked at if there is none."""
+        some = next(iter(self._ranking.members.values()), None)
+        if some is None:
+            return None
+        wanted, is_open = some.wanted_blocks(request)  # the same anywhere
+        if wanted > (self._open if is_open else self._bounded).greatest:
+            return None
+        for _, _, instance in self._ranking.line():
+            if instance.can_decode(request):
+                return instance
+        return None
 
 
 class Decoders:
     """The instances with room for one more request to decode, and a seat: by KV group, in the order of the policy."""
 
-    def __init__(self, placement: DecodePlacement, run_ahead: RunAhead | None, *, by_credit: bool) -> None:
+    def __init__(self, placement: DecodePlacement, run_ahead: RunAhead | None) -> None:
         self.sums = DecodingSums(run_ahead)  # of those without room, too
         self._placement = placement
-        self._by_credit = by_credit
         self._groups: dict[str, _KvGroup] = {}
         self._group_of: dict[InstanceId, _KvGroup] = {}
         self._changed: dict[InstanceId, InstanceBooks | None] = {}  # since somebody asked
@@ -90,34 +111,22 @@ class Decoders:
         self.sums.look_at(instance_id, instance)
 
     def _look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
-        room = 0 if instance is None else instance.num_decode_tokens
-        known = self._group_of.get(instance_id)
-        if not room and known is None:
-            return
-        if instance is None or not room:
-            group = None
-        elif (group := self._groups.get(instance.kv_group)) is None:
-            group = self._groups[instance.kv_group] = _KvGroup(self._placement)
-        if known is not None and known is not group:
-            known.set_room(instance_id, 0)
-            known.ranking.discard(instance_id)
-            del self._group_of[instance_id]
-        if instance is not None and group is not None:
-            group.set_room(instance_id, room)
-            group.ranking.put(instance)
+        known, group = self._group_of.get(instance_id), None
+        if instance is not None and instance.num_decode_tokens:
+            group = self._groups.get(instance.kv_group)
+            if group is None:
+                group = self._groups[instance.kv_group] = _KvGroup(self._placement)
+            group.put(instance)
             self._group_of[instance_id] = group
+        if known is not None and known is not group:
+            known.discard(instance_id)
+            if group is None:
+                del self._group_of[instance_id]
 
     def firsts(self, request: Request) -> dict[str, InstanceBooks]:
         """The first of every KV group with room for the whole request, where there is one."""
         for instance_id, instance in self._changed.items():
             self._look_at(instance_id, instance)
         self._changed.clear()
-        num_tokens = request.num_prompt_tokens if self._by_credit else request.max_total_tokens
-        firsts: dict[str, InstanceBooks] = {}
-        for kv_group, group in self._groups.items():
-            if group.rooms.greatest >= num_tokens:
-                for _, _, instance in group.ranking.line():
-                    if instance.can_decode(request):
-                        firsts[kv_group] = instance
-                        break
-        return firsts
+        firsts = {kv_group: group.first(request) for kv_group, group in self._groups.items()}
+        return {kv_group: first for kv_group, first in firsts.items() if first is not None}

@@ -266,32 +266,29 @@ class InstanceBooks:
             return False
         if not self._growth.by_credit:
             return request.max_total_tokens <= self.num_decode_tokens
-        first = self.num_first_blocks(request)
+        return self.num_decode_tokens > 0 and self.could_decode(request) and self._has_room_for(request)
+
+    def wanted_blocks(self, request: Request) -> tuple[int, bool]:
+        """That have to be there for a request to decode here, and whether it may come to need more."""
         most = self.num_decode_blocks(request)
-        is_open = (most - first) * self.block_size > self._growth.mean_tokens
-        return (
-            self.num_decode_tokens > 0
-            and self.could_decode(request)
-            and (first <= self.room.open if is_open else most <= self.room.bounded)
-        )
+        if self._growth.by_credit:
+            first = self.num_first_blocks(request)
+            if (most - first) * self.block_size > self._growth.mean_tokens:
+                return first, True
+        return most, False
+
+    def _has_room_for(self, request: Request, num_held_blocks: int = 0) -> bool:
+        wanted, is_open = self.wanted_blocks(request)
+        return wanted - num_held_blocks <= (self.room.open if is_open else self.room.bounded)
 
     def can_keep(self, request: Request) -> bool:
         """Whether the request, whose prompt is held here to move away, can decode here instead."""
         hold = self.holds.get((request.request_id, request.epoch))
-        if (
-            hold is None
-            or hold.freeing
-            or not self.takes_new
-            or self.held.num_seats_taken >= self.profile.max_num_seqs
-            or not self.could_decode(request)
-        ):
+        if hold is None or hold.freeing or not self.takes_decodes or not self.could_decode(request):
             return False
-        first, most = self.num_first_blocks(request), self.num_decode_blocks(request)
         if not self._growth.by_credit:
-            return most - hold.num_blocks <= self.num_free_blocks
-        is_open = (most - first) * self.block_size > self._growth.mean_tokens
-        first, most = first - hold.num_blocks, most - hold.num_blocks
-        return first <= self.room.open if is_open else most <= self.room.bounded
+            return self.num_decode_blocks(request) - hold.num_blocks <= self.num_free_blocks
+        return self._has_room_for(request, hold.num_blocks)
 
     def can_take_over(self, key: RequestKey, num_blocks: int, max_blocks: int, spare_blocks: int | None = None) -> bool:
         """Whether a request that decodes elsewhere fits now, with ``num_blocks`` of the ``max_blocks`` it may need.
