@@ -317,6 +317,59 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
             receiving.check_integrity()
 
 
+async def test_whatever_a_receiver_says_in_a_header_is_no_error_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for what it was sent, or was not, gives up, and says that it has everything: in any order."""
+    monkeypatch.setattr("pdmesh.kv.context.log", Mock())
+    rng = random.Random(SEED)
+    request, key = RequestId("request"), MeshKey("secret")
+    outcomes: list[TransferOutcome] = []
+
+    def kv_mover(transport: UcxTransport, pool: BlockPool) -> KvMover:
+        return KvMover(
+            transport=transport,
+            store=ByteStore(SMALL_LAYOUT, 8),
+            pool=pool,
+            config=CONFIG,
+            on_outcome=outcomes.append,
+            mesh_token="secret",
+        )
+
+    def span(most: int) -> IndexRange:
+        return IndexRange(rng.choice([0, 0, 1, 2]), rng.choice([1, 2, most, most, 2**16 - 1]))
+
+    async with UcxTransport(CONFIG) as a, UcxTransport(CONFIG) as b:
+        introduce(a, b)
+        pools = BlockPool(8), BlockPool(8)
+        async with kv_mover(a, pools[0]) as sending, kv_mover(b, pools[1]) as receiving:
+            for number in range(NUMBER):
+                block_ids, epoch = pools[0].allocate(2), Epoch(number)
+                sender = sending.departures.offer(request, epoch, block_ids=block_ids, num_context_tokens=8)
+                destination = KvDestination(b.address, EVERYTHING)
+                sending.departures.grant(request, epoch, destinations=[destination], capability=1)
+                for layer in range(rng.randint(0, SMALL_LAYOUT.num_layers)):
+                    sender.blocks_ready(chunk=0, layer=layer, first_block=0, num_blocks=2)
+                if rng.random() < 0.5:
+                    sender.commit(FirstToken(1, 0))
+                for _ in range(rng.choice([1, 3, 3, 100])):
+                    header = PieceHeader(
+                        kind=rng.choice([PieceKind.AGAIN, PieceKind.AGAIN, *PieceKind]),
+                        request_key=request_key(request),
+                        epoch=epoch,
+                        capability=1,
+                        destination=rng.choice([0, 0, 0, 1, 2**16 - 1]),
+                        source=rng.choice([0, 0, 2**16 - 1]),
+                        part=KvPart(span(2), span(SMALL_LAYOUT.num_layers), IndexRange(0, SMALL_LAYOUT.num_kv_heads)),
+                    )
+                    async with b.lend() as buffer:
+                        pack_header(header, buffer.header, key)
+                        await b.send(a.address, buffer, 0)
+                sending.cancel(request, epoch)
+                pools[0].free(block_ids)
+                sending.check_integrity()
+            outcomes.clear()
+            await _hand_over(sending, receiving, pools, a, b, outcomes)
+
+
 async def _hand_over(
     sending: KvMover,
     receiving: KvMover,
