@@ -88,6 +88,7 @@ ADDED: Sequence[str] = (
     "KvReleased.transfer_id",
     "RunStep.plan.holds_decodes",
     "RunStep.plan.in_gang",
+    "RunStep.plan.at_once",
     "StepDone.num_decode_context_tokens",
     "StepDone.own_steps",
     "StepDone.began_s",

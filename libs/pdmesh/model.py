@@ -413,6 +413,8 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     holds_decodes: bool = False
     #: Other instances compute what comes before and after its chunk at the same time (*gang*): none is a turn behind.
     in_gang: bool = False
+    #: The same, to the end of the prompt: all are to end together, so each layer is waited for.
+    at_once: bool = False
 
 
 #: An instance reports its own decode steps after so many without another report that would have told of them.

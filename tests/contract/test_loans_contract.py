@@ -19,6 +19,7 @@ from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
 from pdmesh.kv.sharing import HostCache, PeerCache
 from pdmesh.model import IndexRange, KvPart
+from pdmesh.policy.pacing import ChunkPace
 from pdmesh.testing.exchanges import CAPABILITY, EPOCH, NUM_BLOCKS, NUM_LAYERS, REQUEST, Member, open_members
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.seal import MeshKey
@@ -194,7 +195,7 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
 
         reader.before = before
         assert lost.exchange.begin(0, 5)
-        lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), at_once=True)
+        lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
         await helper.until_dropped("loan over")
         assert loop_called.is_set()
         assert not any(helper.exchange.presence.has(layer, 1) for layer in range(NUM_LAYERS))
@@ -249,7 +250,7 @@ async def test_pages_wait_for_a_loan_that_is_copied_to_the_same_blocks(maker: Tr
 
         reader.before = before
         assert lost.exchange.begin(0, 5)
-        lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), at_once=True)
+        lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
         assert await anyio.to_thread.run_sync(arrived.wait, 20)
         lost.free()
         for layer in range(NUM_LAYERS):

@@ -106,7 +106,8 @@ async def relay(
                 gang = schedule.sample(running[:known], known)
             in_gang = bool(gang)
             member = gang.pop() if gang else running[schedule.randrange(known)]
-            (running[0] if chunk.is_last else member).run([chunk], in_gang=in_gang)
+            at_once = in_gang and schedule.random() < 0.5
+            (running[0] if chunk.is_last else member).run([chunk], in_gang=in_gang, at_once=at_once)
         table = table_of(running[0])
         await running[0].reported(RequestFinished, "r")
         found = {

@@ -177,7 +177,7 @@ def gangs_of(result: SimResult) -> list[list[tuple[InstanceId, StepSpan, int]]]:
 
 @pytest.mark.parametrize("role", ["prefill", "mixed"])
 @pytest.mark.parametrize("num_prefill", [2, 3, 4])
-def test_a_gang_computes_at_once_and_ends_at_once(num_prefill: int, role: str) -> None:
+def test_a_gang_computes_at_once_and_nobody_waits(num_prefill: int, role: str) -> None:
     alone = run([LONG], num_prefill=num_prefill, members=1, role=role).requests[0].ttft_s
     result = run([LONG], num_prefill=num_prefill, role=role, schedule="gang")
     ttft_s = result.requests[0].ttft_s
@@ -188,9 +188,9 @@ def test_a_gang_computes_at_once_and_ends_at_once(num_prefill: int, role: str) -
     assert max(len(gang) for gang in gangs) == num_prefill
     for gang in gangs[2:]:  # the first ones begin while the leader is still busy with its own
         ends_s = [step.end_s for _, step, _ in gang]
-        longest_s = max(step.end_s - step.start_s for _, step, _ in gang)
-        assert ends_s[-1] == max(ends_s)
-        assert max(ends_s) - min(ends_s) < 0.25 * longest_s
+        assert ends_s == sorted(ends_s)
+    steps = [step for gang in gangs[:-1] for _, step, _ in gang]
+    assert sum(step.waited_s for step in steps) < 0.02 * sum(step.end_s - step.start_s for step in steps)
 
 
 def test_a_gang_waits_for_its_slowest_link() -> None:

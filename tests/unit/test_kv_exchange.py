@@ -15,6 +15,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import Bell, KvPresence
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.policy.pacing import ChunkPace
 from pdmesh.testing.calls import num_calls
 from pdmesh.testing.kv import ByteStore
 
@@ -33,8 +34,14 @@ class NoWriter:
 
 def a_leader(num_blocks: int) -> PieceExchange:
     """Alone in its group yet."""
+    exchange = a_member(num_blocks)
+    assert exchange.set_members(0, ADDRESSES[:1]) is None
+    return exchange
+
+
+def a_member(num_blocks: int) -> PieceExchange:
     store: KvStore = ByteStore(LAYOUT, 1)
-    exchange = PieceExchange(
+    return PieceExchange(
         RequestId("request"),
         Epoch(0),
         capability=1,
@@ -49,8 +56,6 @@ def a_leader(num_blocks: int) -> PieceExchange:
         on_landed=None,
         on_failed=lambda exchange, reason: None,
     )
-    assert exchange.set_members(0, ADDRESSES[:1]) is None
-    return exchange
 
 
 def land(exchange: PieceExchange, source: int, layer: int, blocks: IndexRange, *, num_members: int) -> None:
@@ -89,6 +94,40 @@ def calls_of_a_group(num_blocks: int) -> Sequence[int]:
 async def test_a_join_and_a_loss_cost_the_same_whatever_the_length_of_the_prompt() -> None:
     calls_of_a_group(32)  # tables are made once
     assert calls_of_a_group(8192) == calls_of_a_group(32)
+
+
+def layers_sent(exchange: PieceExchange, pace: ChunkPace, number: int) -> list[int]:
+    """Of a chunk that is computed here, to this member: how many layers each piece has."""
+    for layer in range(LAYOUT.num_layers):
+        exchange.publish(Blocks(0, layer, 0, 2), pace)
+    return [item.blocks.num_layers for item in exchange._peers[number].outbox._waiting]
+
+
+@pytest.mark.parametrize(
+    ("own", "pace", "expected"),
+    [
+        pytest.param(0, ChunkPace.IN_GANG, {1: [4, 4], 2: [4, 4], 3: [4, 4]}, id="the leader's slice is the last"),
+        pytest.param(1, ChunkPace.IN_GANG, {2: [1] * 8, 3: [2] * 4, 0: [2] * 4}, id="two layers, first to last"),
+        pytest.param(2, ChunkPace.IN_GANG, {1: [4, 4], 3: [1] * 8, 0: [2] * 4}, id="who is before needs it later"),
+        pytest.param(1, ChunkPace.AT_ONCE, {2: [1] * 8, 3: [1] * 8, 0: [1] * 8}, id="all are in the same layer"),
+        pytest.param(3, ChunkPace.AT_ONCE, {1: [4, 4], 2: [4, 4], 0: [1] * 8}, id="but who is before"),
+    ],
+)
+async def test_members_of_a_gang_are_sent_as_many_layers_as_they_are_behind(
+    own: int, pace: ChunkPace, expected: dict[int, list[int]]
+) -> None:
+    for number, sizes in expected.items():
+        exchange = a_member(8)
+        assert exchange.set_members(own, ADDRESSES) is None
+        assert layers_sent(exchange, pace, number) == sizes
+        exchange.close()
+
+
+async def test_a_lost_member_of_a_gang_counts_no_more() -> None:
+    exchange = a_member(8)
+    assert exchange.set_members(1, (ADDRESSES[0], ADDRESSES[1], b"", b"")) is None
+    assert layers_sent(exchange, ChunkPace.IN_GANG, 0) == [2] * 4, "of two, one is two layers behind"
+    exchange.close()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,30 +30,58 @@ def step_s(relay: Relay, num_tokens: int, start: int) -> float:
     return relay.latency.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0)) if num_tokens else 0.0
 
 
-@given(
-    start=st.integers(0, 4000).map(lambda blocks: blocks * BLOCK),
-    num_tokens=st.integers(1, 20_000),
-    begin_s=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=8),
-)
-def test_slices_are_all_of_the_tokens_and_end_together(start: int, num_tokens: int, begin_s: list[float]) -> None:
-    relay = a_relay()
-    slices = relay.slices(start, num_tokens, begin_s, BLOCK)
-    assert (len(slices), sum(slices)) == (len(begin_s), num_tokens)
-    assert all(num % BLOCK == 0 <= num for num in slices[:-1])
-    assert slices[-1] > 0
+BEGIN_S = st.lists(st.floats(0.0, 2.0), min_size=1, max_size=8)
+STARTS = st.integers(0, 4000).map(lambda blocks: blocks * BLOCK)
+
+
+def ends_of(relay: Relay, slices: list[int], start: int, begin_s: list[float]) -> list[float]:
+    """When each is computed; of an empty one, when it would begin."""
     ends_s: list[float] = []
-    block_s = 2 * step_s(relay, BLOCK, start + num_tokens)
     for each_s, num in zip(begin_s, slices, strict=True):
         ends_s.append(each_s + step_s(relay, num, start))
         start += num
+    return ends_s
+
+
+@given(start=STARTS, num_tokens=st.integers(1, 20_000), begin_s=BEGIN_S)
+def test_the_last_slices_are_all_that_is_left_and_end_together(
+    start: int, num_tokens: int, begin_s: list[float]
+) -> None:
+    relay = a_relay()
+    slices = relay.last_slices(start, num_tokens, begin_s, BLOCK)
+    assert (len(slices), sum(slices)) == (len(begin_s), num_tokens)
+    assert all(num % BLOCK == 0 <= num for num in slices[:-1])
+    assert slices[-1] > 0
+    ends_s = ends_of(relay, slices, start, begin_s)
+    block_s = 2 * step_s(relay, BLOCK, start + num_tokens)
     computing = [end_s for end_s, num in zip(ends_s[:-1], slices[:-1], strict=True) if num]
     assert all(abs(end_s - max(computing)) < block_s for end_s in computing)
     if slices[-1] > BLOCK and computing:  # else it has what must be, however late it is
-        assert abs(ends_s[-1] - max(computing)) < len(slices) * block_s
+        assert ends_s[-1] > max(computing) - block_s
+        assert ends_s[-1] < max(computing) + 2 * block_s
+
+
+@given(start=STARTS, num_tokens=st.integers(1, 600), begin_s=BEGIN_S, lag_s=st.floats(0.0, 0.2))
+def test_slices_that_others_follow_wait_for_nobody(
+    start: int, num_tokens: int, begin_s: list[float], lag_s: float
+) -> None:
+    relay, num_tokens = a_relay(), num_tokens * BLOCK
+    most = 4 * num_tokens
+    slices = relay.slices(start, num_tokens, begin_s, BLOCK, lag_s, most)
+    assert len(slices) == len(begin_s)
+    assert all(num % BLOCK == 0 <= num for num in slices)
+    assert slices[-1] > 0
+    assert num_tokens <= sum(slices) <= most
+    ends_s = ends_of(relay, slices, start, begin_s)
+    block_s, token_s = 2 * step_s(relay, BLOCK, start + most), step_s(relay, 1, start + most)
+    computing = [end_s for end_s, num in zip(ends_s, slices, strict=True) if num]
+    if sum(slices) < most and slices[-1] > BLOCK:  # else the last one has what is left, or what must be
+        for before_s, end_s in pairwise(computing):
+            assert before_s + lag_s - token_s <= end_s < before_s + lag_s + block_s
 
 
 def test_later_slices_are_shorter() -> None:
-    slices = a_relay().slices(0, 32_768, [0.0] * 4, BLOCK)
+    slices = a_relay().last_slices(0, 32_768, [0.0] * 4, BLOCK)
     assert slices == sorted(slices, reverse=True)
     assert slices[0] > 1.1 * slices[-1]
 

@@ -136,8 +136,8 @@ async def test_members_of_a_gang_are_in_the_same_layer_at_the_same_time(maker: T
         for member in running:
             admit_member(member, generation, running)
         first, last = block_chunks(generation, BLOCK, [9, 7])
-        helper.run([first], in_gang=True)
-        leader.run([last], in_gang=True)
+        helper.run([first], in_gang=True, at_once=True)
+        leader.run([last], in_gang=True, at_once=True)
         for gate in gates:
             await anyio.to_thread.run_sync(gate.arrived)
         for gate in gates:
@@ -523,7 +523,7 @@ async def test_plans_of_a_scheduler_that_began_anew_wait_as_others_do(memory: Tr
 
 
 @pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("in_gang", [False, True], ids=["in turn", "at once"])
+@pytest.mark.parametrize("in_gang", [False, True], ids=["in turn", "in gangs"])
 @pytest.mark.parametrize("seed", range(12))
 async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
     memory: TransportMaker, seed: int, in_gang: bool, moves: bool
@@ -557,7 +557,7 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
             member = (
                 leader if chunk.is_last else running[(index + in_gang) % number]
             )  # of a gang the leader is the last
-            sent.append((member, member.run([chunk], in_gang=in_gang), chunk))
+            sent.append((member, member.run([chunk], in_gang=in_gang, at_once=in_gang and bool(seed % 2)), chunk))
         for _ in range(rng.randrange(30)):
             await anyio.lowlevel.checkpoint()
         for member in living:

@@ -1,7 +1,8 @@
 """Gangs: which members of a group compute the next tokens of a prompt at once, and with which slices of them.
 
 Slices begin and end together: whoever is free sooner gets more. So it matters how far each is in the step that it is
-in, which is known by when it came to it.
+in, which is known by when it came to it. Where more of the prompt follows, later slices may be a little behind earlier
+ones (`pdmesh.policy.pacing`); hence members always have them in the same order.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from math import ceil
 from pdmesh.core.books import Books
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import InstanceId, RequestKey
+from pdmesh.model import InstanceId, RequestKey, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.pacing import lag
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS
 from pdmesh.policy.relay import Relay
 
@@ -44,8 +46,9 @@ class Gangs:
         most = num_left // max(CHUNK_UNIT_TOKENS, leader.block_size)
         if start % leader.block_size or not spare or most < 2:
             return None
-        first = sorted(spare, key=lambda each: (self._left_s(state, each, relay, now_s), each.number))
-        gang = [*first[: most - 1], leader]
+        left_s = self._left_s(state, relay, now_s)
+        first = sorted(spare, key=lambda each: (left_s[each.instance_id], each.number))[: most - 1]
+        gang = [*sorted(first, key=lambda each: state.prefill_ids.index(each.instance_id)), leader]
         fits = _steps_tokens(gang, state, bundle, now_s) >= num_left
         layout = leader.profile.kv_layout
         token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
@@ -54,15 +57,20 @@ class Gangs:
     def slices(
         self, gang: Sequence[InstanceBooks], state: RequestState, relay: Relay, bundle: Bundle, now_s: float
     ) -> list[tuple[InstanceBooks, int]]:
-        """Of the next tokens: as many as each has a step for, in equal steps to the end of the prompt."""
+        """Of the next tokens: about as many as each has a step for, in equal steps to the end of the prompt."""
         size, start = gang[-1].block_size, state.num_planned_tokens
         num_left = state.request.num_prompt_tokens - start
-        num_tokens, num_steps = num_left, ceil(num_left / _steps_tokens(gang, state, bundle, now_s))
+        left_s = self._left_s(state, relay, now_s)
+        begin_s = [left_s[member.instance_id] for member in gang]
+        num_steps = ceil(num_left / _steps_tokens(gang, state, bundle, now_s))
         if num_steps > 1:
-            num_tokens = max(num_left // num_steps // size, 1) * size
-        begin_s = [self._left_s(state, member, relay, now_s) for member in gang]
-        slices = zip(gang, relay.slices(start, num_tokens, begin_s, size), strict=True)
-        return [(member, num) for member, num in slices if num]
+            num_tokens, most = max(num_left // num_steps // size, 1) * size, (num_left - 1) // size * size
+            step_s = relay.latency.step_s(StepShape((ChunkShape(num_tokens // len(gang), start),), 0, 0))
+            lag_s = step_s * lag(gang[-1].profile.kv_layout.num_layers, len(gang))
+            slices = relay.slices(start, num_tokens, begin_s, size, lag_s, most)
+        else:
+            slices = relay.last_slices(start, num_left, begin_s, size)
+        return [(member, num) for member, num in zip(gang, slices, strict=True) if num]
 
     def forget(self, key: RequestKey) -> None:
         self._steps.pop(key, None)
@@ -75,17 +83,33 @@ class Gangs:
                 noted[member_id] = (plan_id, now_s) if before is None or before[0] != plan_id else before
         self._steps[state.key] = noted
 
-    def _left_s(self, state: RequestState, member: InstanceBooks, relay: Relay, now_s: float) -> float:
-        """Predicted time of what it has in flight, without what has passed of the step that it is in."""
-        _, since_s = self._steps[state.key].get(member.instance_id, (-1, now_s))
-        return max(0.0, in_flight_s(member, relay) - (now_s - since_s))
+    def _left_s(self, state: RequestState, relay: Relay, now_s: float) -> dict[InstanceId, float]:
+        """When each member has computed what it has in flight; its part of the prompt not before the part before it."""
+        ends_s: dict[InstanceId, float] = {}
+        plans: list[tuple[int, int, InstanceId, float]] = []
+        for member_id in state.prefill_ids:
+            ends_s[member_id] = self._steps[state.key].get(member_id, (-1, now_s))[1] - now_s
+            start = -1
+            for index, plan in enumerate(self._books.instances[member_id].plans.values()):
+                starts = [chunk.start for chunk in plan.chunks if (chunk.request_id, chunk.epoch) == state.key]
+                start = max([start, *starts])
+                plans.append((start, index, member_id, _plan_s(plan, relay)))
+        before_s = 0.0
+        for start, _, member_id, plan_s in sorted(plans):
+            ends_s[member_id] += plan_s
+            if start >= 0:
+                before_s = ends_s[member_id] = max(ends_s[member_id], before_s)
+        return {member_id: max(0.0, end_s) for member_id, end_s in ends_s.items()}
 
 
 def in_flight_s(instance: InstanceBooks, relay: Relay) -> float:
     """Predicted time of all steps that it has in flight."""
-    plans = instance.plans.values()
-    shapes = [tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks]) for plan in plans]
-    return sum([relay.latency.step_s(StepShape(chunks, 0, 0)) for chunks in shapes])
+    return sum([_plan_s(plan, relay) for plan in instance.plans.values()])
+
+
+def _plan_s(plan: StepPlan, relay: Relay) -> float:
+    chunks = tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks])
+    return relay.latency.step_s(StepShape(chunks, 0, 0))
 
 
 def _steps_tokens(gang: Sequence[InstanceBooks], state: RequestState, bundle: Bundle, now_s: float) -> int:

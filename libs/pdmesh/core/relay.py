@@ -358,8 +358,9 @@ class Relays:
         if not all(openings.has_room(member) for member in gang):
             return False
         slices = self._gangs.slices(gang, state, relay, bundle, now_s)
+        at_once = sum(num for _, num in slices) == state.request.num_prompt_tokens - state.num_planned_tokens
         for member, num_tokens in slices:
-            self._plan(member, gang[-1], state, num_tokens, bundle, now_s, in_gang=len(slices) > 1)
+            self._plan(member, gang[-1], state, num_tokens, bundle, now_s, in_gang=len(slices) > 1, at_once=at_once)
         return True
 
     def _plan(
@@ -372,13 +373,20 @@ class Relays:
         now_s: float,
         *,
         in_gang: bool = False,
+        at_once: bool = False,
     ) -> None:
         start = state.num_planned_tokens
         is_last = start + num_tokens == state.request.num_prompt_tokens
         chunk = ChunkPlan(
             request_id=state.key[0], epoch=state.key[1], start=start, num_tokens=num_tokens, is_last=is_last
         )
-        plan = StepPlan(plan_id=member.next_plan_id, chunks=(chunk,), with_decodes=False, in_gang=in_gang)
+        plan = StepPlan(
+            plan_id=member.next_plan_id,
+            chunks=(chunk,),
+            with_decodes=False,
+            in_gang=in_gang,
+            at_once=in_gang and at_once,
+        )
         member.begin_plan(plan)
         member.queue_tokens(num_tokens)
         leader.queue_tokens(-num_tokens)

@@ -11,9 +11,8 @@ other piece, says that its sender is ready. Of two members one hears of the othe
 
 **In how many pieces.** Members take turns, so when one begins its chunk, the next one of ``n`` begins about a chunk's
 ``n``-th part later, and as many layers behind. Whoever is ``d`` turns behind is sent ``d`` of these parts at once: it
-waits no longer for it, and a piece costs what it costs, be it of one layer or of eight. Whose turn is next is told by
-what came from whom last; a wrong guess makes somebody wait for half a chunk. Members of
-a gang are all in the same layer at the same time, and are sent each layer at once.
+waits no longer for it (`pdmesh.policy.pacing`). Whose turn is next is told by what came from whom last; a wrong guess
+makes somebody wait for half a chunk. A gang's slices are in the order of its members, the leader's last.
 
 **How pages travel** is the writer's business, and that of `pdmesh.kv.groups`, which takes them: in pieces, or, inside a
 host, copied from where they lie (`pdmesh.kv.loans`).
@@ -30,7 +29,7 @@ before anything else that waits to go there, to the same audience. Up to a limit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -48,6 +47,7 @@ from pdmesh.kv.presence import KvPresence
 from pdmesh.kv.repair import DamageLimit
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.policy.pacing import ChunkPace, layers_a_piece
 
 log = structlog.get_logger()
 
@@ -83,11 +83,8 @@ class KvExchange(Protocol):
         """A chunk that was begun has ended without having filled them in all layers. Event loop."""
         ...
 
-    def publish(self, blocks: Blocks, *, at_once: bool = False) -> None:
-        """They have been computed in this layer. The engine's thread; cheap.
-
-        ``at_once`` if others wait for each layer of them by now.
-        """
+    def publish(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
+        """They have been computed in this layer; ``pace`` says when others need them. The engine's thread; cheap."""
         ...
 
     def add_computed(self, first_block: int, num_blocks: int) -> None:
@@ -175,9 +172,9 @@ class PieceExchange:
     def abandon(self, first_block: int, num_blocks: int) -> None:
         self.pages.abandon(first_block, num_blocks)
 
-    def publish(self, blocks: Blocks, *, at_once: bool = False) -> None:
+    def publish(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
         self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
-        self._store.when_written(lambda: self._call_soon(lambda: self._push(blocks, at_once=at_once)))
+        self._store.when_written(lambda: self._call_soon(lambda: self._push(blocks, pace)))
 
     def add_computed(self, first_block: int, num_blocks: int) -> None:
         if num_blocks == 0:
@@ -376,16 +373,27 @@ class PieceExchange:
         for peer in self._peers.values():
             peer.outbox.put(Outgoing(blocks, len(self._addresses)))
 
-    def _push(self, blocks: Blocks, *, at_once: bool = False) -> None:
+    def _push(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
         """Send blocks that were computed here to all members that there are."""
         num_members = max(1, len(self._addresses))
         self.pages.set_audience(blocks, num_members)
+        for behind, peer in self._in_turn(blocks) if pace is ChunkPace.IN_TURN else self._in_gang():
+            num_layers = layers_a_piece(pace, self._layout.num_layers, 1 + len(self._peers), behind)
+            peer.outbox.put(Outgoing(blocks, num_members), num_layers)
+
+    def _in_turn(self, blocks: Blocks) -> Iterable[tuple[int, _Peer]]:
+        """The others, and how many turns they are behind."""
         next_ones = sorted(
             self._peers.values(), key=lambda peer: (peer.last_block < blocks.first_block, peer.last_block)
         )
-        for turn, peer in enumerate(next_ones, start=1):
-            layers_behind = 1 if at_once else turn * self._layout.num_layers // num_members
-            peer.outbox.put(Outgoing(blocks, num_members), min(layers_behind, self._layout.num_layers // 2))
+        return enumerate(next_ones, start=1)
+
+    def _in_gang(self) -> Iterable[tuple[int, _Peer]]:
+        """The others, and by how many slices theirs comes after the one here: in their order, the leader's last."""
+        assert self._number is not None, "there is a gang, so the members are known"
+        line = sorted({self._number, *self._peers}, key=lambda number: (number == LEADER, number))
+        own = line.index(self._number)
+        return [(max(0, place - own), self._peers[number]) for place, number in enumerate(line) if place != own]
 
     def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:
         """Send of ``blocks`` what is here and was not meant for this member."""

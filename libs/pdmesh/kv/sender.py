@@ -63,7 +63,7 @@ class KvSender:
         self._clock = clock
         self._num_awaited = self.part.num_pages  # not yet computed
         self._named = [bytearray(num_blocks) for _ in range(layout.num_layers)]  # pages that are in ``ready``
-        self._held: Blocks | None = None  # layers of a chunk that more will join
+        self._held: dict[int, Blocks] = {}  # layers of chunks that more will join, by their first block
         self._news = anyio.Event()
 
     # --- called by the worker runtime ---------------------------------------------------------------------------------
@@ -76,11 +76,11 @@ class KvSender:
         """
         if num_blocks > 0:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
-            self._store.when_written(lambda: self._call_soon(lambda: self._add_computed(blocks)))
+            self._store.when_written(lambda: self._call_soon(lambda: self._gather(blocks)))
 
     def blocks_landed(self, blocks: Blocks) -> None:
         """The same of blocks that another instance computed, and that are in place here now. Event loop only."""
-        self._add_ready(blocks)
+        self._gather(blocks)
 
     def commit(self, first_token: FirstToken | None) -> None:
         """All that this source computes is computed; ``first_token`` if it drew it. Event loop only.
@@ -89,6 +89,8 @@ class KvSender:
         """
         self.committed_s = self._clock()
         self.first_token = first_token
+        while self._held:  # of chunks that ended before their last layer, and that were computed again
+            self._add_ready(self._held.popitem()[1])
         self._tell()
 
     # --- called by its pushes -----------------------------------------------------------------------------------------
@@ -119,11 +121,11 @@ class KvSender:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _add_computed(self, blocks: Blocks) -> None:
+    def _gather(self, blocks: Blocks) -> None:
         """They are ready together with those of the next layers, as long as these fit into a piece."""
-        held, self._held = self._held, None
-        if held is not None and blocks == held._replace(layer=held.end_layer, num_layers=1):
-            blocks = held._replace(num_layers=held.num_layers + 1)
+        held = self._held.pop(blocks.first_block, None)
+        if held is not None and blocks == held._replace(layer=held.end_layer, num_layers=blocks.num_layers):
+            blocks = held._replace(num_layers=held.num_layers + blocks.num_layers)
         elif held is not None:
             self._add_ready(held)
         num_layers = self._store.layout.num_layers
@@ -132,7 +134,7 @@ class KvSender:
             and blocks.end_layer < num_layers
             and blocks.num_pages + blocks.num_blocks <= self._pages_per_piece
         ):
-            self._held = blocks
+            self._held[blocks.first_block] = blocks
         else:
             self._add_ready(blocks)
 

@@ -15,7 +15,7 @@ there is no end at which some have none. So it is for prompts of few chunks, and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -118,28 +118,65 @@ class Relay:
         sent_s = num_left * token_bytes / self.bytes_per_s
         return fits and sent_s < self.min_step_s
 
-    def slices(self, start: int, num_tokens: int, begin_s: Sequence[float], unit: int) -> list[int]:
-        """As many slices as there are members, which begin in ``begin_s`` seconds, that end together, in their order.
+    def last_slices(self, start: int, num_tokens: int, begin_s: Sequence[float], unit: int) -> list[int]:
+        """All that is left of a prompt: as many slices as there are members, of which the last one ends the soonest.
 
-        Multiples of ``unit`` tokens, but for the last one, which is not empty; others may be.
+        They begin in ``begin_s`` seconds, in their order. Multiples of ``unit`` tokens, but for the last one, which is
+        not empty; others may be.
         """
-        low_s, high_s = 0.0, max(begin_s) + self.latency.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0))
+
+        def until(end_s: float) -> list[int]:
+            """How many tokens each can compute by then. A unit more would keep all waiting that come after it."""
+            found: list[int] = []
+            for each_s in begin_s:
+                num = tokens_within(self.latency, start + sum(found), end_s - each_s)
+                found.append(num if len(found) == len(begin_s) - 1 else num // unit * unit)
+            return found
+
+        latest_s = max(begin_s) + self._slice_s(start, num_tokens)
+        ends = accumulate(self._soonest(until, num_tokens, latest_s)[:-1])
+        most = (num_tokens - 1) // unit * unit
+        return [after - before for before, after in pairwise([0, *(min(end, most) for end in ends), num_tokens])]
+
+    def slices(
+        self, start: int, num_tokens: int, begin_s: Sequence[float], unit: int, lag_s: float, most: int
+    ) -> list[int]:
+        """Of ``num_tokens`` or a little more, at most ``most``, that others follow: slices for which nobody waits.
+
+        They begin in ``begin_s`` seconds, in their order, and each ends ``lag_s`` or more after the one before it, by
+        up to a unit's time: whoever ends sooner begins the next ones sooner. Multiples of ``unit`` tokens; the last
+        one is not empty.
+        """
+
+        def until(end_s: float) -> list[int]:
+            """How many tokens each computes if the first one ends by then."""
+            first = tokens_within(self.latency, start, end_s - begin_s[0]) // unit * unit
+            found = [first]
+            before_s = begin_s[0] + self._slice_s(start, first) if first else end_s
+            for each_s in begin_s[1:]:
+                at = start + sum(found)
+                num = -(-tokens_within(self.latency, at, before_s + lag_s - each_s) // unit) * unit
+                if num:
+                    before_s = max(before_s + lag_s, each_s + self._slice_s(at, num))
+                found.append(num)
+            return found
+
+        found = self._soonest(until, num_tokens, max(begin_s) + self._slice_s(start, num_tokens + unit))
+        ends = [min(end, most - unit) for end in accumulate(found[:-1])]
+        last = min(max(found[-1], unit), most - max(ends, default=0))
+        return [*(after - before for before, after in pairwise([0, *ends])), last]
+
+    @staticmethod
+    def _soonest(until: Callable[[float], list[int]], num_tokens: int, latest_s: float) -> list[int]:
+        """The slices for the earliest time for which they are as many tokens."""
+        low_s, high_s = 0.0, latest_s
         for _ in range(_HALVINGS):
             middle_s = (low_s + high_s) / 2
-            enough = sum(self._until(middle_s, start, begin_s)) >= num_tokens
-            low_s, high_s = (low_s, middle_s) if enough else (middle_s, high_s)
-        ends = [num // unit * unit for num in accumulate(self._until(high_s, start, begin_s)[:-1])]
-        most = (num_tokens - 1) // unit * unit
-        bounds = [0, *(min(end, most) for end in ends), num_tokens]
-        return [after - before for before, after in pairwise(bounds)]
+            low_s, high_s = (low_s, middle_s) if sum(until(middle_s)) >= num_tokens else (middle_s, high_s)
+        return until(high_s)
 
-    def _until(self, end_s: float, start: int, begin_s: Sequence[float]) -> list[int]:
-        """How many tokens each can compute by ``end_s``, one behind the other."""
-        found: list[int] = []
-        for each_s in begin_s:
-            found.append(tokens_within(self.latency, start, end_s - each_s))
-            start += found[-1]
-        return found
+    def _slice_s(self, start: int, num_tokens: int) -> float:
+        return self.latency.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0))
 
     def _least_tokens(self, start: int, num_left: int) -> int:
         return max(

@@ -84,6 +84,9 @@ class SimulatedExchange:
         """Whether it has a group, and is not yet done."""
         return key in self._prompts
 
+    def num_members(self, key: RequestKey) -> int:
+        return len(self._prompts[key].members)
+
     def set_group(
         self,
         key: RequestKey,

@@ -11,6 +11,7 @@ from functools import partial
 
 from pdmesh.core.events import Event, GroupPrefix
 from pdmesh.model import InstanceProfile, PrefillGroup, RequestKey, StepPlan
+from pdmesh.policy.pacing import lag
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.departures import Prefill, SimulatedDepartures
 from pdmesh.sim.exchange import SimulatedExchange
@@ -99,13 +100,20 @@ class SimulatedGroups:
                 step.waits, step.end = True, None
                 self._exchange.wait(key, self._profile.instance_id, chunk.start, partial(self._go_on, step))
                 return True
-            # What its last layer waited for was written a layer's time before the end of the slice before it.
-            end_s = since_s + (0.0 if step.plan.in_gang else step.duration_s * self._departures.last_layer_share)
+            end_s = since_s + step.duration_s * self._share_behind(key, step.plan)
             if end_s > self._agenda.now_s:
                 step.waits = True
                 step.end = self._agenda.at(end_s, self._end)
                 return True
         return False
+
+    def _share_behind(self, key: RequestKey, plan: StepPlan) -> float:
+        """What is left of a chunk when all KV before it is here, at least."""
+        if plan.at_once:
+            return 0.0  # what its last layer waited for was written a layer's time before the end of the slice before
+        if plan.in_gang:
+            return lag(self._profile.kv_layout.num_layers, self._exchange.num_members(key))
+        return self._departures.last_layer_share
 
 
 def _has_chunk(plan: StepPlan, key: RequestKey) -> bool:

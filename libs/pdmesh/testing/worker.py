@@ -177,6 +177,7 @@ class RunningInstance:
         with_decodes: bool = False,
         holds_decodes: bool = False,
         in_gang: bool = False,
+        at_once: bool = False,
     ) -> int:
         """Queue one plan and return its id."""
         plan_id = next(self._plan_ids)
@@ -186,6 +187,7 @@ class RunningInstance:
             with_decodes=with_decodes,
             holds_decodes=holds_decodes,
             in_gang=in_gang,
+            at_once=at_once,
         )
         self.instance.handle(RunStep(instance_id=self.instance.instance_id, plan=plan))
         return plan_id

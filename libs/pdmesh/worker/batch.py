@@ -9,6 +9,7 @@ from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.model import ChunkPlan, StepPlan, num_blocks_for
+from pdmesh.policy.pacing import ChunkPace
 from pdmesh.worker.sequences import Hold
 
 
@@ -64,6 +65,13 @@ class Batch:
         return sum(len(hold.sequence.token_ids) for hold in self.decodes)
 
     @property
+    def pace(self) -> ChunkPace:
+        """Of its chunk of a group, if it has one."""
+        if self.plan is None or not self.plan.in_gang:
+            return ChunkPace.IN_TURN
+        return ChunkPace.AT_ONCE if self.plan.at_once else ChunkPace.IN_GANG
+
+    @property
     def waiting(self) -> list[BatchChunk]:
         """Chunks that may have to wait for KV that other members of their groups compute."""
         return [chunk for chunk in self.chunks if chunk.exchange is not None and chunk.plan.start > 0]
@@ -80,7 +88,7 @@ class Batch:
                 moving.append((chunk, first, count))
         if not moving:
             return None
-        in_gang = self.plan is not None and self.plan.in_gang
+        pace = self.pace
 
         def layer_done(layer: int) -> None:
             for chunk, first, count in moving:
@@ -88,7 +96,7 @@ class Batch:
                     continue
                 hold, number = chunk.hold, chunk.number
                 if chunk.exchange is not None and not chunk.plan.is_last:
-                    chunk.exchange.publish(Blocks(number, layer, first, count), at_once=in_gang)
+                    chunk.exchange.publish(Blocks(number, layer, first, count), pace)
                 if hold.sender is not None:
                     hold.sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
 
