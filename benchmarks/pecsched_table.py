@@ -11,24 +11,29 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from report import heading, unavailable
-from simulated import Study, change, layout, num_kv_tokens, number, run, table
+from simulated import Study, change, layout, number, run, table
 
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.policy.latency import A100, LLAMA_3_70B, ModelShape, analytic_model, sequence_parallel, tensor_parallel
+from pdmesh.policy.latency import A100, LLAMA_3_70B, ModelShape, analytic_model, tensor_parallel
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.report import SimReport
+from pdmesh.sim.simulator import SimConfig
 from pdmesh.sim.workload import Arrival, with_long_inputs, with_rate_scaled
 from pdmesh.traces import read_trace
 
 NUM_GPUS = 32
 LONG_RANGE = (100_000, 500_000)
 
-#: Of a layer and a member of a ring, without which it is only of a node's (see `sequence_parallel`).
+#: Of a layer and a member of a ring, which a step waits for them; the middle of what Tetris's Table 1 shows.
 HOP_S = 0.6e-3
+
+#: Each member of a group holds the KV of the whole prompt, and nobody's memory is what limits here (see results.md).
+NUM_KV_TOKENS = 1 << 21
 
 
 class Replicas(NamedTuple):
@@ -95,23 +100,28 @@ def study(model: Model, name: str, bundle: str) -> Study:
     ring = group_size if name == "/FSP" else num_nodes
     policy = PolicyConfig(
         latency=latency,
-        group_latency=sequence_parallel(latency, group_size, HOP_S * model.shape.num_layers * ring / group_size),
         long_prompt_tokens=LONG_RANGE[0],
         chunk_tokens=2048,
         prefill_step_s=1.0,
+        group_size=group_size,
+        reserved_instances=replicas.num_reserved,
+        sequence_parallel="relay" if bundle == "pdmesh" else "gang",
+        relay_members=group_size,
+        relay_bytes_per_s=SIM.port_bytes_per_s,
     )
     mesh = MeshShape(
         num_prefill=0,
         num_decode=num_decode,
         num_mixed=num_mixed,
         kv_layout=layout(model.shape),
-        num_kv_tokens=num_kv_tokens(model.shape, replicas.degree),
-        group_size=group_size,
-        num_groups=replicas.num_reserved // group_size if bundle == "reservation" else None,
+        num_kv_tokens=NUM_KV_TOKENS,
+        relays=True,
     )
-    return Study(name=name, bundle=bundle, mesh=mesh, policy=policy)
+    config = replace(SIM, gang_step_s=HOP_S * model.shape.num_layers * ring)
+    return Study(name=name, bundle=bundle, mesh=mesh, policy=policy, config=config)
 
 
+SIM = SimConfig()
 DISAGGREGATED = {"pecsched", "pecsched-no-preemption", "pecsched-no-colocation", "pdmesh"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdmesh.metrics import Slo
 from pdmesh.model import KvLayout
@@ -13,7 +13,7 @@ from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import ModelShape
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.report import SimReport, report
-from pdmesh.sim.simulator import Simulator
+from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival
 
 
@@ -25,6 +25,7 @@ class Study:
     bundle: str
     mesh: MeshShape
     policy: PolicyConfig
+    config: SimConfig = field(default_factory=SimConfig)
 
 
 def run(study: Study, arrivals: Sequence[Arrival], *, seed: int = 0) -> SimReport:
@@ -32,7 +33,7 @@ def run(study: Study, arrivals: Sequence[Arrival], *, seed: int = 0) -> SimRepor
     started_s = time.perf_counter()
     core = study_core(study.bundle, study.policy, seed)
     instances = study.mesh.instances(study.policy.latency)
-    result = Simulator(core, instances, arrivals, group_model=study.policy.group_latency).run()
+    result = Simulator(core, instances, arrivals, study.config).run()
     figures = report(result, long_tokens=study.policy.long_prompt_tokens, slo=Slo())
     print(f"  {study.name}: {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
     return figures

@@ -121,7 +121,6 @@ class SchedulerConfig:
         str | None,
         "how long steps take: a built-in name or a file of `pdmesh profile`; else instances measure it at their start",
     ] = None
-    group_profile: Annotated[str | None, "the same of a group of instances; else as one instance"] = None
     plans_in_flight: Annotated[int, COUNT, "per instance, so that the device never waits for a round trip"] = 2
     max_queue_entries: Annotated[int, COUNT, "requests waiting; more is a 429"] = 4096
     max_queue_bytes: Annotated[int, COUNT, "prompts held for requests that wait"] = 512 * 1024 * 1024

@@ -41,7 +41,7 @@ from pdmesh.settings import values_of
 
 log = structlog.get_logger()
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 #: No record is larger; a length beyond it is corruption.
 MAX_RECORD_BYTES = 64 * 1024 * 1024
@@ -206,9 +206,8 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
                 f"{self._path} is damaged: kv_risk in its header is {header.config.kv_risk}: wanted a number{KV_RISK}"
             )
         policy = header.config.policy
-        for model in (policy.latency, policy.group_latency):
-            if model is not None and not all(map(math.isfinite, model.coefficients)):
-                raise EventLogError(f"{self._path} is damaged: its header has a latency model of {model.coefficients}")
+        if not all(map(math.isfinite, (coefficients := policy.latency.coefficients))):
+            raise EventLogError(f"{self._path} is damaged: its header has a latency model of {coefficients}")
         return header
 
     def __iter__(self) -> Iterator[Entry]:

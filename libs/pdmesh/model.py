@@ -349,7 +349,6 @@ class InstanceProfile:
     num_parameters: Annotated[int, ANY_COUNT] = 0  # that a token meets
     num_heads: Annotated[int, ANY_COUNT] = 0
     measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
-    group_id: str = ""  # instances of one group compute a long prompt together; empty: it computes alone
     relays: bool = False  # it can be a member of a `PrefillGroup`
 
     def is_process_of(self, other: InstanceProfile) -> bool:
@@ -392,14 +391,6 @@ class ChunkPlan(Struct, frozen=True, kw_only=True):
     is_last: bool  # the step samples the first output token from it
 
 
-class GroupChunk(Struct, frozen=True, kw_only=True):
-    """A chunk that several instances compute together: each has it in its plan, and begins when all have come to it."""
-
-    request_id: RequestId
-    members: tuple[InstanceId, ...]  # the leader first: it samples, and decodes
-    leader_plan_id: int
-
-
 class StepPlan(Struct, frozen=True, kw_only=True):
     """One forward pass: chunks, with or without the instance's resident decodes (mixed or exclusive)."""
 
@@ -407,7 +398,6 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     chunks: tuple[ChunkPlan, ...]
     with_decodes: bool
     urgent: bool = False  # before the plans that wait, and between two layers of a step that runs; without decodes
-    group: GroupChunk | None = None  # which of the chunks is shared with other instances, at most one
     #: From here on the residents' own decode steps wait until a later plan, not an urgent one, says otherwise: a phase
     #: of prefill alone. A plan without chunks, with decodes and without this ends the phase.
     holds_decodes: bool = False

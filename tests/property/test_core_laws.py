@@ -120,8 +120,8 @@ MESHES = {
     "2M": (Role.MIXED, Role.MIXED),
     "1P+1M+1D": (Role.PREFILL, Role.MIXED, Role.DECODE),
     "1P+2M": (Role.PREFILL, Role.MIXED, Role.MIXED),
-    # One outside the group: `reservation` would leave short prompts no instance.
-    "2M in a group + 1M": (Role.MIXED, Role.MIXED, Role.MIXED),
+    "4M in groups of 2": (Role.MIXED, Role.MIXED, Role.MIXED, Role.MIXED),
+    "2P+2M in groups of 2": (Role.PREFILL, Role.PREFILL, Role.MIXED, Role.MIXED),
     "3P+1D in turn": (Role.PREFILL, Role.PREFILL, Role.PREFILL, Role.DECODE),
     "1P+2M in turn": (Role.PREFILL, Role.MIXED, Role.MIXED),
     "3P+1M in turn": (Role.PREFILL, Role.PREFILL, Role.PREFILL, Role.MIXED),
@@ -133,10 +133,10 @@ BLOCK_SIZE = 4  # tokens
 #: least, and there must be several.
 IN_TURN = 8
 
-#: In the first a short prompt waits for an instance without long ones, in the other for one outside groups, where there
-#: are any; long ones may go past it.
+#: A short prompt waits for an instance without long ones, under others only where groups of a fixed size compute those;
+#: long ones may go past it.
 LETS_SHORT_WAIT = "pecsched-no-preemption"
-LETS_SHORT_WAIT_BESIDE_GROUPS = "reservation"
+LET_SHORT_WAIT_BESIDE_GROUPS = ("fcfs", "short-first", "reservation")
 
 
 class MeshMachine(RuleBasedStateMachine):
@@ -151,7 +151,8 @@ class MeshMachine(RuleBasedStateMachine):
     )
     def begin(self, shape: str, bundle: str, schedule: Schedule, reservation: KvReservation, reckless: bool) -> None:
         self.now_s = 0.0
-        in_turn = "in turn" in shape
+        self.has_groups = "in groups" in shape
+        in_turn = "in turn" in shape or self.has_groups
         self.scale = IN_TURN if in_turn else 1
         self.policy = replace(
             POLICY,
@@ -159,31 +160,28 @@ class MeshMachine(RuleBasedStateMachine):
             latency=replace(POLICY.latency, b_s=POLICY.latency.b_s / self.scale),
             long_prompt_tokens=POLICY.long_prompt_tokens * self.scale,
             sequence_parallel=schedule,
+            group_size=2 if self.has_groups else 1,
         )
         self.config = replace(CONFIG, kv_reservation=reservation, policy=self.policy)
         self.reckless = reckless
         self.max_total_of: dict[RequestKey, int] = {}
-        self.chosen = make_bundle("pdmesh" if in_turn else bundle, self.policy)
+        self.chosen = make_bundle("pdmesh" if "in turn" in shape else bundle, self.policy)
         self.profiles = {
             profile.instance_id: profile
             for index, role in enumerate(MESHES[shape])
             for profile in [
-                replace(
-                    modelled_profile(
-                        f"i{index}",
-                        role,
-                        num_blocks=24 if in_turn else 16,
-                        block_size=BLOCK_SIZE * self.scale,
-                        max_num_seqs=3,
-                        num_transfer_backends=1,
-                        num_layers=3,
-                        relays=in_turn,
-                    ),
-                    group_id="g" if "group" in shape and index < 2 else "",
+                modelled_profile(
+                    f"i{index}",
+                    role,
+                    num_blocks=24 if in_turn else 16,
+                    block_size=BLOCK_SIZE * self.scale,
+                    max_num_seqs=3,
+                    num_transfer_backends=1,
+                    num_layers=3,
+                    relays=in_turn,
                 )
             ]
         }
-        self.has_group = "group" in shape
         self.processes = set(self.profiles)  # that the actuator has, of instances that are there or come back
         self.mesh = ModelledMesh(self.profiles.values(), self.max_total_of)
         self.num_requests = 0
@@ -341,8 +339,7 @@ class MeshMachine(RuleBasedStateMachine):
                     for chunk in plan.chunks:
                         key = (chunk.request_id, chunk.epoch)
                         assert chunk.start >= self.prefix_of.get(key, 0), f"{chunk}, which its leader has"
-                        if plan.group is None or self.leader_of[key] == command.instance_id:
-                            self.num_unplanned[key] -= chunk.num_tokens
+                        self.num_unplanned[key] -= chunk.num_tokens
                 case SetRole(instance_id=instance_id, role=role):
                     self.roles[instance_id] = role
                 case ForgetRequest():
@@ -573,7 +570,7 @@ class MeshMachine(RuleBasedStateMachine):
             may_wait = (
                 self.chosen.is_long(self.waiting[head])
                 or self.chosen.name == LETS_SHORT_WAIT
-                or (self.chosen.name == LETS_SHORT_WAIT_BESIDE_GROUPS and self.has_group)
+                or (self.chosen.name in LET_SHORT_WAIT_BESIDE_GROUPS and self.has_groups)
             )
             assert may_wait, f"{head} is overtaken"
 
@@ -1093,7 +1090,7 @@ class MeshMachine(RuleBasedStateMachine):
         else:
             instance_id = what.instance_id
             like = next(iter(self.profiles.values()))
-            self.profiles[instance_id] = replace(like, instance_id=instance_id, role=what.role, group_id="")
+            self.profiles[instance_id] = replace(like, instance_id=instance_id, role=what.role)
             self.processes.add(instance_id)
             self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
@@ -1243,8 +1240,6 @@ class EveryInstance(Openings):
         super().refresh({*self._books.instances.values(), *instances})
 
     def computing(self) -> list[InstanceBooks]:
-        if self._books.groups and not super().computing() and not self.for_waiting():
-            return []  # a prompt for a group needs no opening itself, and yet waits until some instance has one
         return [instance for instance in self._books.instances.values() if not self.is_idle(instance)]
 
 

@@ -41,7 +41,6 @@ from pdmesh.model import (
     Epoch,
     FinishReason,
     GatewayId,
-    IndexRange,
     InstanceId,
     InstanceProfile,
     RejectReason,
@@ -158,18 +157,16 @@ async def told(mesh: Mesh, what: str, count: int) -> list[str]:
 
 async def test_every_member_of_a_group_gets_the_prompt() -> None:
     """The second one's AdmitPrefill ended the scheduler: the prompt was gone with the first."""
-    config = replace(CONFIG, policy=PolicyConfig(long_prompt_tokens=16))
-    pair = [replace(mixed(name), group_id="pair") for name in ("m0", "m1")]
+    config = replace(CONFIG, policy=PolicyConfig(long_prompt_tokens=16, group_size=2))
+    config = replace(config, scheduler=replace(config.scheduler, bundle="fcfs"))
+    pair = [replace(mixed(name), relays=True) for name in ("m0", "m1")]
     async with running(config) as mesh, mesh.worker(pair[0]) as one, mesh.worker(pair[1]) as other:
         async with mesh.gateway() as g:
             g.post(submit(prompt=32))
             admits = [await member.expect(Admit) for member in (one, other)]
             assert [admit.generation for admit in admits] == 2 * [submit(prompt=32).generation]
-            blocks = [tuple(shard.part.blocks for shard in admit.command.shards) for admit in admits]
-            assert blocks == 2 * [
-                (IndexRange(0, 5), IndexRange(5, 10))
-            ]  # of 35 tokens, in blocks of 4, rounded up for each
-            assert [admit.command.num_blocks for admit in admits] == [5, 5]
+            assert [admit.command.leads for admit in admits] == [True, False]
+            assert [admit.command.num_blocks for admit in admits] == [9, 8]  # one of 35 tokens, one of the prompt
         assert isinstance(await mesh.ask(GetStatus()), MeshState)
 
 
@@ -415,13 +412,13 @@ async def test_an_operator_switches_the_policy_while_serving() -> None:
 
 async def test_a_policy_that_would_leave_short_prompts_no_instance_is_refused() -> None:
     """And what runs goes on."""
-    grouped = [replace(mixed(name), group_id="g") for name in ("m0", "m1")]
-    async with running() as mesh, mesh.worker(grouped[0]) as m0, mesh.worker(grouped[1]), mesh.gateway() as g:
+    config = replace(CONFIG, policy=PolicyConfig(reserved_instances=2))
+    async with running(config) as mesh, mesh.worker(mixed("m0")) as m0, mesh.worker(mixed("m1")), mesh.gateway() as g:
         g.post(submit())
         plan = await m0.expect(RunStep)
         refusal = await mesh.ask(SetPolicy(bundle="reservation"))
         assert isinstance(refusal, AdminError)
-        assert refusal.message.startswith("reservation keeps groups of instances for long prompts")
+        assert refusal.message.startswith("reservation keeps the first 2 instances that joined")
         m0.post(step_report(plan))
         status = await mesh.ask(GetStatus())
         assert isinstance(status, MeshState)

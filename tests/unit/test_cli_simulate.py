@@ -110,8 +110,13 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
     ("arguments", "code", "says"),
     [
         (["--bundle", "lifo"], 2, "no policy bundle is called 'lifo': use one of"),
-        (["--mixed", "2", "--group-size", "3"], 2, "--group-size 3: there are 2 mixed instances"),
-        (["--mixed", "2", "--group-size", "2", "--bundle", "reservation"], 2, "leaves short prompts no instance"),
+        (["--prefill", "0", "--mixed", "2", "--group-size", "3"], 2, "--group-size 3: 2 instances compute prompts"),
+        (
+            ["--prefill", "2", "--reserved", "2"],
+            2,
+            "--reserved 2 of 2 instances that compute prompts: none is for short",
+        ),
+        (["--prefill", "4", "--group-size", "3", "--reserved", "2"], 2, "no group of --group-size 3 fits in"),
         (["--profile", "abacus"], 2, "no latency profile and no file is called 'abacus': use one of"),
         (["--slo-ttft", "-1"], 2, "--slo-ttft is -1.0: wanted seconds, more than 0"),
         (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: wanted seconds, more than 0"),
@@ -122,7 +127,6 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
         (["--batching", "eb", "--threshold", "nan"], 2, "the threshold is nan: wanted a share between 0 and 1"),
         (["--batching", "mb", "--threshold", "0.3"], 2, "--threshold is of --batching eb"),
         (["--batching", "eb"], 2, "--batching eb: no instance prefills and decodes"),
-        (["--batching", "eb", "--mixed", "2", "--group-size", "2"], 2, "--batching eb: no instance prefills and"),
         (["--limit", "5", "--prefill", "0", "--mixed", "2", "--deaths", "1"], 2, "--deaths 1: nobody is there to die"),
         (["--limit", "5", "--deaths", "1000"], 2, "instances cannot die 1000 times in"),
         (["--clients", "4", "--deaths", "1"], 2, "--deaths happen while requests come by themselves"),

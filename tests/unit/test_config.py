@@ -23,6 +23,7 @@ from pdmesh.config import (
 from pdmesh.errors import ConfigError
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import PROFILES
+from pdmesh.profiles import load_profile
 from pdmesh.settings import Setting, settings_of
 from pdmesh_scheduler.main import core_config_of
 
@@ -195,7 +196,7 @@ def test_the_page_is_made_from_the_types() -> None:
 def test_every_knob_of_the_policies_is_a_setting() -> None:
     """Those that are none come from others: profiles and `scheduler.batching`."""
     reachable = {setting.name.removeprefix("policy.") for setting in settings_of(MeshConfig)}
-    from_others = {"latency", "group_latency", "latency_of_make", "batching"}
+    from_others = {"latency", "latency_of_make", "batching"}
     assert {item.name for item in fields(PolicyConfig)} - reachable == from_others
 
 
@@ -221,5 +222,5 @@ def _another_value(setting: Setting) -> str | float:
 
 
 def test_profiles_reach_the_core_too() -> None:
-    config = load_config(None, {}, {"scheduler.group_profile": "a100-llama3-8b"})
-    assert core_config_of(config, None).policy.group_latency == PROFILES["a100-llama3-8b"]
+    config = load_config(None, {}, {"scheduler.profile": "h100-llama3-8b"})
+    assert core_config_of(config, load_profile("h100-llama3-8b")).policy.latency == PROFILES["h100-llama3-8b"]

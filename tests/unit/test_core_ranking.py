@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -63,7 +62,7 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(by_credit
 
 def test_an_instances_view_has_each_number_in_its_own_field() -> None:
     profile = modelled_profile("i", Role.MIXED, num_blocks=99, block_size=16, max_num_seqs=17)
-    instance = InstanceBooks(replace(profile, group_id="pair"), growth=Growth(), changed={})
+    instance = InstanceBooks(profile, growth=Growth(), changed={}, number=7)
     kinds = [HoldKind.PREFILL] * 3 + [HoldKind.LOCAL] * 2 + [HoldKind.PROMISED] * 4 + [HoldKind.RESIDENT] * 6
     for number, kind in enumerate(kinds):
         key = a_request(f"r{number}")
@@ -89,7 +88,7 @@ def test_an_instances_view_has_each_number_in_its_own_field() -> None:
         num_long_decoding=6,
         shortest_long_prefill_tokens=5000,
         slo_tpots_s=frozenset([0.25]),
-        grouped=True,
+        number=7,
         make=instance.make,
     )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from pdmesh.model import ChunkPlan, Epoch, Request, RequestId, Role
-from pdmesh.policy.base import InstanceView, PartialStep
+from pdmesh.policy.base import PartialStep
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer
 from pdmesh.policy.prediction import Prediction, RemainingTime
@@ -19,9 +19,7 @@ SIZER = ChunkSizer(MODEL, 8192)
 PACKING = AdaptiveChunks(
     sizer=SIZER,
     prediction=Prediction(RemainingTime(MODEL, lambda start, num_left: min(num_left, 640)), 1.0, 2.0, 4096),
-    group_sizer=ChunkSizer(replace(MODEL, b_s=1e-3 / 4), 1 << 16),
     prefill_step_s=0.64,
-    group_step_s=0.64,
     slo_tpot_s=0.32,
     max_shared=0.4,
     local_step_share=0.6,
@@ -61,21 +59,6 @@ def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:
     assert PACKING.num_tokens(crowded, PartialStep(), SHORT, 0) == CHUNK_UNIT_TOKENS
     assert PACKING.num_tokens(crowded, PartialStep(), SHORT, 990) == 10
     assert PACKING.num_tokens(crowded, step_with(SHORT, 10), SHORT, 0) == 0
-
-
-def test_a_group_fills_what_its_busiest_member_leaves_and_ignores_a_target_that_no_chunk_keeps() -> None:
-    def chunk(views: list[InstanceView], steps: list[PartialStep]) -> int:
-        return PACKING.group_chunk(views, steps, LONG, 0)[0]
-
-    num_tokens, seconds = PACKING.group_chunk([PREFILL, PREFILL], [PartialStep(), PartialStep()], LONG, 0)
-    assert num_tokens == 2560
-    assert seconds == pytest.approx(0.64)
-    assert chunk([PREFILL, PREFILL], [PartialStep(), step_with(SHORT, 320)]) == 1280
-    assert chunk([PREFILL, PREFILL], [PartialStep(), step_with(LONG, 32)]) == 0
-    busy = MIXED._replace(num_decoding=16, slo_tpots_s=DEFAULT)  # 0.16 of 0.32 s
-    assert chunk([PREFILL, busy], [PartialStep(), PartialStep()]) == 640
-    crowded = MIXED._replace(num_decoding=100, slo_tpots_s=DEFAULT)
-    assert chunk([PREFILL, crowded], [PartialStep(), PartialStep()]) == 2560
 
 
 def test_a_step_has_at_most_one_long_prompt() -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.model import Request, Role
+from pdmesh.model import InstanceId, Request, Role
 from pdmesh.policy.base import InstanceView, PrefillPlacement
 from pdmesh.policy.order import ShortFirst
-from pdmesh.policy.placement import Apart, IdleGroup, LeastQueuedGroup, Reservation, ShortAroundLong
+from pdmesh.policy.placement import Apart, InGroups, LeastQueuedTokens, Reservation, ShortAroundLong
 from pdmesh.testing.core import a_request, a_view
 
 SHORT, LONG = a_request("short", prompt=100), a_request("long", prompt=4000)
@@ -58,21 +58,39 @@ def test_a_long_prompt_waits_for_another_unless_that_gives_way() -> None:
 
 
 def test_a_reserved_pool_is_for_long_prompts() -> None:
-    grouped = IDLE._replace(grouped=True)
-    assert chosen_by(Reservation(), SHORT, grouped) is None
-    assert chosen_by(Reservation(), SHORT, grouped, FULL) == "full"
+    first, second, third = (IDLE._replace(instance_id=InstanceId(f"i{number}"), number=number) for number in (1, 2, 3))
+    place = Reservation(long_prompt_tokens=1000, num_reserved=2)
+    assert chosen_by(place, LONG, third, second, first) == "i1"
+    assert chosen_by(place, SHORT, first, second, third) == "i3"
+    assert chosen_by(place, LONG, third) is chosen_by(place, SHORT, first, second) is None
+    none = replace(place, num_reserved=0)
+    assert chosen_by(none, LONG, third) == chosen_by(none, SHORT, third) == "i3"
 
 
-def test_a_group_serves_one_long_prompt_at_a_time() -> None:
-    groups = {"a": [IDLE, QUEUED], "b": [IDLE, DECODING], "c": [COMPUTING, IDLE], "d": [IDLE, FULL]}
-    assert LeastQueuedGroup().choose(LONG, groups) == "a"
-    assert LeastQueuedGroup().choose(LONG, {"b": groups["b"], "c": groups["c"]}) is None
+def test_instances_in_a_group_serve_one_long_prompt_at_a_time() -> None:
+    place = InGroups(LeastQueuedTokens(), long_prompt_tokens=1000)
+    assert chosen_by(place, LONG, COMPUTING, DECODING, FULL, QUEUED) == "queued"
+    assert chosen_by(place, LONG, COMPUTING, DECODING) is None
+    assert chosen_by(place, SHORT, COMPUTING, FULL) == "full"
+    assert chosen_by(place, SHORT, COMPUTING) is None
+    assert chosen_by(place, SHORT, DECODING) == "decoding"
+    assert chosen_by(replace(place, interrupt=True), SHORT, COMPUTING) == "computing"
 
 
-def test_an_idle_group_has_no_work_at_all() -> None:
-    seated = IDLE._replace(num_seats_taken=1)
-    assert IdleGroup().choose(LONG, {"a": [IDLE, seated], "b": [IDLE, IDLE]}) == "b"
-    assert IdleGroup().choose(LONG, {"a": [IDLE, seated]}) is None
+def test_a_group_of_idle_instances_has_no_work_at_all() -> None:
+    place = InGroups(LeastQueuedTokens(), long_prompt_tokens=1000, need_idle=True)
+    assert chosen_by(place, LONG, IDLE._replace(num_seats_taken=1)) is None
+    assert chosen_by(place, LONG, IDLE._replace(num_prefilling=1)) is None
+    assert chosen_by(place, LONG, IDLE) == "idle"
+    assert chosen_by(place, SHORT, IDLE._replace(num_seats_taken=1)) == "idle"
+
+
+def test_where_groups_are_taken_from_another_placement_has_its_say() -> None:
+    place = InGroups(Reservation(long_prompt_tokens=1000, num_reserved=1), long_prompt_tokens=1000)
+    one, two = IDLE._replace(number=1), IDLE._replace(number=2)
+    assert place.takes(LONG, one)
+    assert not place.takes(LONG, two)
+    assert place.takes(SHORT, two)
 
 
 def test_short_prompts_decode_apart_and_long_ones_where_they_are_computed() -> None:

@@ -33,7 +33,7 @@ def simulate(model: LinearLatencyModel, chunker: Adaptive | StaticChunks, num_to
 
 @pytest.mark.parametrize(
     "chunker",
-    [Adaptive(A100, 0.1), Adaptive(A100, 0.02), Adaptive(A100, 1.0), StaticChunks(512, 512), StaticChunks(700, 700)],
+    [Adaptive(A100, 0.1), Adaptive(A100, 0.02), Adaptive(A100, 1.0), StaticChunks(512), StaticChunks(700)],
     ids=["100 ms", "less than any step", "1 s", "512", "700"],
 )
 def test_the_table_equals_a_direct_simulation(chunker: Adaptive | StaticChunks) -> None:
@@ -45,14 +45,14 @@ def test_the_table_equals_a_direct_simulation(chunker: Adaptive | StaticChunks) 
 
 
 def test_what_remains_is_what_is_not_done() -> None:
-    table = RemainingTime(A100, StaticChunks(512, 512).chunk_alone)
+    table = RemainingTime(A100, StaticChunks(512).chunk_alone)
     assert table.remaining_s(16384, 0) == table.total_s(16384)
     assert table.remaining_s(16384, 16384) == 0
     assert 0 < table.remaining_s(16384, 12288) < table.remaining_s(16384, 4096)
 
 
 def test_deadlines_come_from_the_request_or_grow_with_the_prompt() -> None:
-    prediction = Prediction(RemainingTime(PROPORTIONAL, StaticChunks(64, 64).chunk_alone), 1.0, 2.0, 8192)
+    prediction = Prediction(RemainingTime(PROPORTIONAL, StaticChunks(64).chunk_alone), 1.0, 2.0, 8192)
     request = a_request("r", prompt=2048, arrival_s=10.0)
     assert prediction.due_s(replace(request, slo_ttft_s=0.5)) == 10.5
     assert prediction.due_s(request) == pytest.approx(10 + 1 + 2 * 2.048)

@@ -25,10 +25,10 @@ from pdmesh.metrics import Slo
 from pdmesh.model import InstanceProfile, PoolCounts, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
-from pdmesh.policy.latency import LatencyModel, group_model
+from pdmesh.policy.latency import LatencyModel
 from pdmesh.policy.relay import Schedule
 from pdmesh.sim.faults import Death, NoisyModel, random_deaths
-from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.mesh import study_core
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.report import GroupReport, Percentiles, SimReport, report
 from pdmesh.sim.result import SimResult
@@ -46,7 +46,7 @@ class SimulateOptions(StudyOptions):
     decode: int
     mixed: int
     group_size: int
-    groups: int | None
+    reserved: int
     relay_members: int
     sequence_parallel: Schedule
     noise: float
@@ -77,11 +77,17 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         eb_threshold=options.threshold,
         relay_members=options.relay_members,
         sequence_parallel=options.sequence_parallel,
+        group_size=options.group_size,
+        reserved_instances=_reserved(options),
         relay_bytes_per_s=study.config.port_bytes_per_s,
     )
-    mesh = replace(mesh, relays=options.relay_members > 1)
-    if options.group_size > 1:
-        policy, mesh = _grouped(options, policy, mesh, study.long_tokens)
+    mesh = replace(mesh, relays=max(options.relay_members, options.group_size) > 1)
+    if options.group_size > options.prefill + options.mixed:
+        raise ConfigError(
+            f"--group-size {options.group_size}: {options.prefill + options.mixed} instances compute prompts"
+        )
+    if options.group_size > 1 or options.reserved:
+        policy = replace(policy, long_prompt_tokens=study.long_tokens)
     instances = mesh.instances(policy.latency)
     arrivals, closed_loop = _asked(options, study.arrivals)
     config = replace(study.config, deaths=_deaths(options, instances, arrivals))
@@ -102,7 +108,6 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
                 _noisy(options, instances),
                 arrivals,
                 config,
-                group_model=policy.group_latency,
                 closed_loop=closed_loop,
             )
             results[name] = simulator.run(advance(progress, task))
@@ -132,9 +137,24 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         console.print(figures_table(reports))
 
 
+def _reserved(options: SimulateOptions) -> int:
+    """How many instances join up to the last one that is reserved: those that only decode come before mixed ones.
+
+    Raises ConfigError if these were all that compute prompts, or fewer than a group has.
+    """
+    num_computing = options.prefill + options.mixed
+    if 0 < options.reserved < options.group_size:
+        raise ConfigError(f"--reserved {options.reserved}: no group of --group-size {options.group_size} fits in")
+    if options.reserved and options.reserved >= num_computing:
+        raise ConfigError(
+            f"--reserved {options.reserved} of {num_computing} instances that compute prompts: none is for short ones"
+        )
+    return options.reserved + (options.decode if options.reserved > options.prefill else 0)
+
+
 def _has_modes(profile: InstanceProfile) -> bool:
-    """Whether an instance prefills and decodes, by itself."""
-    return profile.role is Role.MIXED and not profile.group_id
+    """Whether an instance prefills and decodes."""
+    return profile.role is Role.MIXED
 
 
 def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Sequence[Arrival], ClosedLoop | None]:
@@ -174,23 +194,6 @@ def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[A
         return random_deaths(names, options.deaths, within_s, options.away_s, options.seed)
     except ValueError as error:
         raise ConfigError(f"--deaths {options.deaths}: {error}") from error
-
-
-def _grouped(
-    options: SimulateOptions, policy: PolicyConfig, mesh: MeshShape, long_tokens: int
-) -> tuple[PolicyConfig, MeshShape]:
-    """With groups of mixed instances for the prompts that the options call long."""
-    size = options.group_size
-    if size > options.mixed:
-        raise ConfigError(f"--group-size {size}: there are {options.mixed} mixed instances to group")
-    num_grouped = size * (options.groups or options.mixed // size)
-    if "reservation" in options.bundles and num_grouped >= options.mixed + options.prefill:
-        raise ConfigError("reservation leaves short prompts no instance: take more, or fewer --groups")
-    group_latency = group_model(policy.latency, size)
-    return (
-        replace(policy, group_latency=group_latency, long_prompt_tokens=long_tokens),
-        replace(mesh, group_size=size, num_groups=options.groups),
-    )
 
 
 # --- what is shown ---

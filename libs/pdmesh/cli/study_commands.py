@@ -61,8 +61,12 @@ def simulate(
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
-    group_size: Annotated[int, typer.Option(min=1, help="Mixed instances that compute a long prompt together.")] = 1,
-    groups: Annotated[int | None, typer.Option(min=1, help="So many groups of them. [default: all that fit]")] = None,
+    group_size: Annotated[
+        int, typer.Option(min=1, help="Instances that compute every long prompt together under PecSched's bundles.")
+    ] = 1,
+    reserved: Annotated[
+        int, typer.Option(min=0, help="Of those that compute prompts: kept for long ones by `reservation`.")
+    ] = 0,
     relay_members: Annotated[
         int, typer.Option(min=1, help="That compute a long prompt in turn, at most, where the bundle has them do so.")
     ] = 4,
@@ -133,7 +137,7 @@ def simulate(
         decode=pools.decode,
         mixed=pools.mixed,
         group_size=group_size,
-        groups=groups,
+        reserved=reserved,
         relay_members=relay_members,
         sequence_parallel=sequence_parallel,
         noise=noise,

@@ -392,7 +392,7 @@ def _phase_left_s(instance: InstanceBooks) -> float:
 
 def can_switch(instance: InstanceBooks) -> bool:
     """Whether it prefills and decodes, by itself: there are modes to choose from."""
-    return instance.role is Role.MIXED and not instance.profile.group_id
+    return instance.role is Role.MIXED
 
 
 def _latest_start_s(head: RequestState, now_s: float) -> float:

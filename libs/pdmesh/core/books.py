@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import (
@@ -29,13 +29,11 @@ from pdmesh.core.unreceived import Unreceived
 from pdmesh.model import (
     GatewayId,
     InstanceId,
-    KvShard,
     RejectReason,
     Request,
     RequestId,
     RequestKey,
     TransferPurpose,
-    num_blocks_for,
 )
 from pdmesh.policy.base import Rank
 
@@ -52,7 +50,6 @@ class Books:
         self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
         self.holding: dict[InstanceId, InstanceBooks] = {}  # their residents wait for the end of a prefill phase
         self.num_joined = 0
-        self._groups: dict[str, list[InstanceBooks]] | None = None  # None: to be looked up
         self._kinds: list[InstanceBooks] | None = None
         self.queue = WaitingQueue()
         self.unreceived = Unreceived()
@@ -77,17 +74,7 @@ class Books:
 
     def regroup(self) -> None:
         """An instance came or went, or has another role."""
-        self._groups = self._kinds = None
-
-    @property
-    def groups(self) -> Mapping[str, Sequence[InstanceBooks]]:
-        """Instances that compute long prompts together, by the name that they declared."""
-        if self._groups is None:
-            self._groups = {}
-            for instance in self.instances.values():
-                if instance.profile.group_id:
-                    self._groups.setdefault(instance.profile.group_id, []).append(instance)
-        return self._groups
+        self._kinds = None
 
     @property
     def kinds(self) -> Sequence[InstanceBooks]:
@@ -118,59 +105,51 @@ class Books:
     def place(
         self,
         state: RequestState,
-        prefills: Sequence[InstanceBooks],
+        prefill: InstanceBooks,
         decode: InstanceBooks | None,
         *,
-        in_group: bool,
         long_tokens: int,
         now_s: float,
     ) -> None:
-        """A waiting request gets its room: on the ``prefills`` that compute it, the leader first, and on ``decode``.
+        """A waiting request gets its room: on ``prefill``, which computes it, and on ``decode``.
 
-        It stays where it is computed if that is the leader; None for ``decode`` means that it gets its room later.
-        ``long_tokens`` are its prompt's, if it is long.
-        Where it decodes it gets what it is admitted with; in a group, room for all of it.
+        It stays where it is computed if these are one; None for ``decode`` means that it gets its room later.
+        ``long_tokens`` are its prompt's, if it is long. Where it decodes it gets what it is admitted with.
         """
         request, (request_id, epoch) = state.request, state.key
         self.queue.remove(state)
         self.queue.counters.placed(request)
-        state.phase, state.placed_s, state.in_group = Phase.PREFILLING, now_s, in_group
-        stays, awaits_receiver = decode is prefills[0], decode is None
-        max_blocks = prefills[0].num_decode_blocks(request) if stays and not in_group else 0
-        if in_group:
-            state.prefill_shards = _shares(prefills, request.max_total_tokens)
-        elif stays:
-            state.prefill_shards = (prefills[0].shard(prefills[0].num_first_blocks(request)),)
-        else:
-            state.prefill_shards = (prefills[0].shard(prefills[0].num_prefill_blocks(request)),)
+        state.phase, state.placed_s = Phase.PREFILLING, now_s
+        stays, awaits_receiver = decode is prefill, decode is None
+        num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
+        state.prefill_shards = (prefill.shard(num_blocks),)
         plan = None
         if stays:
             state.decode_shards = state.prefill_shards
         elif decode is None:
-            self.unreceived.add(state, prefills[0])
+            self.unreceived.add(state, prefill)
         else:
             plan = self.promise(state, decode, long_tokens).plan
-        for instance, shard in zip(prefills, state.prefill_shards, strict=True):
-            instance.take(
-                state.key,
-                shard.num_blocks,
-                HoldKind.LOCAL if stays else HoldKind.PREFILL,
-                max_blocks=max_blocks,
-                long_tokens=long_tokens,
-                slo_tpot_s=request.slo_tpot_s,
+        prefill.take(
+            state.key,
+            num_blocks,
+            HoldKind.LOCAL if stays else HoldKind.PREFILL,
+            max_blocks=prefill.num_decode_blocks(request) if stays else 0,
+            long_tokens=long_tokens,
+            slo_tpot_s=request.slo_tpot_s,
+        )
+        prefill.let_wait(state.key, awaits_receiver)
+        self.commands.append(
+            AdmitPrefill(
+                instance_id=prefill.instance_id,
+                request_id=request_id,
+                epoch=epoch,
+                shards=state.prefill_shards,
+                transfer=plan,
+                awaits_receiver=awaits_receiver,
             )
-            instance.let_wait(state.key, awaits_receiver)
-            self.commands.append(
-                AdmitPrefill(
-                    instance_id=instance.instance_id,
-                    request_id=request_id,
-                    epoch=epoch,
-                    shards=state.prefill_shards,
-                    transfer=plan,
-                    awaits_receiver=awaits_receiver,
-                )
-            )
-            instance.add_prefill(state)
+        )
+        prefill.add_prefill(state)
 
     def promise(self, state: RequestState, decode: InstanceBooks, long_tokens: int) -> Transfer:
         """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV."""
@@ -421,10 +400,3 @@ class Books:
             if state.phase is not Phase.WAITING and not is_unreceived:
                 assert state.decode_id is not None, f"{state.key} runs without a decode instance"
                 assert state.key in self.instances[state.decode_id].holds, f"{state.key} has no room to decode"
-
-
-def _shares(instances: Sequence[InstanceBooks], num_tokens: int) -> tuple[KvShard, ...]:
-    """Consecutive blocks of a request on each of ``instances``, equally many, with room for ``num_tokens`` in all."""
-    first = instances[0]
-    num_blocks = -(-num_blocks_for(num_tokens, first.block_size) // len(instances))
-    return tuple([instance.shard(num_blocks, index * num_blocks) for index, instance in enumerate(instances)])

@@ -20,7 +20,7 @@ class BundleChoice:
 
     def __init__(self, books: Books, config: CoreConfig, bundle: Bundle) -> None:
         self._books = books
-        self._configured = self._policy = config.policy
+        self._configured = self.policy = config.policy
         self.bundle = bundle
         self.learner = LatencyLearner(config.policy.latency, config.learning)
         books.broker.computed_first = bundle.sends_computed_first
@@ -32,7 +32,7 @@ class BundleChoice:
 
     def rebuild(self) -> None:
         """Decide by what is known of latency now."""
-        self._build(self.bundle.name, self._policy)
+        self._build(self.bundle.name, self.policy)
 
     def change(self, event: BundleChangeRequested) -> None:
         """Decide by another bundle from here on, if there is one of this name, and batch as that does by itself.
@@ -44,24 +44,24 @@ class BundleChoice:
         except ConfigError:
             self._books.ignore("BundleChangeRequested")
         else:
-            self._policy = self._configured
+            self.policy = self._configured
 
     def change_batching(self, event: BatchingChangeRequested) -> None:
         """Batch in another mode from here on, if there is one of this name, and whatever the bundle."""
-        policy = replace(self._policy, batching=event.batching, eb_threshold=event.threshold)
+        policy = replace(self.policy, batching=event.batching, eb_threshold=event.threshold)
         try:
             self._build(self.bundle.name, policy)
         except ConfigError:
             self._books.ignore("BatchingChangeRequested")
         else:
-            self._policy = policy
+            self.policy = policy
 
     @property
     def batching_wish(self) -> BatchingChangeRequested | None:
         """The mode that was chosen beside the bundle; None: nobody has."""
-        if self._policy is self._configured:
+        if self.policy is self._configured:
             return None
-        return BatchingChangeRequested(self._policy.batching, self._policy.eb_threshold)
+        return BatchingChangeRequested(self.policy.batching, self.policy.eb_threshold)
 
     def _build(self, name: str, policy: PolicyConfig) -> None:
         """Raises ConfigError, and changes nothing, if there is no such bundle."""

@@ -176,7 +176,7 @@ class Credit:
         found: list[_Victim] = []
         for key, hold in instance.holds.items():
             state = self._books.find(key)
-            if state is None or hold.freeing or hold.kind is not HoldKind.RESIDENT or state.in_group or state.move:
+            if state is None or hold.freeing or hold.kind is not HoldKind.RESIDENT or state.move:
                 continue
             if _age_of(state) > age and self._can_resume(instance, state, hold, bundle):
                 cost_s = self._cost_s(instance, state, hold, latency) / hold.num_blocks
@@ -199,7 +199,7 @@ class Credit:
             num_prompt_tokens=state.request.num_prompt_tokens + num_more,
             max_tokens=state.request.max_tokens - num_more,
         )
-        return could_place(resumed, self._books.kinds, self._books.groups, bundle)
+        return could_place(resumed, self._books.kinds)
 
 
 def _age_of(state: RequestState) -> _Age:

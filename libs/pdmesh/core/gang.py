@@ -113,9 +113,11 @@ def _plan_s(plan: StepPlan, relay: Relay) -> float:
 
 
 def _steps_tokens(gang: Sequence[InstanceBooks], state: RequestState, bundle: Bundle, now_s: float) -> int:
-    """How many of a prompt's next tokens a step of each can have."""
-    num_tokens = 0
+    """How many of a prompt's next tokens a step of each can have; of the shortest, if anybody decodes beside it."""
+    num_tokens, least = 0, state.request.num_prompt_tokens
     for member in gang:
         start = state.num_planned_tokens + num_tokens
-        num_tokens += bundle.packing.num_tokens(member.view, PartialStep(now_s), state.request, start)
-    return num_tokens
+        fits = bundle.packing.num_tokens(member.view, PartialStep(now_s), state.request, start)
+        num_tokens, least = num_tokens + fits, min(least, fits)
+    decodes = any(member.held.num_decoding for member in gang)
+    return max(1, least * len(gang)) if decodes else num_tokens

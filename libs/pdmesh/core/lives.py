@@ -198,8 +198,7 @@ class Lives:
                     for chunk in plan.chunks:
                         if (known := self._find(chunk.request_id, chunk.epoch)) is not None:
                             known[1].in_flight[instance_id, plan.plan_id] = chunk.start, plan.in_gang
-                            if plan.group is None:
-                                known[1].planned(chunk)
+                            known[1].planned(chunk)
                 case SetRole() | StopInstance() | WakeAt() | GrowKv():
                     pass  # of no one request
                 case _:

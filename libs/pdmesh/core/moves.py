@@ -43,8 +43,6 @@ class Moves:
         """
         if state.phase is not Phase.DECODING:
             return f"is {state.phase}, and only what decodes can move"
-        if state.in_group:
-            return "is held by a group of instances together"
         if state.move is not None:
             return f"is on its way to {state.move.target_id} already"
         source, hold = self._where(state)

@@ -82,7 +82,7 @@ class NewRequests:
 
     def _is_too_long(self, request: Request, bundle: Bundle) -> bool:
         kinds = self._books.kinds
-        return have_pair(kinds) and not could_place(request, kinds, self._books.groups, bundle)
+        return have_pair(kinds) and not could_place(request, kinds)
 
     def cancelled(self, event: RequestCancelled) -> None:
         was_orphan = self._reunion.forget(event.request_id, event.gateway_id)

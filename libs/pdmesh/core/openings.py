@@ -1,8 +1,7 @@
 """Openings: the instances that can be given a step plan now.
 
 One has an opening for a *regular* plan while it has fewer than its plans in flight, and for an *urgent* one, beyond
-them, while some request may run before all that it has in flight: at most one at a time, and not into a step of a
-group, of which all members would have to wait.
+them, while some request may run before all that it has in flight: at most one at a time.
 
 They are kept up to date, and sorted as the bundle's placements have it, by the instances that changed: so an event
 costs what it changes, not what there is.
@@ -162,7 +161,7 @@ class Openings:
             shape = StepShape(chunks, num_decodes, num_context_tokens)
             steps.append(StepInFlight(tuple([state.request for state in states]), shape))
             in_flight += states
-        may_be = not any(plan.urgent or plan.group for plan in plans)
+        may_be = not any(plan.urgent for plan in plans)
         max_tokens = interruption.max_prompt_tokens(steps) if may_be else 0
         inside = self._inside[instance.instance_id] = _Inside(instance, instance.num_flights, in_flight, max_tokens)
         return inside
@@ -192,10 +191,7 @@ class Openings:
         least = queue.least_prompt_tokens
         if self._idle or least <= self._interruptible_by.greatest:
             return True
-        if bundle.local_prefill is not None and least < bundle.long_prompt_tokens and self._any_spare():
-            return True
-        # A group may take someone whatever its members do.
-        return bool(self._books.groups) and any(inside.instance.prefills for inside in self._interruptible.values())
+        return bundle.local_prefill is not None and least < bundle.long_prompt_tokens and self._any_spare()
 
     def for_prompts(self, opened: Sequence[InstanceBooks], *, others: bool) -> Iterable[InstanceBooks]:
         """Those ``opened``, and the ``others`` that may have an opening, in the order of the placement."""

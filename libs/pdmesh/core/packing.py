@@ -7,7 +7,7 @@ Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.batching import Modes
@@ -19,9 +19,7 @@ from pdmesh.core.placing import (
     Placement,
     Wait,
     could_place,
-    needs_group,
     place,
-    place_in_group,
     place_locally,
     room_or_turn,
 )
@@ -29,7 +27,7 @@ from pdmesh.core.queue import in_order
 from pdmesh.core.relay import Relays
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import ChunkPlan, GroupChunk, InstanceId, Role, StepPlan
+from pdmesh.model import ChunkPlan, InstanceId, Role, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.latency import ChunkShape
@@ -43,8 +41,6 @@ class Opening:
     step: PartialStep
     running: list[RequestState] = field(default_factory=list[RequestState])  # that have not had their turn at it
     urgent: bool = False  # the instance has its plans; what may interrupt them can be added
-    group: GroupChunk | None = None  # in the step
-    held: bool = False  # it takes no more: a group's chunk is next here, and waits for another member
     is_late: bool = False  # the instance was idle, and takes its turn behind those that were not
     fits: tuple[RequestState, int] | None = None  # who was last asked for, with the tokens of its first chunk
 
@@ -118,12 +114,7 @@ class Packer:
 
 
 class Round:
-    """One more plan for each of ``instances``; with ``for_waiting``, also for others where a request is placed.
-
-    A group's chunk is packed when every member has room for a plan, and goes to all of them at once: so the plans of
-    two groups come in the same order to every instance, and never wait for each other in a circle. Until then the
-    members that have room take nothing that comes after it.
-    """
+    """One more plan for each of ``instances``; with ``for_waiting``, also for others where a request is placed."""
 
     def __init__(
         self,
@@ -152,8 +143,8 @@ class Round:
 
     def pack(self) -> list[InstanceBooks]:
         """The instances that were given a plan."""
-        if not self._openings and not self._for_waiting and not self._books.groups:
-            return []  # only a group may still take someone, whatever its members do
+        if not self._openings and not self._for_waiting:
+            return []
         self._place_waiting()
         for opening in list(self._openings.values()):
             self._plan_running(opening, self._in_order(opening.running))
@@ -181,8 +172,7 @@ class Round:
             match self._place_for(head):
                 case Placement() as placement:
                     self._place(head, placement)
-                    self._known.refresh(placement.instances)
-                    self._begin(head, placement)
+                    self._plan_chunk(self._opening_of(placement.prefill), head)
                 case Wait.FOR_TURN:
                     queue.let_wait(head, as_long=self._bundle.is_long(head.request))
                 case Wait.FOR_INSTANCE:
@@ -193,8 +183,8 @@ class Round:
     def _place_for(self, head: RequestState) -> Placement | Wait:
         """Where the head goes, or what it waits for. Running prompts before it take their part of the steps first."""
         books, bundle, request = self._books, self._bundle, head.request
-        if needs_group(request, books.groups, bundle):
-            return place_in_group(request, books.groups, bundle)
+        if self._relays.awaits_members(request, bundle):
+            return Wait.FOR_TURN
         for opening in list(self._openings.values()):
             if opening.running:
                 line = self._in_order([*opening.running, head])
@@ -202,7 +192,7 @@ class Round:
         placement = place(request, self._offers(head), self._known.decoders, bundle, self._handovers, self._now_s)
         if placement is Wait.FOR_ROOM:
             wait = room_or_turn(request, self._known.any_long, bundle)
-            never = wait is Wait.FOR_ROOM and not could_place(request, books.kinds, books.groups, bundle)
+            never = wait is Wait.FOR_ROOM and not could_place(request, books.kinds)
             return Wait.FOR_INSTANCE if never else wait
         if placement is not Wait.FOR_OPENING:
             return placement
@@ -211,8 +201,9 @@ class Round:
             local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers)
             if local is not None:
                 return local
-        others = bundle.is_long(request) and any(
-            opening.step.longest_prompt_tokens >= bundle.long_prompt_tokens for opening in self._openings.values()
+        in_group = bundle.relay is not None and bundle.relay.group_size > 1
+        others = bundle.is_long(request) and (
+            in_group or any(o.step.longest_prompt_tokens >= bundle.long_prompt_tokens for o in self._openings.values())
         )
         return Wait.FOR_TURN if others else Wait.FOR_OPENING
 
@@ -231,7 +222,7 @@ class Round:
             return False
         if opening is None:
             return self._known.has_room(instance) or self._may_interrupt(instance, head)
-        if opening.held or (opening.urgent and not self._may_interrupt(instance, head)):
+        if opening.urgent and not self._may_interrupt(instance, head):
             return False
         if not opening.step.chunks:
             return True
@@ -239,32 +230,15 @@ class Round:
         return opening.fits[1] > 0
 
     def _place(self, state: RequestState, placement: Placement) -> None:
-        prefill, decode, members = placement
         self._books.place(
             state,
-            members or (prefill,),
-            decode,
-            in_group=bool(members),
+            placement.prefill,
+            placement.decode,
             long_tokens=state.request.num_prompt_tokens if self._bundle.is_long(state.request) else 0,
             now_s=self._now_s,
         )
-        self._relays.placed(state, self._bundle)
-
-    def _begin(self, state: RequestState, placement: Placement) -> None:
-        """Its first chunk goes into a step; that of a group waits until its members are looked at."""
-        if not placement.members:
-            self._plan_chunk(self._opening_of(placement.prefill), state)
-            return
-        for instance in placement.members:
-            if self._for_waiting and self._known.is_idle(instance):
-                self._opening_of(instance)
-            if self._is_open(instance):
-                self._opening_of(instance).running.append(state)
-
-    def _is_open(self, instance: InstanceBooks) -> bool:
-        """Whether it has an opening, be it for those before whom nothing else may go."""
-        is_open = instance.instance_id in self._openings
-        return is_open or (self._for_waiting and self._known.is_interruptible(instance))
+        helpers = self._relays.placed(state, self._bundle)
+        self._known.refresh([*placement.instances, *helpers])
 
     def _opening_of(self, instance: InstanceBooks) -> Opening:
         """Of an instance that has one. Those that were idle come last."""
@@ -282,16 +256,10 @@ class Round:
 
     def _plan_running(self, opening: Opening, line: list[RequestState]) -> None:
         for state in line:
-            if opening.held:
-                return
             if not self._modes.may_go_on(opening.instance, self._now_s, has_begun=bool(opening.step.chunks)):
                 return
-            if state in opening.running:  # unless another member had it planned
-                opening.running.remove(state)
-                if state.in_group:
-                    self._plan_group(state)
-                else:
-                    self._plan_chunk(opening, state)
+            opening.running.remove(state)
+            self._plan_chunk(opening, state)
 
     def _num_tokens(self, opening: Opening, state: RequestState, *, shared: bool) -> int:
         """How many tokens of the request go into the step; 0: none."""
@@ -315,50 +283,14 @@ class Round:
         if num_tokens <= 0:
             return
         opening.step.add(_next_chunk(state, num_tokens), state.request)
-        self._plan(state, num_tokens, (instance,))
-        if len(state.chunks_in_flight) == 1 and start > 0:
-            self._books.offer_again(state)
-
-    def _plan_group(self, state: RequestState) -> None:
-        """A chunk for all members of a group at once, behind what goes first at each; or hold those with room."""
-        instances = [self._books.instances[instance_id] for instance_id in state.prefill_ids]
-        members = [self._opening_of(instance) for instance in instances if self._is_open(instance)]
-        for member in members:
-            if state in member.running:
-                line = self._in_order(member.running)
-                member.running.remove(state)
-                self._plan_running(member, line[: line.index(state)])
-        num_tokens, seconds = 0, 0.0
-        if len(members) == len(state.prefill_ids) and not any(m.held or m.urgent or m.group for m in members):
-            num_tokens, seconds = self._bundle.packing.group_chunk(
-                [member.instance.view for member in members],
-                [member.step for member in members],
-                state.request,
-                state.num_planned_tokens,
-                shared=self._books.queue.has_line or any(len(member.instance.prefills) > 1 for member in members),
-            )
-        if num_tokens <= 0:
-            for member in members:
-                member.held = True
-            return
-        chunk = _next_chunk(state, num_tokens)
-        group = GroupChunk(
-            request_id=chunk.request_id, members=state.prefill_ids, leader_plan_id=members[0].instance.next_plan_id
-        )
-        for member in members:
-            member.step.add(chunk, state.request, seconds)
-            member.group = group
-        self._plan(state, num_tokens, [member.instance for member in members])
-
-    def _plan(self, state: RequestState, num_tokens: int, instances: Collection[InstanceBooks]) -> None:
-        """Note that the next ``num_tokens`` of its prompt are in the next step of each of ``instances``."""
         state.num_planned_tokens += num_tokens
-        state.chunks_in_flight.update([(instance.instance_id, instance.next_plan_id) for instance in instances])
+        state.chunks_in_flight.add((instance.instance_id, instance.next_plan_id))
         if state.is_planned:
-            for instance in instances:
-                instance.prefills.remove(state)
+            instance.prefills.remove(state)
         else:
             state.rank_by(self._bundle.order)
+        if len(state.chunks_in_flight) == 1 and start > 0:
+            self._books.offer_again(state)
 
     # --- steps ---
 
@@ -374,11 +306,10 @@ class Round:
         plan = StepPlan(
             plan_id=instance.next_plan_id,
             chunks=tuple(step.chunks),
-            with_decodes=not (urgent or holds or self._awaits_others(step))
+            with_decodes=not (urgent or holds or self._holds_decodes_up(step))
             and self._bundle.batching.carries_decodes(step.longest_prompt_tokens)
             and (instance.role is not Role.PREFILL or instance.held.num_seats_taken > 0),
             urgent=urgent,
-            group=opening.group,
             holds_decodes=holds,
         )
         instance.begin_plan(plan)
@@ -386,9 +317,10 @@ class Round:
         self._books.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
         return True
 
-    def _awaits_others(self, step: PartialStep) -> bool:
+    def _holds_decodes_up(self, step: PartialStep) -> bool:
         """Whether a chunk in the step waits for other instances: decodes beside it would wait, too."""
-        return any(self._relays.awaits_others(self._books.requests[chunk.request_id]) for chunk in step.chunks)
+        states = (self._books.requests[chunk.request_id] for chunk in step.chunks)
+        return any(self._relays.holds_decodes_up(state, self._bundle) for state in states)
 
     def _in_order(self, states: Sequence[RequestState]) -> list[RequestState]:
         return in_order(self._bundle.order, states, self._now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 #: policy: what one says no to, those behind it seldom do, and nobody pays for a look at all of a large mesh.
 MAX_ASKED = 8
 
-#: Instances that compute long prompts together, the leader first, by the name that they declared.
-Groups = Mapping[str, Sequence[InstanceBooks]]
-
 
 class Wait(Enum):
     """Why a request is not placed now."""
@@ -33,20 +30,15 @@ class Wait(Enum):
 
 
 class Placement(NamedTuple):
-    """``prefill is decode`` where the request stays; without ``decode`` it is computed ahead of room to decode.
-
-    ``members``, if any, compute and hold it together with these.
-    """
+    """``prefill is decode`` where the request stays; without ``decode`` it is computed ahead of room to decode."""
 
     prefill: InstanceBooks
     decode: InstanceBooks | None
-    members: tuple[InstanceBooks, ...] = ()
 
     @property
     def instances(self) -> Sequence[InstanceBooks]:
         """All that have a part in it."""
-        decode = () if self.decode is None else (self.decode,)
-        return (self.prefill, *decode, *self.members)
+        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
 
 
 def place(
@@ -112,35 +104,15 @@ def place_locally(
     return None
 
 
-def needs_group(request: Request, groups: Groups, bundle: Bundle) -> bool:
-    """Whether a group of instances computes it: it is long, and one that could is there."""
-    return bundle.is_long(request) and any(_could_share(request, group) for group in groups.values())
-
-
-def place_in_group(request: Request, groups: Groups, bundle: Bundle) -> Placement | Wait:
-    """One of ``groups`` for ``request``, which decodes where it is computed."""
-    views = {name: [instance.view for instance in group] for name, group in groups.items()}
-    while views:
-        name = bundle.group_placement.choose(request, views)
-        if name is None:
-            return Wait.FOR_TURN
-        members = groups[name]
-        if all(instance.can_share(request, len(members)) for instance in members):
-            return Placement(members[0], members[0], tuple(members))
-        del views[name]
-    return room_or_turn(request, any(instance.has_long for group in groups.values() for instance in group), bundle)
-
-
 def room_or_turn(request: Request, others: bool, bundle: Bundle) -> Wait:
     """There is no room. A long request waits for its turn if there are ``others`` of its kind: short ones may go on."""
     return Wait.FOR_TURN if others and bundle.is_long(request) else Wait.FOR_ROOM
 
 
-def could_place(request: Request, instances: Collection[InstanceBooks], groups: Groups, bundle: Bundle) -> bool:
-    """Whether some pair, or some group, of the instances could take the request if they were empty."""
+def could_place(request: Request, instances: Collection[InstanceBooks]) -> bool:
+    """Whether some pair of the instances could take the request if they were empty."""
     targets = {instance.kv_group for instance in instances if instance.could_decode(request)}
-    alone = any(instance.kv_group in targets and instance.could_prefill(request) for instance in instances)
-    return alone or needs_group(request, groups, bundle)
+    return any(instance.kv_group in targets and instance.could_prefill(request) for instance in instances)
 
 
 def have_pair(instances: Collection[InstanceBooks]) -> bool:
@@ -159,9 +131,3 @@ def unready_reason(instances: Iterable[InstanceBooks]) -> str | None:
     if not any(instance.role.can_decode for instance in takers):
         return "no decode instance is there"
     return "no prefill and decode instance have the same model and KV layout"
-
-
-def _could_share(request: Request, group: Sequence[InstanceBooks]) -> bool:
-    return all(
-        instance.could_share(request, len(group)) and instance.kv_group == group[0].kv_group for instance in group
-    )

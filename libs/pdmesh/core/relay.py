@@ -7,7 +7,8 @@ and short ones interrupt that on each member as anywhere.
 
 A helper is asked with room for the whole prompt, joins when it says that it has it (so that no KV is sent to one that
 knows of nothing), and is freed after the last chunk. The group rests while its leader decodes beside it: residents
-would wait for the chunks of others.
+would wait for the chunks of others. One of a fixed size (`pdmesh.core.formation`) is formed as its prompt is placed,
+does not rest, and takes its members' decodes into its steps.
 
 As a *gang* all members compute the next tokens at once, each a slice of them: chunks like others, one for each member
 that is spare, planned together once all of those have room for a plan.
@@ -31,6 +32,7 @@ from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import HelperJoined
+from pdmesh.core.formation import Formation
 from pdmesh.core.gang import Gangs, in_flight_s
 from pdmesh.core.healing import Healing, tell_group
 from pdmesh.core.holds import HoldKind
@@ -38,7 +40,7 @@ from pdmesh.core.openings import Openings
 from pdmesh.core.queue import in_order
 from pdmesh.core.requests import ComputedPart, Phase, RequestState
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey, StepPlan
+from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, Request, RequestKey, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.improvement import RATES_BY_LOAD, ImprovementInForce
@@ -58,6 +60,7 @@ class Relays:
         self._improvement = ImprovementInForce(RATES_BY_LOAD)
         self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
         self._gangs = Gangs(books)
+        self._formation = Formation(books)
 
     def arrived(self, state: RequestState, now_s: float) -> None:
         """A request joined the line: what it takes to compute its prompt counts for how large groups may be."""
@@ -66,13 +69,25 @@ class Relays:
     def _num_prefill(self) -> float:
         return max(1, sum(instance.takes_prompts for instance in self._books.instances.values()))
 
-    def placed(self, state: RequestState, bundle: Bundle) -> None:
-        """A request was placed; its first chunk is planned next."""
+    def awaits_members(self, request: Request, bundle: Bundle) -> bool:
+        """Whether a prompt that waits is for a group of a fixed size, and too few instances are free for it."""
+        return bundle.relay is not None and self._formation.awaits_members(request, bundle)
+
+    def placed(self, state: RequestState, bundle: Bundle) -> list[InstanceBooks]:
+        """A request was placed; its first chunk is planned next. Who was asked to help, if its group has a size."""
         leader = self._books.instances[state.prefill_ids[0]]
-        if bundle.relay is None or not leader.profile.relays or state.in_group:
-            return
-        if bundle.is_long(state.request):
-            self._open[state.key] = state
+        if bundle.relay is None or not leader.profile.relays or not bundle.is_long(state.request):
+            return []
+        self._open[state.key] = state
+        return self._form(state, bundle)
+
+    def _form(self, state: RequestState, bundle: Bundle) -> list[InstanceBooks]:
+        """Ask those that a group of a fixed size lacks. They compute no other long prompt meanwhile."""
+        leader = self._books.instances[state.prefill_ids[0]]
+        helpers = self._formation.helpers(state, leader, bundle)
+        for helper in helpers:
+            self._admit(state, leader, helper, long_tokens=state.request.num_prompt_tokens)
+        return helpers
 
     def may_be_helped(self, key: RequestKey) -> bool:
         """Whether somebody may yet be asked to help with it."""
@@ -138,9 +153,9 @@ class Relays:
         The KV of a step that begins before they have joined is sent when the step has ended: as long they wait.
         """
         relay, start = bundle.relay, state.num_planned_tokens
-        if relay is None or start or most <= 0 or state.key not in self._open or not self._may_relay(leader):
+        if relay is None or start or most <= 0 or state.key not in self._open or not self._may_relay(leader, relay):
             return most
-        spare = (each for each in idle if each is not leader and self._is_spare(each))
+        spare = (each for each in idle if each is not leader and self._is_spare(each, relay))
         num_members = 1 + sum(1 for _ in islice(spare, relay.max_members - 1))
         first = relay.first_chunk_tokens(state.request.num_prompt_tokens, num_members, most)
         return self._cut(leader, state, first, None)
@@ -153,7 +168,8 @@ class Relays:
             return 0
         if state.is_healing:
             return 0
-        if state.chunks_in_flight and self._answers_soon(state):
+        is_fixed = bundle.relay is not None and bundle.relay.group_size > 1
+        if (is_fixed or state.chunks_in_flight) and self._answers_soon(state):
             return 0  # the next chunk is for one of those
         if self._gang(state, bundle, step.now_s) is not None:
             return 0  # its slice is planned together with the others'
@@ -161,9 +177,9 @@ class Relays:
             return 0
         return self._cut(leader, state, most, bundle.relay)
 
-    def awaits_others(self, state: RequestState) -> bool:
-        """Whether the next chunk waits for one that another member has in flight."""
-        if state.group is None:
+    def holds_decodes_up(self, state: RequestState, bundle: Bundle) -> bool:
+        """Whether decodes beside the next chunk would wait for one that another member has in flight, and may not."""
+        if state.group is None or (bundle.relay is not None and bundle.relay.beside_decodes):
             return False
         return any(self._in_flight(state, helper_id) for helper_id in state.prefill_ids[1:])
 
@@ -207,11 +223,14 @@ class Relays:
         relay = bundle.relay
         if relay is None or not self._open:
             return False
-        spare = [each for each in openings.idle() if self._is_spare(each)]
+        spare = [each for each in openings.idle() if self._is_spare(each, relay)]
         if not spare:
             return False
         for state in in_order(bundle.order, list(self._open.values()), now_s):
-            self._ask(state, spare, relay)
+            if relay.group_size > 1:
+                self._form(state, bundle)
+            else:
+                self._ask(state, spare, relay)
             gang = self._gang(state, bundle, now_s)
             if gang is not None and self._plan_gang(gang, state, relay, openings, bundle, now_s):
                 return True
@@ -234,25 +253,26 @@ class Relays:
         for helped in self._helping.values():
             helped.pop(key, None)
 
-    def _is_spare(self, instance: InstanceBooks) -> bool:
+    def _is_spare(self, instance: InstanceBooks, relay: Relay) -> bool:
         """Whether it has nothing of its own to do, and may help."""
         return (
             instance.profile.relays
             and instance.takes_prompts
             and not instance.prefills
-            and not instance.held.num_seats_taken
+            and (relay.beside_decodes or not instance.held.num_seats_taken)
             and self._modes.mode_of(instance) is Mode.MIXED
         )
 
-    def _may_relay(self, leader: InstanceBooks) -> bool:
-        return leader.takes_new and not leader.held.num_decoding and self._modes.mode_of(leader) is Mode.MIXED
+    def _may_relay(self, leader: InstanceBooks, relay: Relay) -> bool:
+        rests = leader.held.num_decoding > 0 and not relay.beside_decodes
+        return leader.takes_new and not rests and self._modes.mode_of(leader) is Mode.MIXED
 
     def _ask(self, state: RequestState, spare: list[InstanceBooks], relay: Relay) -> None:
         """Those who bring its first token forward by enough. At most once for each chunk."""
         books, request = self._books, state.request
         leader = books.instances[state.prefill_ids[0]]
         considered = state.num_planned_tokens, len(spare)
-        if self._considered.get(state.key) == considered or not self._may_relay(leader):
+        if self._considered.get(state.key) == considered or not self._may_relay(leader, relay):
             return
         self._considered[state.key] = considered
         known = state.asked_ids if state.group is None else (*state.asked_ids, *state.group.member_ids)
@@ -280,13 +300,15 @@ class Relays:
         for helper_id in helper_ids:
             self._admit(state, leader, books.instances[helper_id])
 
-    def _admit(self, state: RequestState, leader: InstanceBooks, helper: InstanceBooks) -> None:
+    def _admit(
+        self, state: RequestState, leader: InstanceBooks, helper: InstanceBooks, *, long_tokens: int = 0
+    ) -> None:
         books = self._books
         if state.group is None:
             state.group = PrefillGroup(member_ids=(leader.instance_id,), capability=books.broker.new_capability())
         state.asked_ids = (*state.asked_ids, helper.instance_id)
         shard = helper.shard(helper.num_prefill_blocks(state.request))
-        helper.take(state.key, shard.num_blocks, HoldKind.PREFILL)
+        helper.take(state.key, shard.num_blocks, HoldKind.PREFILL, long_tokens=long_tokens)
         books.commands.append(
             AdmitPrefill(
                 instance_id=helper.instance_id,
@@ -308,7 +330,7 @@ class Relays:
             if helped[state.key] > now_s + in_flight_s(leader, relay):
                 continue  # what it is sent of the tokens before arrives later than they are computed to here
             start = state.num_planned_tokens
-            if start % leader.block_size or state.is_planned or not self._may_relay(leader):
+            if start % leader.block_size or state.is_planned or not self._may_relay(leader, relay):
                 continue
             if state.is_healing:
                 continue
@@ -332,14 +354,14 @@ class Relays:
         relay, leader = bundle.relay, self._books.instances[state.prefill_ids[0]]
         if relay is None or relay.schedule is Schedule.RELAY or state.group is None or state.is_healing:
             return None
-        if leader.prefills != [state] or not self._may_relay(leader):
+        if leader.prefills != [state] or not self._may_relay(leader, relay):
             return None
         begin_s = now_s + in_flight_s(leader, relay)
         helpers = [self._books.instances[name] for name in state.prefill_ids[1:]]
         spare = [
             each
             for each in helpers
-            if self._is_spare(each) and self._helping.get(each.instance_id, {}).get(state.key, inf) <= begin_s
+            if self._is_spare(each, relay) and self._helping.get(each.instance_id, {}).get(state.key, inf) <= begin_s
         ]
         return self._gangs.of(state, leader, spare, relay, bundle, now_s)
 
@@ -380,10 +402,14 @@ class Relays:
         chunk = ChunkPlan(
             request_id=state.key[0], epoch=state.key[1], start=start, num_tokens=num_tokens, is_last=is_last
         )
+        relay = bundle.relay
         plan = StepPlan(
             plan_id=member.next_plan_id,
             chunks=(chunk,),
-            with_decodes=False,
+            with_decodes=relay is not None
+            and relay.beside_decodes
+            and member.held.num_seats_taken > 0
+            and bundle.batching.carries_decodes(state.request.num_prompt_tokens),
             in_gang=in_gang,
             at_once=in_gang and at_once,
         )

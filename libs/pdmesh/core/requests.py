@@ -45,7 +45,7 @@ class RequestState:
     request: Request
     rank: Rank
     phase: Phase = Phase.WAITING
-    prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed, the leader's first
+    prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed; of a group, its leader
     decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
     transfer: Transfer | None = None  # that takes its KV from the ones to the others
     rank_of_offer: int | None = None  # of its KV that has no receiver
@@ -53,7 +53,6 @@ class RequestState:
     move: Move | None = None  # while it decodes: its way to another instance
     num_failed_moves: int = 0
     rebalanced_s: float = -inf  # when it last began to move because of where it was
-    in_group: bool = False  # the instances of its shards compute its chunks together
     work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     placed_s: float | None = None
     first_token_s: float | None = None  # as its last chunk's step was reported
@@ -61,7 +60,7 @@ class RequestState:
     num_planned_tokens: int = 0
     #: The instance and the plan of each; not of helpers that were lost, though these may yet report them.
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
-    group: PrefillGroup | None = None  # that computes its chunks in turn: its leader, and the helpers that have joined
+    group: PrefillGroup | None = None  # that computes its chunks: its leader, and the helpers that have joined
     asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
     computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
     is_healing: bool = False  # a helper was lost, and what of its prompt is computed is not known yet
@@ -84,9 +83,9 @@ class RequestState:
     def is_computed(self) -> bool:
         """Whether its whole prompt is known to be.
 
-        Of instances that take turns the leader has it all; others may tell late, or never, of the chunks they had.
+        Of instances that compute it together the leader has it all; others may tell late, or never, of their chunks.
         """
-        is_known = not self.chunks_in_flight or (self.first_token_s is not None and not self.in_group)
+        is_known = not self.chunks_in_flight or self.first_token_s is not None
         return self.is_planned and is_known and not self.is_healing
 
     def waited_s(self, now_s: float) -> float:

@@ -82,7 +82,7 @@ from pdmesh.core.step_reports import StepReports
 from pdmesh.core.suspicion import go_on_without, receive_elsewhere, start_elsewhere
 from pdmesh.core.transfer_reports import TransferReports
 from pdmesh.model import InstanceId, RequestId, RequestKey
-from pdmesh.policy.base import Bundle, InstanceView
+from pdmesh.policy.base import Bundle, InstanceView, PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 
 
@@ -155,6 +155,11 @@ class SchedulerCore:
     @property
     def instances(self) -> list[InstanceView]:
         return [instance.view for instance in self._books.instances.values()]
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """What bundles are made from, but for what is learnt of latency."""
+        return self._choice.policy
 
     @property
     def batching(self) -> str:

@@ -57,7 +57,6 @@ class InstanceBooks:
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         layout = profile.kv_layout
         self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
-        self._grouped = bool(profile.group_id)
         self.draining = draining
         self.closed = False  # by an operator
         self.reachable = True
@@ -378,28 +377,6 @@ class InstanceBooks:
             and self.num_decode_blocks(request) <= self.profile.num_blocks
         )
 
-    def num_share_blocks(self, request: Request, size: int) -> int:
-        """Of a request whose KV is spread over a group of ``size``."""
-        return -(-self.num_decode_blocks(request) // size)
-
-    def could_share(self, request: Request, size: int) -> bool:
-        """Whether its share of the request, as one of ``size``, fits this instance when it is empty."""
-        return (
-            self.role is Role.MIXED
-            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len * size
-            and self.num_share_blocks(request, size) <= self.profile.num_blocks
-        )
-
-    def can_share(self, request: Request, size: int) -> bool:
-        """Whether its share of the request, as one of ``size``, fits now, with a seat to decode."""
-        return (
-            self.takes_new
-            and self.held.num_seats_taken < self.profile.max_num_seqs
-            and self.num_share_blocks(request, size) <= self.num_free_blocks
-            and self.could_share(request, size)
-            and (request.request_id, request.epoch) not in self.holds
-        )
-
     # --- views and checks ---
 
     def set_draining(self, draining: bool) -> None:
@@ -465,7 +442,7 @@ class InstanceBooks:
                 self.held.num_long_decoding,
                 min(long_tokens) if long_tokens else None,
                 self.held.slo_tpots_s,
-                self._grouped,
+                self.number,
                 self.make,
             )
         return self._view

@@ -34,7 +34,6 @@ def start_elsewhere(books: Books, bundle: Bundle) -> None:
     if not suspected:
         return
     others = [instance for instance in books.instances.values() if instance.takes_new]
-    groups = {name: members for name, members in books.groups.items() if all(member.takes_new for member in members)}
     for instance in suspected:
         for key in list(instance.holds):
             state = books.find(key)
@@ -42,7 +41,7 @@ def start_elsewhere(books: Books, bundle: Bundle) -> None:
                 state is None
                 or state.phase is not Phase.PREFILLING
                 or not state.needs(instance.instance_id)
-                or not could_place(state.request, others, groups, bundle)
+                or not could_place(state.request, others)
             ):
                 continue
             loses_nothing = _loses_nothing(state, [books.instances.get(name) for name in state.prefill_ids])
@@ -93,7 +92,6 @@ def _loses_nothing(state: RequestState, members: Sequence[InstanceBooks | None])
         return True
     if members[0] is None:
         return False
-    computing = members if state.group is not None else members[:1]  # in a static group all have every chunk
-    in_flight = [chunk for each in computing if each for plan in each.plans.values() for chunk in plan.chunks]
+    in_flight = [chunk for each in members if each for plan in each.plans.values() for chunk in plan.chunks]
     num_in_flight = sum(chunk.num_tokens for chunk in in_flight if (chunk.request_id, chunk.epoch) == state.key)
     return num_in_flight == state.num_planned_tokens

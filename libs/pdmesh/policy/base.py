@@ -15,7 +15,7 @@ from pdmesh.policy.batching import Batching
 from pdmesh.policy.batching_theory import StepLimit
 from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel
-from pdmesh.ranges import COUNT, SHARE, Range
+from pdmesh.ranges import ANY_COUNT, COUNT, SHARE, Range
 from pdmesh.settings import NO_SETTING, one_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class InstanceView(NamedTuple):
     num_long_decoding: int = 0
     shortest_long_prefill_tokens: int | None = None
     slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
-    grouped: bool = False  # it computes long prompts together with others
+    number: int = 0  # it was the so manieth to join
     make: str = ""  # instances of one are equally fast
 
 
@@ -63,15 +63,10 @@ class PartialStep:
     shapes: list[ChunkShape] = field(default_factory=list[ChunkShape])
     num_tokens: int = 0
     longest_prompt_tokens: int = 0
-    group_s: float = 0.0  # predicted, of a chunk that a group computes
 
-    def add(self, chunk: ChunkPlan, request: Request, group_s: float | None = None) -> None:
-        """``group_s`` is the time of a chunk that a group computes: it is no shape of this instance's."""
+    def add(self, chunk: ChunkPlan, request: Request) -> None:
         self.chunks.append(chunk)
-        if group_s is None:
-            self.shapes.append(ChunkShape(chunk.num_tokens, chunk.start))
-        else:
-            self.group_s = group_s
+        self.shapes.append(ChunkShape(chunk.num_tokens, chunk.start))
         self.num_tokens += chunk.num_tokens
         self.longest_prompt_tokens = max(self.longest_prompt_tokens, request.num_prompt_tokens)
 
@@ -132,21 +127,6 @@ class Packing(Protocol):
         """Predicted time of a prompt on such an instance, behind those that are computed there; infinite: no room."""
         ...
 
-    def group_chunk(
-        self,
-        members: Sequence[InstanceView],
-        steps: Sequence[PartialStep],
-        request: Request,
-        start: int,
-        *,
-        shared: bool = False,
-    ) -> tuple[int, float]:
-        """The same for a request that a group computes, whose ``members`` have ``steps``; and the predicted seconds.
-
-        The chunk is added to every one of the steps.
-        """
-        ...
-
 
 class PrefillPlacement(Protocol):
     """Where a prompt is computed: on the first instance that has room and an opening for it, and `takes` it.
@@ -160,14 +140,6 @@ class PrefillPlacement(Protocol):
 
     def takes(self, request: Request, instance: InstanceView) -> bool:
         """Whether the request may go there now. If no instance that could takes it, it waits; others may go past it."""
-        ...
-
-
-class GroupPlacement(Protocol):
-    """Which group of instances computes a long prompt, where instances form groups."""
-
-    def choose(self, request: Request, groups: Mapping[str, Sequence[InstanceView]]) -> str | None:
-        """One of ``groups`` (never empty; each has room for its share), or None to let the request wait."""
         ...
 
 
@@ -188,9 +160,8 @@ class PolicyConfig:
     """What the policies of any bundle are tuned by: the ``[policy]`` of the configuration."""
 
     chunk_tokens: Annotated[int, COUNT, "tokens of prefill per step, where steps are static"] = 512
-    #: Of an instance and of a group of them; from `scheduler.profile` and `scheduler.group_profile`, or measured.
+    #: Of an instance; from `scheduler.profile`, or measured.
     latency: Annotated[LinearLatencyModel, NO_SETTING] = PROFILES["a100-llama3-8b"]
-    group_latency: Annotated[LinearLatencyModel | None, NO_SETTING] = None
     #: Of makes of instances; those without one are as fast as ``latency`` says.
     latency_of_make: Annotated[Mapping[str, LinearLatencyModel], NO_SETTING] = field(
         default_factory=dict[str, LinearLatencyModel]
@@ -205,7 +176,6 @@ class PolicyConfig:
     ] = 0.2
     max_chunk_tokens: Annotated[int, COUNT, "largest chunk of an adaptive step"] = 8192
     long_prompt_tokens: Annotated[int, COUNT, "a prompt as long as this is long: a step has at most one such"] = 8192
-    group_chunk_tokens: Annotated[int, COUNT, "largest chunk of a group of instances, where steps are static"] = 65_536
     max_shared: Annotated[float, SHARE, "the most of a step that a long prompt leaves to others"] = 0.4
     spare_slack: Annotated[float, "`pdmesh` serves the shortest first while everyone has this much relative slack"] = (
         0.25
@@ -218,9 +188,9 @@ class PolicyConfig:
         Range(1e-3, 1),
         "long chunks that give way between layers are so long that a step's constant time is at most this share",
     ] = 0.05
-    max_group_step_overhead: Annotated[float, Range(1e-3, 1), "the same of a group's chunks, which do not give way"] = (
-        0.1
-    )
+    max_group_step_overhead: Annotated[
+        float, Range(1e-3, 1), "the same of the shortest chunks of prompts that several instances compute"
+    ] = 0.1
     give_way: Annotated[float, Range(1), "`pdmesh` interrupts a long prompt for one that is so many times shorter"] = (
         2.0
     )
@@ -243,6 +213,15 @@ class PolicyConfig:
         one_of("relay", "gang", "auto"),
         "...in turn (`relay`), all at once with a slice each (`gang`), or whichever is predicted to end first (`auto`)",
     ] = "relay"
+    group_size: Annotated[
+        int,
+        COUNT,
+        "`pecsched`, its ablations, `fcfs`, `short-first` and `reservation` have so many instances compute every long "
+        "prompt together, none of them two at a time; 1: each is computed alone",
+    ] = 1
+    reserved_instances: Annotated[
+        int, ANY_COUNT, "`reservation` keeps the first so many instances that join for long prompts; 0: none"
+    ] = 0
     rebalances: Annotated[
         bool,
         "`pdmesh` moves running decodes from an instance that is short of memory, or too slow for them, to one that "
@@ -276,7 +255,6 @@ class Bundle:
     order: PrefillOrder
     packing: Packing
     prefill_placement: PrefillPlacement
-    group_placement: GroupPlacement
     decode_placement: DecodePlacement
     long_prompt_tokens: int  # a prompt as long as this is long
     batching: Batching
@@ -284,7 +262,7 @@ class Bundle:
     local_prefill: LocalPrefill | None = (
         None  # whether a prompt is computed on an instance that only decodes; None: none
     )
-    keeps_groups_for_long: bool = False  # short prompts are computed outside groups of instances only
+    num_reserved: int = 0  # instances, the first that joined, which compute long prompts only; the others short ones
     run_ahead: RunAhead | None = None  # None: no prompt is computed ahead of room to decode
     waiting_kv_share: float = 1.0  # of a prefill instance's KV, that may wait to move away
     sends_computed_first: bool = False  # KV that is all there goes before KV that is being computed
@@ -294,10 +272,12 @@ class Bundle:
     def why_not(self, instances: Sequence[InstanceView]) -> str | None:
         """Why these instances cannot serve by it, in words; None if they can, or if none of them computes prompts."""
         prefilling = [instance for instance in instances if instance.role.can_prefill]
-        if self.keeps_groups_for_long and prefilling and all(instance.grouped for instance in prefilling):
+        num_reserved = sum(instance.number <= self.num_reserved for instance in prefilling)
+        if self.num_reserved and prefilling and num_reserved in (0, len(prefilling)):
+            who = "short" if num_reserved else "long"
             return (
-                f"{self.name} keeps groups of instances for long prompts, and all that compute prompts are in one: "
-                "short prompts would wait for ever"
+                f"{self.name} keeps the first {self.num_reserved} instances that joined for long prompts, which are "
+                f"{num_reserved} of the {len(prefilling)} that compute prompts: {who} ones would wait for ever"
             )
         return None
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pdmesh.errors import ConfigError
-from pdmesh.policy.base import Bundle, GroupPlacement, Packing, PolicyConfig, PrefillOrder, PrefillPlacement
+from pdmesh.policy.base import Bundle, Packing, PolicyConfig, PrefillOrder
 from pdmesh.policy.batching import Batching, ExclusiveBatching, MixedBatching, SwitchingBatching
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import ShortInterruptsLong
@@ -28,8 +28,7 @@ from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, AdaptiveChunks, Ch
 from pdmesh.policy.placement import (
     Apart,
     Freeness,
-    IdleGroup,
-    LeastQueuedGroup,
+    InGroups,
     LeastQueuedTokens,
     Reservation,
     ShortAroundLong,
@@ -42,13 +41,9 @@ from pdmesh.policy.sequence_parallel import ChunkwisePlanner
 _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
 
 
-def _prediction(
-    config: PolicyConfig, chunk: Callable[[int, int], int], group_chunk: Callable[[int, int], int]
-) -> Prediction:
-    group = None if config.group_latency is None else RemainingTime(config.group_latency, group_chunk)
+def _prediction(config: PolicyConfig, chunk: Callable[[int, int], int]) -> Prediction:
     return Prediction(
         remaining=RemainingTime(config.latency, chunk),
-        group_remaining=group,
         long_prompt_tokens=config.long_prompt_tokens,
         slo_ttft_s=config.slo_ttft_s,
         slo_ttft_stretch=config.slo_ttft_stretch,
@@ -56,31 +51,25 @@ def _prediction(
 
 
 def _static(config: PolicyConfig) -> tuple[Packing, Prediction]:
-    packing = StaticChunks(config.chunk_tokens, config.group_chunk_tokens)
-    return packing, _prediction(config, packing.chunk_alone, packing.group_chunk_alone)
+    packing = StaticChunks(config.chunk_tokens)
+    return packing, _prediction(config, packing.chunk_alone)
 
 
 def _adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = False) -> tuple[Packing, Prediction]:
     """``efficient``: steps with chunks alone are long enough for their constant time to be a small part of them."""
     sizer = ChunkSizer(config.latency, config.max_chunk_tokens)
-    group_sizer = ChunkSizer(config.group_latency or config.latency, config.group_chunk_tokens)
     prefill_step_s = config.prefill_step_s
     if efficient:
         prefill_step_s = max(prefill_step_s, config.latency.a_s / config.max_step_overhead)
-    group_step_s = max(prefill_step_s, group_sizer.model.step_s(_ONE_TOKEN) / config.max_group_step_overhead)
 
-    def alone(sizer: ChunkSizer, budget_s: float) -> Callable[[int, int], int]:
-        return lambda start, num_left: (
-            sizer.largest(NOTHING, start, num_left, budget_s) or min(num_left, CHUNK_UNIT_TOKENS)
-        )
+    def alone(start: int, num_left: int) -> int:
+        return sizer.largest(NOTHING, start, num_left, prefill_step_s) or min(num_left, CHUNK_UNIT_TOKENS)
 
-    prediction = _prediction(config, alone(sizer, prefill_step_s), alone(group_sizer, group_step_s))
+    prediction = _prediction(config, alone)
     packing = AdaptiveChunks(
         sizer=sizer,
-        group_sizer=group_sizer,
         prediction=prediction,
         prefill_step_s=prefill_step_s,
-        group_step_s=group_step_s,
         slo_tpot_s=config.slo_tpot_s,
         max_shared=config.max_shared,
         local_step_share=config.local_step_share,
@@ -110,15 +99,8 @@ BATCHINGS: Mapping[str, Callable[[PolicyConfig], Batching]] = MappingProxyType(
 )
 
 
-def _studied(
-    name: str,
-    make_order: Callable[[Prediction], PrefillOrder],
-    *,
-    prefill_placement: PrefillPlacement | None = None,
-    group_placement: GroupPlacement | None = None,
-    keeps_groups_for_long: bool = False,
-) -> Callable[[PolicyConfig], Bundle]:
-    """An order or a placement alone: everything else as in ``fcfs``."""
+def _studied(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> Callable[[PolicyConfig], Bundle]:
+    """An order alone: everything else as in ``fcfs``."""
 
     def build(config: PolicyConfig) -> Bundle:
         packing, prediction = _static(config)
@@ -126,15 +108,50 @@ def _studied(
             name=name,
             order=make_order(prediction),
             packing=packing,
-            prefill_placement=prefill_placement or LeastQueuedTokens(),
-            group_placement=group_placement or LeastQueuedGroup(),
+            prefill_placement=LeastQueuedTokens(),
             decode_placement=Freeness(),
             long_prompt_tokens=config.long_prompt_tokens,
             batching=_mixed(config),
-            keeps_groups_for_long=keeps_groups_for_long,
         )
 
     return build
+
+
+def _in_groups(config: PolicyConfig, bundle: Bundle, *, need_idle: bool = False) -> Bundle:
+    """The same with long prompts computed by groups, if these have more than one member: PecSched, and baselines."""
+    if config.group_size == 1:
+        return bundle
+    placement = InGroups(
+        bundle.prefill_placement,
+        bundle.long_prompt_tokens,
+        need_idle=need_idle,
+        interrupt=bundle.interruption is not None,
+    )
+    relay = replace(_relay(config), max_members=config.group_size, group_size=config.group_size, beside_decodes=True)
+    return replace(bundle, prefill_placement=placement, relay=relay)
+
+
+def _fcfs(config: PolicyConfig) -> Bundle:
+    return _in_groups(config, _studied("fcfs", lambda _: Fcfs())(config))
+
+
+def _short_first(config: PolicyConfig) -> Bundle:
+    order = ShortFirst(config.long_prompt_tokens, preempts=False)
+    return _in_groups(config, _studied("short-first", lambda _: order)(config), need_idle=True)
+
+
+def _reservation(config: PolicyConfig) -> Bundle:
+    long_tokens, num_reserved = config.long_prompt_tokens, config.reserved_instances
+    if 0 < num_reserved < config.group_size:
+        raise ConfigError(
+            f"policy.reserved_instances is {num_reserved}: no group of policy.group_size {config.group_size} fits in"
+        )
+    bundle = replace(
+        _studied("reservation", lambda _: FcfsOfEachKind(long_tokens))(config),
+        prefill_placement=Reservation(long_tokens, num_reserved),
+        num_reserved=num_reserved,
+    )
+    return _in_groups(config, bundle)
 
 
 def _medha(config: PolicyConfig) -> Bundle:
@@ -144,7 +161,6 @@ def _medha(config: PolicyConfig) -> Bundle:
         order=LeastRelativeSlack(prediction),
         packing=packing,
         prefill_placement=LeastQueuedTokens(),
-        group_placement=LeastQueuedGroup(),
         decode_placement=Freeness(),
         long_prompt_tokens=config.long_prompt_tokens,
         batching=_mixed(config),
@@ -159,17 +175,17 @@ def _pecsched(
     def build(config: PolicyConfig) -> Bundle:
         packing, _ = _adaptive(config, efficient=True, long_chunk_alone=True)
         long_tokens = config.long_prompt_tokens
-        return Bundle(
+        bundle = Bundle(
             name=name,
             order=ShortFirst(long_tokens, preempts),
             packing=packing,
             prefill_placement=ShortAroundLong(long_tokens, config.colocate_tokens, preempts),
-            group_placement=LeastQueuedGroup(),
             decode_placement=Apart(long_tokens) if disaggregates else Freeness(),
             long_prompt_tokens=long_tokens,
             batching=_mixed(config, colocates=colocates),
             interruption=ShortInterruptsLong(config.latency, long_tokens) if preempts else None,
         )
+        return _in_groups(config, bundle)
 
     return build
 
@@ -193,7 +209,6 @@ def _tetris(config: PolicyConfig) -> Bundle:
         order=Fcfs(),
         packing=packing,
         prefill_placement=LeastQueuedTokens(),
-        group_placement=LeastQueuedGroup(),
         decode_placement=Freeness(),
         long_prompt_tokens=config.long_prompt_tokens,
         batching=_mixed(config),
@@ -220,7 +235,6 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         order=GuardedShortestFirst(prediction, config.spare_slack, config.min_share),
         packing=packing,
         prefill_placement=ShortAroundLong(long_tokens, config.colocate_tokens, give_way=config.give_way),
-        group_placement=LeastQueuedGroup(),
         decode_placement=Apart(long_tokens),
         long_prompt_tokens=long_tokens,
         batching=_switching(config),
@@ -245,23 +259,14 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
 
 BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
     {
-        "fcfs": _studied("fcfs", lambda _: Fcfs()),
+        "fcfs": _fcfs,
         "priority": _studied("priority", lambda _: ByPriority()),
         "sjf": _studied("sjf", ShortestFirst),
         "edf": _studied("edf", EarliestDeadline),
         "lrs": _studied("lrs", LeastSlack),
         "lars": _studied("lars", LeastRelativeSlack),
-        "short-first": _studied(
-            "short-first",
-            lambda prediction: ShortFirst(prediction.long_prompt_tokens, preempts=False),
-            group_placement=IdleGroup(),
-        ),
-        "reservation": _studied(
-            "reservation",
-            lambda prediction: FcfsOfEachKind(prediction.long_prompt_tokens),
-            prefill_placement=Reservation(),
-            keeps_groups_for_long=True,
-        ),
+        "short-first": _short_first,
+        "reservation": _reservation,
         "medha": _medha,
         "pecsched": _pecsched("pecsched"),
         "pecsched-no-preemption": _pecsched("pecsched-no-preemption", preempts=False),

@@ -278,9 +278,3 @@ PROFILES: Mapping[str, LinearLatencyModel] = MappingProxyType(
         "h200x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(H200, 4)),
     }
 )
-
-
-def group_model(model: LinearLatencyModel, size: int) -> LinearLatencyModel:
-    """Of ``size`` instances that compute a prompt together: as measured where it was measured, else derived."""
-    measured = TETRIS_A100_LLAMA_3_8B.get(size) if model == TETRIS_A100_LLAMA_3_8B[1] else None
-    return measured or sequence_parallel(model, size)

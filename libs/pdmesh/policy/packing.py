@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf
 
 from pdmesh.model import Request, Role
 from pdmesh.policy.base import InstanceView, PartialStep
 from pdmesh.policy.batching_theory import StepLimit
-from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.latency import LinearLatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
 
 #: Adaptive chunks are multiples of this, but for a prompt's last. A step with no chunk yet takes one in any case.
@@ -27,7 +27,6 @@ class StaticChunks:
     """Steps of at most ``chunk_tokens`` prompt tokens, filled in order; a prompt is cut where the step is full."""
 
     chunk_tokens: int
-    group_chunk_tokens: int  # of a prompt that a group computes; such a chunk has its step to itself
 
     def num_tokens(
         self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
@@ -43,25 +42,9 @@ class StaticChunks:
     def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
         return inf
 
-    def group_chunk(
-        self,
-        members: Sequence[InstanceView],
-        steps: Sequence[PartialStep],
-        request: Request,
-        start: int,
-        *,
-        shared: bool = False,
-    ) -> tuple[int, float]:
-        if any(step.chunks for step in steps):
-            return 0, 0.0
-        return min(request.num_prompt_tokens - start, self.group_chunk_tokens), 0.0
-
     def chunk_alone(self, start: int, num_left: int) -> int:
         """The chunk of a prompt that has steps to itself."""
         return min(num_left, self.chunk_tokens)
-
-    def group_chunk_alone(self, start: int, num_left: int) -> int:
-        return min(num_left, self.group_chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +81,8 @@ class AdaptiveChunks:
     """
 
     sizer: ChunkSizer
-    group_sizer: ChunkSizer
     prediction: Prediction
     prefill_step_s: float
-    group_step_s: float
     slo_tpot_s: float
     max_shared: float
     local_step_share: float
@@ -113,7 +94,7 @@ class AdaptiveChunks:
     ) -> int:
         if step.chunks and self._excludes(step, request):
             return 0
-        budget_s = self._budget_s(instance, step, request, start, self.prefill_step_s, shared) - step.group_s
+        budget_s = self._budget_s(instance, step, request, start, shared)
         num_left = request.num_prompt_tokens - start
         num_tokens = self._sizer(instance).largest(_beside(instance, step), start, num_left, budget_s)
         return num_tokens if num_tokens or step.chunks else min(num_left, CHUNK_UNIT_TOKENS)
@@ -136,32 +117,6 @@ class AdaptiveChunks:
         num_steps = ceil((num_prompt_tokens + instance.num_queued_tokens) / chunk_tokens)
         return num_steps * sizer.model.with_chunk_s(beside, half)(chunk_tokens)
 
-    def group_chunk(
-        self,
-        members: Sequence[InstanceView],
-        steps: Sequence[PartialStep],
-        request: Request,
-        start: int,
-        *,
-        shared: bool = False,
-    ) -> tuple[int, float]:
-        if any(self._excludes(step, request) for step in steps):
-            return 0, 0.0
-        budget_s = min(
-            self._budget_s(view, step, request, start, self.group_step_s, shared)
-            - self._sizer(view).model.step_s(_beside(view, step))
-            for view, step in zip(members, steps, strict=True)
-        )
-        num_left = request.num_prompt_tokens - start
-        num_tokens = self.group_sizer.largest(NOTHING, start, num_left, budget_s)
-        if not num_tokens and not any(step.chunks for step in steps):
-            # The constant time of a group alone may be more than its decodes' target: then no chunk can keep it, and
-            # very small ones would lose both the target and the throughput.
-            num_tokens = self.group_sizer.largest(NOTHING, start, num_left, self.group_step_s)
-            num_tokens = num_tokens or min(num_left, CHUNK_UNIT_TOKENS * len(members))
-        shape = StepShape((ChunkShape(num_tokens, start),), 0, 0)
-        return num_tokens, self.group_sizer.model.step_s(shape)
-
     def _sizer(self, instance: InstanceView) -> ChunkSizer:
         return self.sizer_of_make.get(instance.make, self.sizer)
 
@@ -174,16 +129,8 @@ class AdaptiveChunks:
     def _has_long(self, step: PartialStep) -> bool:
         return step.longest_prompt_tokens >= self.prediction.long_prompt_tokens
 
-    def _budget_s(
-        self,
-        instance: InstanceView,
-        step: PartialStep,
-        request: Request,
-        start: int,
-        prefill_step_s: float,
-        shared: bool,
-    ) -> float:
-        budget_s = prefill_step_s
+    def _budget_s(self, instance: InstanceView, step: PartialStep, request: Request, start: int, shared: bool) -> float:
+        budget_s = self.prefill_step_s
         if instance.role is Role.DECODE:
             budget_s = self.local_step_share * self._tpot_s(instance)
         elif instance.num_decoding:

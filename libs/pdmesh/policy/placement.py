@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from pdmesh.model import Request, Role
-from pdmesh.policy.base import InstanceView
+from pdmesh.policy.base import InstanceView, PrefillPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +22,20 @@ class LeastQueuedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A static pool: instances that form groups are for long prompts, the others for short ones."""
+    """A static pool: the first ``num_reserved`` instances that joined are for long prompts, the others for short ones.
+
+    0: there is none, and each takes the fewest queued tokens that there are.
+    """
+
+    long_prompt_tokens: int
+    num_reserved: int = 0
 
     def key(self, instance: InstanceView) -> tuple[float, ...]:
         return (instance.num_queued_tokens,)
 
     def takes(self, request: Request, instance: InstanceView) -> bool:
-        return not instance.grouped
+        is_long = request.num_prompt_tokens >= self.long_prompt_tokens
+        return not self.num_reserved or is_long == (instance.number <= self.num_reserved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +66,30 @@ class ShortAroundLong:
 
 
 @dataclass(frozen=True, slots=True)
-class LeastQueuedGroup:
-    """The group with the fewest prompt tokens placed and not yet computed, of those that serve no long prompt.
+class InGroups:
+    """Around another placement, where groups of a fixed size compute long prompts: one after the other.
 
-    A group so serves one long prompt after the other. To begin a second would help neither while the first is computed;
-    and while it decodes, every step of the group, with its large constant time, would cost it a token's delay.
+    To begin a second one helps neither while the first is computed; and while it decodes, every step of the group would
+    cost it a token's delay. Where groups ``need_idle`` instances, these have no work at all: among many short requests
+    there may never be enough. Short prompts that do not ``interrupt`` long ones go to others.
     """
 
-    def choose(self, request: Request, groups: Mapping[str, Sequence[InstanceView]]) -> str | None:
-        free = [name for name, views in groups.items() if not any(map(_has_long, views))]
-        return min(free, key=lambda name: (sum(view.num_queued_tokens for view in groups[name]), name), default=None)
+    around: PrefillPlacement
+    long_prompt_tokens: int
+    need_idle: bool = False
+    interrupt: bool = False
 
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        return self.around.key(instance)
 
-@dataclass(frozen=True, slots=True)
-class IdleGroup:
-    """A group of which no member has any work. Among many short requests there may never be one."""
-
-    def choose(self, request: Request, groups: Mapping[str, Sequence[InstanceView]]) -> str | None:
-        idle = (name for name, views in groups.items() if not any(v.num_prefilling or v.num_seats_taken for v in views))
-        return min(idle, default=None)
+    def takes(self, request: Request, instance: InstanceView) -> bool:
+        if request.num_prompt_tokens < self.long_prompt_tokens:
+            is_free = self.interrupt or not instance.num_long_prefilling
+        elif self.need_idle:
+            is_free = not (instance.num_prefilling or instance.num_seats_taken)
+        else:
+            is_free = not (instance.num_long_prefilling or instance.num_long_decoding)
+        return is_free and self.around.takes(request, instance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +117,6 @@ class Apart:
 
     def stays(self, request: Request, prefill: InstanceView, first: InstanceView) -> bool:
         return request.num_prompt_tokens >= self.long_prompt_tokens or first.role is not Role.DECODE
-
-
-def _has_long(view: InstanceView) -> bool:
-    return view.num_long_prefilling + view.num_long_decoding > 0
 
 
 def _freeness(view: InstanceView) -> float:

@@ -62,22 +62,16 @@ class Prediction:
     slo_ttft_s: float
     slo_ttft_stretch: float
     long_prompt_tokens: int
-    group_remaining: RemainingTime | None = None  # of long prompts, where groups of instances compute them
 
     def is_long(self, request: Request) -> bool:
         return request.num_prompt_tokens >= self.long_prompt_tokens
 
     def work_s(self, request: Request) -> float:
         """Of its whole prompt."""
-        return self._table(request).total_s(request.num_prompt_tokens)
+        return self.remaining.total_s(request.num_prompt_tokens)
 
     def remaining_s(self, request: Request, num_done_tokens: int) -> float:
-        return self._table(request).remaining_s(request.num_prompt_tokens, num_done_tokens)
-
-    def _table(self, request: Request) -> RemainingTime:
-        if self.group_remaining is not None and self.is_long(request):
-            return self.group_remaining
-        return self.remaining
+        return self.remaining.remaining_s(request.num_prompt_tokens, num_done_tokens)
 
     def due_s(self, request: Request) -> float:
         """When its first token is due: by its own target, or by the work that its client asked for up to it."""

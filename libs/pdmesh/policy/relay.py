@@ -54,6 +54,10 @@ class Relay:
     planner: type[ElasticPlanner | ChunkwisePlanner] = ElasticPlanner
     doubles: bool = False  # 1, 2, 4, ... members, and not those between
     schedule: Schedule = Schedule.RELAY
+    #: Of every group, formed as its prompt is placed, whatever that gains (PecSched); 1: the planner says.
+    group_size: int = 1
+    #: Members take chunks also while they decode, and their decodes into the same steps.
+    beside_decodes: bool = False
     #: By bytes of a token's KV, the most members, and the improvement rate.
     _planners: dict[tuple[float, int, float], ElasticPlanner | ChunkwisePlanner] = field(
         default_factory=dict[tuple[float, int, float], ElasticPlanner | ChunkwisePlanner]

@@ -125,7 +125,7 @@ def outlook(
 ) -> Foretold:
     """Simulate a proposal on instances ``like`` one that is there."""
     instances = [
-        (replace(like, instance_id=InstanceId(f"{role}-{index}"), role=role, group_id=""), latency)
+        (replace(like, instance_id=InstanceId(f"{role}-{index}"), role=role), latency)
         for role in Role
         for index in range(proposal.pools.of(role))
     ]

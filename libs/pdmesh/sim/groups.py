@@ -28,6 +28,7 @@ class SimulatedGroups:
         agenda: Agenda,
         exchange: SimulatedExchange,
         departures: SimulatedDepartures,
+        gang_step_s: float = 0.0,
         report: Callable[[Event], None],
         end: Callable[[], None],
         go_on: Callable[[PlannedStep], None],
@@ -36,6 +37,7 @@ class SimulatedGroups:
         self._agenda = agenda
         self._exchange = exchange
         self._departures = departures
+        self._gang_step_s = gang_step_s
         self._report = report
         self._end = end
         self._go_on = go_on
@@ -87,7 +89,12 @@ class SimulatedGroups:
         self._given_up.discard(step.plan.plan_id)
 
     def waits(self, step: PlannedStep) -> bool:
-        """Whether a step that is computed waits for KV; it goes on by itself, or when its end is due."""
+        """Whether a step that is computed waits for others; it goes on by itself, or when its end is due."""
+        if step.plan.in_gang and self._gang_step_s and not step.has_met:
+            step.has_met = step.waits = True
+            step.end_s = self._agenda.now_s + self._gang_step_s
+            step.end = self._agenda.at(step.end_s, self._end)
+            return True
         for chunk in step.plan.chunks:
             key = (chunk.request_id, chunk.epoch)
             if not self._exchange.is_shared(key) or chunk in step.undone:

@@ -47,7 +47,6 @@ from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.model import (
     ChunkPlan,
     FinishReason,
-    GroupChunk,
     InstanceId,
     InstanceProfile,
     PrefillGroup,
@@ -69,10 +68,6 @@ from pdmesh.sim.residents import Residents
 from pdmesh.sim.result import RequestRun, StepSpan
 
 
-def _alone(group: GroupChunk) -> None:
-    raise AssertionError(f"a chunk for {group.members} on an instance that is in no group")
-
-
 class SimInstance:
     """``report`` takes events for the scheduler; ``want_turn`` asks to `begin` after all else of this instant."""
 
@@ -89,21 +84,18 @@ class SimInstance:
         land: Callable[[TransferPlan, RequestKey, float], None],
         want_turn: Callable[[InstanceId], None],
         max_decode_steps: int,
-        group_model: LatencyModel | None = None,
-        meet: Callable[[GroupChunk], None] = _alone,
+        gang_step_s: float = 0.0,
     ) -> None:
         self.profile = profile
         self.instance_id = profile.instance_id
         self.steps: list[StepSpan] = []
         self.model = model
-        self._group_model = group_model or model
         self._agenda = agenda
         self._links = links
         self._exchange = exchange
         self._runs = runs
         self._report = report
         self._want_turn = want_turn
-        self._meet = meet
         self._max_decode_steps = max_decode_steps
         self._plans: deque[StepPlan] = deque()
         self._holdings = Holdings(profile.instance_id, profile.num_blocks, report)
@@ -116,6 +108,7 @@ class SimInstance:
             agenda=agenda,
             exchange=exchange,
             departures=self._departures,
+            gang_step_s=gang_step_s,
             report=report,
             end=self._end_step,
             go_on=self._go_on,
@@ -165,14 +158,12 @@ class SimInstance:
                 key = (command.request_id, command.epoch)
                 self._holdings.hold(key, command.num_blocks)
                 if not command.leads:
-                    if command.group is not None:
-                        self._report(HelperJoined(self.instance_id, *key))
+                    self._report(HelperJoined(self.instance_id, *key))
                     return  # the leader has the books of it
                 run = self._runs[key]
                 run.prefill_id = self.instance_id
                 if run.placed_s is None:
                     run.placed_s = self._agenda.now_s
-                run.num_shards = len(command.shards)
                 self._prefills[key] = Prefill(run, command.transfer, command.moves_on)
             case SetGroup():
                 self._set_group((command.request_id, command.epoch), command.group)
@@ -251,10 +242,7 @@ class SimInstance:
             else:
                 self._holdings.release(key)
         if self._plans:
-            if (group := self._plans[0].group) is not None:
-                self._meet(group)
-            else:
-                self._begin_step(self._plans.popleft())
+            self._begin_step(self._plans.popleft())
         elif self._own.held:
             if self._release_of_hold is None:
                 self._release_of_hold = self._agenda.at(self._agenda.now_s + HOLD_LIMIT_S, self._decode_on)
@@ -268,21 +256,6 @@ class SimInstance:
         self._stir()
 
     def _begin_step(self, plan: StepPlan) -> None:
-        step = self._start(plan)
-        step.end = self._agenda.at(step.end_s, self._end_step)
-
-    def is_at(self, group: GroupChunk) -> bool:
-        """Whether the instance is idle, and the group's chunk next."""
-        return not self._busy and bool(self._plans) and self._plans[0].group == group
-
-    def start_group_step(self) -> float:
-        """All members are there. When this one is done; the caller ends the step, when all are."""
-        return self._start(self._plans.popleft()).end_s
-
-    def end_group_step(self) -> None:
-        self._end_step()
-
-    def _start(self, plan: StepPlan) -> PlannedStep:
         self._busy = True
         self._own.planned(plan)
         if self._release_of_hold is not None:
@@ -290,28 +263,21 @@ class SimInstance:
             self._release_of_hold = None
         if self._interrupted is None:
             self._num_turns += 1
-        shapes: list[ChunkShape] = []
-        shared_s = 0.0
         held = [chunk for chunk in plan.chunks if (chunk.request_id, chunk.epoch) in self._holdings]
-        for chunk in held:
-            shape = self._begin_chunk(chunk)
-            if plan.group is not None and chunk.request_id == plan.group.request_id:
-                shared_s = self._group_model.step_s(StepShape((shape,), 0, 0))
-            else:
-                shapes.append(shape)
+        shapes = [self._begin_chunk(chunk) for chunk in held]
         num_decodes = len(self._residents) if plan.with_decodes else 0
         num_context_tokens = self._residents.num_context_tokens if num_decodes else 0
-        own_s = self.model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
-        now_s, duration_s = self._agenda.now_s, shared_s + own_s
+        duration_s = self.model.step_s(StepShape(tuple(shapes), num_decodes, num_context_tokens))
+        now_s = self._agenda.now_s
         step = self._step = PlannedStep(plan, num_decodes, num_context_tokens, now_s, duration_s, now_s + duration_s)
         step.undone = tuple([chunk for chunk in plan.chunks if chunk not in held])
         self._groups.began(step)
-        return step
+        step.end = self._agenda.at(step.end_s, self._end_step)
 
     def _plan_interruption(self) -> None:
         """At the end of the layer that is being computed, if it is not the last one."""
         step, now_s = self._step, self._agenda.now_s
-        if step is None or step.plan.urgent or step.plan.group is not None:
+        if step is None or step.plan.urgent:
             return
         num_layers = self.profile.kv_layout.num_layers
         if step.waits:

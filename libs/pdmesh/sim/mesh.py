@@ -25,24 +25,13 @@ class MeshShape:
     num_mixed: int
     kv_layout: KvLayout
     num_kv_tokens: int  # of one instance
-    group_size: int = 0  # mixed instances that compute long prompts together; 0: none do
-    num_groups: int | None = None  # the first so many groups of them; None: as many as there are
     max_num_seqs: int = 256
     num_transfer_backends: int = 4
-    relays: bool = False  # instances can compute a prompt in turn, as live ones can
+    relays: bool = False  # instances can compute a prompt together, as live ones can
 
     def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
         pools = ((Role.PREFILL, self.num_prefill), (Role.DECODE, self.num_decode), (Role.MIXED, self.num_mixed))
         return [(self._profile(role, index), model) for role, number in pools for index in range(number)]
-
-    def _group_id(self, role: Role, index: int) -> str:
-        if not self.group_size or role is not Role.MIXED:
-            return ""
-        num_groups = self.num_mixed // self.group_size
-        if self.num_groups is not None:
-            num_groups = min(num_groups, self.num_groups)
-        group = index // self.group_size
-        return f"group-{group:03d}" if group < num_groups else ""
 
     def _profile(self, role: Role, index: int) -> InstanceProfile:
         return InstanceProfile(
@@ -55,7 +44,6 @@ class MeshShape:
             max_num_seqs=self.max_num_seqs,
             num_transfer_backends=self.num_transfer_backends,
             data_address=b"",
-            group_id=self._group_id(role, index),
             relays=self.relays,
         )
 

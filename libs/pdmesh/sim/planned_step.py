@@ -20,10 +20,11 @@ class PlannedStep:
     started_s: float
     duration_s: float
     end_s: float
-    end: Appointment | None = None  # of a group's step: not its own
+    end: Appointment | None = None
     interruption: Appointment | None = None
     nested_s: float = 0.0  # of the urgent steps that ran inside it
     waits: bool = False  # computed but for KV that others send
+    has_met: bool = False  # what its layers wait for the others of its gang has passed
     gives_up: bool = False  # a member was lost since it was planned: it waits for nobody
     undone: tuple[ChunkPlan, ...] = ()  # of its chunks: given up, or freed before they began
 

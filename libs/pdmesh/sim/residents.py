@@ -37,12 +37,6 @@ class _Resident:
         return self.request.request_id, self.request.epoch
 
     @property
-    def num_context_tokens(self) -> int:
-        """When it joined, without what other members of a group read of its prompt."""
-        prompt = self.request.num_prompt_tokens
-        return self.num_tokens - prompt + -(-prompt // self.run.num_shards)
-
-    @property
     def num_total_tokens(self) -> int:
         """Of its prompt, and of all that it draws."""
         return self.run.request.num_prompt_tokens + self.run.num_output_tokens
@@ -123,7 +117,7 @@ class Residents:
         for key, resident in self._joining.items():
             resident.joined_step = len(self._ends_s)
             self._decoding[key] = resident
-            self.num_context_tokens += resident.num_context_tokens
+            self.num_context_tokens += resident.num_tokens
             self._expect(resident)
         self._joining.clear()
         return left
@@ -182,7 +176,7 @@ class Residents:
         if self._decoding.pop(resident.key, None) is None:
             return
         num_made = self._num_made(resident)
-        self.num_context_tokens -= resident.num_context_tokens + num_made
+        self.num_context_tokens -= resident.num_tokens + num_made
         if self._leaving.get(resident.key, True):  # else what it drew was taken from it
             run, joined_step = resident.run, resident.joined_step
             run.token_times_s = array("d", [*run.token_times_s, *self._ends_s[joined_step:]])
@@ -195,8 +189,7 @@ class Residents:
         assert joined_step is not None
         num_left = resident.num_total_tokens - resident.num_tokens
         room = resident.num_blocks * self._block_size - resident.num_tokens  # negative: it has none
-        # A group's members have a share each of all that it will ever need.
-        if resident.run.num_shards == 1 and resident.num_blocks * self._block_size < resident.request.max_total_tokens:
+        if resident.num_blocks * self._block_size < resident.request.max_total_tokens:
             num_left = min(num_left, room + 1)
             if resident.low_at_blocks != resident.num_blocks:
                 num_left = min(num_left, max(room - LOW_TOKENS + 1, self._num_made(resident) + 1))

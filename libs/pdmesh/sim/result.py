@@ -36,7 +36,6 @@ class RequestRun:
 
     request: Request
     num_output_tokens: int
-    num_shards: int = 1  # instances that computed it together, and hold its KV
     outcome: Outcome | None = None
     placed_s: float | None = None
     started_s: float | None = None

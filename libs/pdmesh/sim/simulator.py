@@ -35,7 +35,6 @@ from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, InstanceLos
 from pdmesh.model import (
     Epoch,
     GatewayId,
-    GroupChunk,
     InstanceId,
     InstanceProfile,
     Request,
@@ -70,6 +69,7 @@ class SimConfig:
 
     port_bytes_per_s: float = 25e9  # each instance's, in and out: a 200 Gb/s adapter
     control_delay_s: float = 0.0  # from the scheduler to an instance, and back
+    gang_step_s: float = 0.0  # a step of a gang takes so much longer: its members wait for each other in each layer
     max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
     events_between_checks: int = 10_000  # of the core's books
     deaths: Sequence[Death] = ()  # of instances that only prefill
@@ -85,13 +85,9 @@ class Simulator:
         arrivals: Iterable[Arrival],
         config: SimConfig | None = None,
         *,
-        group_model: LatencyModel | None = None,
         closed_loop: ClosedLoop | None = None,
     ) -> None:
-        """``group_model`` is the time of a chunk that a group of instances computes, where they form groups.
-
-        Under a ``closed_loop`` its clients send the requests of ``arrivals``, each when it has time for the next.
-        """
+        """Under a ``closed_loop`` its clients send ``arrivals``, each the next when it has time for it."""
         self._config = config = config or SimConfig()
         self._check_deaths({profile.instance_id: profile for profile, _ in instances})
         self._core = core
@@ -100,7 +96,6 @@ class Simulator:
         self._exchange = SimulatedExchange(self._agenda, self._links)
         self._requests: list[RequestRun] = []
         self._runs: dict[RequestKey, RequestRun] = {}  # by their newest epoch
-        self._group_model = group_model
         self._instances = {profile.instance_id: self._new_instance(profile, model) for profile, model in instances}
         self._arrivals = iter(enumerate(arrivals))
         self._closed_loop = closed_loop
@@ -125,8 +120,7 @@ class Simulator:
             report=self._report,
             land=self._land,
             want_turn=self._want_turn,
-            group_model=self._group_model,
-            meet=self._meet,
+            gang_step_s=self._config.gang_step_s,
             max_decode_steps=self._config.max_decode_steps,
         )
 
@@ -285,18 +279,6 @@ class Simulator:
 
     def _want_turn(self, instance_id: InstanceId) -> None:
         self._turns[instance_id] = None
-
-    def _meet(self, group: GroupChunk) -> None:
-        """A member came to a chunk of its group: the step begins when all have, and takes as long as the slowest."""
-        members = [self._instances[instance_id] for instance_id in group.members]
-        if all(member.is_at(group) for member in members):
-            end_s = max([member.start_group_step() for member in members])
-            self._agenda.at(end_s, partial(self._end_group_step, members))
-
-    @staticmethod
-    def _end_group_step(members: Sequence[SimInstance]) -> None:
-        for member in members:
-            member.end_group_step()
 
     # --- deaths ---
 

@@ -75,7 +75,7 @@ def tiny_mesh(
     num_kv_tokens: int = 4096,
     max_num_seqs: int = 8,
     num_transfer_backends: int = 4,
-    group_size: int = 0,
+    relays: bool = False,
 ) -> MeshShape:
     return MeshShape(
         num_prefill=pools.get("prefill", 0),
@@ -84,8 +84,8 @@ def tiny_mesh(
         kv_layout=TINY_LAYOUT,
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
-        group_size=group_size,
         num_transfer_backends=num_transfer_backends,
+        relays=relays,
     )
 
 
@@ -104,8 +104,7 @@ def simulate(
     num_transfer_backends: int = 4,
     seed: int = 0,
     config: SimConfig | None = None,
-    group_size: int = 0,
-    group_model: LatencyModel | None = None,
+    relays: bool = False,
 ) -> SimResult:
     """Serve ``arrivals`` on a tiny mesh."""
     mesh = tiny_mesh(
@@ -113,7 +112,7 @@ def simulate(
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
         num_transfer_backends=num_transfer_backends,
-        group_size=group_size,
+        relays=relays,
     )
     core = study_core(bundle, policy or PolicyConfig(chunk_tokens=chunk_tokens), seed)
-    return Simulator(core, mesh.instances(model), arrivals, config, group_model=group_model).run()
+    return Simulator(core, mesh.instances(model), arrivals, config).run()

@@ -195,7 +195,7 @@ class Admin:
         match change:
             case SetPolicy(bundle=name):
                 try:
-                    bundle = make_bundle(name, PolicyConfig())
+                    bundle = make_bundle(name, self.driver.policy)
                 except ConfigError as error:
                     return AdminError(message=str(error))
                 if (why_not := bundle.why_not(self.driver.instances)) is not None:

@@ -61,7 +61,7 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
 from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey, Role, TransferPurpose
-from pdmesh.policy.base import InstanceView
+from pdmesh.policy.base import InstanceView, PolicyConfig
 from pdmesh.policy.batching import Mode
 from pdmesh.wire.messages import (
     Admit,
@@ -394,6 +394,11 @@ class Driver:
     def instances(self) -> Sequence[InstanceView]:
         """As the core's books have them."""
         return self._core.instances
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """What the core makes bundles from."""
+        return self._core.policy
 
     @property
     def profiles(self) -> Sequence[InstanceProfile]:

@@ -191,8 +191,6 @@ def core_config_of(config: MeshConfig, profile: Profile | None) -> CoreConfig:
     settings, policy = config.scheduler, replace(config.policy, batching=config.scheduler.batching)
     if profile is not None:
         policy = replace(policy, latency=profile.latency)
-    if settings.group_profile is not None:
-        policy = replace(policy, group_latency=load_profile(settings.group_profile).latency)
     return CoreConfig(
         plans_in_flight=settings.plans_in_flight,
         max_queue_entries=settings.max_queue_entries,

@@ -1,0 +1,64 @@
+"""Groups of a fixed size (`Relay.group_size`): formed all at once, when the prompt that they compute is placed.
+
+Whom they may have is for the bundle's placement to say, as of their leader. Their members hold the prompt as a long one
+of their own, so that they are taken for no other while they do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pdmesh.core.books import Books
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import InstanceBooks
+from pdmesh.model import Request
+from pdmesh.policy.base import Bundle
+
+
+class Formation:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def awaits_members(self, request: Request, bundle: Bundle) -> bool:
+        """Whether a prompt that a group computes waits until as many are free as it has; or all, where there are fewer.
+
+        Instances that cannot compute prompts together take it as if there were no groups.
+        """
+        size = _group_size(request, bundle)
+        if size < 2:
+            return False
+        able, free = Counter[str](), Counter[str]()
+        for instance in self._books.instances.values():
+            if instance.profile.relays and instance.takes_prompts and instance.could_prefill(request):
+                able[instance.kv_group] += 1
+                free[instance.kv_group] += _is_free(instance, request, bundle)
+        return bool(able) and all(free[kv_group] < min(size, number) for kv_group, number in able.items())
+
+    def helpers(self, state: RequestState, leader: InstanceBooks, bundle: Bundle) -> list[InstanceBooks]:
+        """Whom to ask to compute a prompt together with its leader, in the order of the bundle's placement."""
+        num_missing = _group_size(state.request, bundle) - 1 - len(state.asked_ids)
+        known = (*state.asked_ids, *(() if state.group is None else state.group.member_ids))
+        if num_missing <= 0:
+            return []
+        candidates = [
+            instance
+            for instance in self._books.instances.values()
+            if instance is not leader
+            and instance.kv_group == leader.kv_group
+            and instance.instance_id not in known
+            and instance.profile.relays
+            and instance.takes_prompts
+            and _is_free(instance, state.request, bundle)
+        ]
+        key = bundle.prefill_placement.key
+        candidates.sort(key=lambda each: (key(each.view), each.instance_id))
+        return candidates[:num_missing]
+
+
+def _group_size(request: Request, bundle: Bundle) -> int:
+    """Of the group that computes it; 1: none of a fixed size does."""
+    return bundle.relay.group_size if bundle.relay is not None and bundle.is_long(request) else 1
+
+
+def _is_free(instance: InstanceBooks, request: Request, bundle: Bundle) -> bool:
+    return instance.can_prefill(request) and bundle.prefill_placement.takes(request, instance.view)
