@@ -7,6 +7,9 @@
 #   recipe.sh bench [OPTIONS]          there: benchmarks/engine_gpu.py
 #   recipe.sh all                      there: build, test, bench, as long as each succeeds
 #
+# Two processes share a device in tests/gpu/test_shared_cache.py: where it is in exclusive mode these fail. They need
+# cuda.bindings, which torch for CUDA brings.
+#
 # Carry the repository with its folder .carry, and bring .carry/modules back after the first `build`: carried along the next
 # time, the modules are loaded as they are and need no compiler. WORK names the folder of what is unpacked there (default:
 # .carry/work), MAX_JOBS how many compilers run at once (each takes 4 GiB and more). If linking -lcuda fails, set

@@ -1,7 +1,7 @@
 """KV that members of a prefill group on one host copy from each other's caches, where it lies.
 
 In place of a piece with pages a member sends a *loan*: where in its cache they lie. Whoever takes it copies them
-straight into its own cache, and stages nothing.
+straight into its own cache, from host to host memory or from device to device, and stages nothing.
 
 **Until when a page may be read.** A loan is good as long as a word in the lender's memory has the value that the loan
 says, and the lender changes that word before it gives the blocks to another request. Who borrows looks at the word

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,7 +14,9 @@ from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.cuda.flashinfer import FlashInfer
 from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
+from pdmesh.engine.cuda.shared_cache import HANDLE_BYTES, Allocation
 from pdmesh.engine.kernels import TorchKernels
+from pdmesh.errors import KvTransferError
 from pdmesh.testing.flashinfer import FakeFlashInfer
 
 _TIMEOUT_S = 30.0
@@ -44,6 +47,7 @@ class FakeStreams:
         self.events: list[FakeEvent] = []
         self.num_pinned = 0
         self.num_recorded = 0
+        self.copies: list[Callable[[], object]] = []  # that a `FakeDriver` was given, and has not made yet
 
     def record(self, *, spins: bool = False) -> FakeEvent:
         self.num_recorded += 1
@@ -54,6 +58,8 @@ class FakeStreams:
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         yield
+        while self.copies:
+            self.copies.pop(0)()
 
     @contextlib.contextmanager
     def pinned(self, memory: Sequence[memoryview]) -> Iterator[None]:
@@ -63,6 +69,69 @@ class FakeStreams:
 
     def host_buffer(self, num_values: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_values, dtype=dtype)
+
+
+class FakeHost:
+    """A host's devices: which processes have allocated what there, and who of them has died."""
+
+    def __init__(self) -> None:
+        self.owners: dict[bytes, FakeDriver] = {}
+        self.dead: set[FakeDriver] = set()
+
+
+class FakeDriver:
+    """`pdmesh.engine.cuda.shared_cache.DeviceMemory` of one process, in host memory.
+
+    Another's allocation is mapped at an address that is nobody's; any other that is not the process's own is refused.
+    Copies are made when their stream is waited for.
+    """
+
+    _MAPPED = 1 << 56  # beyond all addresses that there are
+
+    def __init__(self, host: FakeHost, streams: FakeStreams) -> None:
+        self._host = host
+        self._streams = streams
+        self._own: list[Allocation] = []
+        self.mapped: dict[int, Allocation] = {}  # what is mapped, by where
+        self.num_copies = 0
+
+    def own(self, tensors: Sequence[Tensor]) -> None:
+        """Each is an allocation."""
+        self._own += [Allocation(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+    def allocation(self, address: int) -> Allocation:
+        for start, num_bytes in (*self._own, *((at, part.num_bytes) for at, part in self.mapped.items())):
+            if start <= address < start + num_bytes:
+                return Allocation(start, num_bytes)
+        raise KvTransferError(f"cuMemGetAddressRange: {address:#x} is not this process's")
+
+    def handle(self, address: int) -> bytes:
+        (number,) = [number for number, part in enumerate(self._own) if part.address == address]
+        handle = f"{number} of {id(self)}".encode().ljust(HANDLE_BYTES, b"\0")
+        self._host.owners[handle] = self
+        return handle
+
+    def open(self, handle: bytes) -> int:
+        owner = self._host.owners.get(handle)
+        if owner is None or owner is self or owner in self._host.dead:
+            raise KvTransferError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
+        theirs = owner._own[int(handle.split(b" ")[0])]
+        address = self._MAPPED + theirs.address
+        assert address not in self.mapped, "opened twice"
+        self.mapped[address] = theirs
+        return address
+
+    def close(self, address: int) -> None:
+        del self.mapped[address]
+
+    def copy(self, to_address: int, from_address: int, num_bytes: int) -> None:
+        for address in (to_address, from_address):
+            start, size = self.allocation(address)
+            assert address + num_bytes <= start + size, "beyond the allocation"
+        at, _ = self.allocation(from_address)
+        source = self.mapped[at].address + from_address - at if at in self.mapped else from_address
+        self._streams.copies.append(lambda: ctypes.memmove(to_address, source, num_bytes))
+        self.num_copies += 1
 
 
 class FakeRecorder:

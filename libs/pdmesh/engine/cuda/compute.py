@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import structlog
 import torch
 
 from pdmesh.engine.attention import TorchAttention
@@ -13,10 +14,13 @@ from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.graphs import CudaRecorder
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.page_tables import PageWriter, write_pages
+from pdmesh.engine.cuda.shared_cache import CudaDriver, DeviceMemory
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TORCH_DTYPES
+
+log = structlog.get_logger()
 
 
 def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
@@ -24,7 +28,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     torch.cuda.set_device(device)
     layout = loaded.layout
     streams = CudaStreams(device)
-    store = DeviceKvStore(layout, loaded.num_blocks, streams)
+    store = DeviceKvStore(layout, loaded.num_blocks, streams, _device_memory(device))
     library = load_library() if native and suits(layout) else None
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))
     if library is None:
@@ -56,6 +60,18 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     )
     forward.warm_up()
     return Compute(name="flashinfer", transformer=transformer, forward=forward, kv=store)
+
+
+def _device_memory(device: torch.device) -> DeviceMemory | None:
+    def current_stream() -> int:
+        stream: int = torch.cuda.current_stream(device).cuda_stream
+        return stream
+
+    try:
+        return CudaDriver(device.index, current_stream)
+    except ImportError as error:
+        log.info("other processes cannot read this device's cache", reason=str(error))
+        return None
 
 
 def _page_writer(*, native: bool) -> PageWriter:

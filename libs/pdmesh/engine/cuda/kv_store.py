@@ -7,12 +7,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
+import structlog
 import torch
 from torch import Tensor
 
+from pdmesh.engine.cuda.shared_cache import CudaSharedCache, DeviceMemory
 from pdmesh.engine.cuda.streams import Event, Streams
 from pdmesh.engine.kv_cache import TORCH_DTYPES
+from pdmesh.errors import KvTransferError
 from pdmesh.model import KvLayout
+
+log = structlog.get_logger()
 
 #: Copies that a piece may take; each costs the host some 10 µs, what a gathering kernel and its index cost together
 #: three times as much.
@@ -28,7 +33,9 @@ class DeviceKvStore:
     step; its content means nothing.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, streams: Streams) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, streams: Streams, memory: DeviceMemory | None = None) -> None:
+        """``memory`` names the cache to other processes; without it they cannot read it."""
+        self._memory = memory
         self._layout = layout
         self._num_blocks = num_blocks
         self._streams = streams
@@ -57,8 +64,17 @@ class DeviceKvStore:
         return self._num_blocks
 
     @property
-    def shared(self) -> None:
-        """Not yet."""
+    def shared(self) -> CudaSharedCache | None:
+        if self._memory is None:
+            return None
+        addresses = [layer.data_ptr() for layer in self.layers]
+        try:
+            return CudaSharedCache(
+                self._layout, self._num_blocks, addresses, memory=self._memory, streams=self._streams
+            )
+        except KvTransferError as error:
+            log.warning("other processes cannot read this device's cache", reason=str(error))
+            return None
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         if not self._check(block_ids, out):

@@ -1,0 +1,219 @@
+"""A device's KV cache that other processes on the host read: by the driver's IPC handles, from device to device.
+
+The driver names an allocation by 64 bytes, which another process maps into its own device's addresses; between two
+devices that takes peer access (NVLink, or PCIe where the system allows it). A handle names memory of ``cudaMalloc``:
+torch's expandable segments are none, and an instance that uses them shares nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import structlog
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.sharing import check_blocks, common_runs
+from pdmesh.model import KvLayout
+
+log = structlog.get_logger()
+
+HANDLE_BYTES = 64
+
+_NUM_BLOCKS = struct.Struct("<Q")
+_LAYER = struct.Struct(f"<{HANDLE_BYTES}sQQ")  # handle of the allocation, where in it the layer begins, its address
+
+
+class Allocation(NamedTuple):
+    """What the driver has allocated together."""
+
+    address: int
+    num_bytes: int
+
+
+class DeviceMemory(Protocol):
+    """What is asked of the driver. Everything raises KvTransferError."""
+
+    def allocation(self, address: int) -> Allocation:
+        """What an address belongs to."""
+        ...
+
+    def handle(self, address: int) -> bytes:
+        """`HANDLE_BYTES` by which other processes open the allocation."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation; returns its address here. Not one of this process."""
+        ...
+
+    def close(self, address: int) -> None: ...
+
+    def copy(self, to_address: int, from_address: int, num_bytes: int) -> None:
+        """Give the copy to the calling thread's current stream."""
+        ...
+
+
+class Copying(Protocol):
+    """The part of `pdmesh.engine.cuda.streams.Streams` that copies need."""
+
+    def copying(self) -> AbstractContextManager[None]: ...
+
+
+class CudaSharedCache:
+    """`pdmesh.kv.sharing.SharedCache` of a device's cache."""
+
+    kind = b"cuda"
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        layer_addresses: Sequence[int],
+        *,
+        memory: DeviceMemory,
+        streams: Copying,
+    ) -> None:
+        """Raises KvTransferError if the driver gives no handles for this memory."""
+        self._layout = layout
+        self._layer_addresses = layer_addresses
+        self._memory = memory
+        self._streams = streams
+        parts = [_NUM_BLOCKS.pack(num_blocks)]
+        for address in layer_addresses:
+            allocation = memory.allocation(address)
+            parts.append(_LAYER.pack(memory.handle(allocation.address), address - allocation.address, address))
+        self._described = b"".join(parts)
+
+    def describe(self) -> bytes:
+        return self._described
+
+    def open(self, pid: int, described: bytes) -> CudaPeerCache:
+        (num_blocks,) = _NUM_BLOCKS.unpack_from(described)
+        layers = list(_LAYER.iter_unpack(described[_NUM_BLOCKS.size :]))
+        peer = CudaPeerCache(self._layer_addresses, self._layout.block_bytes, num_blocks, self._memory, self._streams)
+        try:
+            if pid == os.getpid():  # the driver opens no handle where it was made
+                peer.use([address for _, _, address in layers])
+            else:
+                peer.map([(handle, offset) for handle, offset, _ in layers])
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+
+class CudaPeerCache:
+    """`pdmesh.kv.sharing.PeerCache` of a device's cache."""
+
+    def __init__(
+        self,
+        our_layers: Sequence[int],
+        block_bytes: int,
+        num_blocks: int,
+        memory: DeviceMemory,
+        streams: Copying,
+    ) -> None:
+        self._our_layers = our_layers
+        self._their_layers: Sequence[int] = ()
+        self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self._memory = memory
+        self._streams = streams
+        self._mapped: dict[bytes, int] = {}  # by handle: layers may share an allocation
+
+    def use(self, layer_addresses: Sequence[int]) -> None:
+        """Layers of this process."""
+        self._their_layers = layer_addresses
+
+    def map(self, layers: Sequence[tuple[bytes, int]]) -> None:
+        """Layers of another process, each in an allocation. Raises KvTransferError, also if one is not all in it."""
+        addresses: list[int] = []
+        for handle, offset in layers:
+            if handle not in self._mapped:
+                self._mapped[handle] = self._memory.open(handle)
+            allocation = self._memory.allocation(self._mapped[handle])
+            # A read beyond it would end every computation of this process: what the peer says is not believed.
+            if offset + self._num_blocks * self._block_bytes > allocation.num_bytes:
+                raise KvTransferError("the peer's cache is not where it says")
+            addresses.append(allocation.address + offset)
+        self._their_layers = addresses
+
+    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        check_blocks(theirs, self._num_blocks)
+        size = self._block_bytes
+        with self._streams.copying():
+            for run in common_runs(theirs, ours):
+                self._memory.copy(
+                    self._our_layers[layer] + run.ours * size,
+                    self._their_layers[layer] + run.theirs * size,
+                    run.num_blocks * size,
+                )
+
+    def close(self) -> None:
+        while self._mapped:
+            _, address = self._mapped.popitem()
+            try:
+                self._memory.close(address)
+            except KvTransferError as error:  # its owner may be gone
+                log.info("a peer's cache was not closed", reason=str(error))
+
+
+class CudaDriver:
+    """`DeviceMemory` of CUDA's driver, by the bindings that torch brings. Raises ImportError where there are none."""
+
+    def __init__(self, device_index: int, current_stream: Callable[[], int]) -> None:
+        """``current_stream`` is the calling thread's, as the driver names it (``torch.cuda.Stream.cuda_stream``)."""
+        self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        self._device_index = device_index
+        self._current_stream = current_stream
+        self._local = threading.local()
+
+    def allocation(self, address: int) -> Allocation:
+        base, num_bytes = self._call("cuMemGetAddressRange", self._driver.CUdeviceptr(address))
+        return Allocation(int(base), int(num_bytes))
+
+    def handle(self, address: int) -> bytes:
+        (handle,) = self._call("cuIpcGetMemHandle", self._driver.CUdeviceptr(address))
+        return self.handle_bytes(handle)
+
+    @staticmethod
+    def handle_bytes(handle: Any) -> bytes:
+        """Of the driver's ``CUipcMemHandle``."""
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        named = self._driver.CUipcMemHandle()
+        ctypes.memmove(named.getPtr(), handle, HANDLE_BYTES)
+        flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+        (address,) = self._call("cuIpcOpenMemHandle", named, flags)
+        return int(address)
+
+    def close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", self._driver.CUdeviceptr(address))
+
+    def copy(self, to_address: int, from_address: int, num_bytes: int) -> None:
+        pointer, stream = self._driver.CUdeviceptr, self._driver.CUstream(self._current_stream())
+        self._call("cuMemcpyAsync", pointer(to_address), pointer(from_address), num_bytes, stream)
+
+    def _call(self, name: str, *arguments: object) -> Sequence[Any]:
+        """What it returns but the code, in the device's primary context, which is torch's. Raises KvTransferError."""
+        if not hasattr(self._local, "context"):
+            self._check("cuInit", 0)
+            (device,) = self._check("cuDeviceGet", self._device_index)
+            (context,) = self._check("cuDevicePrimaryCtxRetain", device)
+            self._check("cuCtxSetCurrent", context)
+            self._local.context = context
+        return self._check(name, *arguments)
+
+    def _check(self, name: str, *arguments: object) -> Sequence[Any]:
+        results: Sequence[Any]
+        code, *results = getattr(self._driver, name)(*arguments)
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            raise KvTransferError(f"{name}: {code.name}")
+        return results
