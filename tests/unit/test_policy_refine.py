@@ -10,6 +10,7 @@ import pytest
 
 from pdmesh.model import KvLayout, MeasuredStep, Role
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.packing import NOTHING, ChunkSizer
 from pdmesh.policy.profile import self_measured
 from pdmesh.policy.refine import Refinement
 from pdmesh.testing.modelled import modelled_profile
@@ -141,3 +142,14 @@ def test_nine_steps_at_start_predict_the_others(true: LinearLatencyModel) -> Non
     assert model is not None
     assert worst_error(model, true) < 2
     assert self_measured(replace(instance, measured_steps=())) is None
+
+
+@pytest.mark.parametrize("num_stops", [1, 10, 30])
+def test_steps_of_a_stopped_process_leave_chunks_about_as_long(num_stops: int) -> None:
+    """So a group's chunks do not become tiny after long stops: nothing else sets how long they are."""
+    learnt = Refinement(CPU)
+    for number in range(200):
+        shape = StepShape((ChunkShape(256, number % 40 * 256),), 0, 0)
+        learnt.observe(shape, CPU.step_s(shape) + (5.0 if number >= 200 - num_stops else 0.0))
+    before, after = (ChunkSizer(model, 8192).largest(NOTHING, 8192, 8192, 0.5) for model in (CPU, learnt.model))
+    assert after > 0.7 * before > 0

@@ -89,19 +89,23 @@ def test_later_slices_are_shorter() -> None:
 TOKEN_BYTES = 131_072.0
 
 
-@pytest.mark.parametrize(
-    ("num_left", "num_members", "fits", "is_gang"),
-    [
-        pytest.param(700, 2, True, True, id="sent in 0.09 s, a tail of 0.1"),
-        pytest.param(800, 2, True, False, id="sent in 0.1 s"),
-        pytest.param(700, 2, False, False, id="of several chunks"),
-        pytest.param(90_000, 5, False, True, id="more members than layers"),
-    ],
-)
-def test_auto_takes_what_ends_first(num_left: int, num_members: int, fits: bool, is_gang: bool) -> None:
-    assert a_relay(Schedule.AUTO).is_gang(num_left, num_members, 4, TOKEN_BYTES, fits=fits) == is_gang
-    assert a_relay(Schedule.GANG).is_gang(num_left, num_members, 4, TOKEN_BYTES, fits=fits)
-    assert not a_relay(Schedule.RELAY).is_gang(num_left, num_members, 4, TOKEN_BYTES, fits=fits)
+def test_at_once_nobody_waits_for_the_end_of_others_but_every_step_costs() -> None:
+    relay, fast = a_relay(), TOKEN_BYTES / 1000
+    in_turn_s = relay.in_turn_s(0, 8192, 4, fast)
+    assert relay.at_once_s(0, 8192, 4, fast, 32, 1) == pytest.approx(in_turn_s - 0.075, abs=1e-3), "the tail of 0.1 s"
+    assert relay.at_once_s(0, 8192, 4, fast, 32, 9) > in_turn_s, "eight more constants of 30 ms"
+
+
+def test_at_once_the_last_layer_is_waited_for() -> None:
+    relay = a_relay()
+    few, many = (relay.at_once_s(0, 8192, 4, TOKEN_BYTES, layers, 1) for layers in (64, 2))
+    assert many - few == pytest.approx(8192 * 0.75 * TOKEN_BYTES / 1e9 * (1 / 2 - 1 / 64))
+
+
+def test_the_first_chunk_before_a_gang_is_short_as_everybody_waits_for_it() -> None:
+    in_turn, at_once = (a_relay(each).first_chunk_tokens(50_000, 2, 8192) for each in (Schedule.RELAY, Schedule.GANG))
+    assert at_once < in_turn
+    assert step_s(a_relay(), at_once, 0) <= 2 * a_relay().latency.a_s
 
 
 def test_in_turn_there_are_no_more_members_than_layers() -> None:

@@ -237,7 +237,7 @@ class Books:
     def disband(self, state: RequestState) -> None:
         """Its prompt is computed: who helped is not needed any more."""
         helper_ids, state.group, state.asked_ids = state.asked_ids, None, ()
-        state.is_healing = False
+        state.is_healing, state.shared = False, None
         self.healing.pop(state.key, None)
         for helper_id in helper_ids:
             self.free(helper_id, state.key)

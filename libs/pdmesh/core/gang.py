@@ -13,6 +13,7 @@ from math import ceil
 
 from pdmesh.core.books import Books
 from pdmesh.core.requests import RequestState
+from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, RequestKey, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
@@ -23,8 +24,9 @@ from pdmesh.policy.relay import Relay
 
 
 class Gangs:
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, sharing: Sharing) -> None:
         self._books = books
+        self._sharing = sharing
         #: Of each prompt's members: which plan each is at, and since when.
         self._steps: dict[RequestKey, dict[InstanceId, tuple[int, float]]] = {}
 
@@ -49,10 +51,8 @@ class Gangs:
         left_s = self._left_s(state, relay, now_s)
         first = sorted(spare, key=lambda each: (left_s[each.instance_id], each.number))[: most - 1]
         gang = [*sorted(first, key=lambda each: state.prefill_ids.index(each.instance_id)), leader]
-        fits = _steps_tokens(gang, state, bundle, now_s) >= num_left
-        layout = leader.profile.kv_layout
-        token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
-        return gang if relay.is_gang(num_left, len(gang), layout.num_layers, token_bytes, fits=fits) else None
+        num_steps = ceil(num_left / _steps_tokens(gang, state, bundle, now_s))
+        return gang if self._sharing.is_gang(state, leader, len(gang), num_steps, relay, now_s) else None
 
     def slices(
         self, gang: Sequence[InstanceBooks], state: RequestState, relay: Relay, bundle: Bundle, now_s: float

@@ -39,6 +39,7 @@ from pdmesh.core.holds import HoldKind
 from pdmesh.core.openings import Openings
 from pdmesh.core.queue import in_order
 from pdmesh.core.requests import ComputedPart, Phase, RequestState
+from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, Request, RequestKey, StepPlan
 from pdmesh.policy.base import Bundle, PartialStep
@@ -59,7 +60,8 @@ class Relays:
         self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
         self._improvement = ImprovementInForce(RATES_BY_LOAD)
         self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
-        self._gangs = Gangs(books)
+        self.sharing = Sharing()
+        self._gangs = Gangs(books, self.sharing)
         self._formation = Formation(books)
 
     def arrived(self, state: RequestState, now_s: float) -> None:
@@ -103,6 +105,7 @@ class Relays:
         for state in self.healing.heal(bundle):
             self._open[state.key] = state
             self._considered.pop(state.key, None)
+            state.shared = None
             for lost_id in () if state.group is None else state.group.lost_ids:
                 self._helping.get(lost_id, {}).pop(state.key, None)
             for helper_id in state.prefill_ids[1:]:
@@ -126,6 +129,7 @@ class Relays:
         state.group = structs.replace(state.group, member_ids=(*state.group.member_ids, event.instance_id))
         copy_s = 0.0 if bundle.relay is None else bundle.relay.copy_s(num_computed_tokens, _token_bytes(instance))
         self._helping.setdefault(event.instance_id, {})[state.key] = now_s + copy_s
+        self.sharing.joined(state, now_s)
         tell_group(self._books, state)
 
     def _awaited(self, state: RequestState) -> list[InstanceId]:
@@ -334,6 +338,8 @@ class Relays:
                 continue
             if state.is_healing:
                 continue
+            if relay.schedule is Schedule.AUTO and state.shared is None and self._answers_soon(state):
+                continue  # how it is shared is known when all are here
             if self._gang(state, bundle, now_s) is not None:
                 continue
             if self._had_last(state, helper.instance_id):
@@ -355,6 +361,8 @@ class Relays:
         if relay is None or relay.schedule is Schedule.RELAY or state.group is None or state.is_healing:
             return None
         if leader.prefills != [state] or not self._may_relay(leader, relay):
+            return None
+        if relay.schedule is Schedule.AUTO and state.shared is None and self._answers_soon(state):
             return None
         begin_s = now_s + in_flight_s(leader, relay)
         helpers = [self._books.instances[name] for name in state.prefill_ids[1:]]

@@ -38,6 +38,18 @@ class ComputedPart(NamedTuple):
     instance_id: InstanceId
 
 
+@dataclass(slots=True)
+class Shared:
+    """How a prompt is shared by its group, if that was chosen for it."""
+
+    is_gang: bool
+    make: str  # of its instances
+    predicted_s: float  # summed over its members, until all is computed
+    num_members: int
+    since_s: float  # there are so many
+    member_s: float = 0.0  # that passed before, summed over members
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """An accepted request, until it ends."""
@@ -62,6 +74,7 @@ class RequestState:
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
     group: PrefillGroup | None = None  # that computes its chunks: its leader, and the helpers that have joined
     asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
+    shared: Shared | None = None  # whether they take turns or compute at once, where that was to be chosen
     computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
     is_healing: bool = False  # a helper was lost, and what of its prompt is computed is not known yet
     prefix_tokens: int | None = None  # of its prompt, that the leader said it had since then

@@ -109,7 +109,9 @@ class SchedulerCore:
         self._new_requests = NewRequests(
             self._books, config, self._admission, self._reunion, self._judge, self._packer.relays
         )
-        self._steps = StepReports(self._books, self._choice, self._admission, self._packer.relays.healing)
+        self._steps = StepReports(
+            self._books, self._choice, self._admission, self._packer.relays.healing, self._packer.relays.sharing
+        )
         self._now_s = 0.0
         self._due_s = inf  # when the next time limit of a request ends
         self._wake_s = inf  # for when a Tick was asked for

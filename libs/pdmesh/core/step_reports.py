@@ -8,17 +8,21 @@ from pdmesh.core.bundle_choice import BundleChoice
 from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
 from pdmesh.core.healing import Healing
 from pdmesh.core.requests import Phase
+from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
 
 
 class StepReports:
     """Takes note of them; what does not fit the books is counted, and changes nothing."""
 
-    def __init__(self, books: Books, choice: BundleChoice, admission: Admission, healing: Healing) -> None:
+    def __init__(
+        self, books: Books, choice: BundleChoice, admission: Admission, healing: Healing, sharing: Sharing
+    ) -> None:
         self._books = books
         self._choice = choice
         self._admission = admission
         self._healing = healing
+        self._sharing = sharing
 
     def own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
         """Learn from decode steps that an instance made by itself. Whether that changes what is decided."""
@@ -55,6 +59,8 @@ class StepReports:
                 self._admission.first_token(state, now_s)
             if is_computed and state.group is not None:
                 self._healing.computed(state, event.instance_id, chunk)
+                if chunk.is_last:
+                    self._sharing.ended(state, now_s)
             if not is_computed and not state.is_healing:
                 if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
                     self._books.restart(state, f"instance {event.instance_id} dropped a chunk")

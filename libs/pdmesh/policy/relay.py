@@ -105,22 +105,30 @@ class Relay:
         return min(most, max(self._least_tokens(start, num_left), part))
 
     def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
-        """The first chunk of a prompt for which so many are free, where one has a step for ``most`` tokens."""
+        """The first chunk of a prompt for which so many are free, where one has a step for ``most`` tokens.
+
+        Those who compute at once wait for it: then it is twice as long as its constant time.
+        """
+        if self.schedule is not Schedule.RELAY:
+            sizer = ChunkSizer(self.latency, num_tokens)
+            return min(most, max(CHUNK_UNIT_TOKENS, sizer.largest(NOTHING, 0, num_tokens, 2 * self.latency.a_s)))
         return min(most, max(self._least_tokens(0, num_tokens), most // num_members))
 
     def most_members(self, num_layers: int) -> int:
         """Of those in turn, one for each layer can compute at a time."""
         return num_layers if self.schedule is Schedule.RELAY else self.max_members
 
-    def is_gang(self, num_left: int, num_members: int, num_layers: int, token_bytes: float, *, fits: bool) -> bool:
-        """Whether members compute the next tokens at once. ``fits``: a step of each is enough for all that is left."""
-        if self.schedule is not Schedule.AUTO:
-            return self.schedule is Schedule.GANG
-        if num_members > num_layers:
-            return True
-        # Both compute as much. A gang waits for what the others send, those in turn at the end for those with a chunk.
-        sent_s = num_left * token_bytes / self.bytes_per_s
-        return fits and sent_s < self.min_step_s
+    def in_turn_s(self, start: int, num_left: int, num_members: int, token_bytes: float) -> float:
+        """Predicted time in which so many compute the rest of a prompt in turn."""
+        return _chunk_s(self._of_size(num_members, token_bytes, self._tail_s(num_members)), start, num_left)
+
+    def at_once_s(
+        self, start: int, num_left: int, num_members: int, token_bytes: float, num_layers: int, num_steps: int
+    ) -> float:
+        """The same for as many at once, in so many steps: at the end of each all are sent the last layer of it."""
+        sent_s = num_left * (1 - 1 / num_members) * token_bytes / num_layers / self.bytes_per_s
+        constant_s = (num_steps - 1) * self.latency.a_s + sent_s
+        return _chunk_s(self._of_size(num_members, token_bytes, constant_s), start, num_left)
 
     def last_slices(self, start: int, num_tokens: int, begin_s: Sequence[float], unit: int) -> list[int]:
         """All that is left of a prompt: as many slices as there are members, of which the last one ends the soonest.
@@ -191,20 +199,29 @@ class Relay:
         known = self._planners.get((token_bytes, most, rate))
         if known is None:
             sizes = [size for size in range(1, most + 1) if not (self.doubles and size & (size - 1))]
-            latency = {size: self._of_size(size, token_bytes) for size in sizes}
+            in_turn = self.schedule is Schedule.RELAY
+            latency = {size: self._of_size(size, token_bytes, self._tail_s(size) if in_turn else 0.0) for size in sizes}
             known = self.planner(latency, rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
             self._planners[token_bytes, most, rate] = known
         return known
 
-    def _of_size(self, size: int, token_bytes: float) -> LinearLatencyModel:
+    def _tail_s(self, size: int) -> float:
+        """Of a relay: at its end, not everyone has a chunk."""
+        return self.min_step_s * (1 - 1 / size)
+
+    def _of_size(self, size: int, token_bytes: float, more_s: float) -> LinearLatencyModel:
         """Each member computes its part of the tokens, and sends their KV to each other one meanwhile."""
         model = self.latency
         linear_s = model.b_s * (1 + self.step_overhead)
         sent_s = token_bytes * (size - 1) / self.bytes_per_s
         return replace(
             model,
-            a_s=model.a_s + self.min_step_s * (1 - 1 / size),
+            a_s=model.a_s + more_s,
             b_s=max(linear_s, sent_s) / size,
             c_s=model.c_s / size,
             d_s=model.d_s / size,
         )
+
+
+def _chunk_s(model: LinearLatencyModel, start: int, num_tokens: int) -> float:
+    return model.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0))

@@ -1,0 +1,97 @@
+"""Whether the members of a group take turns or compute at once, where either may be: by what groups took before.
+
+Both are predicted (`pdmesh.policy.relay`), and each prediction is corrected by how much longer prompts took that were
+shared so: what it costs to pass KV on, to wait for each other, and to be interrupted differs from machine to machine.
+Each way is tried a few times at first. Later a prompt that was shared one way says something of the other, too: what
+sets them apart is slowly forgotten, so that what was slower is tried again after some hundred prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, log
+
+from pdmesh.core.requests import RequestState, Shared
+from pdmesh.core.state import InstanceBooks
+from pdmesh.policy.relay import Relay, Schedule
+
+#: The weight of one prompt, for how it was shared, and for the other way.
+_GAIN, _GAIN_OF_OTHER = 1 / 4, 1 / 256
+#: So many prompts are shared each way at first.
+_TRIES = 3
+#: A prompt counts as no more than so many times as long or short as predicted: some are stopped, or interrupted.
+_MOST = log(4.0)
+
+
+@dataclass(slots=True)
+class _Taken:
+    """How much longer than predicted, as logarithms, and how many prompts said so."""
+
+    relay: float = 0.0
+    gang: float = 0.0
+    num_relays: int = 0
+    num_gangs: int = 0
+
+    def is_gang(self, in_turn_s: float, at_once_s: float) -> bool:
+        """Whether it is better to compute at once."""
+        if self.num_relays != self.num_gangs and min(self.num_relays, self.num_gangs) < _TRIES:
+            return self.num_gangs < self.num_relays
+        return at_once_s * exp(self.gang) < in_turn_s * exp(self.relay)
+
+    def took(self, seen: float, *, is_gang: bool) -> None:
+        """A prompt was shared in one way."""
+        if is_gang:
+            self.num_gangs += 1
+            self.gang += max(_GAIN, 1 / self.num_gangs) * (seen - self.gang)
+            self.relay += _GAIN_OF_OTHER * (self.gang - self.relay)
+        else:
+            self.num_relays += 1
+            self.relay += max(_GAIN, 1 / self.num_relays) * (seen - self.relay)
+            self.gang += _GAIN_OF_OTHER * (self.relay - self.gang)
+
+
+class Sharing:
+    """What is known of both ways, for each make of instances."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, _Taken] = {}  # by make
+
+    def is_gang(
+        self, state: RequestState, leader: InstanceBooks, num_members: int, num_steps: int, relay: Relay, now_s: float
+    ) -> bool:
+        """Whether so many compute it at once, each in so many steps. What was said of a prompt once, stays so."""
+        if relay.schedule is not Schedule.AUTO:
+            return relay.schedule is Schedule.GANG
+        if state.shared is None:
+            state.shared = self._chosen(state, leader, num_members, num_steps, relay, now_s)
+        return state.shared.is_gang
+
+    def _chosen(
+        self, state: RequestState, leader: InstanceBooks, num_members: int, num_steps: int, relay: Relay, now_s: float
+    ) -> Shared:
+        start, layout = state.num_planned_tokens, leader.profile.kv_layout
+        num_left = state.request.num_prompt_tokens - start
+        token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
+        in_turn_s = relay.in_turn_s(start, num_left, num_members, token_bytes)
+        at_once_s = relay.at_once_s(start, num_left, num_members, token_bytes, layout.num_layers, num_steps)
+        taken = self._taken.get(leader.make, _Taken())
+        is_gang = num_members > layout.num_layers or taken.is_gang(in_turn_s, at_once_s)
+        predicted_s = (at_once_s if is_gang else in_turn_s) * num_members
+        return Shared(is_gang, leader.make, predicted_s, num_members, now_s)
+
+    def joined(self, state: RequestState, now_s: float) -> None:
+        """One more computes it."""
+        shared = state.shared
+        if shared is not None:
+            shared.member_s += shared.num_members * (now_s - shared.since_s)
+            shared.num_members, shared.since_s = shared.num_members + 1, now_s
+
+    def ended(self, state: RequestState, now_s: float) -> None:
+        """All of its prompt is computed."""
+        shared = state.shared
+        if shared is None:
+            return
+        taken_s = shared.member_s + shared.num_members * (now_s - shared.since_s)
+        seen = min(max(log(max(taken_s, 1e-9) / shared.predicted_s), -_MOST), _MOST)
+        self._taken.setdefault(shared.make, _Taken()).took(seen, is_gang=shared.is_gang)
+        state.shared = None

@@ -1,0 +1,94 @@
+"""Whether a group takes turns or computes at once: the predictions, corrected by how long prompts took."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.requests import RequestState
+from pdmesh.core.sharing import Sharing
+from pdmesh.model import InstanceId, Role
+from pdmesh.policy.base import PolicyConfig, Rank
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.latency import PROFILES
+from pdmesh.policy.relay import Relay, Schedule
+from pdmesh.testing.core import CoreBench, a_request
+from pdmesh.testing.modelled import modelled_profile
+
+MODEL = PROFILES["a100-llama3-8b"]
+
+
+def a_relay(schedule: Schedule = Schedule.AUTO) -> Relay:
+    policy = PolicyConfig(latency=MODEL, relay_members=8, relay_bytes_per_s=1e12, sequence_parallel=schedule.value)
+    relay = make_bundle("pdmesh", policy).relay
+    assert relay is not None
+    return relay
+
+
+class Prompts:
+    """One after the other, shared by two, that take so many times what is predicted."""
+
+    def __init__(self, in_turn: float, at_once: float) -> None:
+        bench = CoreBench(modelled_profile("p0", Role.PREFILL, num_layers=32))
+        self.leader = bench.core._books.instances[InstanceId("p0")]
+        self.sharing, self.relay = Sharing(), a_relay()
+        self.factors = {False: in_turn, True: at_once}
+        self.now_s = 0.0
+
+    def next(self) -> bool:
+        state = new_state()
+        is_gang = self.sharing.is_gang(state, self.leader, 2, 1, self.relay, self.now_s)
+        assert state.shared is not None
+        self.now_s += self.factors[is_gang] * state.shared.predicted_s / 2
+        self.sharing.ended(state, self.now_s)
+        assert state.shared is None
+        return is_gang
+
+
+def new_state() -> RequestState:
+    return RequestState(a_request("long", 32_000), Rank())
+
+
+def test_what_is_predicted_to_be_faster_is_chosen_as_long_as_it_is_as_predicted() -> None:
+    prompts = Prompts(in_turn=1.0, at_once=1.0)
+    chosen = [prompts.next() for _ in range(50)]
+    assert chosen[0]
+    assert sum(chosen[:6]) == 3, "each way is tried"
+    assert chosen[6:] == [True] * 44
+    both_slow = Prompts(in_turn=1.5, at_once=1.5)
+    assert [both_slow.next() for _ in range(50)][6:] == [True] * 44, (
+        "that it is slower says nothing of the other way alone"
+    )
+
+
+def test_what_takes_longer_than_predicted_is_given_up_after_a_few_prompts_and_tried_again_after_many() -> None:
+    prompts = Prompts(in_turn=1.0, at_once=1.6)
+    chosen = [prompts.next() for _ in range(2000)]
+    assert not any(chosen[6:60])
+    assert any(chosen[60:]), "the machine may have changed"
+    assert sum(chosen[60:]) < 0.05 * len(chosen[60:])
+    prompts.factors[True] = 1.0
+    for _ in range(1500):
+        prompts.next()
+    assert [prompts.next() for _ in range(20)] == [True] * 20
+
+
+def test_a_prompt_stays_as_it_was_chosen_and_those_who_join_later_count_from_then_on() -> None:
+    prompts, state = Prompts(1.0, 1.0), new_state()
+    assert prompts.sharing.is_gang(state, prompts.leader, 2, 1, prompts.relay, 10.0)
+    assert prompts.sharing.is_gang(state, prompts.leader, 2, 100, prompts.relay, 10.5), "in many steps it were slower"
+    assert state.shared is not None
+    predicted_s = state.shared.predicted_s
+    prompts.sharing.joined(state, 11.0)
+    state.shared.predicted_s = 2 * 1.0 + 3 * 0.5
+    prompts.sharing.ended(state, 11.5)
+    assert prompts.sharing._taken[prompts.leader.make].gang == pytest.approx(0.0)
+    assert predicted_s > 0
+
+
+@pytest.mark.parametrize("schedule", [Schedule.RELAY, Schedule.GANG])
+def test_what_was_set_is_not_chosen(schedule: Schedule) -> None:
+    prompts, state = Prompts(1.0, 1.0), new_state()
+    is_gang = prompts.sharing.is_gang(state, prompts.leader, 2, 1, a_relay(schedule), 0.0)
+    assert is_gang is (schedule is Schedule.GANG)
+    assert state.shared is None
+    prompts.sharing.ended(state, 5.0)
