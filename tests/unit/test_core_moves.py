@@ -263,6 +263,24 @@ def test_a_target_that_registers_again_says_by_that_whether_it_began(has_landed:
     move.finished(move.target if has_landed else move.source)
 
 
+def test_a_target_that_registers_with_what_has_not_landed_is_freed_before_the_source_goes_on() -> None:
+    move = Move()
+    resident = Resident(
+        request_id=RequestId("a"),
+        epoch=Epoch(0),
+        gateway_id=GATEWAY,
+        num_blocks=3,
+        num_context_tokens=9,
+        decoding=False,
+        max_total_tokens=11,
+    )
+    again = move.bench.feed(InstanceJoined(named_profile(move.target), (resident,)))
+    assert [free.instance_id for free in of(FreeKv, again)] == [move.target]
+    assert not of(ResumeDecode, again)
+    assert [resume.instance_id for resume in of(ResumeDecode, move.bench.released(move.target, "a"))] == [move.source]
+    move.finished(move.source)
+
+
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("is_told", [True, False])
 def test_another_process_in_the_place_of_the_target_does_not_say_whether_that_began(
@@ -384,6 +402,7 @@ def test_a_move_that_takes_too_long_is_taken_back() -> None:
         ("a", "d0", "decodes on d0 already"),
         ("a", "p0", "has no room on p0"),
         ("a", "d2", "has KV of another model or layout than d2"),
+        ("a", "d3", "has no room on d3"),
         ("w", "d1", "is prefilling, and only what decodes can move"),
     ],
 )
@@ -393,6 +412,7 @@ def test_what_cannot_move_is_refused_in_one_sentence(request_id: str, target: st
         named_profile("d0"),
         named_profile("d1"),
         modelled_profile("d2", Role.DECODE, model="other"),
+        named_profile("d3", max_model_len=11),
     )
     move = Move.__new__(Move)
     move.bench = bench
@@ -422,6 +442,15 @@ def test_a_drain_moves_what_decodes_and_a_stopping_process_does_the_same() -> No
         if bench.core.operations:
             assert bench.core.operations[-1].state is OperationState.DONE
         bench.finish("d1", "a")
+
+
+def test_who_was_about_to_stop_and_is_lost_is_forgotten() -> None:
+    bench = bench_of("p0", "d0", "d1")
+    assert bench.decoding("a") == "d0"
+    bench.feed(InstanceJoined(named_profile("d1"), (), stopping=True))
+    bench.feed(InstanceLost(InstanceId("d1")))
+    bench.feed(InstanceJoined(named_profile("d1"), ()))
+    assert [place.instance_id for place in of(PlaceDecode, bench.feed(DrainRequested(InstanceId("d0"))))] == ["d1"]
 
 
 def test_only_a_few_leave_at_a_time_and_fewer_are_sent() -> None:

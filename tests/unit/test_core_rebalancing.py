@@ -9,7 +9,15 @@ import pytest
 
 from pdmesh.core.commands import Command, FreeKv, GrowKv, PlaceDecode, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.events import BundleChangeRequested, CreditLow, InstanceJoined, MoveFailed, MoveSent, Tick
+from pdmesh.core.events import (
+    BundleChangeRequested,
+    CreditLow,
+    InstanceJoined,
+    InstanceSuspected,
+    MoveFailed,
+    MoveSent,
+    Tick,
+)
 from pdmesh.core.moves import MAX_FAILED
 from pdmesh.core.rebalancing import COOL_DOWN_S, LOOK_S
 from pdmesh.model import Epoch, InstanceId, RequestId, ResidentContext, Role, TransferPurpose
@@ -150,19 +158,30 @@ def test_without_a_place_or_a_gain_somebody_is_preempted(why: str) -> None:
 
 
 def test_nothing_comes_back_for_a_while() -> None:
+    """Neither what has moved, nor another one from there."""
     bench = short_of_memory(b=64)
     ((who, _),) = moves_in(bench.low("a", ("r0", 10)))
+    begun = bench.now_s
+    assert bench.free_blocks("b") == 64 - 12, "it grows on the way: it had 4 blocks, and may come to need 12"
     bench.move_landed(who, "a", "b")
-    rest = next(name for name in ("r1", "r2") if name != who)
-    for name in ("r0", rest):
+    for name in {"r0", "r1", "r2"} - {who}:
         bench.finish("a", name)
         bench.released("a", name)
     assert bench.free_blocks("a") == 12
-    bench.core._books.instances[InstanceId("b")].set_quarantined(60)  # its memory is gone now
-    bench.decodes("r3")
-    begun = bench.now_s
-    bench.low("b", (who, 18))
-    assert not moves_in(bench.feed(Tick(), at_s=begun + COOL_DOWN_S / 2)), "to and fro"
+    bench.feed(InstanceSuspected(InstanceId("a")))
+    bench.decodes("older")
+    bench.decodes("younger", output=10)
+    bench.feed(InstanceSuspected(InstanceId("a"), suspected=False))
+    bench.core._books.instances[InstanceId("b")].set_quarantined(bench.free_blocks("b"))
+    assert not moves_in(bench.low("b", ("older", 10)))
+    assert not moves_in(bench.feed(Tick(), at_s=begun + COOL_DOWN_S - 0.1)), "to and fro"
+    assert moves_in(bench.feed(Tick(), at_s=begun + COOL_DOWN_S + 0.1)) == [("younger", "a")]
+
+
+@pytest.mark.parametrize(("num_blocks", "moves"), [(13, True), (12, False)])
+def test_where_it_goes_for_memory_an_eighth_is_left_free(num_blocks: int, moves: bool) -> None:
+    """12 blocks are all that it may come to need."""
+    assert bool(moves_in(short_of_memory(b=num_blocks).low("a", ("r0", 10)))) is moves
 
 
 # --- time between tokens ---

@@ -262,3 +262,5 @@ class Moves:
             assert state.phase is Phase.DECODING, f"{key} moves, and is {state.phase}"
         num_moving = sum(state.move is not None for state in self._books.requests.values())
         assert num_moving == len(self._books.moving), f"{num_moving} move, books say {len(self._books.moving)}"
+        gone = self._stopping.keys() - self._books.instances.keys()
+        assert not gone, f"{gone} stop, and are gone"
