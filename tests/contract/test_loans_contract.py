@@ -22,6 +22,7 @@ from pdmesh.model import IndexRange, KvPart
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh.testing.exchanges import CAPABILITY, EPOCH, NUM_BLOCKS, NUM_LAYERS, REQUEST, Member, open_members
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
@@ -341,6 +342,35 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
         await leader.until_here(NUM_BLOCKS)
         assert leader.content(0, 8) == helper.content(0, 8)
         assert leader.outcomes == []
+        for member in members:
+            member.free()
+
+
+async def test_a_loan_that_comes_damaged_is_sent_again_and_others_are_lent(
+    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_members(maker, 2, store=HookedStore) as members:
+        leader, helper = members
+        take, damaged = leader.mover.groups.take, 0
+
+        def take_damaged(header: PieceHeader, piece: ReceivedPiece) -> None:
+            nonlocal damaged
+            if header.kind is PieceKind.LOAN and damaged < 2:
+                damaged += 1
+                piece.payload[-1] ^= 1
+            take(header, piece)
+
+        monkeypatch.setattr(leader.mover.groups, "take", take_damaged)
+        for member in members:
+            member.join(members)
+        helper.compute(0, NUM_BLOCKS)
+        await leader.until_here(NUM_BLOCKS)
+        assert leader.content(0, NUM_BLOCKS) == helper.content(0, NUM_BLOCKS)
+        counters = leader.mover.counters()
+        assert counters.dropped == {"checksum": 2}
+        assert counters.num_asked_again == 2
+        assert counters.num_bytes_exchanged.borrowed == counters.num_bytes_exchanged.received
+        assert store_of(leader).num_staged == 0
         for member in members:
             member.free()
 

@@ -289,8 +289,8 @@ class PieceExchange:
         for layer in range(*header.part.layers):
             self.presence.add(layer, blocks.first_block, blocks.num_blocks)
 
-    def take_damaged(self, header: PieceHeader) -> bool:
-        """A claimed piece was damaged on the way, or lent and not to be read. Whether it is asked for again.
+    def take_damaged(self, header: PieceHeader, *, asks: PieceKind = PieceKind.AGAIN) -> bool:
+        """A claimed piece was damaged on the way, or lent and not to be read. Whether it is asked for again, and how.
 
         Not that of a member that was lost since: what is missing of its chunks is computed again.
         """
@@ -305,7 +305,7 @@ class PieceExchange:
                 f"this one of layer {blocks.layer}"
             )
             return False
-        peer.outbox.put_first(Outgoing(blocks, header.num_members, PieceKind.AGAIN))
+        peer.outbox.put_first(Outgoing(blocks, header.num_members, asks))
         return True
 
     def send_again(self, header: PieceHeader) -> str | None:

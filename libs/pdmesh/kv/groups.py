@@ -131,12 +131,13 @@ class KvGroups:
                 self._context.drop(piece, fault)
             else:
                 piece.release()
-        elif header.kind is PieceKind.AGAIN:
-            if fault := exchange.send_again(header):
+        elif header.kind in (PieceKind.AGAIN, PieceKind.NO_LOANS):
+            fault = exchange.send_again(header)
+            if fault != "range" and header.kind is PieceKind.NO_LOANS and self._context.lending is not None:
+                self._context.lending.decline(exchange.address_of(header))
+            if fault:
                 self._context.drop(piece, fault)
             else:
-                if self._context.lending is not None:  # then it could not read what was lent
-                    self._context.lending.decline(exchange.address_of(header))
                 piece.release()
         else:
             self._context.drop(piece, "kind")
@@ -182,8 +183,9 @@ class KvGroups:
                 exchange.place(replace(header, part=part))
             elif fault == LOAN_OVER:
                 exchange.pages.unclaim(part)
-            elif fault in ("checksum", UNREADABLE) and exchange.take_damaged(replace(header, part=part)):
-                self._context.num_asked_again += 1
+            elif fault in ("checksum", UNREADABLE):
+                asks = PieceKind.NO_LOANS if fault == UNREADABLE else PieceKind.AGAIN
+                self._context.num_asked_again += exchange.take_damaged(replace(header, part=part), asks=asks)
         if header.kind is PieceKind.LOAN:
             exchange.pages.end_loan(header.part)
 

@@ -15,7 +15,7 @@ scheduler has named; whose process is read follows from the data address that it
 sender's own memory, and whatever that holds it could have sent.
 
 **Where it cannot be** (another host, another kind of cache, a device out of reach, a member whose setting is off) pages
-travel as bytes. A member that cannot read asks for the pages again, and is sent bytes from then on.
+travel as bytes. A member that cannot read says so (NO_LOANS), and is sent those pages and all later ones as bytes.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class PieceKind(IntEnum):
     TRANSCRIPT = 7  # of a move: bytes of what the request is, and has drawn
     AGAIN = 8  # to who sent KV: this part of it came damaged
     LOAN = 9  # as KV, between members of a group on one host: where the blocks lie (`pdmesh.kv.loans`)
+    NO_LOANS = 10  # as AGAIN: this part of it was lent, and cannot be read here; from now on nothing is to be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
