@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import runpy
 from pathlib import Path
@@ -18,3 +19,8 @@ def test_random_workloads_give_the_commands_of_before(bundle: str) -> None:
     known = json.loads(SCRIPT.with_suffix(".json").read_text())
     ((name, digest),) = runpy.run_path(str(SCRIPT))["digests"]([bundle], None, None, every=False)
     assert digest == known[name], f"{name}: another digest than the baseline's"
+
+
+def test_plans_of_an_epoch_that_was_started_again_are_taken_for_those_of_the_same_one_sent_again() -> None:
+    """No gateway of ours sends one twice to a scheduler. A worker drops what does not follow, and the core goes on."""
+    runpy.run_path(str(SCRIPT))["RandomWorkload"](176, "tetris", hashlib.sha256()).run()

@@ -147,10 +147,10 @@ class Rebalancer:
         return [
             each
             for each in self._books.instances.values()
-            if each is not source
-            and each.takes_decodes
-            and not each.low
+            if not each.low  # what says no the soonest, and the most often, first
             and each.instance_id not in coming_to
+            and each is not source
+            and each.takes_decodes
             and now_s - self._last_s.get((each.instance_id, source.instance_id), -inf) >= COOL_DOWN_S
             and self._books.broker.takes_move(each.instance_id)
         ]

@@ -118,6 +118,9 @@ class ModelledHold:
     given_up: bool = False  # that: no acknowledgement is waited for
     landed: bool = False  # that: where it goes it is decoded
     asked: tuple[int, bool] = (0, False)  # for more than so many blocks, and whether it waited
+    is_again: bool = (
+        False  # plans wait that were sent for one of this name, which was freed: they are taken for its own
+    )
 
     @property
     def received_by(self) -> TransferId:
@@ -178,6 +181,11 @@ class ModelledInstance:
                         transfer=admit.transfer,
                         sends=admit.moves_on,
                         member=None if admit.group is None else self._member(key, admit.group),
+                        is_again=any(
+                            (chunk.request_id, chunk.epoch) == key
+                            for plan in (*self.running, *self.plans)
+                            for chunk in plan.chunks
+                        ),
                     ),
                 )
                 if is_held and not admit.leads and admit.group is not None:
@@ -384,6 +392,10 @@ class ModelledInstance:
             hold = self.holds.get(key)
             if hold is not None and hold.received_by != NO_TRANSFER:
                 hold = None  # it was freed, and is to receive its KV since then
+            if hold is not None and hold.is_again and chunk.start != hold.num_computed_tokens:
+                self.events.append(RequestDropped(self.instance_id, *key, "the chunk does not follow"))
+                self.release(key)
+                hold = None
             is_computed = hold is not None and self._compute(plan.plan_id, chunk, hold)
             if hold is not None and is_computed and chunk.is_last:
                 hold.computed = True
