@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from pdmesh.core.commands import Outcome
+from pdmesh.core.config import KvReservation
 from pdmesh.core.events import Event, GroupPrefix
 from pdmesh.model import InstanceId
 from pdmesh.policy.base import PolicyConfig
@@ -19,7 +20,7 @@ from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import Core, SimConfig, Simulator
 from pdmesh.sim.workload import Arrival
-from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL, a_workload, tiny_mesh
+from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
 
 POLICY = PolicyConfig(latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.3, slo_tpot_s=1.0)
 PREFILL = [InstanceId(f"prefill-{index:03d}") for index in range(3)]
@@ -50,11 +51,15 @@ def run(
     bytes_per_s: float = 1e12,
     members: int = 4,
     seed: int = 0,
+    pools: InstanceCounts | None = None,
+    bundle: str = "pdmesh",
+    num_kv_tokens: int = 16_384,
+    kv_reservation: KvReservation = KvReservation.FULL,
 ) -> tuple[SimResult, list[Event]]:
-    shape = tiny_mesh({"prefill": 3, "decode": 1}, num_kv_tokens=16_384)
+    shape = tiny_mesh(pools or {"prefill": 3, "decode": 1}, num_kv_tokens=num_kv_tokens)
     shape = replace(shape, kv_layout=replace(TINY_LAYOUT, num_layers=8), relays=True)
     policy = replace(POLICY, relay_members=members, relay_bytes_per_s=bytes_per_s)
-    core = Listening(study_core("pdmesh", policy, seed))
+    core = Listening(study_core(bundle, policy, seed, kv_reservation=kv_reservation))
     config = SimConfig(
         port_bytes_per_s=bytes_per_s, control_delay_s=control_delay_s, deaths=deaths, events_between_checks=50
     )
@@ -167,8 +172,8 @@ def test_noise_has_the_models_mean_and_the_deviation_asked_for() -> None:
 
 
 def test_deaths_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="only prefill"):
-        run([LONG], [Death(InstanceId("decode-000"), 1.0, 1.0)])
+    with pytest.raises(ValueError, match="decode-009 cannot die: it is not there"):
+        run([LONG], [Death(InstanceId("decode-009"), 1.0, 1.0)])
     with pytest.raises(ValueError, match="before it is missed"):
         run([LONG], [Death(HELPER, 1.0, 0.01)], control_delay_s=0.01)
     with pytest.raises(ValueError, match="nobody is there"):
@@ -178,3 +183,87 @@ def test_deaths_that_make_no_sense_are_refused() -> None:
     deaths = random_deaths(PREFILL, 10, 100.0, 3.0, 7)
     assert deaths == random_deaths(PREFILL, 10, 100.0, 3.0, 7)
     assert all(0.0 <= death.at_s <= 100.0 for death in deaths)
+
+
+# --- of instances that decode ---
+
+SHORT = Arrival(arrival_s=0.0, num_prompt_tokens=100, num_output_tokens=40)
+
+
+def test_what_decodes_on_an_instance_that_dies_goes_on_elsewhere_from_what_its_client_has() -> None:
+    """Its prompt and its tokens are computed again, and none of these comes twice."""
+    pools: InstanceCounts = {"prefill": 1, "decode": 2}
+    undisturbed, _ = run([SHORT], pools=pools)
+    before_s = list(undisturbed.requests[0].token_times_s)
+    died_s = (before_s[14] + before_s[15]) / 2
+    decode_id = undisturbed.requests[0].decode_id
+    assert decode_id is not None
+    result, _ = run([SHORT], [Death(decode_id, died_s, 1000.0)], pools=pools)
+    check_whole(result)
+    (request,) = result.requests
+    assert request.num_restarts == 1
+    assert request.decode_id != decode_id
+    assert list(request.token_times_s[:15]) == before_s[:15], "what it drew in time is kept"
+    assert request.token_times_s[15] > died_s
+    assert num_tokens_planned(result, 1) == 100 + 15
+
+
+def test_a_token_that_is_not_drawn_at_the_very_instant_is_drawn_again() -> None:
+    pools: InstanceCounts = {"prefill": 1, "decode": 2}
+    undisturbed, _ = run([SHORT], pools=pools)
+    (before,) = undisturbed.requests
+    assert before.decode_id is not None
+    for index in (1, 20, 39):  # the first of its own, one between, the last of all
+        result, _ = run([SHORT], [Death(before.decode_id, before.token_times_s[index], 1000.0)], pools=pools)
+        check_whole(result)
+
+
+def test_kv_on_its_way_to_an_instance_that_dies_goes_to_another_receiver_whole() -> None:
+    """It is not computed again: its source has it."""
+    arrival = replace(SHORT, num_output_tokens=5)
+    pools: InstanceCounts = {"prefill": 1, "decode": 2}
+    undisturbed, _ = run([arrival], bytes_per_s=1e5, pools=pools)
+    (before,) = undisturbed.requests
+    assert before.landed_s is not None
+    assert before.decode_id is not None
+    result, _ = run([arrival], [Death(before.decode_id, before.landed_s - 0.01, 1000.0)], bytes_per_s=1e5, pools=pools)
+    check_whole(result)
+    (request,) = result.requests
+    assert request.num_restarts == 0
+    assert request.decode_id != before.decode_id
+    assert request.landed_s is not None
+    assert request.landed_s - before.landed_s > 0.3, "all of it goes again"
+
+
+def test_a_mixed_instance_loses_what_it_computes_and_what_decodes_there() -> None:
+    arrivals = [replace(SHORT, arrival_s=0.1 * n) for n in range(6)]
+    for at_s in (0.3, 0.6, 0.9):
+        result, _ = run(arrivals, [Death(InstanceId("mixed-000"), at_s, 0.5)], pools={"mixed": 2})
+        check_whole(result)
+        assert sum(request.num_restarts for request in result.requests) > 0
+
+
+@pytest.mark.parametrize("kv_reservation", list(KvReservation))
+@pytest.mark.parametrize("seed", range(12))
+def test_with_deaths_of_any_instance_nothing_is_lost(seed: int, kv_reservation: KvReservation) -> None:
+    """With running decodes that move, memory that is scarce under credit, delays, noise and slow links in turns."""
+    arrivals = a_workload(seed, num_requests=80, requests_per_s=4.0)
+    pools: InstanceCounts = [{"prefill": 2, "decode": 3}, {"mixed": 3}, {"prefill": 1, "mixed": 2, "decode": 2}][
+        seed % 3
+    ]  # type: ignore[assignment]
+    names = [InstanceId(f"{role}-{index:03d}") for role, number in pools.items() for index in range(number)]  # type: ignore[call-overload]
+    deaths = random_deaths(names, 10, arrivals[-1].arrival_s, 0.7, seed)
+    for bundle, bytes_per_s in (("pdmesh", 1e12), ("pdmesh", 2e5), ("pecsched", 1e6)):
+        result, _ = run(
+            arrivals,
+            deaths,
+            noise=0.2,
+            control_delay_s=(0.0, 0.003)[seed % 2],
+            bytes_per_s=bytes_per_s,
+            seed=seed,
+            pools=pools,
+            bundle=bundle,
+            num_kv_tokens=2_400,
+            kv_reservation=kv_reservation,
+        )
+        check_whole(result)

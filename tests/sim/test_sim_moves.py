@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 
 from pdmesh.core.commands import Command, Outcome, PlaceDecode
 from pdmesh.core.config import KvReservation
-from pdmesh.core.events import Event, MoveSent
+from pdmesh.core.events import Event, MoveFailed, MoveSent
 from pdmesh.core.rebalancing import COOL_DOWN_S
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, RequestId, TransferPurpose
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.sim.faults import Death, random_deaths
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
@@ -35,11 +37,14 @@ class Watched:
         self.core = core
         self.begun: list[tuple[float, RequestId, InstanceId, InstanceId]] = []
         self.pauses_s: list[float] = []
+        self.failed: list[bool] = []  # moves: whether they may have landed
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self.core.handle(event, now_s)
         if isinstance(event, MoveSent):
             self.pauses_s.append(event.frozen_s)
+        if isinstance(event, MoveFailed):
+            self.failed.append(event.committed)
         for command in commands:
             if isinstance(command, PlaceDecode) and command.transfer.purpose is TransferPurpose.MOVE:
                 self.begun.append((now_s, command.request_id, command.transfer.source_ids[0], command.instance_id))
@@ -60,6 +65,7 @@ def run(
     gap_s: float = 0.01,
     control_delay_s: float = 0.0,
     port_bytes_per_s: float = 1e9,
+    deaths: Sequence[Death] = (),
 ) -> tuple[SimResult, Watched]:
     """Every fourth request draws 45 times as many tokens as the others, in the mean, and nobody knows which."""
     rng = random.Random(seed)
@@ -74,7 +80,9 @@ def run(
     ]
     shape = tiny_mesh(mesh or {"mixed": 4}, num_kv_tokens=num_kv_tokens, max_num_seqs=64)
     core = Watched(study_core("pdmesh", policy, 0, kv_reservation=KvReservation.CREDIT))
-    config = SimConfig(control_delay_s=control_delay_s, events_between_checks=20, port_bytes_per_s=port_bytes_per_s)
+    config = SimConfig(
+        control_delay_s=control_delay_s, events_between_checks=20, port_bytes_per_s=port_bytes_per_s, deaths=deaths
+    )
     return Simulator(core, shape.instances(MODEL), arrivals, config).run(), core
 
 
@@ -157,3 +165,16 @@ def test_the_same_again_is_the_same(control_delay_s: float) -> None:
     one, other = (run(POLICY, control_delay_s=control_delay_s) for _ in range(2))
     assert one[1].begun == other[1].begun
     assert [each.token_times_s for each in one[0].requests] == [each.token_times_s for each in other[0].requests]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002])
+def test_sources_and_targets_of_moves_that_die_lose_nothing_else(delay_s: float) -> None:
+    """What is on its way to one that dies goes on where it was; what left one that dies is computed again."""
+    names, failed = [InstanceId(f"mixed-{index:03d}") for index in range(4)], list[bool]()
+    for seed in range(4):
+        deaths = random_deaths(names, 8, 6.0, 0.5, seed)
+        result, core = run(POLICY, seed=seed, port_bytes_per_s=1e5, control_delay_s=delay_s, deaths=deaths)
+        assert_served(result)
+        assert core.begun
+        failed += core.failed
+    assert failed.count(False) > 0

@@ -188,7 +188,7 @@ def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[A
         return ()
     if options.clients is not None:
         raise ConfigError("--deaths happen while requests come by themselves: leave out --clients")
-    names = [profile.instance_id for profile, _ in instances if profile.role is Role.PREFILL]
+    names = [profile.instance_id for profile, _ in instances]
     within_s = max((arrival.arrival_s for arrival in arrivals), default=0.0)
     try:
         return random_deaths(names, options.deaths, within_s, options.away_s, options.seed)

@@ -76,7 +76,7 @@ def simulate(
     noise: Annotated[
         float, typer.Option(min=0, max=1, help="Standard deviation of steps' times, as a share of them.")
     ] = 0.0,
-    deaths: Annotated[int, typer.Option(min=0, help="Prefill instances die so often, at random times.")] = 0,
+    deaths: Annotated[int, typer.Option(min=0, help="Instances die so often, at random times.")] = 0,
     away: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="...and are back after so long.")] = 10.0,
     profile: InstanceProfile = "a100-llama3-8b",
     bundle: Annotated[

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.core.events import Event, TransferOffered, TransferPaused, TransferSent
-from pdmesh.model import NO_TRANSFER, ChunkPlan, InstanceId, InstanceProfile, RequestKey, TransferPlan
+from pdmesh.model import NO_TRANSFER, ChunkPlan, InstanceId, InstanceProfile, RequestKey, TransferId, TransferPlan
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.result import RequestRun
@@ -29,6 +29,7 @@ class Prefill:
     granted_s: float | None = None  # for the first time
     computed_s: float | None = None
     num_unsent_bytes: float = 0.0
+    num_ready_bytes: float = 0.0  # those, and all that was given to its receiver
 
 
 class SimulatedDepartures:
@@ -109,6 +110,15 @@ class SimulatedDepartures:
         prefill.num_unsent_bytes += self._links.drop(self._flow(key, prefill.transfer))
         self._report(TransferPaused(self._instance_id, *key, prefill.transfer.transfer_id))
 
+    def withdraw(self, key: RequestKey, transfer_id: TransferId) -> None:
+        """Its receiver is none any more: all that is computed goes to the next one."""
+        prefill = self.prefills.get(key)
+        if prefill is None or prefill.transfer is None or prefill.transfer.transfer_id != transfer_id:
+            return
+        self._links.drop(self._flow(key, prefill.transfer))
+        prefill.transfer, prefill.granted, prefill.granted_s = None, False, None
+        prefill.num_unsent_bytes = prefill.num_ready_bytes
+
     def drained(self, key: RequestKey) -> None:
         """All KV that may move so far has moved; it has landed if that is all of it."""
         prefill = self.prefills[key]
@@ -131,6 +141,7 @@ class SimulatedDepartures:
         if not prefill.moves_on:
             return
         prefill.num_unsent_bytes += num_bytes
+        prefill.num_ready_bytes += num_bytes
         if prefill.granted:
             assert prefill.transfer is not None
             self._links.send(self._flow(key, prefill.transfer), prefill.num_unsent_bytes)

@@ -145,6 +145,14 @@ class SimulatedExchange:
                 )
         prompt.members[member_id].add(start, end, self._agenda.now_s)
 
+    def forget(self, key: RequestKey) -> None:
+        """Its leader was told to free it: nobody waits for it any more."""
+        prompt = self._prompts.get(key)
+        if prompt is not None:
+            self._end(key, prompt)
+            for present in prompt.members.values():
+                present.wake()
+
     def lost(self, member_id: InstanceId) -> None:
         """An instance is no member of anything any more. Without its leader a prompt is shared no longer."""
         for key in [key for key, prompt in self._prompts.items() if member_id in prompt.members]:
@@ -155,9 +163,7 @@ class SimulatedExchange:
         if member_id != prompt.leader_id:
             self._pass_on(key, prompt, member_id)
             return
-        self._end(key, prompt)
-        for present in prompt.members.values():
-            present.wake()
+        self.forget(key)
 
     def _pass_on(self, key: RequestKey, prompt: _Prompt, lost_id: InstanceId) -> None:
         """What a lost helper computed, to those who lack it, of what the leader has."""

@@ -21,6 +21,7 @@ from math import ceil
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    CancelMove,
     Command,
     FreeKv,
     GrantTransfer,
@@ -32,6 +33,7 @@ from pdmesh.core.commands import (
     RunStep,
     SetGroup,
     SetRole,
+    WithdrawTransfer,
 )
 from pdmesh.core.events import (
     CreditLow,
@@ -52,6 +54,7 @@ from pdmesh.model import (
     PrefillGroup,
     RequestKey,
     StepPlan,
+    TransferId,
     TransferPlan,
     TransferPurpose,
 )
@@ -123,6 +126,7 @@ class SimInstance:
             report=report,
             land=land,
             stir=self._stir,
+            join=self._join,
             release=self._holdings.release,
         )
         self._num_turns = 0
@@ -139,6 +143,9 @@ class SimInstance:
     def die(self) -> None:
         """It ends with all that it has: it does nothing any more, and nothing is heard of it."""
         self._is_dead = self._busy = True
+        self._moves.end()
+        running_s = self._decode_run if self._end_of_run is not None else ()
+        self._residents.end(self._agenda.now_s, [end_s for end_s in running_s if end_s < self._agenda.now_s])
         steps = [step for step in (self._step, self._interrupted) if step is not None]
         kept = [*(step.end for step in steps), *(step.interruption for step in steps)]
         for appointment in (*kept, self._end_of_run, self._release_of_hold):
@@ -189,11 +196,17 @@ class SimInstance:
                     self._join(kept)
             case PauseTransfer():
                 self._departures.pause((command.request_id, command.epoch))
+            case WithdrawTransfer():
+                self._departures.withdraw((command.request_id, command.epoch), command.transfer_id)
+            case CancelMove():
+                self._cancel_move((command.request_id, command.epoch), command.transfer_id)
             case FreeKv():
                 key = (command.request_id, command.epoch)
-                assert key not in self._prefills, f"{self.instance_id}: {key} is freed while it is computed"
                 self._moves.drop(key)
                 self._groups.forget(key)
+                if key in self._prefills:
+                    self._departures.forget(key)
+                    self._exchange.forget(key)
                 if self._residents.free(key):
                     self._stir()
                 elif key in self._holdings:
@@ -215,8 +228,14 @@ class SimInstance:
         if self._step is not None and self._step.gives_up and self._step.waits and self._step.end is None:
             self._end_step()
 
+    def _cancel_move(self, key: RequestKey, transfer_id: TransferId) -> None:
+        if key in self._holdings:  # else it has ended
+            self._moves.cancel(key, transfer_id)
+
     def drawn_s(self, key: RequestKey) -> Sequence[float]:
         """When the tokens of a request that decodes here came, up to now."""
+        if self._is_dead:
+            return self._runs[key].token_times_s
         return self._residents.drawn_s(key, self._agenda.now_s, self._decode_run if self._end_of_run else ())
 
     # --- steps ---
@@ -449,6 +468,8 @@ class SimInstance:
 
     def land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
         """A request's whole KV is here."""
+        if self._is_dead:
+            return
         run = self._runs[key]
         self._report(
             TransferLanded(self.instance_id, *key, plan.transfer_id, self._departures.num_kv_bytes(run), duration_s)

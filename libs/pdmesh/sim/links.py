@@ -41,17 +41,20 @@ class SimulatedLinks:
         self._flows: dict[FlowId, _Flow] = {}
         self._out: dict[InstanceId, dict[FlowId, _Flow]] = {}
         self._in: dict[InstanceId, dict[FlowId, _Flow]] = {}
+        self._cut_off: set[InstanceId] = set()
 
     def send(self, flow_id: FlowId, num_bytes: float) -> None:
-        """Give a flow bytes to move, beside those it has."""
+        """Give a flow bytes to move, beside those it has. To an instance that is cut off they are lost."""
         flow = self._flows.get(flow_id)
         if flow is not None:
             self._settle(flow)
             flow.num_bytes += num_bytes
             self._appoint(flow)
             return
-        flow = self._flows[flow_id] = _Flow(flow_id, num_bytes, self._agenda.now_s)
         _, sender, receiver = flow_id
+        if receiver in self._cut_off:
+            return
+        flow = self._flows[flow_id] = _Flow(flow_id, num_bytes, self._agenda.now_s)
         self._out.setdefault(sender, {})[flow_id] = flow
         self._in.setdefault(receiver, {})[flow_id] = flow
         self._share(flow)
@@ -70,9 +73,14 @@ class SimulatedLinks:
         return flow.num_bytes
 
     def cut_off(self, instance_id: InstanceId) -> None:
-        """Stop all flows from and to an instance."""
+        """Stop all flows from and to an instance, until it is back."""
+        self._cut_off.add(instance_id)
         for flow_id in [*self._out.get(instance_id, ()), *self._in.get(instance_id, ())]:
             self.drop(flow_id)
+
+    def connect(self, instance_id: InstanceId) -> None:
+        """One that was cut off is back."""
+        self._cut_off.discard(instance_id)
 
     def bytes_per_s(self, flow_id: FlowId) -> float:
         flow = self._flows.get(flow_id)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.core.events import Event, MoveFailed, MoveSent
-from pdmesh.model import InstanceProfile, RequestKey, TransferPlan
+from pdmesh.model import InstanceProfile, RequestKey, TransferId, TransferPlan
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.residents import Residents
@@ -27,6 +27,7 @@ class _Departure:
     num_tokens: int  # whose KV has been given to the links
     num_bytes: float
     stands_since_s: float | None = None
+    is_committed: bool = False  # the last word of it is on its way: perhaps it goes on at its target
 
 
 class SimulatedMoves:
@@ -43,6 +44,7 @@ class SimulatedMoves:
         report: Callable[[Event], None],
         land: Callable[[TransferPlan, RequestKey, float], None],
         stir: Callable[[], None],
+        join: Callable[[RequestRun], None],
         release: Callable[[RequestKey], None],
     ) -> None:
         layout = profile.kv_layout
@@ -56,6 +58,7 @@ class SimulatedMoves:
         self._report = report
         self._land = land
         self._stir = stir
+        self._join = join
         self._release = release
         self._all: dict[RequestKey, _Departure] = {}
 
@@ -76,10 +79,26 @@ class SimulatedMoves:
         if departure is not None:
             self._links.drop(self._flow(key, departure.plan))
 
+    def end(self) -> None:
+        """The instance is no more."""
+        self._all.clear()
+
+    def cancel(self, key: RequestKey, transfer_id: TransferId) -> None:
+        """It goes on here, unless it may have begun at its target."""
+        departure = self._all.get(key)
+        is_of = departure is not None and departure.plan.transfer_id == transfer_id
+        committed = departure is not None and is_of and departure.is_committed
+        if departure is not None and is_of:
+            self.drop(key)
+            if not committed and not self._residents.stay(key):
+                self._join(self._runs[key])
+        self._report(MoveFailed(self._instance_id, *key, transfer_id, committed, reason="it is not wanted any more"))
+
     def drained(self, key: RequestKey) -> None:
         """What was given to the links is over."""
         departure = self._all[key]
         if departure.stands_since_s is not None:
+            departure.is_committed = True
             self._agenda.at(self._agenda.now_s + LAST_WORD_S, lambda: self._arrived(key, departure))
             return
         num_tokens = self._residents.num_tokens(key)

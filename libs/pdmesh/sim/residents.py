@@ -167,6 +167,18 @@ class Residents:
             times_s += running_s[: bisect_right(running_s, now_s)]
         return times_s
 
+    def end(self, now_s: float, running_s: Sequence[float]) -> None:
+        """All that is here is lost: what was drawn of it up to now has left."""
+        for key, resident in self._all.items():
+            if self._leaving.get(key, True):  # else what it drew was taken from it
+                resident.run.token_times_s = self.drawn_s(key, now_s, running_s)
+        self._all.clear()
+
+    def stay(self, key: RequestKey) -> bool:
+        """One that was to go on elsewhere does not leave after all. False if it has left."""
+        self._leaving.pop(key, None)
+        return key in self._all
+
     def _num_made(self, resident: _Resident) -> int:
         """Steps since it joined."""
         return 0 if resident.joined_step is None else len(self._ends_s) - resident.joined_step

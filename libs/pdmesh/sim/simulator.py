@@ -40,7 +40,6 @@ from pdmesh.model import (
     Request,
     RequestId,
     RequestKey,
-    Role,
     TransferPlan,
 )
 from pdmesh.policy.latency import LatencyModel
@@ -72,7 +71,7 @@ class SimConfig:
     gang_step_s: float = 0.0  # a step of a gang takes so much longer: its members wait for each other in each layer
     max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
     events_between_checks: int = 10_000  # of the core's books
-    deaths: Sequence[Death] = ()  # of instances that only prefill
+    deaths: Sequence[Death] = ()  # of any instances
 
 
 class Simulator:
@@ -194,7 +193,7 @@ class Simulator:
     def _resume(self, key: RequestKey, *, decodes: bool) -> None:
         """Its KV is given up for others, or lost: its gateway asks again, with what it has."""
         run = self._runs.pop(key)
-        drawn_s = run.token_times_s
+        drawn_s = run.token_times_s  # where it was lost, that was told when it was
         if decodes:
             assert run.decode_id is not None
             drawn_s = self._instances[run.decode_id].drawn_s(key)
@@ -226,10 +225,11 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case StopInstance() | CancelMove():
+            case StopInstance():
                 raise AssertionError("a simulated mesh has no operators")
             case (
                 AdmitPrefill()
+                | CancelMove()
                 | SetGroup()
                 | PlaceDecode()
                 | RunStep()
@@ -284,9 +284,8 @@ class Simulator:
 
     def _check_deaths(self, profiles: Mapping[InstanceId, InstanceProfile]) -> None:
         for death in self._config.deaths:
-            profile = profiles.get(death.instance_id)
-            if profile is None or profile.role is not Role.PREFILL:
-                raise ValueError(f"{death.instance_id} cannot die here: that is for instances which only prefill")
+            if death.instance_id not in profiles:
+                raise ValueError(f"{death.instance_id} cannot die: it is not there")
             if death.away_s <= 2 * self._config.control_delay_s:
                 raise ValueError(f"{death.instance_id} would be back before it is missed")
 
@@ -300,6 +299,7 @@ class Simulator:
         before = self._instances[instance_id]
         instance = self._instances[instance_id] = self._new_instance(before.profile, before.model)
         instance.steps = before.steps
+        self._links.connect(before.instance_id)
         self._report(InstanceJoined(instance.profile, ()))
 
     # --- KV ---
