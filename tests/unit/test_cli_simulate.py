@@ -127,7 +127,6 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
         (["--batching", "eb", "--threshold", "nan"], 2, "the threshold is nan: wanted a share between 0 and 1"),
         (["--batching", "mb", "--threshold", "0.3"], 2, "--threshold is of --batching eb"),
         (["--batching", "eb"], 2, "--batching eb: no instance prefills and decodes"),
-        (["--limit", "5", "--prefill", "0", "--mixed", "2", "--deaths", "1"], 2, "--deaths 1: nobody is there to die"),
         (["--limit", "5", "--deaths", "1000"], 2, "instances cannot die 1000 times in"),
         (["--clients", "4", "--deaths", "1"], 2, "--deaths happen while requests come by themselves"),
         (["--long-range", "many"], 2, "--long-range 'many': wanted LOW,HIGH"),
