@@ -9,7 +9,8 @@ processes of the mesh spend of the cores is told too: where that is all there is
 The model takes 23 s for such a prompt alone on one core, so a round of it about a minute and a half, and what warms it
 up has a quarter of the tokens. Everything is printed when it is known, and no round is begun after ``--minutes``.
 
-Each with members that take turns (relay), and that compute at once (gang).
+Each with members that take turns (relay), and that compute at once (gang). Of stand-ins the simulator foretells it, too:
+with so many more cores than a machine has, it is how well the mesh does what was planned.
 
     python benchmarks/relay.py [--rounds 3] [--only stand-in|model] [--members 2 4 8] [--tokens 16384] [--minutes 10]
 """
@@ -32,6 +33,12 @@ import anyio
 import httpx
 from report import Limits, heading
 
+from pdmesh.model import KvLayout
+from pdmesh.policy.base import PolicyConfig
+from pdmesh.profiles import parse_latency
+from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.simulator import SimConfig, Simulator
+from pdmesh.sim.workload import Arrival
 from pdmesh.testing.checkpoints import LLAMA_82M, TINY, write_checkpoint
 from pdmesh.testing.exactness import complete, random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
@@ -44,6 +51,12 @@ STAND_IN_TARGETS = {2: 1.8, 4: 3.5, 8: 6.5}
 
 #: The model with two members, over one, and over what two independent engines reach.
 MODEL_TARGET, CEILING_TARGET = 1.8, 0.95
+
+#: How far what is foretold may be from what is measured, where the cores are not what counts.
+FORETOLD_WITHIN, FORETOLD_MEMBERS = 0.1, 4
+
+#: What a stand-in whose steps take time holds of a token (`pdmesh.worker.engines`).
+LAYOUT = KvLayout(num_layers=16, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")
 
 ALONE = {"POLICY_RELAY_MEMBERS": "1"}
 
@@ -111,6 +124,21 @@ class Load:
         await complete(client, self.mesh.model, prompt, 1)
 
 
+def foretold_s(num_prefill: int, schedule: str, num_tokens: int) -> float:
+    """Time to first token on modelled stand-ins, half a millisecond from the scheduler."""
+    model = parse_latency(STEPS)
+    shape = MeshShape(
+        num_prefill=num_prefill, num_decode=1, num_mixed=0, kv_layout=LAYOUT, num_kv_tokens=4 * num_tokens, relays=True
+    )
+    policy = PolicyConfig(latency=model, relay_members=num_prefill, sequence_parallel=schedule)
+    arrival = Arrival(arrival_s=0.0, num_prompt_tokens=num_tokens, num_output_tokens=1)
+    config = SimConfig(control_delay_s=0.0005)
+    result = Simulator(study_core("pdmesh", policy, 0), shape.instances(model), [arrival], config).run()
+    ttft_s = result.requests[0].ttft_s
+    assert ttft_s is not None
+    return ttft_s
+
+
 def stand_in(members: list[int], schedules: list[str], num_tokens: int, rounds: Rounds, limits: Limits) -> None:
     settings = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": STEPS, "WORKER_KV_CACHE_BYTES": str(256 << 20)}
 
@@ -132,6 +160,12 @@ def stand_in(members: list[int], schedules: list[str], num_tokens: int, rounds: 
         gain, target = alone_s / together_s, STAND_IN_TARGETS.get(num_members, 1.0)
         stands = limits.at_least(f"{num_members} stand-ins, {schedule}", gain, target)
         print(f"  {num_members} instances, {schedule}: {together_s:.2f} s, {gain:.2f} x ({stands} of {target})")
+        predicted_s = foretold_s(num_members, schedule, num_tokens)
+        off, words = abs(together_s / predicted_s - 1), ""
+        if num_members <= FORETOLD_MEMBERS:
+            stands = limits.at_most(f"{num_members} stand-ins, {schedule}, as foretold", off, FORETOLD_WITHIN)
+            words = f" ({stands} of {FORETOLD_WITHIN:.0%})"
+        print(f"    simulated: {predicted_s:.2f} s, live {together_s / predicted_s - 1:+.1%}{words}", flush=True)
         used, most = cpu_s / together_s / num_cores, alone_s * num_cores / cpu_s
         print(f"    {cpu_s:.2f} s of CPU, {used:.0%} of {num_cores} cores, which end at {most:.1f} x", flush=True)
 

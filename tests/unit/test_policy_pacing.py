@@ -31,7 +31,7 @@ def test_whoever_is_as_far_behind_as_it_may_be_waits_for_no_piece(sizes: tuple[i
     assert waits <= last * lag(num_layers, num_members) * num_layers + 1e-9
 
 
-@pytest.mark.parametrize(("num_layers", "num_members", "expected"), [(12, 2, 3), (16, 2, 4), (16, 8, 1), (32, 4, 3)])
+@pytest.mark.parametrize(("num_layers", "num_members", "expected"), [(12, 2, 6), (16, 2, 8), (16, 8, 2), (32, 4, 6)])
 def test_layers_that_the_next_one_is_sent_at_once(num_layers: int, num_members: int, expected: int) -> None:
     assert layers_a_piece(ChunkPace.IN_GANG, num_layers, num_members, 1) == expected
     assert layers_a_piece(ChunkPace.AT_ONCE, num_layers, num_members, 1) == 1

@@ -17,7 +17,7 @@ from math import ceil
 from typing import assert_never
 
 #: Of a step: so much later ends the last slice of a gang than the first, where more of the prompt follows.
-GANG_LAG = 0.25
+GANG_LAG = 0.5
 
 
 class ChunkPace(StrEnum):
