@@ -9,8 +9,8 @@ processes of the mesh spend of the cores is told too: where that is all there is
 The model takes 23 s for such a prompt alone on one core, so a round of it about a minute and a half, and what warms it
 up has a quarter of the tokens. Everything is printed when it is known, and no round is begun after ``--minutes``.
 
-Each with members that take turns (relay), and that compute at once (gang). Of stand-ins the simulator foretells it, too:
-with so many more cores than a machine has, it is how well the mesh does what was planned.
+Each with members that take turns (relay), and that compute at once (gang). The simulator foretells stand-ins, too: with
+so many more cores than a machine has, it is how well the mesh does what was planned.
 
     python benchmarks/relay.py [--rounds 3] [--only stand-in|model] [--members 2 4 8] [--tokens 16384] [--minutes 10]
 """

@@ -403,7 +403,7 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     holds_decodes: bool = False
     #: Other instances compute what comes before and after its chunk at the same time (*gang*): none is a turn behind.
     in_gang: bool = False
-    #: The same, to the end of the prompt: all are to end together, so each layer is waited for.
+    #: The same, and all are in the same layer, so each is waited for: to the end of the prompt, or where they begin it.
     at_once: bool = False
 
 

@@ -633,6 +633,23 @@ def test_a_gang_computes_slices_of_equal_time_at_once(num_members: int) -> None:
     assert not any(step.plan.urgent or step.plan.with_decodes for step in of(RunStep, commands) if step.plan.in_gang)
 
 
+@pytest.mark.parametrize("num_members", [2, 4])
+def test_only_gangs_that_begin_or_end_together_are_in_the_same_layer(num_members: int) -> None:
+    helper_ids = [f"p{i}" for i in range(1, num_members)]
+    commands = compute_all(bench_of(num_prefill=num_members, num_blocks=2048, policy=GANG), *helper_ids)
+    steps = [step.plan for step in of(RunStep, commands) if step.plan.in_gang]
+    gangs = gangs_of(commands)
+    at_once: list[bool] = []
+    for gang in gangs:
+        plans, steps = steps[: len(gang)], steps[len(gang) :]
+        assert len({plan.at_once for plan in plans}) == 1
+        at_once.append(plans[0].at_once)
+    assert at_once[-1] == gangs[-1][-1][1].is_last, "what is left after it may be too little for two"
+    assert at_once[0] == (num_members > 2), "of two, the leader begins behind by its first chunk"
+    assert not any(at_once[2:-1])
+    assert len(at_once) > 4
+
+
 def test_a_gang_is_planned_when_all_of_it_have_room() -> None:
     bench = bench_of(policy=GANG)
     bench.arrive("long", 1021)

@@ -8,7 +8,7 @@ ones (`pdmesh.policy.pacing`); hence members always have them in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from math import ceil
 
 from pdmesh.core.books import Books
@@ -21,6 +21,9 @@ from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.pacing import lag
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS
 from pdmesh.policy.relay import Relay
+
+#: Of their steps: more than this the members of a gang do not wait at its beginning so as to be layers apart.
+_MAX_WAIT = 0.1
 
 
 class Gangs:
@@ -56,8 +59,11 @@ class Gangs:
 
     def slices(
         self, gang: Sequence[InstanceBooks], state: RequestState, relay: Relay, bundle: Bundle, now_s: float
-    ) -> list[tuple[InstanceBooks, int]]:
-        """Of the next tokens: about as many as each has a step for, in equal steps to the end of the prompt."""
+    ) -> tuple[list[tuple[InstanceBooks, int]], bool]:
+        """Of the next tokens: about as many as each has a step for, in equal steps to the end of the prompt.
+
+        And whether all are to be in the same layer: for the end of the prompt, or as they begin together.
+        """
         size, start = gang[-1].block_size, state.num_planned_tokens
         num_left = state.request.num_prompt_tokens - start
         left_s = self._left_s(state, relay, now_s)
@@ -67,10 +73,12 @@ class Gangs:
             num_tokens, most = max(num_left // num_steps // size, 1) * size, (num_left - 1) // size * size
             step_s = relay.latency.step_s(StepShape((ChunkShape(num_tokens // len(gang), start),), 0, 0))
             lag_s = step_s * lag(gang[-1].profile.kv_layout.num_layers, len(gang))
-            slices = relay.slices(start, num_tokens, begin_s, size, lag_s, most)
+            lagging_s = list(accumulate(begin_s, lambda before_s, each_s: max(each_s, before_s + lag_s)))
+            at_once = sum(lagging_s) - sum(begin_s) > _MAX_WAIT * step_s * len(gang)
+            slices = relay.slices(start, num_tokens, begin_s if at_once else lagging_s, size, lag_s, most)
         else:
-            slices = relay.last_slices(start, num_left, begin_s, size)
-        return [(member, num) for member, num in zip(gang, slices, strict=True) if num]
+            slices, at_once = relay.last_slices(start, num_left, begin_s, size), True
+        return [(member, num) for member, num in zip(gang, slices, strict=True) if num], at_once
 
     def forget(self, key: RequestKey) -> None:
         self._steps.pop(key, None)

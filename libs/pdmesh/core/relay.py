@@ -387,8 +387,7 @@ class Relays:
             return False
         if not all(openings.has_room(member) for member in gang):
             return False
-        slices = self._gangs.slices(gang, state, relay, bundle, now_s)
-        at_once = sum(num for _, num in slices) == state.request.num_prompt_tokens - state.num_planned_tokens
+        slices, at_once = self._gangs.slices(gang, state, relay, bundle, now_s)
         for member, num_tokens in slices:
             self._plan(member, gang[-1], state, num_tokens, bundle, now_s, in_gang=len(slices) > 1, at_once=at_once)
         return True

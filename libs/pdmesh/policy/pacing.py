@@ -6,8 +6,8 @@ too. So whoever needs a chunk's KV only layers later is sent that many layers at
 
 *In turn*, the next member of ``n`` begins its chunk an ``n``-th part of one later, and is as many layers behind. The
 slices of a *gang* could all be in the same layer; but where more of the prompt follows, later slices may be layers
-behind earlier ones, as those begin the next slices sooner by as much: what that costs is the last gang's end. So only
-the last one has each layer waited for.
+behind earlier ones, as those begin the next slices sooner by as much. So only a gang that begins together, as the first
+one does, or is to end together, as the last one is, has each layer waited for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ChunkPace(StrEnum):
 
     IN_TURN = "in turn"
     IN_GANG = "in gang"
-    AT_ONCE = "at once"  # in the gang that ends the prompt
+    AT_ONCE = "at once"  # in a gang that begins together, or that ends the prompt
 
 
 def layers_a_piece(pace: ChunkPace, num_layers: int, num_members: int, behind: int) -> int:
