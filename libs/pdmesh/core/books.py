@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import count
 
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import (
@@ -49,7 +50,6 @@ class Books:
         self.instances: dict[InstanceId, InstanceBooks] = {}
         self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
         self.holding: dict[InstanceId, InstanceBooks] = {}  # their residents wait for the end of a prefill phase
-        self.num_joined = 0
         self._kinds: list[InstanceBooks] | None = None
         self.queue = WaitingQueue()
         self.unreceived = Unreceived()
@@ -82,6 +82,12 @@ class Books:
         if self._kinds is None:
             self._kinds = list({instance.kind: instance for instance in self.instances.values()}.values())
         return self._kinds
+
+    @property
+    def free_number(self) -> int:
+        """The least that no instance has: who joins takes the place of one that was lost."""
+        taken = {instance.number for instance in self.instances.values()}
+        return next(number for number in count(1) if number not in taken)
 
     # --- a request begins ---
 

@@ -20,7 +20,7 @@ class Formation:
         self._books = books
 
     def awaits_members(self, request: Request, bundle: Bundle) -> bool:
-        """Whether a prompt that a group computes waits until as many are free as it has; or all, where there are fewer.
+        """Whether a prompt that a group computes waits until as many are free as it has; or all, where fewer may be.
 
         Instances that cannot compute prompts together take it as if there were no groups.
         """
@@ -29,14 +29,16 @@ class Formation:
             return False
         able, free = Counter[str](), Counter[str]()
         for instance in self._books.instances.values():
-            if instance.profile.relays and instance.takes_prompts and instance.could_prefill(request):
+            if _may_be_member(instance, bundle) and instance.could_prefill(request):
                 able[instance.kv_group] += 1
                 free[instance.kv_group] += _is_free(instance, request, bundle)
         return bool(able) and all(free[kv_group] < min(size, number) for kv_group, number in able.items())
 
     def helpers(self, state: RequestState, leader: InstanceBooks, bundle: Bundle) -> list[InstanceBooks]:
         """Whom to ask to compute a prompt together with its leader, in the order of the bundle's placement."""
-        num_missing = _group_size(state.request, bundle) - 1 - len(state.asked_ids)
+        holds = [self._books.hold_of(name, state.key) for name in state.asked_ids]  # None: it refused, or was lost
+        num_helpers = sum(hold is not None and not hold.freeing for hold in holds)
+        num_missing = _group_size(state.request, bundle) - 1 - num_helpers
         known = (*state.asked_ids, *(() if state.group is None else state.group.member_ids))
         if num_missing <= 0:
             return []
@@ -46,8 +48,7 @@ class Formation:
             if instance is not leader
             and instance.kv_group == leader.kv_group
             and instance.instance_id not in known
-            and instance.profile.relays
-            and instance.takes_prompts
+            and _may_be_member(instance, bundle)
             and _is_free(instance, state.request, bundle)
         ]
         key = bundle.prefill_placement.key
@@ -58,6 +59,12 @@ class Formation:
 def _group_size(request: Request, bundle: Bundle) -> int:
     """Of the group that computes it; 1: none of a fixed size does."""
     return bundle.relay.group_size if bundle.relay is not None and bundle.is_long(request) else 1
+
+
+def _may_be_member(instance: InstanceBooks, bundle: Bundle) -> bool:
+    """Whether it is one for groups, whatever it does now."""
+    is_in_pool = not bundle.num_reserved or instance.number <= bundle.num_reserved
+    return is_in_pool and instance.profile.relays and instance.takes_prompts
 
 
 def _is_free(instance: InstanceBooks, request: Request, bundle: Bundle) -> bool:

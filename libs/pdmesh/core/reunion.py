@@ -120,12 +120,11 @@ class Reunion:
         books, instance_id = self._books, profile.instance_id
         old = books.instances.pop(instance_id, None)
         books.holding.pop(instance_id, None)  # what an instance was told of phases ends with its stream
-        books.num_joined += 1
         instance = books.instances[instance_id] = InstanceBooks(
             profile,
             changed=books.changed,
             growth=books.growth,
-            number=books.num_joined,
+            number=books.free_number if old is None else old.number,
             next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
             draining=stopping,
         )

@@ -46,7 +46,7 @@ class InstanceBooks:
         next_plan_id: int = 0,
         draining: bool = False,
     ) -> None:
-        """``changed`` takes note of every change; ``number`` counts the instances as they join."""
+        """``changed`` takes note of every change; ``number`` is the instance's place among those that joined."""
         self.profile = profile
         self.number = number
         self.instance_id = profile.instance_id

@@ -50,7 +50,7 @@ class InstanceView(NamedTuple):
     num_long_decoding: int = 0
     shortest_long_prefill_tokens: int | None = None
     slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
-    number: int = 0  # it was the so manieth to join
+    number: int = 0  # its place among those that joined, from 1 on; that of one that was lost is taken again
     make: str = ""  # instances of one are equally fast
 
 
