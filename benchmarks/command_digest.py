@@ -217,8 +217,8 @@ DECIDED_ANEW: Sequence[str] = (
     "lets computed KV have a scarce backend first: its traces, and random workloads of any bundle that switch to it "
     "(44 of these 600 differ, 30 of pdmesh and one of each other, each first at the event that switches to pdmesh, or "
     "later while it decides)",
-    "no instances are put into a group as they start: of mooncake's mesh 4 had been, of the random workloads 70 of 560 "
-    "(each eighth) and 350 of 2,800 of whose instances both were; long prompts are computed there as elsewhere. All "
+    "no instances are put into a group as they start: of mooncake's mesh 4 had been, of the random workloads 75 of 600 "
+    "(each eighth) and 375 of 3,000 of whose instances both were; long prompts are computed there as elsewhere. All "
     "others, taken together, have the digests that they had",
 )
 

@@ -4,6 +4,10 @@ ours, on 32 A100s with its four models.
     python benchmarks/pecsched_table.py --trace azure_2023_conv.csv
 
 The trace is the Azure 2023 conversation trace; its prompts above the 95th percentile get 100K to 500K tokens.
+
+Groups are those of the core, formed as a prompt is placed: PecSched's and its baselines' of a fixed size and at once
+(`policy.group_size`, gang), ours as they pay, in turn. Each member holds the KV of the whole prompt, where the paper's
+hold shares of it: so instances have room for it here, more than an A100 has beside the larger weights.
 """
 
 from __future__ import annotations
