@@ -346,6 +346,28 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
             member.free()
 
 
+async def test_a_loan_that_is_over_leaves_pages_as_they_are_that_are_here(maker: TransportMaker) -> None:
+    """One of the two that it is of."""
+    async with open_members(maker, 2, store=HookedStore) as members:
+        leader, helper = members
+        for member in members:
+            member.join(members)
+        leader.compute(8, 8)
+        await anyio.wait_all_tasks_blocked()
+        before = leader.content(8, 8)
+        lending, loan = helper.mover._context.lending, helper.exchange._loan
+        assert lending is not None
+        assert loan is not None
+        note = lending.note(loan, [0, 1])._replace(word=1)
+        await say(helper, leader, a_loan(part=KvPart(IndexRange(7, 9), IndexRange(0, 1), HEADS)), note.pack())
+        await leader.until_dropped("loan over")
+        assert leader.content(8, 8) == before
+        helper.compute(0, 8)
+        await leader.until_here(NUM_BLOCKS)
+        for member in members:
+            member.free()
+
+
 async def test_a_loan_that_comes_damaged_is_sent_again_and_others_are_lent(
     maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
