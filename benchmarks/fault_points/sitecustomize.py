@@ -83,9 +83,10 @@ def _kv_outgoing(module: ModuleType) -> None:
     send, tell = cls.send, cls.tell
 
     @functools.wraps(send)
-    async def sending(self: Any, address: bytes, blocks: Any, about: Any) -> None:
-        await send(self, address, blocks, about)
+    async def sending(self: Any, address: bytes, blocks: Any, about: Any) -> int:
+        num_pieces: int = await send(self, address, blocks, about)
         at("source: pages go over")
+        return num_pieces
 
     @functools.wraps(tell)
     async def telling(self: Any, address: bytes, header: Any, **more: Any) -> None:
@@ -117,11 +118,11 @@ def _kv_context(module: ModuleType) -> None:
     tell = module.KvContext.tell
 
     @functools.wraps(tell)
-    async def telling(self: Any, kind: Any, transfer: Any, address: bytes, *, destination: int) -> None:
+    async def telling(self: Any, kind: Any, transfer: Any, address: bytes, **more: Any) -> None:
         is_move = kind.name == "LANDED" and bool(getattr(transfer, "transcript", b""))
         if is_move:
             at("target: about to acknowledge")
-        await tell(self, kind, transfer, address, destination=destination)
+        await tell(self, kind, transfer, address, **more)
         if is_move:
             at("target: acknowledged")
 
