@@ -268,6 +268,10 @@ class KvShard(Struct, frozen=True, kw_only=True):
         return self.part.blocks.size
 
 
+#: A group has no more members than this: workers keep a bit for each.
+MAX_GROUP_MEMBERS = 64
+
+
 class PrefillGroup(Struct, frozen=True, kw_only=True):
     """The instances that compute one prompt's chunks in turn and pass each other its KV; the first of them leads.
 

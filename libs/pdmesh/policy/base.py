@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
-from pdmesh.model import ChunkPlan, InstanceId, Request, Role
+from pdmesh.model import MAX_GROUP_MEMBERS, ChunkPlan, InstanceId, Request, Role
 from pdmesh.policy.batching import Batching
 from pdmesh.policy.batching_theory import StepLimit
 from pdmesh.policy.interruption import Interruption
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from pdmesh.policy.local_prefill import LocalPrefill
     from pdmesh.policy.rebalancing import Rebalancing
     from pdmesh.policy.relay import Relay
+
+#: Of a group; with more than workers take, a prompt would begin again each time that one too many joined.
+_MEMBERS = Range(1, MAX_GROUP_MEMBERS)
 
 
 class InstanceView(NamedTuple):
@@ -199,7 +202,7 @@ class PolicyConfig:
         8192
     )
     relay_members: Annotated[
-        int, COUNT, "`pdmesh` has up to so many instances compute a long prompt in turn, where others idle; 1: never"
+        int, _MEMBERS, "`pdmesh` has up to so many instances compute a long prompt in turn, where others idle; 1: never"
     ] = 4
     relay_improvement: Annotated[
         float | None,
@@ -215,7 +218,7 @@ class PolicyConfig:
     ] = "relay"
     group_size: Annotated[
         int,
-        COUNT,
+        _MEMBERS,
         "`pecsched`, its ablations, `fcfs`, `short-first` and `reservation` have so many instances compute every long "
         "prompt together, none of them two at a time; 1: each is computed alone",
     ] = 1
