@@ -74,6 +74,7 @@ CORE_ROWS = (
     ("core, `tetris` by gang", "tetris", NUM_INSTANCES, "gang"),
     ("core, `pdmesh` by relay", "pdmesh", NUM_INSTANCES, "relay"),
     ("core, `pdmesh` by gang", "pdmesh", NUM_INSTANCES, "gang"),
+    ("core, `pdmesh` by auto", "pdmesh", NUM_INSTANCES, "auto"),
 )
 PORT_BYTES_PER_S = 1e11  # between NVLink's and an adapter's for each device
 
