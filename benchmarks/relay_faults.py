@@ -39,6 +39,7 @@ from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 NUM_TOKENS = 4 * 1024
 OUTPUT_TOKENS = 8
+NUM_PREFILL = 3
 SETTINGS = {
     "WORKER_NUM_THREADS": "1",
     "WORKER_KV_CACHE_BYTES": str(1 << 30),
@@ -130,6 +131,15 @@ async def until_free(mesh: RunningMesh, client: httpx.AsyncClient) -> float:
             raise TimeoutError("blocks are not free")
         await asyncio.sleep(0.01)
     return time.perf_counter() - began_s
+
+
+async def until_all_answer(mesh: RunningMesh, client: httpx.AsyncClient) -> None:
+    """Wait until those that were killed have been started again."""
+    began_s = time.perf_counter()
+    while len(await prefill_metrics(mesh, client)) < NUM_PREFILL:
+        if time.perf_counter() - began_s > HANGS_S:
+            raise TimeoutError("an instance was not started again")
+        await asyncio.sleep(0.1)
 
 
 def total(mesh: RunningMesh, name: str) -> float:
@@ -232,6 +242,7 @@ async def storm(mesh: RunningMesh, bad: Path, options: argparse.Namespace) -> St
         await faults.warm_up()
         while sum(faults.hits.values()) < number and faults.num_missed < 5 * number and time.monotonic() < ends_s:
             await faults.strike()
+        await until_all_answer(mesh, client)
     await asyncio.to_thread(mesh.wait_until_idle, 120.0)
     return faults
 
@@ -258,7 +269,7 @@ def main() -> None:
             model, more = write_checkpoint(folder / "model", shape=SMALL), {"POLICY_PREFILL_STEP_S": "0.1"}
         else:
             model, more = write_checkpoint(folder / "model", shape=LLAMA_82M, dtype="bfloat16"), {}
-        with running_mesh(folder, model=model, prefill=3, decode=1, settings=SETTINGS | more) as mesh:
+        with running_mesh(folder, model=model, prefill=NUM_PREFILL, decode=1, settings=SETTINGS | more) as mesh:
             faults = asyncio.run(storm(mesh, bad, options))
             restarts = total(mesh, r"pdmesh:request_restarts_total")
             pieces = bad_pieces.counted(bad)
