@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -351,6 +352,7 @@ class MeshMachine(RuleBasedStateMachine):
                 case GrowKv():
                     self.check_growth(command)
                 case KeepKv():
+                    self.forget_receiver((command.request_id, command.epoch))
                     self.ahead.pop((command.request_id, command.epoch), None)
                 case Reject():
                     if self.is_current(command.request_id, command.epoch):
@@ -1264,3 +1266,30 @@ def order_of(request: Request) -> tuple[float, str]:
 
 MeshMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestMesh = MeshMachine.TestCase
+
+
+class Drawn:
+    """Stands for Hypothesis' data: draws the elements at these places, then the first ones."""
+
+    def __init__(self, *places: int) -> None:
+        self.places = list(places)
+
+    def draw(self, strategy: Any) -> Any:
+        return strategy.elements[self.places.pop(0) if self.places else 0]
+
+
+def test_what_decodes_where_it_is_computed_waits_for_no_backend_whatever_its_source_offered_before() -> None:
+    """An example of 2026-11-23 in which the laws took such a request for one that is overtaken."""
+    mesh, data = MeshMachine(), cast("st.DataObject", Drawn(0, 0, 0, 2, 0, 1))
+    full = KvReservation.FULL
+    mesh.begin(shape="1P+1M+1D", bundle="pdmesh", reservation=full, reckless=False, schedule=Schedule.RELAY)
+    mesh.another_process_takes_the_place(data=data)
+    mesh.another_process_takes_the_place(data=data)
+    mesh.rush_hour(num_rounds=1, num_short=3, with_long=True)
+    mesh.step_runs(data=data, ended_by_first_token=True)
+    mesh.something_breaks(data=data, gateway=GATEWAYS[0], what="instance reconnects")
+    mesh.step_runs(data=data, ended_by_first_token=False)
+    mesh.rush_hour(num_rounds=1, num_short=0, with_long=True)
+    mesh.something_breaks(data=data, gateway=GATEWAYS[0], what="instance reconnects")
+    mesh.rush_hour(num_rounds=1, num_short=0, with_long=False)
+    mesh.teardown()
