@@ -17,12 +17,14 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
+    BundleChangeRequested,
     Event,
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
+    RequestCancelled,
     RequestDropped,
     RoleChangeRequested,
     Tick,
@@ -31,7 +33,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.model import Epoch, InstanceId, RequestId, Role
 from pdmesh.policy.base import PolicyConfig
-from pdmesh.testing.core import CoreBench, of
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.testing.core import GATEWAY, CoreBench, of
 from pdmesh.testing.modelled import modelled_profile
 
 P, D0, D1 = (InstanceId(name) for name in ("p", "d0", "d1"))
@@ -246,3 +249,24 @@ def test_an_instance_that_cannot_be_reached_receives_nothing_that_has_not_begun_
     bench.offered(P, "r")
     commands: list[Command] = bench.feed(InstanceUnreachable(place.instance_id))
     assert [again.instance_id for again in of(PlaceDecode, commands)] == [others(place.instance_id)]
+
+
+def test_who_waited_for_a_receiver_and_has_gone_keeps_room_from_nobody() -> None:
+    """A long prompt that is promised room later, placed at the same moment, does not bring the old closure back."""
+    policy = PolicyConfig(latency=LinearLatencyModel(a_s=0.1, b_s=0.01, c_s=0.0, d_s=0.0), long_prompt_tokens=256)
+    config = CoreConfig(policy=policy, max_queue_s=1e6)
+    prefills = [modelled_profile(name, Role.PREFILL, num_blocks=1024, max_model_len=4096) for name in ("p0", "p1")]
+    decode = modelled_profile(D0, Role.DECODE, num_blocks=1024, max_model_len=4096)
+    bench = CoreBench(*prefills, decode, config=config)
+    bench.feed(BundleChangeRequested("pdmesh"))
+    bench.arrive("r")
+    bench.feed(InstanceLost(D0))
+    bench.arrive("long", 2048)
+    bench.now_s = 1000.0
+    bench.arrive("short", 200)
+    bench.feed(RequestCancelled(GATEWAY, RequestId("r"), Epoch(0)))
+    commands = bench.feed(InstanceJoined(decode, ()))
+    assert [(admit.request_id, admit.awaits_receiver) for admit in of(AdmitPrefill, commands)] == [
+        ("long", True),
+        ("short", False),
+    ]

@@ -33,7 +33,7 @@ class HandOvers:
     @property
     def closed_groups(self) -> set[str]:
         """KV groups whose room to decode is for requests that are computed already."""
-        return self._closed if self._books.unreceived else set()
+        return self._closed
 
     @property
     def next_deadline_s(self) -> float:

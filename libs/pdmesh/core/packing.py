@@ -67,9 +67,8 @@ class Packer:
         if self._books.healing:
             self.relays.heal(bundle, now_s)
         openings.update(bundle)
-        if self._books.unreceived:
-            self._handovers.find_receivers(openings, bundle, now_s)
-            openings.update(bundle)
+        self._handovers.find_receivers(openings, bundle, now_s)
+        openings.update(bundle)
         instances, for_waiting = openings.computing(), openings.for_waiting()
         has_helped = not for_waiting and self._help(bundle, now_s)
         while has_helped or instances or for_waiting:
