@@ -34,11 +34,11 @@ class Prompts:
         self.factors = {False: in_turn, True: at_once}
         self.now_s = 0.0
 
-    def next(self) -> bool:
+    def next(self, stop_s: float = 0.0) -> bool:
         state = new_state()
         is_gang = self.sharing.is_gang(state, self.leader, 2, 1, self.relay, self.now_s)
         assert state.shared is not None
-        self.now_s += self.factors[is_gang] * state.shared.predicted_s / 2
+        self.now_s += self.factors[is_gang] * state.shared.predicted_s / 2 + stop_s
         self.sharing.ended(state, self.now_s)
         assert state.shared is None
         return is_gang
@@ -72,6 +72,18 @@ def test_what_takes_longer_than_predicted_is_given_up_after_a_few_prompts_and_tr
     assert [prompts.next() for _ in range(20)] == [True] * 20
 
 
+@pytest.mark.parametrize("when", [0, 1, 2, 3, 4, 5, 30])
+@pytest.mark.parametrize(("in_turn", "at_once"), [(1.1, 1.0), (1.0, 1.2)])
+def test_one_prompt_that_was_stopped_says_nothing_of_how_it_was_shared(
+    when: int, in_turn: float, at_once: float
+) -> None:
+    prompts = Prompts(in_turn, at_once)
+    for number in range(60):
+        stop_s = 1000.0 if number == when else 0.0
+        chosen = prompts.next(stop_s)
+        assert number < 9 or chosen == (at_once < in_turn)
+
+
 def test_a_prompt_stays_as_it_was_chosen_and_those_who_join_later_count_from_then_on() -> None:
     prompts, state = Prompts(1.0, 1.0), new_state()
     assert prompts.sharing.is_gang(state, prompts.leader, 2, 1, prompts.relay, 10.0)
@@ -81,7 +93,7 @@ def test_a_prompt_stays_as_it_was_chosen_and_those_who_join_later_count_from_the
     prompts.sharing.joined(state, 11.0)
     state.shared.predicted_s = 2 * 1.0 + 3 * 0.5
     prompts.sharing.ended(state, 11.5)
-    assert prompts.sharing._taken[prompts.leader.make].gang == pytest.approx(0.0)
+    assert prompts.sharing._taken[prompts.leader.make].gang.longer == pytest.approx(0.0)
     assert predicted_s > 0
 
 

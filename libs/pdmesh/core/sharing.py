@@ -8,7 +8,7 @@ sets them apart is slowly forgotten, so that what was slower is tried again afte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, log
 
 from pdmesh.core.requests import RequestState, Shared
@@ -19,35 +19,43 @@ from pdmesh.policy.relay import Relay, Schedule
 _GAIN, _GAIN_OF_OTHER = 1 / 4, 1 / 256
 #: So many prompts are shared each way at first.
 _TRIES = 3
-#: A prompt counts as no more than so many times as long or short as predicted: some are stopped, or interrupted.
+#: A prompt counts as no more than so many times as long or short as predicted: many may be stopped, or interrupted.
 _MOST = log(4.0)
 
 
 @dataclass(slots=True)
-class _Taken:
-    """How much longer than predicted, as logarithms, and how many prompts said so."""
+class _Way:
+    """What prompts took that were shared in one way."""
 
-    relay: float = 0.0
-    gang: float = 0.0
-    num_relays: int = 0
-    num_gangs: int = 0
+    longer: float = 0.0  # than predicted, as a logarithm
+    num: int = 0
+    last: tuple[float, ...] = ()
+
+    def took(self, seen: float) -> None:
+        """Of the last three, the middle one counts: that one was stopped says nothing."""
+        self.num += 1
+        self.last = (*self.last, seen)[-_TRIES:]
+        middle = sorted(self.last)[(len(self.last) - 1) // 2]
+        self.longer += (1.0 if self.num <= _TRIES else _GAIN) * (middle - self.longer)
+
+
+@dataclass(slots=True)
+class _Taken:
+    relay: _Way = field(default_factory=_Way)
+    gang: _Way = field(default_factory=_Way)
 
     def is_gang(self, in_turn_s: float, at_once_s: float) -> bool:
         """Whether it is better to compute at once."""
-        if self.num_relays != self.num_gangs and min(self.num_relays, self.num_gangs) < _TRIES:
-            return self.num_gangs < self.num_relays
-        return at_once_s * exp(self.gang) < in_turn_s * exp(self.relay)
+        relay, gang = self.relay, self.gang
+        if relay.num != gang.num and min(relay.num, gang.num) < _TRIES:
+            return gang.num < relay.num
+        return at_once_s * exp(gang.longer) < in_turn_s * exp(relay.longer)
 
     def took(self, seen: float, *, is_gang: bool) -> None:
         """A prompt was shared in one way."""
-        if is_gang:
-            self.num_gangs += 1
-            self.gang += max(_GAIN, 1 / self.num_gangs) * (seen - self.gang)
-            self.relay += _GAIN_OF_OTHER * (self.gang - self.relay)
-        else:
-            self.num_relays += 1
-            self.relay += max(_GAIN, 1 / self.num_relays) * (seen - self.relay)
-            self.gang += _GAIN_OF_OTHER * (self.relay - self.gang)
+        way, other = (self.gang, self.relay) if is_gang else (self.relay, self.gang)
+        way.took(seen)
+        other.longer += _GAIN_OF_OTHER * (way.longer - other.longer)
 
 
 class Sharing:
