@@ -149,8 +149,17 @@ class MeshMachine(RuleBasedStateMachine):
         schedule=st.sampled_from(tuple(Schedule)),
         reservation=st.sampled_from(tuple(KvReservation)),
         reckless=st.booleans(),
+        has_pool=st.booleans(),
     )
-    def begin(self, shape: str, bundle: str, schedule: Schedule, reservation: KvReservation, reckless: bool) -> None:
+    def begin(
+        self,
+        shape: str,
+        bundle: str,
+        schedule: Schedule,
+        reservation: KvReservation,
+        reckless: bool,
+        has_pool: bool = False,
+    ) -> None:
         self.now_s = 0.0
         self.has_groups = "in groups" in shape
         in_turn = "in turn" in shape or self.has_groups
@@ -162,6 +171,7 @@ class MeshMachine(RuleBasedStateMachine):
             long_prompt_tokens=POLICY.long_prompt_tokens * self.scale,
             sequence_parallel=schedule,
             group_size=2 if self.has_groups else 1,
+            reserved_instances=2 if self.has_groups and has_pool else 0,
         )
         self.config = replace(CONFIG, kv_reservation=reservation, policy=self.policy)
         self.reckless = reckless
@@ -1220,6 +1230,9 @@ class MeshMachine(RuleBasedStateMachine):
         if not busy:
             waiting = [plan for instance in self.mesh.instances.values() for plan in instance.running]
             assert not waiting, f"{waiting} wait for each other"
+        if not busy and self.core.num_waiting and self.chosen.why_not(self.core.instances) is not None:
+            self.operator_switches("fcfs")  # a pool that is empty has requests wait until somebody joins it
+            busy = True
         if not busy and not any(instance.holds for instance in self.mesh.instances.values()):
             is_served = not self.has_resized or self.core.unready_reason is None
             assert self.core.num_waiting == 0 or not is_served, "requests wait though the mesh is empty"
