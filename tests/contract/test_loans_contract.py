@@ -17,6 +17,7 @@ from pdmesh.kv.exchange import exchange_key
 from pdmesh.kv.loans import MAX_LOANS
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
+from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sharing import HostCache, PeerCache
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.policy.pacing import ChunkPace
@@ -161,6 +162,26 @@ async def test_a_member_that_cannot_read_is_sent_bytes(maker: TransportMaker, re
         leader.compute(0, NUM_BLOCKS)
         await other.until_here(NUM_BLOCKS)
         assert other.mover.counters().dropped["unreadable"] == num_dropped
+        for member in members:
+            member.free()
+
+
+async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(maker: TransportMaker) -> None:
+    """As a piece of each page, of all that there was before it came."""
+
+    def config(number: int) -> TransferConfig:
+        return replace(SMALL_TRANSFER, group_lends_kv=number == 0, max_payload_bytes=SMALL_LAYOUT.block_bytes)
+
+    async with open_members(maker, 2, store=HookedStore, config=config) as members:
+        leader, late = members
+        leader.join([leader])
+        leader.compute(0, NUM_BLOCKS)
+        for member in members:
+            member.join(members) if member is late else member.tell(members)
+        await late.until_here(NUM_BLOCKS)
+        assert late.content(0, NUM_BLOCKS) == leader.content(0, NUM_BLOCKS)
+        assert 0 < late.mover.counters().dropped["unreadable"] <= FREE_PIECES
+        assert late.outcomes == []
         for member in members:
             member.free()
 

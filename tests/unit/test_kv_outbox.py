@@ -86,6 +86,30 @@ async def test_what_comes_first_leaves_at_once_and_holds_back_what_was() -> None
     assert await take_all(outbox) == [Outgoing(Blocks(1, 0, 10, 5, 2), 2)]
 
 
+async def test_what_is_more_than_a_piece_leaves_in_pieces_and_what_comes_first_goes_between_them() -> None:
+    outbox = an_outbox(max_pages=14)
+    asked = Outgoing(Blocks(0, 7, 50, 5), 2, PieceKind.AGAIN)
+    outbox.put(Outgoing(Blocks(0, 0, 0, 20, 2), 2))
+    put(outbox, 0, 20, chunk=1)
+    assert await outbox.take() == Outgoing(Blocks(0, 0, 0, 14), 2)
+    outbox.put_first(asked)
+    assert await take_all(outbox) == [
+        asked,
+        *(Outgoing(Blocks(0, *pages), 2) for pages in [(0, 14, 6), (1, 0, 14), (1, 14, 6)]),
+    ]
+    put(outbox, 1, 20, chunk=1)
+    put(outbox, 2, 20, chunk=1)
+    outbox.put(Outgoing(Blocks(0, 0, 0, 5, 5), 2))
+    outbox.flush()
+    assert [item.blocks[1:] for item in await take_all(outbox)] == [
+        (0, 20, 5, 2),
+        (2, 20, 5, 1),
+        (0, 0, 5, 2),
+        (2, 0, 5, 2),
+        (4, 0, 5, 1),
+    ]
+
+
 async def test_whoever_waits_is_woken_while_another_is_busy() -> None:
     outbox = an_outbox()
     taken: list[Outgoing] = []
@@ -126,4 +150,4 @@ async def test_each_page_leaves_once_in_order_and_in_pieces_that_fit(seed: int) 
         for block in range(blocks.first_block, blocks.end)
     ]
     assert pages == given
-    assert all(blocks.num_pages <= max_pages for blocks, _, _ in taken if blocks.num_layers > 1)
+    assert all(blocks.num_pages <= max_pages for blocks, _, _ in taken)

@@ -60,12 +60,17 @@ class Outbox:
         self._due.set()
 
     async def take(self) -> Outgoing:
-        """The next that is due. Several tasks may wait for it."""
+        """The next that is due, or as much of it as fits into a piece. Several tasks may wait for it."""
         while len(self._waiting) <= self._holds_last:
             if self._due.is_set():  # else somebody waits for this one
                 self._due = anyio.Event()
             await self._due.wait()
-        return self._waiting.popleft()
+        item = self._waiting.popleft()
+        piece, left = item.blocks.split(self._max_pages)
+        if left:
+            self._waiting.extendleft(item._replace(blocks=blocks) for blocks in reversed(left))
+            self._due.set()
+        return item._replace(blocks=piece)
 
     def _follows(self, item: Outgoing) -> bool:
         last, blocks = self._waiting[-1].blocks, item.blocks

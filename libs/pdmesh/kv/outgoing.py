@@ -46,18 +46,22 @@ class Blocks(NamedTuple):
     def num_pages(self) -> int:
         return self.num_layers * self.num_blocks
 
+    def split(self, size: int) -> tuple[Blocks, list[Blocks]]:
+        """A first piece of at most so many pages, of whole layers where one fits; and what is left, in order."""
+        num_blocks = min(size, self.num_blocks)
+        num_layers = min(size // num_blocks, self.num_layers)
+        piece = self._replace(num_blocks=num_blocks, num_layers=num_layers)
+        beside = piece._replace(first_block=piece.end, num_blocks=self.num_blocks - num_blocks)
+        below = self._replace(layer=piece.end_layer, num_layers=self.num_layers - num_layers)
+        return piece, [left for left in (beside, below) if left.num_pages]
+
     def cut(self, size: int) -> Iterator[Blocks]:
-        """Into pieces of at most so many pages: whole layers where one fits."""
-        num_layers = max(1, size // max(1, self.num_blocks))
-        for layer in range(self.layer, self.end_layer, num_layers):
-            for first in range(self.first_block, self.end, size):
-                yield Blocks(
-                    self.chunk,
-                    layer,
-                    first,
-                    min(size, self.end - first),
-                    min(num_layers, self.end_layer - layer),
-                )
+        """Into pieces of at most so many pages; none if these are no pages."""
+        left = [self] if self.num_pages else []
+        while left:
+            piece, rest = left.pop().split(size)
+            left += reversed(rest)
+            yield piece
 
 
 @functools.cache
