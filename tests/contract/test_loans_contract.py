@@ -231,6 +231,53 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
             member.free()
 
 
+async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: TransportMaker) -> None:
+    """Of a chunk that was abandoned in its second layer, as a member was lost, the first layer's are here."""
+    async with open_members(maker, 3, store=HookedStore) as members:
+        _, helper, lender = members
+        for member in members:
+            member.join(members)
+        await anyio.wait_all_tasks_blocked()
+        assert helper.exchange.begin(0, 5)
+        helper.exchange.publish(Blocks(0, 0, 0, 5))
+        await anyio.wait_all_tasks_blocked()
+        helper.exchange.abandon(0, 5)
+        computed = helper.content(0, 5)[:5]
+
+        def end_loan() -> None:
+            assert lender.exchange._loan is not None
+            lender.exchange._loan.end()
+            for block_id in lender.table:
+                lender.store.block(0, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
+
+        store_of(helper).before = end_loan
+        lender.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
+        await helper.until_dropped("loan over")
+        assert helper.exchange.presence.has(0, 5)
+        assert helper.content(0, 5)[:5] == computed
+        for member in members:
+            member.free()
+
+
+async def test_a_loan_that_cannot_be_read_is_asked_for_once_whatever_of_it_is_here(maker: TransportMaker) -> None:
+    def config(number: int) -> TransferConfig:
+        return replace(SMALL_TRANSFER, group_lends_kv=number == 0)
+
+    async with open_members(maker, 3, config=config) as members:
+        leader, helper, lost = members
+        for member in (leader, helper):
+            member.join(members)
+            member.tell(members, lost=[lost])
+        helper.compute(2, 1)
+        await anyio.wait_all_tasks_blocked()
+        leader.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
+        await helper.until_here(5)
+        assert helper.mover.counters().num_asked_again == helper.mover.counters().dropped["unreadable"] == 1
+        assert helper.content(0, 2) == leader.content(0, 2)
+        for member in (leader, helper):
+            member.free()
+
+
 async def test_blocks_that_a_loan_is_copied_to_stay_quarantined(maker: TransportMaker) -> None:
     async with open_members(maker, 2, store=HookedStore) as members:
         leader, helper = members

@@ -70,7 +70,7 @@ def land(exchange: PieceExchange, source: int, layer: int, blocks: IndexRange, *
         part=part,
         payload_bytes=part.num_pages * LAYOUT.block_bytes,
     )
-    assert exchange.claim(header, header.payload_bytes) is None
+    assert exchange.claim(header, [header.part], header.payload_bytes) is None
     exchange.place(header)
 
 

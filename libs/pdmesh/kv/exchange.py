@@ -249,15 +249,16 @@ class PieceExchange:
     def block_ids_of(self, header: PieceHeader) -> list[int]:
         return list(self._block_ids[header.part.blocks.start : header.part.blocks.stop])
 
-    def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
-        """Accept a KV piece, or say why it must be dropped."""
+    def claim(self, header: PieceHeader, parts: Sequence[KvPart], payload_bytes: int) -> str | None:
+        """Accept these parts of a piece of KV or a loan, or say why it must be dropped."""
         if header.kind is PieceKind.LOAN:
             expected_bytes = note_bytes(header.part.blocks.size)
         else:
             expected_bytes = header.part.num_pages * self._layout.block_bytes
         if not self._names_pages(header) or not expected_bytes == header.payload_bytes == payload_bytes:
             return "range"
-        if not self.pages.claim(header.part, header.source):
+        claimed = [self.pages.claim(part, header.source) for part in parts]
+        if not any(claimed):
             return "duplicate"
         peer = self._peers[header.source]
         peer.ready.set()
@@ -270,6 +271,11 @@ class PieceExchange:
         Only this is copied: what was copied of a loan that is over means nothing, and must not lie where good pages do.
         """
         return self.pages.missing(header.part) if self._names_pages(header) else []
+
+    def unclaim(self, parts: Sequence[KvPart]) -> None:
+        """They were not copied: they may come again."""
+        for part in parts:
+            self.pages.unclaim(part)
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
@@ -289,12 +295,12 @@ class PieceExchange:
         for layer in range(*header.part.layers):
             self.presence.add(layer, blocks.first_block, blocks.num_blocks)
 
-    def take_damaged(self, header: PieceHeader, *, asks: PieceKind = PieceKind.AGAIN) -> bool:
-        """A claimed piece was damaged on the way, or lent and not to be read. Whether it is asked for again, and how.
+    def take_damaged(self, header: PieceHeader, parts: Sequence[KvPart], *, asks: PieceKind = PieceKind.AGAIN) -> bool:
+        """A piece was damaged on the way, or lent and not to be read. Whether all of it is asked for again, and how.
 
         Not that of a member that was lost since: what is missing of its chunks is computed again.
         """
-        self.pages.unclaim(header.part)
+        self.unclaim(parts)
         blocks = Blocks.of(header)
         peer = self._peers.get(header.source)
         if peer is None:

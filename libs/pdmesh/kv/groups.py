@@ -154,7 +154,7 @@ class KvGroups:
             return
         is_loan = header.kind is PieceKind.LOAN
         parts = exchange.missing(header) if is_loan else [header.part]
-        if fault := exchange.claim(header, len(piece.payload)):
+        if fault := exchange.claim(header, parts, len(piece.payload)):
             self._context.drop(piece, fault)
             return
         if is_loan:
@@ -170,22 +170,20 @@ class KvGroups:
 
     def _read(self, exchange: PieceExchange, header: PieceHeader, parts: Sequence[KvPart], fault: str | None) -> None:
         """What was missing of a piece has been copied, or could not be."""
-        if fault is not None:
-            self._context.dropped[fault] += 1
-        for part in parts:
-            if fault is None:
-                num_bytes = part.num_pages * self._context.store.layout.block_bytes
-                self.num_bytes_received += num_bytes
-                self.num_bytes_borrowed += num_bytes if header.kind is PieceKind.LOAN else 0
-            if self._exchanges.get(exchange.key) is not exchange:
-                continue
-            if fault is None:
+        is_wanted = self._exchanges.get(exchange.key) is exchange
+        if fault is None:
+            num_bytes = sum(part.num_pages for part in parts) * self._context.store.layout.block_bytes
+            self.num_bytes_received += num_bytes
+            self.num_bytes_borrowed += num_bytes if header.kind is PieceKind.LOAN else 0
+            for part in parts if is_wanted else ():
                 exchange.place(replace(header, part=part))
-            elif fault == LOAN_OVER:
-                exchange.pages.unclaim(part)
-            elif fault in ("checksum", UNREADABLE):
+        else:
+            self._context.dropped[fault] += 1
+            if is_wanted and fault == LOAN_OVER:
+                exchange.unclaim(parts)
+            elif is_wanted:
                 asks = PieceKind.NO_LOANS if fault == UNREADABLE else PieceKind.AGAIN
-                self._context.num_asked_again += exchange.take_damaged(replace(header, part=part), asks=asks)
+                self._context.num_asked_again += exchange.take_damaged(header, parts, asks=asks)
         if header.kind is PieceKind.LOAN:
             exchange.pages.end_loan(header.part)
 

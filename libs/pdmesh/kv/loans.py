@@ -36,7 +36,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.sharing import PeerCache, SharedCache
 from pdmesh.model import IndexRange, KvLayout
 from pdmesh.transport.base import KvTransport
-from pdmesh.transport.reading import read_memory
+from pdmesh.transport.reading import FORBIDDEN, read_memory
 
 #: Requests that one instance lends KV of at once; what further ones pass on travels as bytes.
 MAX_LOANS = 1024
@@ -148,8 +148,29 @@ class Lending:
 
         False if it is no longer lent: what was copied means nothing. Raises KvTransferError if it cannot be read.
         """
-        address, pid = lender
-        opened = self._open(address, pid, note.card_address)
+        try:
+            self._copy(lender, note, copies)
+        except KvTransferError:
+            if self._is_lent(lender, note):
+                raise
+            return False  # that is why
+        return self._is_lent(lender, note)
+
+    @staticmethod
+    def _is_lent(lender: Lender, note: LoanNote) -> bool:
+        """Whether it is yet. Raises KvTransferError if this process may not know."""
+        word = ctypes.c_uint64()
+        try:
+            read_memory(lender.pid, note.word_address, _WORD_BYTES, ctypes.addressof(word))
+        except OSError as error:
+            if error.errno in FORBIDDEN:
+                raise KvTransferError(f"the peer's memory cannot be read: {error}") from error
+            return False  # it is gone
+        return word.value == note.word
+
+    def _copy(self, lender: Lender, note: LoanNote, copies: Sequence[Copies]) -> None:
+        """Raises KvTransferError."""
+        opened = self._open(*lender, note.card_address)
         try:
             for layers, theirs, ours in copies:
                 for layer in range(*layers):
@@ -158,12 +179,6 @@ class Lending:
             with self._lock:
                 opened.num_readers -= 1
             self._close_if_left(opened)
-        word = ctypes.c_uint64()
-        try:
-            read_memory(pid, note.word_address, _WORD_BYTES, ctypes.addressof(word))
-        except OSError:  # it is gone
-            return False
-        return word.value == note.word
 
     def lender(self, address: bytes) -> Lender | None:
         """The peer there, if its memory can be read here."""

@@ -76,7 +76,8 @@ class PageBooks:
         pages = slice(*part.blocks)
         missing: list[KvPart] = []
         for layer in range(*part.layers):
-            taken = bytes(map(or_, self._begun[pages], self._claimed[layer][pages]))
+            here_or_coming = map(or_, self._claimed[layer][pages], self._audience[layer][pages])
+            taken = bytes(map(or_, self._begun[pages], here_or_coming))
             for first, count in runs(taken.translate(marked(0))):
                 blocks = IndexRange(part.blocks.start + first, part.blocks.start + first + count)
                 missing.append(part._replace(blocks=blocks, layers=IndexRange(layer, layer + 1)))
