@@ -57,7 +57,7 @@ class Blocks(NamedTuple):
 
     def cut(self, size: int) -> Iterator[Blocks]:
         """Into pieces of at most so many pages; none if these are no pages."""
-        left = [self] if self.num_pages else []
+        left: list[Blocks] = [self] if self.num_pages else []
         while left:
             piece, rest = left.pop().split(size)
             left += reversed(rest)
