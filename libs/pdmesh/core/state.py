@@ -168,9 +168,9 @@ class InstanceBooks:
             self.num_flights += 1
         self._change()
 
-    def shard(self, num_blocks: int, first_block: int = 0) -> KvShard:
-        """So many blocks of a request, all layers and heads of them, as held here."""
-        part = KvPart(IndexRange(first_block, first_block + num_blocks), self._layers, self._heads)
+    def shard(self, num_blocks: int) -> KvShard:
+        """The first so many blocks of a request, all layers and heads of them, as held here."""
+        part = KvPart(IndexRange(0, num_blocks), self._layers, self._heads)
         return KvShard(instance_id=self.instance_id, part=part)
 
     # --- plans ---
