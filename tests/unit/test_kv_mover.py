@@ -24,7 +24,7 @@ from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 
@@ -453,6 +453,33 @@ async def test_whoever_asks_for_ever_is_not_answered_for_ever(maker: TransportMa
         assert isinstance(await pair.b.outcome(), LandedTransfer)
         assert isinstance(await pair.a.outcome(), SentTransfer)
         assert set(pair.b.mover.counters().dropped) <= {"duplicate", "unknown"}
+        pair.check_moved()
+        pair.free_all()
+
+
+async def test_what_has_landed_is_sent_whatever_becomes_of_what_was_asked_for_again(
+    memory: TransportMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver stops as it is answered, and the deadline passes."""
+    async with open_pair(memory, config=replace(SMALL_TRANSFER, deadline_s=0.05)) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.grant()
+        pair.compute(sender)
+        await anyio.wait_all_tasks_blocked()
+        send = pair.a.transport.send
+
+        async def send_but_no_kv(address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+            if payload_bytes:
+                await anyio.sleep_forever()
+            await send(address, buffer, payload_bytes)
+
+        monkeypatch.setattr(pair.a.transport, "send", send_but_no_kv)
+        await send_raw(pair, AGAIN, b"", backwards=True)
+        await anyio.wait_all_tasks_blocked()
+        sender.commit(FirstToken(1, 0))
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
         pair.check_moved()
         pair.free_all()
 

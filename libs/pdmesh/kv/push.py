@@ -73,8 +73,8 @@ class KvPush(GrantedTransfer):
         The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
         preempted. A piece under way has the transport's no-progress limit.
         """
+        granted_s, landed_s = self._clock(), None
         with self._work:
-            granted_s = self._clock()
             async with anyio.create_task_group() as answers:
                 answers.start_soon(self._answer)
                 async with anyio.create_task_group() as lanes:
@@ -87,13 +87,14 @@ class KvPush(GrantedTransfer):
                 await self._landed.wait()
                 landed_s = self._clock()
                 self._end_answers()
-                return SentTransfer(
-                    request_id=self.request_id,
-                    epoch=self.epoch,
-                    num_bytes=self.num_bytes,
-                    duration_s=landed_s - granted_s,
-                    exposed_s=landed_s - await self.sender.committed(),
-                )
+        if landed_s is not None:  # whatever became of the answers to its pieces
+            return SentTransfer(
+                request_id=self.request_id,
+                epoch=self.epoch,
+                num_bytes=self.num_bytes,
+                duration_s=landed_s - granted_s,
+                exposed_s=landed_s - await self.sender.committed(),
+            )
         raise KvTransferError(self._failure or f"the KV did not land within {self._deadline_s:g} s")
 
     # --- inside -------------------------------------------------------------------------------------------------------
