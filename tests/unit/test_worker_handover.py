@@ -1,6 +1,5 @@
 """A request that is prefilled on one instance and decoded on another, over both transports."""
 
-import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -274,15 +273,15 @@ async def test_a_hand_over_that_is_paused_gives_the_same_output() -> None:
         decode.assert_all_free()
 
 
-async def test_a_corrupted_piece_fails_the_transfer_on_both_sides() -> None:
-    pieces = itertools.count()
-    fabric = MemoryFabric(MemoryFaults(corrupt=lambda _header: next(pieces) == 1))
+async def test_pieces_that_are_damaged_again_and_again_fail_the_transfer_on_both_sides() -> None:
+    fabric = MemoryFabric(MemoryFaults(corrupt=lambda _header: True))
     async with memory_pair(fabric) as pair:
         prefill, decode = pair
         generation = make_generation("r", list(range(21)), GREEDY)
         await hand_over(generation, prefill, decode, [8])
         for instance in pair:
             await instance.reported(TransferFailed, "r")
+        fabric.faults = MemoryFaults()
         await decode.reported(KvReleased, "r")
         decode.assert_all_free()
         assert decode.tokens == []
@@ -347,19 +346,18 @@ def turns_of(instance: RunningInstance, request_id: str) -> list[tuple[int, str]
     ]
 
 
-@pytest.mark.parametrize("how", ["the piece fails", "it is withdrawn", "it is another's at once"])
+@pytest.mark.parametrize("how", ["all pieces are damaged", "it is withdrawn", "it is another's at once"])
 async def test_what_a_receiver_did_not_take_goes_to_another_one_whole(how: str) -> None:
-    pieces = itertools.count()
     gate = anyio.Event()
-    faults = MemoryFaults(corrupt=lambda _header: how == "the piece fails" and next(pieces) == 3)
-    if how != "the piece fails":
-        faults = MemoryFaults(gate=gate)
-    async with memory_three(MemoryFabric(faults)) as (prefill, decode, second):
+    is_damaged = how == "all pieces are damaged"
+    fabric = MemoryFabric(MemoryFaults(corrupt=lambda _header: True) if is_damaged else MemoryFaults(gate=gate))
+    async with memory_three(fabric) as (prefill, decode, second):
         generation = make_generation("r", list(range(50, 71)), GREEDY)
         await hand_over(generation, prefill, decode, [8])
         await prefill.until(lambda: bool(prefill.tokens_of("r")))
-        if how == "the piece fails":
+        if is_damaged:
             await prefill.reported(TransferFailed, "r")
+            fabric.faults = MemoryFaults()
         elif how == "it is withdrawn":
             await anyio.wait_all_tasks_blocked()  # pieces are under way, and nobody takes them
             prefill.withdraw("r")
