@@ -276,8 +276,9 @@ class MeshMachine(RuleBasedStateMachine):
             if isinstance(event, TransferPaused) or self.asked.get(key) == event.instance_id:
                 self.granted -= self.asked.keys() & {key}
                 self.asked.pop(key, None)
-        if isinstance(event, GroupPrefix):
-            self.prefix_of[event.request_id, event.epoch] = event.num_tokens
+        if isinstance(event, GroupPrefix) and (view := self.core.request(event.request_id)) is not None:
+            # What was taken back for an earlier loss may have come there since: it may be computed again all the same.
+            self.prefix_of[event.request_id, event.epoch] = min(event.num_tokens, view.num_planned_tokens)
         if isinstance(event, StepDone):
             self.plans.pop((event.instance_id, event.plan_id), None)
         if isinstance(event, InstanceJoined | InstanceLost):

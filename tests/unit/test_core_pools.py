@@ -215,6 +215,22 @@ def test_a_cancelled_resize_is_taken_back() -> None:
     assert bench.core.ignored["OperationCancelled"] == 1
 
 
+def test_what_is_restarted_meanwhile_is_not_used_when_a_resize_is_taken_back() -> None:
+    """Found by the law machine."""
+    bench = bench_of("prefill-0", "prefill-1", "decode-0")
+    bench.feed(resize(bench, 1, 1))
+    (leaving,) = bench.core.desired_pools.stop
+    bench.feed(
+        OperationRequested(
+            operation_id=OperationId("r"), kind=OperationKind.RESTART, instance_id=InstanceId(leaving), timeout_s=60.0
+        )
+    )
+    assert bench.operation("r").state is OperationState.RUNNING
+    bench.feed(OperationCancelled(OperationId("x")))
+    bench.core.check_integrity()
+    assert next(view for view in bench.core.instances if view.instance_id == leaving).draining
+
+
 def test_the_next_scheduler_goes_on_with_it() -> None:
     bench = bench_of(*PAIR)
     bench.feed(resize(bench, 1, 2))

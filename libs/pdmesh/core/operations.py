@@ -229,9 +229,10 @@ class Operations:
         self.num_changes += bool(self._drains.pop(instance_id, None)) + bool(self._roles.pop(instance_id, None))
 
     def use_again(self, instance: InstanceBooks) -> None:
-        """Nobody wants it drained any more."""
+        """Nobody wants it drained any more; who drains or restarts it now goes on."""
         self._drains.pop(instance.instance_id, None)
-        instance.set_closed(False)
+        running = self._running.get(instance.instance_id)
+        instance.set_closed(running is not None and running.wish.kind in (OperationKind.DRAIN, OperationKind.RESTART))
         self._books.queue.unpark()
         self.num_changes += 1
 
