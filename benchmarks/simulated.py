@@ -51,7 +51,7 @@ def layout(shape: ModelShape) -> KvLayout:
 
 def num_kv_tokens(shape: ModelShape, num_devices: int, device_bytes: float = 80e9, share: float = 0.9) -> int:
     """What fits beside the weights in ``share`` of the memory (vLLM's default)."""
-    token_bytes = layout(shape).block_bytes * shape.num_layers / layout(shape).block_size
+    token_bytes = layout(shape).token_bytes
     weights = shape.num_parameters * shape.dtype_bytes
     return int((num_devices * device_bytes * share - weights) / token_bytes) // 16 * 16
 

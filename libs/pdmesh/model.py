@@ -212,6 +212,11 @@ class KvLayout:
         itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
         return 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return self.num_layers * self.block_bytes // self.block_size
+
 
 class IndexRange(NamedTuple):
     """The numbers from ``start`` to ``stop - 1``."""

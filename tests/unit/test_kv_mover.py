@@ -615,6 +615,8 @@ def _forgeries() -> list[Forgery]:
         Forgery("epoch", replace(good, epoch=Epoch(4)), size),
         Forgery("capability", replace(good, capability=CAPABILITY ^ 1), size),
         Forgery("capability", replace(good, kind=PieceKind.COMMIT, capability=0), 0),
+        Forgery("kind", replace(good, kind=PieceKind.LOAN), size),
+        Forgery("kind", replace(good, kind=PieceKind.HELLO), size),
         Forgery("range", replace(good, source=1), size),
         Forgery("range", replace(good, destination=1), size),
         Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(3, 4))), size),

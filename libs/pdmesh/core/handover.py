@@ -128,7 +128,6 @@ class HandOvers:
         return ahead.needs_room(request, state.num_planned_tokens, _kv_bytes(request, source), room_s)
 
 
-def _kv_bytes(request: Request, instance: InstanceBooks) -> float:
+def _kv_bytes(request: Request, instance: InstanceBooks) -> int:
     """Of its prompt."""
-    layout = instance.profile.kv_layout
-    return request.num_prompt_tokens * layout.num_layers * layout.block_bytes / layout.block_size
+    return request.num_prompt_tokens * instance.profile.kv_layout.token_bytes

@@ -127,7 +127,11 @@ class Relays:
         if not state.computed_parts:
             state.computed_parts = [ComputedPart(0, num_computed_tokens, state.prefill_ids[0])]
         state.group = structs.replace(state.group, member_ids=(*state.group.member_ids, event.instance_id))
-        copy_s = 0.0 if bundle.relay is None else bundle.relay.copy_s(num_computed_tokens, _token_bytes(instance))
+        copy_s = (
+            0.0
+            if bundle.relay is None
+            else bundle.relay.copy_s(num_computed_tokens, instance.profile.kv_layout.token_bytes)
+        )
         self._helping.setdefault(event.instance_id, {})[state.key] = now_s + copy_s
         self.sharing.joined(state, now_s)
         tell_group(self._books, state)
@@ -297,7 +301,7 @@ class Relays:
             state.num_planned_tokens,
             members,
             [(in_flight_s(instance, relay), instance.instance_id) for instance in line],
-            _token_bytes(leader),
+            leader.profile.kv_layout.token_bytes,
             relay.most_members(leader.profile.kv_layout.num_layers),
             self._improvement.rate,
         )
@@ -439,8 +443,3 @@ def _turn(instance: InstanceBooks) -> tuple[int, int, int]:
     """When it is an instance's turn among those that help."""
     starts = [chunk.start for plan in instance.plans.values() for chunk in plan.chunks]
     return len(instance.plans), min(starts, default=0), instance.number
-
-
-def _token_bytes(instance: InstanceBooks) -> float:
-    layout = instance.profile.kv_layout
-    return layout.num_layers * layout.block_bytes / layout.block_size

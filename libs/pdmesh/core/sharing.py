@@ -79,9 +79,8 @@ class Sharing:
     ) -> Shared:
         start, layout = state.num_planned_tokens, leader.profile.kv_layout
         num_left = state.request.num_prompt_tokens - start
-        token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
-        in_turn_s = relay.in_turn_s(start, num_left, num_members, token_bytes)
-        at_once_s = relay.at_once_s(start, num_left, num_members, token_bytes, layout.num_layers, num_steps)
+        in_turn_s = relay.in_turn_s(start, num_left, num_members, layout.token_bytes)
+        at_once_s = relay.at_once_s(start, num_left, num_members, layout.token_bytes, layout.num_layers, num_steps)
         taken = self._taken.get(leader.make, _Taken())
         is_gang = num_members > layout.num_layers or taken.is_gang(in_turn_s, at_once_s)
         predicted_s = (at_once_s if is_gang else in_turn_s) * num_members

@@ -97,6 +97,8 @@ class KvArrivals:
                 self._check_landed(receiver)
         elif header.kind is PieceKind.TRANSCRIPT:
             self._take_transcript(receiver, header, piece)
+        elif header.kind is not PieceKind.KV:
+            context.drop(piece, "kind")
         elif reason := receiver.claim(header, len(piece.payload)):
             context.drop(piece, reason)
         else:

@@ -272,10 +272,10 @@ class PieceExchange:
         """
         return self.pages.missing(header.part) if self._names_pages(header) else []
 
-    def unclaim(self, parts: Sequence[KvPart]) -> None:
-        """They were not copied: they may come again."""
+    def unclaim(self, header: PieceHeader, parts: Sequence[KvPart]) -> None:
+        """They were claimed of this piece and not copied: they may come again."""
         for part in parts:
-            self.pages.unclaim(part)
+            self.pages.unclaim(part, header.source)
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
@@ -300,7 +300,7 @@ class PieceExchange:
 
         Not that of a member that was lost since: what is missing of its chunks is computed again.
         """
-        self.unclaim(parts)
+        self.unclaim(header, parts)
         blocks = Blocks.of(header)
         peer = self._peers.get(header.source)
         if peer is None:

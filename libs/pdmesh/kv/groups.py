@@ -180,7 +180,7 @@ class KvGroups:
         else:
             self._context.dropped[fault] += 1
             if is_wanted and fault == LOAN_OVER:
-                exchange.unclaim(parts)
+                exchange.unclaim(header, parts)
             elif is_wanted:
                 asks = PieceKind.NO_LOANS if fault == UNREADABLE else PieceKind.AGAIN
                 self._context.num_asked_again += exchange.take_damaged(header, parts, asks=asks)

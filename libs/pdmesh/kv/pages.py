@@ -53,22 +53,25 @@ class PageBooks:
     # --- pages that come from others ----------------------------------------------------------------------------------
 
     def claim(self, part: KvPart, source: int) -> bool:
-        """They are about to be copied. False, and nothing is claimed, if all are here or on their way."""
+        """They are about to be copied. False, and nothing is claimed, if all are here or on their way.
+
+        Those that are on their way from another member already stay that one's.
+        """
         claimed, pages = self._claimed[part.layers.start : part.layers.stop], slice(*part.blocks)
         begun = self._begun[pages]
         if all(all(map(or_, begun, layer[pages])) for layer in claimed):
             return False
         for layer in claimed:
-            layer[pages] = bytes([source + 1]) * part.blocks.size
+            layer[pages] = layer[pages].replace(b"\0", bytes([source + 1]))
         return True
 
-    def unclaim(self, part: KvPart) -> None:
-        """They were not copied: they may come again."""
+    def unclaim(self, part: KvPart, source: int) -> None:
+        """They were not copied from this member: they may come again."""
         pages = slice(*part.blocks)
         for layer in range(*part.layers):
             claimed, audience = self._claimed[layer][pages], self._audience[layer][pages]
             self._claimed[layer][pages] = bytes(
-                source if here else 0 for source, here in zip(claimed, audience, strict=True)
+                owner if here or owner != source + 1 else 0 for owner, here in zip(claimed, audience, strict=True)
             )
 
     def missing(self, part: KvPart) -> list[KvPart]:

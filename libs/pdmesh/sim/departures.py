@@ -46,7 +46,7 @@ class SimulatedDepartures:
         release: Callable[[RequestKey], None],
     ) -> None:
         layout = profile.kv_layout
-        self.token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
+        self.token_bytes = layout.token_bytes
         self.last_layer_share = 1 / layout.num_layers
         self.prefills: dict[RequestKey, Prefill] = {}
         self._instance_id: InstanceId = profile.instance_id
@@ -57,7 +57,7 @@ class SimulatedDepartures:
         self._release = release
 
     def num_kv_bytes(self, run: RequestRun) -> int:
-        return round(run.current.num_prompt_tokens * self.token_bytes)
+        return run.current.num_prompt_tokens * self.token_bytes
 
     def offer(self, key: RequestKey, prefill: Prefill) -> None:
         """Its first chunk begins."""

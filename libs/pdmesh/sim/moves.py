@@ -49,7 +49,7 @@ class SimulatedMoves:
     ) -> None:
         layout = profile.kv_layout
         self._instance_id = profile.instance_id
-        self._token_bytes = layout.num_layers * layout.block_bytes / layout.block_size
+        self._token_bytes = layout.token_bytes
         self._block_size = layout.block_size
         self._agenda = agenda
         self._links = links
