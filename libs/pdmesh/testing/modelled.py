@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -50,7 +50,6 @@ from pdmesh.core.own_steps import OwnSteps
 from pdmesh.model import (
     NO_TRANSFER,
     ChunkDone,
-    ChunkPlan,
     FinishReason,
     GatewayId,
     InstanceId,
@@ -63,11 +62,10 @@ from pdmesh.model import (
     Role,
     StepPlan,
     TransferId,
-    TransferPlan,
     TransferPurpose,
 )
-from pdmesh.policy.credit import is_low
 from pdmesh.testing.modelled_groups import ModelledMember, ModelledPieces, alone
+from pdmesh.testing.modelled_holds import ModelledHold
 
 
 def modelled_profile(
@@ -95,37 +93,6 @@ def modelled_profile(
         data_address=instance_id.encode(),
         relays=relays,
     )
-
-
-@dataclass(slots=True)
-class ModelledHold:
-    """What an instance has of a request."""
-
-    num_blocks: int
-    max_total_tokens: int  # whose KV it may come to hold here; 0: not known
-    seated: bool  # it decodes here, or will
-    leads: bool  # of a group that computes it together: the one that decodes
-    transfer: TransferPlan | None  # that takes its KV away, or brings it
-    sends: bool = False  # it is a source of the transfer
-    num_computed_tokens: int = 0
-    computed: bool = False  # its last chunk is done
-    offered: bool = False
-    granted: bool = False
-    decoding: bool = False
-    member: ModelledMember | None = None  # of the group that computes it in turn, as the instance was told
-    leaving: TransferPlan | None = None  # while it decodes: that moves it to another instance
-    committed: bool = False  # that: nobody goes on here before the core says so
-    given_up: bool = False  # that: no acknowledgement is waited for
-    landed: bool = False  # that: where it goes it is decoded
-    asked: tuple[int, bool] = (0, False)  # for more than so many blocks, and whether it waited
-    is_again: bool = (
-        False  # plans wait that were sent for one of this name, which was freed: they are taken for its own
-    )
-
-    @property
-    def received_by(self) -> TransferId:
-        """The transfer that brings its KV here, or did."""
-        return NO_TRANSFER if self.sends or self.transfer is None else self.transfer.transfer_id
 
 
 class ModelledInstance:
@@ -254,7 +221,7 @@ class ModelledInstance:
                 hold = self.holds.get((withdraw.request_id, withdraw.epoch))
                 if hold is not None and hold.transfer is not None:
                     assert hold.transfer.transfer_id == withdraw.transfer_id, f"{withdraw} of another transfer"
-                    self.lose_receiver(hold)
+                    hold.lose_receiver()
             case KeepKv() as keep:
                 hold = self.holds.get((keep.request_id, keep.epoch))
                 if hold is not None:
@@ -303,10 +270,6 @@ class ModelledInstance:
             hold = self.holds.get(piece.key)
             if hold is not None and hold.member is not None:
                 hold.member.take(piece)
-
-    def lose_receiver(self, hold: ModelledHold) -> None:
-        """Keep its KV for another one."""
-        hold.granted, hold.transfer = False, None
 
     def stop_move(self, key: RequestKey, transfer_id: TransferId, *, ends: bool = True) -> None:
         """Send no more of a request that moves, and say whether it goes on here; not ``ends``: it is another move."""
@@ -394,7 +357,7 @@ class ModelledInstance:
                 self.events.append(RequestDropped(self.instance_id, *key, "the chunk does not follow"))
                 self.release(key)
                 hold = None
-            is_computed = hold is not None and self._compute(plan.plan_id, chunk, hold)
+            is_computed = hold is not None and hold.compute(plan.plan_id, chunk)
             if hold is not None and is_computed and chunk.is_last:
                 hold.computed = True
                 hold.decoding = not hold.sends and hold.leads
@@ -416,20 +379,6 @@ class ModelledInstance:
         )
         for key in finished:
             self.finish(key)
-
-    @staticmethod
-    def _compute(plan_id: int, chunk: ChunkPlan, hold: ModelledHold) -> bool:
-        """False if it would have to wait for KV that does not come."""
-        member = hold.member
-        if member is None:
-            assert chunk.start == hold.num_computed_tokens, f"{chunk} after {hold.num_computed_tokens} tokens"
-        elif not member.has_before(chunk):
-            assert plan_id in member.ended_plan_ids, f"{chunk} does not wait"
-            return False
-        else:
-            member.compute(chunk)
-        hold.num_computed_tokens = chunk.start + chunk.num_tokens
-        return True
 
     @property
     def can_decode(self) -> bool:
@@ -462,19 +411,11 @@ class ModelledInstance:
         False if it waits for room, or for nothing.
         """
         hold, size = self.holds[key], self.profile.kv_layout.block_size
-        before, most = hold.num_computed_tokens, hold.max_total_tokens + 1
-        if not hold.max_total_tokens:
-            hold.num_computed_tokens += num_tokens
-            return True
-        hold.num_computed_tokens = max(before, min(before + num_tokens, most, hold.num_blocks * size + 1))
-        now = hold.num_computed_tokens
-        if hold.num_blocks * size < hold.max_total_tokens and is_low(now, hold.num_blocks, size):
-            asked = hold.num_blocks, now > hold.num_blocks * size
-            if asked != hold.asked:
-                hold.asked = asked
-                context = ResidentContext(request_id=key[0], epoch=key[1], num_tokens=now)
-                self.events.append(CreditLow(self.instance_id, (context,)))
-        return now > before
+        has_drawn = hold.draw(num_tokens, size)
+        if hold.asks(size):
+            context = ResidentContext(request_id=key[0], epoch=key[1], num_tokens=hold.num_computed_tokens)
+            self.events.append(CreditLow(self.instance_id, (context,)))
+        return has_drawn
 
     def finish(self, key: RequestKey, num_output_tokens: int = 1) -> None:
         """A generation ends here."""

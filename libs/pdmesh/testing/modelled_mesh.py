@@ -143,6 +143,6 @@ class ModelledMesh:
         assert hold.transfer is not None, f"{key} has no transfer to fail"
         at.events.append(TransferFailed(at.instance_id, *key, hold.transfer.transfer_id, "modelled"))
         if hold.sends:
-            at.lose_receiver(hold)
+            hold.lose_receiver()
         else:
             at.release(key)
