@@ -11,21 +11,25 @@ import anyio.lowlevel
 import pytest
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.exchange import exchange_key
 from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.outcome import FailedExchange
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
+from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.repair import FREE_PIECES, SOUND_PIECES_EACH
 from pdmesh.model import Epoch, IndexRange, KvPart
-from pdmesh.testing.exchanges import CAPABILITY, EPOCH, NUM_BLOCKS, NUM_LAYERS, REQUEST, Member, open_members
+from pdmesh.testing.exchanges import (
+    EPOCH,
+    HEADS,
+    NUM_BLOCKS,
+    NUM_LAYERS,
+    REQUEST,
+    Member,
+    a_piece,
+    open_members,
+)
 from pdmesh.testing.kv import SMALL_LAYOUT, TransportMaker
 from pdmesh.transport.base import ReceivedPiece, SendBuffer
-from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
-
-KEY = MeshKey("")
-HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, choose: Callable[[PieceHeader], bool]) -> None:
@@ -154,26 +158,8 @@ async def test_a_member_that_joins_late_gets_what_there_is(
             member.free()
 
 
-async def say(hostile: Member, to: Member, header: PieceHeader, payload: bytes = b"") -> None:
-    async with hostile.transport.lend() as buffer:
-        buffer.payload[: len(payload)] = payload
-        pack_header(replace(header, checksum=KEY.checksum(memoryview(payload))), buffer.header, KEY)
-        await hostile.transport.send(to.transport.address, buffer, len(payload))
-
-
 def a_page(**changes: object) -> PieceHeader:
-    header = PieceHeader(
-        kind=PieceKind.KV,
-        request_key=exchange_key(REQUEST),
-        epoch=EPOCH,
-        capability=CAPABILITY,
-        source=1,
-        destination=0,
-        num_members=2,
-        part=KvPart(IndexRange(0, 1), IndexRange(0, 1), HEADS),
-        payload_bytes=SMALL_LAYOUT.block_bytes,
-    )
-    return replace(header, **changes)  # type: ignore[arg-type]
+    return replace(a_piece(PieceKind.KV, SMALL_LAYOUT.block_bytes), **changes)  # type: ignore[arg-type]
 
 
 #: A page that the leader has computed.
@@ -224,11 +210,8 @@ async def test_what_does_not_belong_is_dropped(maker: TransportMaker, name: str)
         leader.compute(8, 8)
         await anyio.wait_all_tasks_blocked()
         before = bytes(leader.store.data)
-        await say(helper, leader, REFUSED[name], GARBAGE)
-        reason = name.partition(":")[0]
-        with anyio.fail_after(20):
-            while leader.mover.counters().dropped.get(reason) != 1:
-                await anyio.lowlevel.checkpoint()
+        await helper.say(leader, REFUSED[name], GARBAGE)
+        await leader.until_dropped(name.partition(":")[0])
         assert bytes(leader.store.data) == before
         helper.compute(0, 8)
         await leader.until_here(NUM_BLOCKS)
@@ -320,7 +303,7 @@ async def test_a_request_for_a_page_that_is_repeated_for_ever_costs_little_and_n
         leader.compute(8, 8)
         await hostile.until_received(8)
         for _ in range(300):
-            await say(hostile, leader, a_page(kind=PieceKind.AGAIN, part=HERE))
+            await hostile.say(leader, a_page(kind=PieceKind.AGAIN, part=HERE))
         helper.compute(0, 8)
         await leader.until_here(NUM_BLOCKS)
         for member in (leader, helper):
@@ -348,7 +331,7 @@ async def test_what_was_freed_is_not_sent_again(maker: TransportMaker) -> None:
         leader.compute(8, 8)
         await helper.until_received(8)
         leader.free()
-        await say(helper, leader, a_page(kind=PieceKind.AGAIN, part=HERE))
+        await helper.say(leader, a_page(kind=PieceKind.AGAIN, part=HERE))
         with anyio.fail_after(20):
             while leader.mover.counters().dropped.get("unknown") != 1:
                 await anyio.lowlevel.checkpoint()
@@ -422,7 +405,7 @@ async def test_an_address_that_the_scheduler_did_not_name_is_not_heard() -> None
         before = bytes(leader.store.data)
         stranger.transport.admit(leader.transport.address)
         with pytest.raises(KvTransferError):
-            await say(stranger, leader, a_page(), GARBAGE)
+            await stranger.say(leader, a_page(), GARBAGE)
         assert bytes(leader.store.data) == before
         helper.compute(0, NUM_BLOCKS)
         await leader.until_here(NUM_BLOCKS)
@@ -451,7 +434,7 @@ async def test_whatever_a_member_says_is_no_error(maker: TransportMaker) -> None
                     payload_bytes=rng.choice([0, len(GARBAGE), 2 * len(GARBAGE)]),
                 )
                 helper.transport.admit(leader.transport.address)
-                await say(helper, leader, header, GARBAGE * rng.randint(0, 2))
+                await helper.say(leader, header, GARBAGE * rng.randint(0, 2))
         leader.mover.cancel(REQUEST, Epoch(99))
         for member in members:
             member.join(members, epoch=Epoch(100))

@@ -13,23 +13,18 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.kv.exchange import exchange_key
 from pdmesh.kv.loans import MAX_LOANS
 from pdmesh.kv.outgoing import Blocks
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
+from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sharing import HostCache, PeerCache
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.policy.pacing import ChunkPace
-from pdmesh.testing.exchanges import CAPABILITY, EPOCH, NUM_BLOCKS, NUM_LAYERS, REQUEST, Member, open_members
+from pdmesh.testing.exchanges import HEADS, NUM_BLOCKS, NUM_LAYERS, Member, a_piece, open_members
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import ReceivedPiece
-from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
-
-KEY = MeshKey("")
-HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
 
 
 @dataclass
@@ -60,6 +55,23 @@ class HookedStore(ByteStore):
         self.before: Callable[[], object] = lambda: None
         self.after: Callable[[], object] = lambda: None
         self.num_staged = 0
+        self._is_held, self._goes_on = threading.Event(), threading.Event()
+
+    def hold(self) -> None:
+        """From the next read on they stand still, each on a thread."""
+
+        def before() -> None:
+            self._is_held.set()
+            assert self._goes_on.wait(20)
+
+        self.inline_bytes, self.before = 0, before
+
+    async def until_held(self) -> None:
+        assert await anyio.to_thread.run_sync(self._is_held.wait, 20)
+
+    def go_on(self) -> None:
+        self.before = lambda: None
+        self._goes_on.set()
 
     @property
     def inline_copy_bytes(self) -> int:
@@ -284,19 +296,13 @@ async def test_blocks_that_a_loan_is_copied_to_stay_quarantined(maker: Transport
         for member in members:
             member.join(members)
         await anyio.wait_all_tasks_blocked()
-        reader, goes_on, arrived = store_of(helper), threading.Event(), threading.Event()
-        reader.inline_bytes = 0
-
-        def before() -> None:
-            arrived.set()
-            assert goes_on.wait(20)
-
-        reader.before = before
+        reader = store_of(helper)
+        reader.hold()
         leader.compute(0, 4)
-        assert await anyio.to_thread.run_sync(arrived.wait, 20)
+        await reader.until_held()
         helper.free()
         assert helper.pool.num_quarantined == 4
-        goes_on.set()
+        reader.go_on()
         with anyio.fail_after(20):
             while helper.pool.num_quarantined:
                 await anyio.lowlevel.checkpoint()
@@ -310,17 +316,11 @@ async def test_pages_wait_for_a_loan_that_is_copied_to_the_same_blocks(maker: Tr
         for member in (helper, lost):  # the leader has nothing of the lost one's
             member.join(members)
         await anyio.wait_all_tasks_blocked()
-        reader, goes_on, arrived = store_of(helper), threading.Event(), threading.Event()
-        reader.inline_bytes = 0
-
-        def before() -> None:
-            arrived.set()
-            assert goes_on.wait(20)
-
-        reader.before = before
+        reader = store_of(helper)
+        reader.hold()
         assert lost.exchange.begin(0, 5)
         lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
-        assert await anyio.to_thread.run_sync(arrived.wait, 20)
+        await reader.until_held()
         lost.free()
         for layer in range(NUM_LAYERS):
             for block_id in range(2 * NUM_BLOCKS):
@@ -331,8 +331,7 @@ async def test_pages_wait_for_a_loan_that_is_copied_to_the_same_blocks(maker: Tr
         assert not helper.exchange.begin(4, 2)
         leader.compute(3, 13)
         await anyio.wait_all_tasks_blocked()
-        reader.before = lambda: None
-        goes_on.set()
+        reader.go_on()
         await helper.until_dropped("loan over")
         assert helper.exchange.begin(0, 3)
         for layer in range(NUM_LAYERS):
@@ -342,29 +341,6 @@ async def test_pages_wait_for_a_loan_that_is_copied_to_the_same_blocks(maker: Tr
         assert b"\xff" * SMALL_LAYOUT.block_bytes not in helper.content(3, 13)
         for member in (leader, helper):
             member.free()
-
-
-async def say(hostile: Member, to: Member, header: PieceHeader, payload: bytes) -> None:
-    async with hostile.transport.lend() as buffer:
-        buffer.payload[: len(payload)] = payload
-        checksum = header.checksum or KEY.checksum(memoryview(payload))
-        pack_header(replace(header, payload_bytes=len(payload), checksum=checksum), buffer.header, KEY)
-        await hostile.transport.send(to.transport.address, buffer, len(payload))
-
-
-def a_loan(**changes: object) -> PieceHeader:
-    """Of one page, of the helper's to the leader."""
-    header = PieceHeader(
-        kind=PieceKind.LOAN,
-        request_key=exchange_key(REQUEST),
-        epoch=EPOCH,
-        capability=CAPABILITY,
-        source=1,
-        destination=0,
-        num_members=2,
-        part=KvPart(IndexRange(0, 1), IndexRange(0, 1), HEADS),
-    )
-    return replace(header, **changes)  # type: ignore[arg-type]
 
 
 #: What is dropped, by the reason; changes of a good note, and of its header.
@@ -403,7 +379,8 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
         changes, header = REFUSED[name]
         if changes.get("card_address") == "word":
             changes = {"card_address": good.word_address}
-        await say(helper, leader, a_loan(**header), good._replace(**changes).pack())  # type: ignore[arg-type]
+        note = good._replace(**changes).pack()  # type: ignore[arg-type]
+        await helper.say(leader, replace(a_piece(PieceKind.LOAN, len(note)), **header), note)  # type: ignore[arg-type]
         await leader.until_dropped(name.partition(":")[0])
         assert not leader.exchange.presence.has(0, 1)
         helper.compute(0, 8)
@@ -426,8 +403,9 @@ async def test_a_loan_that_is_over_leaves_pages_as_they_are_that_are_here(maker:
         lending, loan = helper.mover._context.lending, helper.exchange._loan
         assert lending is not None
         assert loan is not None
-        note = lending.note(loan, [0, 1])._replace(word=1)
-        await say(helper, leader, a_loan(part=KvPart(IndexRange(7, 9), IndexRange(0, 1), HEADS)), note.pack())
+        note = lending.note(loan, [0, 1])._replace(word=1).pack()
+        part = KvPart(IndexRange(7, 9), IndexRange(0, 1), HEADS)
+        await helper.say(leader, replace(a_piece(PieceKind.LOAN, len(note)), part=part), note)
         await leader.until_dropped("loan over")
         assert leader.content(8, 8) == before
         helper.compute(0, 8)

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 import anyio.lowlevel
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.exchange import PieceExchange
+from pdmesh.kv.exchange import PieceExchange, exchange_key
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
 from pdmesh.kv.presence import Bell
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
+from pdmesh.transport.seal import MeshKey
 
 REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0xA11CE
 NUM_BLOCKS = 16  # of the request; a member has room for two of them
 NUM_LAYERS = SMALL_LAYOUT.num_layers
+HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
+KEY = MeshKey("")
 
 
 @dataclass(eq=False)
@@ -90,10 +94,33 @@ class Member:
             for block_id in self.table[first_block : first_block + num_blocks]
         ]
 
+    async def say(self, to: Member, header: PieceHeader, payload: bytes = b"") -> None:
+        """Send a piece as it is; its checksum is that of the payload unless there is one."""
+        async with self.transport.lend() as buffer:
+            buffer.payload[: len(payload)] = payload
+            checksum = header.checksum or KEY.checksum(memoryview(payload))
+            pack_header(replace(header, checksum=checksum), buffer.header, KEY)
+            await self.transport.send(to.transport.address, buffer, len(payload))
+
     def free(self) -> None:
         self.mover.cancel(REQUEST, EPOCH)
         self.pool.free(self.table)
         self.table = []
+
+
+def a_piece(kind: PieceKind, payload_bytes: int) -> PieceHeader:
+    """About the first page, by the second member to the leader of two."""
+    return PieceHeader(
+        kind=kind,
+        request_key=exchange_key(REQUEST),
+        epoch=EPOCH,
+        capability=CAPABILITY,
+        source=1,
+        destination=0,
+        num_members=2,
+        part=KvPart(IndexRange(0, 1), IndexRange(0, 1), HEADS),
+        payload_bytes=payload_bytes,
+    )
 
 
 def _byte_store(seed: int) -> ByteStore:
