@@ -48,6 +48,19 @@ from pdmesh.testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
 from pdmesh.testing.modelled import modelled_profile
 
 
+def a_resident(*, decoding: bool) -> Resident:
+    """What an instance that registers says of the request that moves."""
+    return Resident(
+        request_id=RequestId("a"),
+        epoch=Epoch(0),
+        gateway_id=GATEWAY,
+        num_blocks=3,
+        num_context_tokens=9,
+        decoding=decoding,
+        max_total_tokens=11,
+    )
+
+
 class Move:
     """A request ``a`` on its way from ``source`` to ``target``, as granted."""
 
@@ -246,16 +259,9 @@ def test_a_target_that_falls_silent_lets_the_source_go_on() -> None:
 @pytest.mark.parametrize("has_landed", [True, False])
 def test_a_target_that_registers_again_says_by_that_whether_it_began(has_landed: bool) -> None:
     move = Move()
-    resident = Resident(
-        request_id=RequestId("a"),
-        epoch=Epoch(0),
-        gateway_id=GATEWAY,
-        num_blocks=3,
-        num_context_tokens=9,
-        decoding=True,
-        max_total_tokens=11,
+    again = move.bench.feed(
+        InstanceJoined(named_profile(move.target), (a_resident(decoding=True),) if has_landed else ())
     )
-    again = move.bench.feed(InstanceJoined(named_profile(move.target), (resident,) if has_landed else ()))
     assert bool(of(ResumeDecode, again)) is not has_landed
     if has_landed:
         move.sent()
@@ -265,16 +271,7 @@ def test_a_target_that_registers_again_says_by_that_whether_it_began(has_landed:
 
 def test_a_target_that_registers_with_what_has_not_landed_is_freed_before_the_source_goes_on() -> None:
     move = Move()
-    resident = Resident(
-        request_id=RequestId("a"),
-        epoch=Epoch(0),
-        gateway_id=GATEWAY,
-        num_blocks=3,
-        num_context_tokens=9,
-        decoding=False,
-        max_total_tokens=11,
-    )
-    again = move.bench.feed(InstanceJoined(named_profile(move.target), (resident,)))
+    again = move.bench.feed(InstanceJoined(named_profile(move.target), (a_resident(decoding=False),)))
     assert [free.instance_id for free in of(FreeKv, again)] == [move.target]
     assert not of(ResumeDecode, again)
     assert [resume.instance_id for resume in of(ResumeDecode, move.bench.released(move.target, "a"))] == [move.source]
@@ -323,16 +320,9 @@ def test_a_target_that_was_told_to_free_it_and_registers_without_it_may_have_beg
 @pytest.mark.parametrize("is_freed", [True, False])
 def test_a_source_that_registers_again_goes_on_if_it_still_decodes(is_freed: bool) -> None:
     move = Move()
-    resident = Resident(
-        request_id=RequestId("a"),
-        epoch=Epoch(0),
-        gateway_id=GATEWAY,
-        num_blocks=3,
-        num_context_tokens=9,
-        decoding=True,
-        max_total_tokens=11,
+    commands = move.bench.feed(
+        InstanceJoined(named_profile(move.source), () if is_freed else (a_resident(decoding=True),))
     )
-    commands = move.bench.feed(InstanceJoined(named_profile(move.source), () if is_freed else (resident,)))
     assert [free.instance_id for free in of(FreeKv, commands)] == [move.target]
     assert bool(of(Restart, commands)) is is_freed
     move.bench.released(move.target, "a")
