@@ -3,10 +3,11 @@
 Architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
 tokens, alone and 32 at a time; log-probabilities to 1e-4; and sampled tokens of one seed, which must be the same in
 every topology and chunk size of an architecture. And long prompts that 2 and 3 prefill instances compute together: in
-turn (relay), all at once (gang), and in turn until the rest fits into a step of each (mixed).
+turn (relay), all at once (gang), whichever was faster so far (mixed), and by groups of two under `pecsched` (fixed), of
+mixed instances, too, which decode beside it.
 
     python benchmarks/exactness.py [--architectures llama,qwen2,qwen3] [--chunks 1,16,512,8192,adaptive]
-        [--groups relay,gang,mixed]
+        [--groups relay,gang,mixed,fixed]
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 TOPOLOGIES = {"1P+1D": (1, 1, 0), "2P+2D": (2, 2, 0), "2 mixed": (0, 0, 2)}
 GROUPS = {"2P+1D": (2, 1, 0), "3P+1D": (3, 1, 0)}
-SCHEDULES = {"relay": "relay", "gang": "gang", "mixed": "auto"}
+MIXED_GROUPS = {"3 mixed": (0, 0, 3)}
+SCHEDULES = {
+    "relay": {"POLICY_SEQUENCE_PARALLEL": "relay"},
+    "gang": {"POLICY_SEQUENCE_PARALLEL": "gang"},
+    "mixed": {"POLICY_SEQUENCE_PARALLEL": "auto"},
+    "fixed": {"POLICY_SEQUENCE_PARALLEL": "gang", "SCHEDULER_BUNDLE": "pecsched", "POLICY_GROUP_SIZE": "2"},
+}
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 100, 511, 513, 1000)
 LONG_PROMPT = 4000
 MAX_TOKENS = 16
@@ -50,7 +57,7 @@ def settings_of(way: str) -> dict[str, str]:
     """Of a mesh whose chunks have so many tokens, are adaptive, or are computed by groups as `SCHEDULES` names it."""
     if way in SCHEDULES:  # steps are short, so that there is something for everyone
         return {
-            "POLICY_SEQUENCE_PARALLEL": SCHEDULES[way],
+            **SCHEDULES[way],
             "POLICY_LONG_PROMPT_TOKENS": "500",
             "POLICY_PREFILL_STEP_S": "0.02",
             "POLICY_RELAY_IMPROVEMENT": "0",
@@ -74,9 +81,11 @@ def main() -> None:
     parser.add_argument("--chunks", default="1,16,512,8192,adaptive", help="sizes under fcfs; adaptive: under pdmesh")
     parser.add_argument("--groups", default=",".join(SCHEDULES), help="how members share a prompt; empty: no groups")
     arguments = parser.parse_args()
+    schedules = list(filter(None, arguments.groups.split(",")))
     ways = [
         *product(TOPOLOGIES.items(), filter(None, arguments.chunks.split(","))),
-        *product(GROUPS.items(), filter(None, arguments.groups.split(","))),
+        *product(GROUPS.items(), schedules),
+        *product(MIXED_GROUPS.items(), [way for way in schedules if way == "fixed"]),
     ]
     print(heading("Exactness through HTTP, fp32"))
     num_wrong = num_asked = 0

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 from structlog.testing import capture_logs
@@ -49,10 +51,13 @@ from pdmesh.wire.messages import (
 from pdmesh_scheduler.admin import is_local
 from pdmesh_scheduler.operations import read_wishes
 from pdmesh_scheduler.operators import Operators
-from pdmesh_scheduler.testing import CONFIG, SchedulerBench, running_scheduler
+from pdmesh_scheduler.testing import CONFIG as DEFAULTS
+from pdmesh_scheduler.testing import SchedulerBench, running_scheduler
 
 pytestmark = pytest.mark.anyio
 
+#: Without an actuator, operations wait no longer than this after a start.
+CONFIG = replace(DEFAULTS, scheduler=replace(DEFAULTS.scheduler, orphan_grace_s=0.05))
 PREFILLS = [modelled_profile(name, Role.PREFILL) for name in ("p0", "p1")]
 DECODE = modelled_profile("d0", Role.DECODE)
 
@@ -80,7 +85,7 @@ async def ask(
 
 async def test_a_role_is_changed_and_the_operation_can_be_looked_at() -> None:
     async with (
-        running_scheduler() as mesh,
+        running_scheduler(CONFIG) as mesh,
         mesh.worker(PREFILLS[0]),
         mesh.worker(DECODE),
         mesh.worker(PREFILLS[1]) as p1,
@@ -95,7 +100,7 @@ async def test_a_role_is_changed_and_the_operation_can_be_looked_at() -> None:
 
 
 async def test_who_waits_is_told_when_it_changes() -> None:
-    async with running_scheduler() as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
+    async with running_scheduler(CONFIG) as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
         lost = asking(OperationKind.DRAIN, "nobody", "gone")
         assert isinstance(refused := await ask(mesh, lost), OperationStatus)
         assert (refused.state, refused.detail) == ("refused", "no instance 'nobody' is there: there are d0, p0")
@@ -174,7 +179,10 @@ CHANGES: tuple[AdminRequest, ...] = (
 )
 
 
-async def test_each_question_and_change_is_for_those_who_may_alone(tmp_path: Path) -> None:
+async def test_each_question_and_change_is_for_those_who_may_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh_scheduler.settling.REGISTER_S", 0.0)  # none of those followed is there
     ours: tuple[AdminRequest, ...] = (ExpectInstances(instance_ids=()), FOLLOWING)
     kinds = [type(question) for question in (*ASKS, *CHANGES, *ours)]
     assert sorted(kinds, key=str) == sorted(get_args(AdminRequest), key=str), "a new message needs a place above"
@@ -338,6 +346,28 @@ FOLLOWING = FollowPools(
 )
 
 
+async def test_a_new_scheduler_refuses_nothing_for_those_whom_it_has_not_heard_of() -> None:
+    """The last instance of a kind is one of two: the other one registers a moment later."""
+    answers: list[OperationStatus] = []
+    async with running_scheduler(CONFIG) as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
+        await ask(mesh, FOLLOWING)
+
+        async def drain() -> None:
+            answer = await ask(mesh, asking(OperationKind.DRAIN, "p0"))
+            assert isinstance(answer, OperationStatus)
+            answers.append(answer)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(drain)
+            await ask(mesh, GetStatus())
+            await anyio.wait_all_tasks_blocked()
+            async with mesh.worker(PREFILLS[1]):
+                with anyio.fail_after(20):
+                    while not answers:
+                        await anyio.lowlevel.checkpoint()
+    assert answers[0].state in ("running", "done"), answers[0].detail
+
+
 def resizing(prefill: int, decode: int, name: str = "r") -> StartResize:
     pools = PoolCounts(prefill=prefill, decode=decode)
     return StartResize(operation_id=OperationId(name), pools=pools, timeout_s=5.0, start_timeout_s=5.0)
@@ -376,7 +406,10 @@ async def test_an_actuator_is_told_what_to_start_and_the_next_scheduler_tells_it
         assert (over.state, over.detail) == ("failed", "decode-0 could not be started: no memory")
 
 
-async def test_a_service_is_replaced_by_the_actuator_also_past_the_end_of_a_scheduler(tmp_path: Path) -> None:
+async def test_a_service_is_replaced_by_the_actuator_also_past_the_end_of_a_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh_scheduler.settling.REGISTER_S", 0.0)  # none of those followed is there
     path = tmp_path / "operations.json"
     async with running_scheduler(kept_in(path)) as mesh:
         refused = await ask(mesh, asking(OperationKind.RESTART, "gateway"))

@@ -41,12 +41,12 @@ from pdmesh.errors import KvTransferError
 from pdmesh.kv.loans import Loan, note_bytes
 from pdmesh.kv.outbox import Outbox, Outgoing
 from pdmesh.kv.outgoing import Blocks, PieceWriter
-from pdmesh.kv.pages import MAX_MEMBERS, PageBooks
+from pdmesh.kv.pages import PageBooks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
 from pdmesh.kv.repair import DamageLimit
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.model import MAX_GROUP_MEMBERS, Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.policy.pacing import ChunkPace, layers_a_piece
 
 log = structlog.get_logger()
@@ -150,7 +150,7 @@ class PieceExchange:
         self._addresses: tuple[bytes, ...] = ()
         self._peers: dict[int, _Peer] = {}
         self._lost: set[int] = set()
-        self._joined_in, self._joined_out = anyio.create_memory_object_stream[_Peer](MAX_MEMBERS)
+        self._joined_in, self._joined_out = anyio.create_memory_object_stream[_Peer](MAX_GROUP_MEMBERS)
 
     @property
     def num_bytes_sent(self) -> int:
@@ -202,7 +202,7 @@ class PieceExchange:
             return f"member {self._number} cannot become member {number}"
         if any(new not in (old, b"") for old, new in zip(self._addresses, addresses, strict=False)):
             return f"{len(addresses)} members do not follow {known}"
-        if len(addresses) > MAX_MEMBERS or (number < len(addresses) and not addresses[number]):
+        if len(addresses) > MAX_GROUP_MEMBERS or (number < len(addresses) and not addresses[number]):
             return f"member {number} of {len(addresses)} was lost"
         for other, address in enumerate(addresses[known:], start=known):
             self._addresses = (*self._addresses, address)
@@ -351,7 +351,7 @@ class PieceExchange:
         return (
             header.source in self._peers
             and header.destination == self._number
-            and 0 < header.num_members <= MAX_MEMBERS
+            and 0 < header.num_members <= MAX_GROUP_MEMBERS
             and IndexRange(0, self._layout.num_layers).holds(layers)
             and IndexRange(0, len(self._block_ids)).holds(blocks)
             and heads == IndexRange(0, self._layout.num_kv_heads)

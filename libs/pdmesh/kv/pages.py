@@ -13,10 +13,8 @@ from operator import or_
 from pdmesh.kv.outgoing import Blocks, marked, runs
 from pdmesh.model import MAX_GROUP_MEMBERS, IndexRange, KvPart
 
-MAX_MEMBERS = MAX_GROUP_MEMBERS
-
 #: Of the pages' audiences: those that are here.
-_IS_HERE = marked(*range(1, MAX_MEMBERS + 1))
+_IS_HERE = marked(*range(1, MAX_GROUP_MEMBERS + 1))
 
 
 class PageBooks:

@@ -145,7 +145,7 @@ class Relay:
                 found.append(num if len(found) == len(begin_s) - 1 else num // unit * unit)
             return found
 
-        latest_s = max(begin_s) + self._slice_s(start, num_tokens)
+        latest_s = max(begin_s) + _chunk_s(self.latency, start, num_tokens)
         ends = accumulate(self._soonest(until, num_tokens, latest_s)[:-1])
         most = (num_tokens - 1) // unit * unit
         return [after - before for before, after in pairwise([0, *(min(end, most) for end in ends), num_tokens])]
@@ -164,16 +164,16 @@ class Relay:
             """How many tokens each computes if the first one ends by then."""
             first = tokens_within(self.latency, start, end_s - begin_s[0]) // unit * unit
             found = [first]
-            before_s = begin_s[0] + self._slice_s(start, first) if first else end_s
+            before_s = begin_s[0] + _chunk_s(self.latency, start, first) if first else end_s
             for each_s in begin_s[1:]:
                 at = start + sum(found)
                 num = -(-tokens_within(self.latency, at, before_s + lag_s - each_s) // unit) * unit
                 if num:
-                    before_s = max(before_s + lag_s, each_s + self._slice_s(at, num))
+                    before_s = max(before_s + lag_s, each_s + _chunk_s(self.latency, at, num))
                 found.append(num)
             return found
 
-        found = self._soonest(until, num_tokens, max(begin_s) + self._slice_s(start, num_tokens + unit))
+        found = self._soonest(until, num_tokens, max(begin_s) + _chunk_s(self.latency, start, num_tokens + unit))
         ends = [min(end, most - unit) for end in accumulate(found[:-1])]
         last = min(max(found[-1], unit), most - max(ends, default=0))
         return [*(after - before for before, after in pairwise([0, *ends])), last]
@@ -186,9 +186,6 @@ class Relay:
             middle_s = (low_s + high_s) / 2
             low_s, high_s = (low_s, middle_s) if sum(until(middle_s)) >= num_tokens else (middle_s, high_s)
         return until(high_s)
-
-    def _slice_s(self, start: int, num_tokens: int) -> float:
-        return self.latency.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0))
 
     def _least_tokens(self, start: int, num_left: int) -> int:
         return max(

@@ -18,6 +18,7 @@ class _IoVec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_MAX_PARTS = 1024  # of one call: IOV_MAX
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -60,9 +61,6 @@ def read_parts(pid: int, parts: Sequence[tuple[int, int, int]]) -> None:
             for there, here, size in some:
                 read_memory(pid, there, size, here)
 
-
-#: Of one call: IOV_MAX.
-_MAX_PARTS = 1024
 
 _libc.process_vm_readv.argtypes = (
     ctypes.c_int,

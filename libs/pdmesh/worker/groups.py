@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.exchange import KvExchange
-from pdmesh.kv.pages import MAX_MEMBERS
 from pdmesh.kv.presence import Bell
-from pdmesh.model import PrefillGroup, num_blocks_for
+from pdmesh.model import MAX_GROUP_MEMBERS, PrefillGroup, num_blocks_for
 from pdmesh.wire.messages import Admit, Regroup
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.sequences import Hold, Stage
@@ -84,8 +83,8 @@ class PrefillGroups:
             raise ProtocolError("the instance is no member of the request's group")
         if len(addresses) != len(member_ids):
             raise ProtocolError(f"{len(addresses)} addresses of {len(member_ids)} members")
-        if len(member_ids) > MAX_MEMBERS:
-            raise ProtocolError(f"a group of {len(member_ids)} members; {MAX_MEMBERS} are the most")
+        if len(member_ids) > MAX_GROUP_MEMBERS:
+            raise ProtocolError(f"a group of {len(member_ids)} members; {MAX_GROUP_MEMBERS} are the most")
         return member_ids.index(self._context.instance_id)
 
     def _open(self, hold: Hold, group: PrefillGroup) -> KvExchange:

@@ -221,7 +221,7 @@ class Admin:
                         wish = replace(wish, request_id=RequestId(records[0].request_id))
                 if not _is_id(wish.operation_id):
                     return AdminError(message=_WANTED_ID)
-                await self.settling.wait(None if wish.kind is OperationKind.MOVE else wish.instance_id)
+                await self.settling.wait()
                 if wish.kind is OperationKind.RESTART and self.actuators.takes(wish.instance_id):
                     self.actuators.request(wish)
                 else:

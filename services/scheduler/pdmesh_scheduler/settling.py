@@ -8,13 +8,15 @@ import anyio
 
 from pdmesh.core.events import InstanceJoined
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId
 from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.observing import Handled
 
+#: For instances whose processes run, as the actuator says, to register; commands wait longer for their first answer.
+REGISTER_S = 5.0
+
 
 class Settling:
-    """Over once the actuator has been heard of and all its instances are there, or ``until_s``.
+    """Over once the actuator has been heard of and all its instances are there, or ``until_s``, or `REGISTER_S` later.
 
     Implements `pdmesh_scheduler.observing.Observer`.
     """
@@ -37,13 +39,17 @@ class Settling:
         self._news.set()
         self._news = anyio.Event()
 
-    async def wait(self, instance_id: InstanceId | None = None) -> None:
-        """Until it is over, or the instance is there if one is named."""
-        with anyio.move_on_after(max(0.0, self._until_s - self._clock())):
-            while not self._is_over(instance_id):
+    async def wait(self) -> None:
+        """Until it is over."""
+        while (left_s := self._left_s()) > 0:
+            with anyio.move_on_after(left_s):
                 await self._news.wait()
 
-    def _is_over(self, instance_id: InstanceId | None) -> bool:
-        there = {view.instance_id for view in self._core.instances}
+    def _left_s(self) -> float:
+        """At most."""
         followed = self._actuators.instance_ids
-        return instance_id in there or (followed is not None and there.issuperset(followed))
+        if followed is None:
+            return self._until_s - self._clock()
+        if {view.instance_id for view in self._core.instances}.issuperset(followed):
+            return 0.0
+        return self._until_s + REGISTER_S - self._clock()
