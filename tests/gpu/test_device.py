@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.sampler import sample
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.reference import HfReference
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 from pdmesh.transport.buffers import allocate_buffers
 
@@ -136,19 +138,40 @@ def prompt_of(num_tokens: int) -> list[int]:
     return [rng.randrange(320) for _ in range(num_tokens)]
 
 
-def test_fp32_draws_the_tokens_of_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_fp32_draws_the_tokens_of_the_host_and_of_transformers(tmp_path: Path, head_dim: int) -> None:
+    write_checkpoint(tmp_path, head_dim=head_dim)
+    engines = [TorchEngine(tmp_path, num_blocks=64, device=device) for device in ("cpu", "cuda")]
+    reference = HfReference(tmp_path, device="cuda")
+    for num_tokens, chunk_tokens in [(1, 1), (60, 17), (333, 64), (500, 500)]:
+        prompt = prompt_of(num_tokens)
+        expected, actual = (generate(engine, prompt, 40, chunk_tokens=chunk_tokens).output_ids for engine in engines)
+        assert actual == expected == reference.greedy(prompt, 40)
+
+
+def test_fp32_batches_and_chunks_change_no_token(tmp_path: Path) -> None:
+    """Steps of whoever is drawn, in chunks of whatever length, against transformers on the device, one by one."""
     write_checkpoint(tmp_path)
-    engines = [TorchEngine(tmp_path, num_blocks=32, device=device) for device in ("cpu", "cuda")]
-    expected, actual = (generate(engine, prompt_of(60), 20, chunk_tokens=17).output_ids for engine in engines)
-    assert actual == expected
+    engine = TorchEngine(tmp_path, num_blocks=256, device="cuda")
+    lengths = [1, 30, 77, 128, 400, 16, 250]
+    generations = [
+        SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), 30)
+        for length, table in zip(lengths, separate_tables(engine, [length + 30 for length in lengths]), strict=True)
+    ]
+    rng = random.Random(1)
+    while running := [generation for generation in generations if not generation.done]:
+        chosen = rng.sample(running, rng.randint(1, len(running)))
+        step(engine, [(generation, rng.choice([1, 16, 33, 1000])) for generation in chosen])
+    reference = HfReference(tmp_path, device="cuda")
+    for length, generation in zip(lengths, generations, strict=True):
+        assert generation.output_ids == reference.greedy(prompt_of(length), 30)
 
 
-def test_chunks_decodes_and_graphs_agree_with_the_reference(bf16_checkpoint: Path) -> None:
-    """The reference is given the tokens that the fast path drew: their probabilities must be about the same."""
+def test_chunks_decodes_and_graphs_are_as_good_as_plain_bf16(bf16_checkpoint: Path) -> None:
+    """Log-probabilities of the tokens that the fast path drew are as near to fp32's as those of torch's bf16."""
     pytest.importorskip("flashinfer")
     fast = TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda")
     assert isinstance(fast._forward, DeviceForward)
-    reference = TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda", native=False)
     lengths = [3, 64, 100, 250, 16]
     generations = [
         SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), 24)
@@ -158,21 +181,30 @@ def test_chunks_decodes_and_graphs_agree_with_the_reference(bf16_checkpoint: Pat
     while running := [generation for generation in generations if not generation.done]:
         chosen = rng.sample(running, rng.randint(1, len(running)))
         step(fast, [(generation, rng.choice([1, 16, 33, 1000])) for generation in chosen])
-    for length, generation in zip(lengths, generations, strict=True):
-        tokens = generation.sequence.token_ids.tolist()
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        table = list(range(num_blocks_for(len(tokens), 16)))
-        part = SequenceSlice(
-            sequence=new_sequence(tokens, table, params),
-            start=0,
-            num_tokens=len(tokens),
-            sample=False,
-            prompt_logprobs=True,
+    actual = [result.logprobs.logprob for each in generations for result in each.results if result.logprobs is not None]
+    plain, wide = (
+        [logprob for generation in generations for logprob in scored(engine, generation)]
+        for engine in (
+            TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda", native=False),
+            TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda", dtype="float32"),
         )
-        (scored,) = reference.execute([part])
-        expected = [entry.logprob for entry in scored.prompt_logprobs[length - 1 :]]
-        actual = [result.logprobs.logprob for result in generation.results if result.logprobs is not None]
-        assert actual == pytest.approx(expected, abs=0.1)
+    )
+    assert len(actual) == len(plain) == len(wide) == 24 * len(lengths)
+    error, usual = (
+        statistics.fmean((a - b) ** 2 for a, b in zip(found, wide, strict=True)) ** 0.5 for found in (actual, plain)
+    )
+    assert 0 < usual < 0.2
+    assert error < 1.5 * usual
+
+
+def scored(engine: TorchEngine, generation: SteppedRequest) -> list[float]:
+    """Log-probabilities of what was drawn, computed as one prompt."""
+    tokens = generation.sequence.token_ids.tolist()
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    sequence = new_sequence(tokens, list(range(num_blocks_for(len(tokens), 16))), params)
+    part = SequenceSlice(sequence=sequence, start=0, num_tokens=len(tokens), sample=False, prompt_logprobs=True)
+    (result,) = engine.execute([part])
+    return [entry.logprob for entry in result.prompt_logprobs[generation.sequence.num_prompt_tokens - 1 :]]
 
 
 def test_a_device_draws_what_the_host_does(streams: CudaStreams) -> None:

@@ -16,15 +16,16 @@ class GreedyStep(NamedTuple):
 
 
 class HfReference:
-    """A checkpoint run by transformers in float32, with the KV cache that ``generate`` uses."""
+    """A checkpoint run by transformers in float32, with the KV cache that ``generate`` uses, on torch's ``device``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
         import torch
         import transformers
 
         hf: Any = transformers  # only partly typed
         hf.logging.disable_progress_bar()
-        self._model: Any = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._device = device
+        self._model: Any = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
 
     def greedy(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation; no token ends it."""
@@ -40,7 +41,7 @@ class HfReference:
         inputs = list(prompt_ids)
         with torch.inference_mode():
             for _ in range(max_new_tokens):
-                output = self._model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                output = self._model(torch.tensor([inputs], device=self._device), past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
                 logits = output.logits[0, -1]
                 best, second = torch.topk(logits, 2).values.tolist()
@@ -56,7 +57,7 @@ class HfReference:
 
         self._forget()
         with torch.inference_mode():
-            logits = self._model(torch.tensor([list(token_ids)])).logits[0]
+            logits = self._model(torch.tensor([list(token_ids)], device=self._device)).logits[0]
             return torch.log_softmax(logits.double(), dim=-1).tolist()
 
     def _forget(self) -> None:
