@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="needs Triton")
 
 from pdmesh.engine.cuda.kernels import TritonKernels, write_pages_kernel
+from pdmesh.engine.cuda.linear import row_linear
 from pdmesh.engine.cuda.page_tables import lengths_of, write_pages
 from pdmesh.engine.kernels import Rotation, TorchKernels
 
@@ -75,12 +76,31 @@ def test_write_pages(ends: list[int]) -> None:
     assert (pages[total:] == -1).all()
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(96, 4096), (50, 1536), (33, 14336), (8, 1024)])
+def test_one_row_times_a_weight(num_outputs: int, num_inputs: int, has_bias: bool) -> None:
+    row, weight = draw(8, 1, num_inputs), draw(9, num_outputs, num_inputs)
+    bias = draw(10, num_outputs) if has_bias else None
+    linear = row_linear(weight, bias)
+    assert linear is not None
+    wide = torch.nn.functional.linear(row.double(), weight.double(), None if bias is None else bias.double())
+    error = (linear(row).double() - wide).norm() / wide.norm()
+    assert error < 4e-3  # of rounding to bf16, which the interpreter does by cutting off
+    rows = draw(11, 3, num_inputs)
+    assert torch.equal(linear(rows), torch.nn.functional.linear(rows, weight, bias))
+
+
+def test_shapes_that_do_not_suit_are_left_to_torch() -> None:
+    assert row_linear(draw(1, 8, 96), None) is None
+    assert row_linear(draw(1, 8, 1024).float(), None) is None
+
+
 #: Compiles every kernel as a step launches it, for Hopper, which needs no device.
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pdmesh.engine.cuda import kernels
+from pdmesh.engine.cuda import kernels, linear
 
 def compiled(kernel, types, **constants):
     signature = dict(zip(kernel.arg_names, types.split() + ["constexpr"] * len(constants), strict=True))
@@ -93,6 +113,9 @@ compiled(
 )
 compiled(kernels._gated_silu_kernel, "*bf16 *bf16 i32", WIDTH=1024)
 compiled(kernels._write_pages_kernel, "*i32 *i32 *i32 *i32 i32", WIDTH=1024)
+for num_inputs, inputs, outputs in [(4096, 4096, 1), (14336, 2048, 4)]:
+    shape = {"NUM_INPUTS": num_inputs, "HAS_BIAS": True, "INPUTS": inputs, "OUTPUTS": outputs}
+    compiled(linear._row_kernel, "*bf16 *bf16 *bf16 *bf16 i32", **shape)
 """
 
 

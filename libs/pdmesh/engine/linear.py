@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -132,8 +133,8 @@ class WeightMemory:
 
 def fastest_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) -> Linear:
     """A layer that computes with ``weight`` as fast as this machine can; it need not keep the tensor it is given."""
-    if (tiled := _tile_linear(weight, bias, memory)) is not None:
-        return tiled
+    if (own := _own_linear(weight, bias, memory)) is not None:
+        return own
     reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or reorder is None:
         return PlainLinear(weight, bias)
@@ -142,7 +143,16 @@ def fastest_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) ->
 
 def fastest_vocabulary(weight: Tensor, memory: WeightMemory) -> Vocabulary:
     """`fastest_linear` for a vocabulary: oneDNN's order does not give rows back."""
-    return _tile_linear(weight, None, memory) or PlainLinear(weight, None)
+    return _own_linear(weight, None, memory) or PlainLinear(weight, None)
+
+
+def _own_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) -> Vocabulary | None:
+    """By a kernel of our own; None where the machine or the shape does not suit."""
+    if weight.is_cuda and importlib.util.find_spec("triton") is not None:
+        from pdmesh.engine.cuda.linear import row_linear  # only where there is a device
+
+        return row_linear(weight, bias)
+    return _tile_linear(weight, bias, memory)
 
 
 def _tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) -> TileLinear | None:

@@ -41,7 +41,8 @@ class HfReference:
         inputs = list(prompt_ids)
         with torch.inference_mode():
             for _ in range(max_new_tokens):
-                output = self._model(torch.tensor([inputs], device=self._device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                ids = torch.tensor([inputs], device=self._device)
+                output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
                 logits = output.logits[0, -1]
                 best, second = torch.topk(logits, 2).values.tolist()

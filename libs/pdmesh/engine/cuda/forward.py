@@ -6,6 +6,7 @@ import array
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +163,7 @@ class _Lane:
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> StepOutput:
         inputs = step_inputs(batch, self._store.layout.block_size, self._upload)
+        inputs = replace(inputs, new_blocks=None)  # FlashInfer fills what it masks with zeros: NaN do not pass
         layers_ahead = 1 if len(inputs.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
         plan = self._attention.plan(spans)
