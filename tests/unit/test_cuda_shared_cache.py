@@ -82,6 +82,22 @@ def test_blocks_come_from_device_to_device(pid: int) -> None:
     assert reader.driver.mapped == {}
 
 
+@pytest.mark.parametrize(("has_one_device", "num_copies"), [(True, 1), (False, 6)])
+def test_scattered_blocks_are_copied_at_once_within_a_device(
+    monkeypatch: pytest.MonkeyPatch, has_one_device: bool, num_copies: int
+) -> None:
+    monkeypatch.setattr(shared_cache, "_MAX_RUNS", 5)
+    host = FakeHost()
+    reader, owner = a_process(host, 0), a_process(host, 1, NUM_BLOCKS + 7)
+    reader.driver.has_one_device = has_one_device
+    peer = reader.shared.open(ANOTHER_PROCESS, owner.shared.describe())
+    theirs = [18, 2, 3, 4, 10, 0, 7, 8]
+    peer.read(1, theirs, SHUFFLED)
+    assert torch.equal(reader.store.layers[1][SHUFFLED], owner.store.layers[1][theirs])
+    assert reader.driver.num_copies == num_copies
+    peer.close()
+
+
 def test_layers_of_one_allocation_are_opened_once() -> None:
     host, reader = FakeHost(), a_process(FakeHost(), 0)
     reader = a_process(host, 0)
@@ -196,6 +212,7 @@ def driver_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[objec
         "cuIpcOpenMemHandle": (driver.CUdeviceptr(0x9000),),
         "cuIpcCloseMemHandle": (),
         "cuMemcpyAsync": (),
+        "cuPointerGetAttribute": (3,),
     }
 
     def stand_in(name: str) -> Callable[..., object]:
@@ -220,11 +237,13 @@ def test_the_driver_is_called_as_its_bindings_want_it(driver_calls: list[tuple[s
     assert handle == bytes(HANDLE_BYTES)
     assert driver.open(bytes(range(HANDLE_BYTES))) == 0x9000
     driver.copy(0x1000, 0x9000, 256)
+    assert driver.is_near(0x9000)
     driver.close(0x9000)
     names = [name for name, _ in driver_calls]
     assert names == [
         *("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"),  # once for a thread
-        *("cuMemGetAddressRange", "cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuMemcpyAsync", "cuIpcCloseMemHandle"),
+        *("cuMemGetAddressRange", "cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuMemcpyAsync"),
+        *("cuPointerGetAttribute", "cuIpcCloseMemHandle"),
     ]
     arguments = dict(driver_calls)
     assert arguments["cuDeviceGet"] == (3,)

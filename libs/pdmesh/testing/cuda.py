@@ -94,6 +94,7 @@ class FakeDriver:
         self._own: list[Allocation] = []
         self.mapped: dict[int, Allocation] = {}  # what is mapped, by where
         self.num_copies = 0
+        self.has_one_device = True
 
     def own(self, tensors: Sequence[Tensor]) -> None:
         """Each is an allocation."""
@@ -132,6 +133,17 @@ class FakeDriver:
         source = self.mapped[at].address + from_address - at if at in self.mapped else from_address
         self._streams.copies.append(lambda: ctypes.memmove(to_address, source, num_bytes))
         self.num_copies += 1
+
+    def is_near(self, address: int) -> bool:
+        return self.has_one_device
+
+    def copy_blocks(
+        self, to_address: int, from_address: int, block_bytes: int, *, theirs: Sequence[int], ours: Sequence[int]
+    ) -> None:
+        num_copies = self.num_copies + 1
+        for their, our in zip(theirs, ours, strict=True):
+            self.copy(to_address + our * block_bytes, from_address + their * block_bytes, block_bytes)
+        self.num_copies = num_copies
 
 
 class FakeRecorder:
