@@ -14,6 +14,7 @@ import torch
 from pdmesh.engine import runner
 from pdmesh.engine.base import SequenceSlice, SliceResult
 from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.cuda import layer_graphs
 from pdmesh.engine.cuda.forward import DeviceForward, paced
 from pdmesh.engine.cuda.graphs import MAX_BATCH_SIZE, graph_batch_size
 from pdmesh.engine.cuda.staging import Turns
@@ -25,6 +26,8 @@ from pdmesh.testing.flashinfer import FakeFlashInfer
 from pdmesh.testing.stepping import GREEDY, SteppedRequest, generate, new_sequence, separate_tables, step
 
 MAX_TOKENS = 20
+NUM_LAYERS = 3
+NUM_SEGMENTS = NUM_LAYERS + 1  # graphs of a step with chunks: before, between and after its layers' attention
 PARAMS = [GREEDY, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=3, logprobs=1)]
 
 
@@ -68,7 +71,7 @@ def fake() -> FakeDevice:
 
 @pytest.fixture
 def reference(tmp_path: Path) -> TorchEngine:
-    write_checkpoint(tmp_path, num_layers=3)
+    write_checkpoint(tmp_path, num_layers=NUM_LAYERS)
     return TorchEngine(tmp_path, num_blocks=64, num_threads=1, device="cpu", native=False)
 
 
@@ -82,10 +85,13 @@ def prompt_of(num_tokens: int) -> list[int]:
     return [rng.randrange(320) for _ in range(num_tokens)]
 
 
+@pytest.mark.parametrize("sizes", [layer_graphs.SIZES, (4, 16), (1,)], ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mixture_of_chunks_and_decodes_equals_the_reference(
-    engine: TorchEngine, reference: TorchEngine, fake: FakeDevice, seed: int
+    engine: TorchEngine, reference: TorchEngine, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], seed: int
 ) -> None:
+    """In graphs between the layers' attention, or, what has more tokens than these sizes, without."""
+    monkeypatch.setattr(layer_graphs, "SIZES", sizes)
     schedule = random.Random(seed)
     for cache in engine.kv.layers:
         cache.fill_(torch.nan)  # the scratch block included: nothing unwritten may be read
@@ -116,7 +122,8 @@ def test_decodes_run_as_few_graphs_whose_padding_changes_nothing(
         for length, table in zip(lengths, tables, strict=True)
     ]
     step(engine, [(generation, 1000) for generation in generations])
-    assert fake.recorder.num_recorded == 0
+    assert fake.recorder.num_recorded == NUM_SEGMENTS
+    fake.recorder.num_recorded = 0
     fake.library.calls.clear()
     while running := [generation for generation in generations if not generation.done]:
         step(engine, [(generation, 1) for generation in running[: 1 + len(running[0].output_ids) % 5]])
@@ -203,7 +210,7 @@ def test_a_warm_up_compiles_everything_and_touches_no_requests_kv(engine: TorchE
         if "use_cuda_graph" in call.kwargs
     ]
     assert sizes == [256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]  # the largest first
-    assert fake.recorder.num_recorded == 16
+    assert fake.recorder.num_recorded == 16 + len(layer_graphs.SIZES) * NUM_SEGMENTS
     backends = [
         call.kwargs["backend"]
         for call in fake.library.calls
@@ -221,7 +228,7 @@ def test_graph_sizes() -> None:
         assert graph_batch_size(number) == min(size for size in sizes if size >= number)
 
 
-def test_batches_too_large_for_graphs_are_computed_directly(
+def test_batches_too_large_for_one_graph_are_computed_layer_by_layer(
     reference: TorchEngine, tmp_path: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = fake.engine(tmp_path, monkeypatch, max_num_seqs=2)
@@ -230,7 +237,7 @@ def test_batches_too_large_for_graphs_are_computed_directly(
     while not generations[0].done:
         step(engine, [(generation, 1) for generation in generations])
     assert [generation.output_ids for generation in generations] == expected
-    assert fake.recorder.num_recorded == 0
+    assert fake.recorder.num_recorded == NUM_SEGMENTS
 
 
 @pytest.mark.parametrize("nested_decodes", [False, True])

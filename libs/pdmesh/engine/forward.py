@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import array
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,7 @@ from pdmesh.engine.model import StepInputs, Transformer
 from pdmesh.engine.sampler import sample
 from pdmesh.model import num_blocks_for
 
-#: Several arrays of integers as tensors where the step computes.
-Upload = Callable[[Sequence[npt.NDArray[np.int64]]], Sequence[Tensor]]
-
+Ints = npt.NDArray[np.int64]
 
 #: Rows of a step.
 Rows = Sequence[int]
@@ -100,7 +98,8 @@ class DirectForward:
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
-        inputs = step_inputs(batch, self._block_size, self._upload)
+        arrays = step_arrays(batch, self._block_size)
+        inputs = StepInputs(*(torch.from_numpy(values).to(self._device) for values in arrays))
         plan = self._attention.plan(spans)
         yield HiddenOutput(self._transformer, self._transformer.forward(inputs, self._caches, plan, on_layer))
         self.settle()
@@ -108,9 +107,6 @@ class DirectForward:
     def settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _upload(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[Tensor]:
-        return [torch.from_numpy(values).to(self._device) for values in arrays]
 
 
 def step_spans(batch: Sequence[SequenceSlice]) -> list[QuerySpan]:
@@ -123,11 +119,21 @@ def step_spans(batch: Sequence[SequenceSlice]) -> list[QuerySpan]:
     return spans
 
 
-def step_inputs(batch: Sequence[SequenceSlice], block_size: int, upload: Upload) -> StepInputs:
-    """Lay out a step's tokens, positions and blocks on the device, in the order of ``batch``."""
+class StepArrays(NamedTuple):
+    """A step's integers on the host, int64: the fields of `StepInputs`."""
+
+    token_ids: Ints
+    positions: Ints
+    num_prompt_tokens: Ints
+    slots: Ints
+    new_blocks: Ints
+
+
+def step_arrays(batch: Sequence[SequenceSlice], block_size: int) -> StepArrays:
+    """Lay out a step's tokens, positions and blocks, in the order of ``batch``."""
     token_ids = array.array("i")
-    positions: list[npt.NDArray[np.int64]] = []
-    blocks: list[npt.NDArray[np.int64]] = []
+    positions: list[Ints] = []
+    blocks: list[Ints] = []
     new_blocks: list[int] = []
     for part in batch:
         end = part.start + part.num_tokens
@@ -138,14 +144,10 @@ def step_inputs(batch: Sequence[SequenceSlice], block_size: int, upload: Upload)
         new_blocks += used[num_blocks_for(part.start, block_size) :]
     flat_positions = np.concatenate(positions)
     lengths = [part.num_tokens for part in batch]
-    arrays = (
-        np.asarray(token_ids, dtype=np.int64),
-        flat_positions,
-        np.repeat(np.asarray([part.sequence.num_prompt_tokens for part in batch]), lengths),
-        np.concatenate(blocks) * block_size + flat_positions % block_size,
-        np.asarray(new_blocks, dtype=np.int64),
-    )
-    ids, device_positions, prompt_lengths, slots, begun = upload(arrays)
-    return StepInputs(
-        token_ids=ids, positions=device_positions, num_prompt_tokens=prompt_lengths, slots=slots, new_blocks=begun
+    return StepArrays(
+        token_ids=np.asarray(token_ids, dtype=np.int64),
+        positions=flat_positions,
+        num_prompt_tokens=np.repeat(np.asarray([part.sequence.num_prompt_tokens for part in batch]), lengths),
+        slots=np.concatenate(blocks) * block_size + flat_positions % block_size,
+        new_blocks=np.asarray(new_blocks, dtype=np.int64),
     )

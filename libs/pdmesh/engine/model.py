@@ -52,29 +52,55 @@ class Transformer:
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
+    @property
+    def num_heads(self) -> int:
+        return self._config.num_heads
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
     def forward(
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
     ) -> Tensor:
         """Hidden states (num_tokens, hidden_size) before the last norm; writes the tokens' keys and values."""
-        kernels = self._kernels
-        hidden = self._weights.embedding.embed(inputs.token_ids)
-        cos, sin = self._rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens, hidden.dtype)
-        rotation = Rotation(cos=cos, sin=sin, slots=inputs.slots)
+        hidden, rotation = self.embed(inputs)
         delta: Tensor | None = None
-        for number, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
+        for number, cache in enumerate(caches):
             # A block's former content is wiped when a sequence begins it: a NaN left there by another sequence would
             # pass the mask (0 x NaN).
             if inputs.new_blocks is not None:
                 cache.index_fill_(0, inputs.new_blocks, 0)
-            hidden, normed = kernels.add_norm(hidden, delta, layer.input_norm)
-            query = kernels.rotate_and_store(self._project(layer, normed), self._config.num_heads, rotation, cache)
+            hidden, query = self.before_attention(number, hidden, delta, rotation, cache)
             if on_layer is not None:
                 on_layer(number)
-            attended = attention.attend(query, cache).output
-            delta = self._linear(attended.flatten(1), layer.output)
-            hidden, normed = kernels.add_norm(hidden, delta, layer.post_attention_norm)
-            delta = self._linear(kernels.gated_silu(self._linear(normed, layer.gate_up)), layer.down)
+            hidden, delta = self.after_attention(number, hidden, attention.attend(query, cache).output)
         return hidden if delta is None else hidden + delta
+
+    # A layer, in the two parts that lie before and after its attention. ``hidden`` and ``delta`` are what the layer
+    # before left: their sum is the hidden states, of which the next norm takes care.
+
+    def embed(self, inputs: StepInputs) -> tuple[Tensor, Rotation]:
+        """Hidden states (num_tokens, hidden_size) before the first layer, and what all layers rotate by."""
+        hidden = self._weights.embedding.embed(inputs.token_ids)
+        cos, sin = self._rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens, hidden.dtype)
+        return hidden, Rotation(cos=cos, sin=sin, slots=inputs.slots)
+
+    def before_attention(
+        self, number: int, hidden: Tensor, delta: Tensor | None, rotation: Rotation, cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states, and queries (num_tokens, heads, head_dim); keys and values are in the cache then."""
+        layer = self._weights.layers[number]
+        hidden, normed = self._kernels.add_norm(hidden, delta, layer.input_norm)
+        qkv = self._project(layer, normed)
+        return hidden, self._kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
+
+    def after_attention(self, number: int, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states and delta, from what attention gave for the queries."""
+        layer, kernels = self._weights.layers[number], self._kernels
+        delta = self._linear(attended.flatten(1), layer.output)
+        hidden, normed = kernels.add_norm(hidden, delta, layer.post_attention_norm)
+        return hidden, self._linear(kernels.gated_silu(self._linear(normed, layer.gate_up)), layer.down)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
+from pdmesh.engine.attention import AttentionOutput, QuerySpan
 from pdmesh.engine.cuda.page_tables import Ints, PageIndex, PageTables
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.kv_cache import TORCH_DTYPES
@@ -172,7 +172,7 @@ class FlashInferAttention:
         self._prefill: dict[str, Any] = {}  # by backend
         self._decode = flashinfer.decode()
 
-    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
+    def plan(self, spans: Sequence[QuerySpan]) -> FlashInferPlan:
         parts: list[_Part] = []
         chunks = [span for span in spans if span.num_tokens > 1]
         for backend in dict.fromkeys(self._flashinfer.backend_for(span.num_tokens) for span in chunks):
@@ -240,6 +240,11 @@ class FlashInferPlan:
     def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
+        self.attend_into(output, query, cache, lse)
+        return AttentionOutput(output, None if lse is None else lse * math.log(2))
+
+    def attend_into(self, output: Tensor, query: Tensor, cache: Tensor, lse: Tensor | None = None) -> None:
+        """As `attend`, into (num_tokens, heads, head_dim), contiguous; ``lse`` (num_tokens, heads) is to base 2."""
         for part in self.parts:
             if isinstance(part.rows, slice):
                 part_lse = None if lse is None else lse[part.rows]
@@ -251,7 +256,6 @@ class FlashInferPlan:
                 output[part.rows] = part_output
                 if lse is not None and part_lse is not None:
                     lse[part.rows] = part_lse
-        return AttentionOutput(output, None if lse is None else lse * math.log(2))
 
     def _run(self, wrapper: Wrapper, query: Tensor, cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
         wrapper.run(query, cache, out=output, lse=lse, return_lse=lse is not None)

@@ -6,24 +6,21 @@ import array
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.cuda.flashinfer import MAX_SHORT_CHUNK, FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.graphs import DecodeGraphs, GraphOutput, Recorder
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
+from pdmesh.engine.cuda.layer_graphs import LayerGraphs
 from pdmesh.engine.cuda.page_tables import PageTables, PageWriter, write_pages
 from pdmesh.engine.cuda.sampler import draw
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.cuda.streams import Event, Streams
-from pdmesh.engine.forward import HiddenOutput, Rows, StepOutput, step_inputs, step_spans
-from pdmesh.engine.model import Transformer
+from pdmesh.engine.forward import HiddenOutput, Rows, StepOutput, step_arrays, step_spans
+from pdmesh.engine.model import StepInputs, Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 #: Tokens from which on a layer takes the device longer than its launches take the host, many times over.
@@ -61,6 +58,14 @@ class DeviceForward:
             block_size=layout.block_size, max_blocks=max_blocks, device=streams.device, write=write
         )
         self._free = [self._make_lane()]
+        self._layer_graphs = LayerGraphs(
+            transformer,
+            store.layers,
+            recorder,
+            num_heads=transformer.num_heads,
+            hidden_size=transformer.hidden_size,
+            scratch_block=store.scratch_block,
+        )
         self._graphs = DecodeGraphs(
             lambda inputs, plan: transformer.forward(inputs, store.layers, plan, None),
             transformer.logits,
@@ -82,6 +87,7 @@ class DeviceForward:
         Recorded now, because recording waits for the whole device.
         """
         self._graphs.record_all()
+        self._layer_graphs.record_all()
         num_tokens = min(MAX_SHORT_CHUNK + 1, self._max_model_len)
         sequence = EngineSequence(
             request_id=RequestId("warm-up"),
@@ -104,9 +110,10 @@ class DeviceForward:
                 yield output
             return
         self._graphs.forget()
+        num_tokens = sum(part.num_tokens for part in batch)
         try:
-            with self._lane() as lane:
-                yield lane.forward(batch, spans, on_layer)
+            with self._lane() as lane, self._layer_graphs.lent(num_tokens) as graphs:
+                yield lane.forward(batch, spans, on_layer, graphs)
         finally:
             self.settle()
 
@@ -160,17 +167,24 @@ class _Lane:
         self.staging = staging
 
     def forward(
-        self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
+        self,
+        batch: Sequence[SequenceSlice],
+        spans: Sequence[QuerySpan],
+        on_layer: LayerHook | None,
+        graphs: LayerGraphs | None,
     ) -> StepOutput:
-        inputs = step_inputs(batch, self._store.layout.block_size, self._upload)
-        inputs = replace(inputs, new_blocks=None)  # FlashInfer fills what it masks with zeros: NaN do not pass
-        layers_ahead = 1 if len(inputs.token_ids) >= _LARGE_STEP else 2
+        arrays = step_arrays(batch, self._store.layout.block_size)
+        layers_ahead = 1 if len(arrays.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
         plan = self._attention.plan(spans)
-        return DeviceOutput(self._transformer, self._transformer.forward(inputs, self._store.layers, plan, hook))
-
-    def _upload(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[Tensor]:
-        return [values.long() for values in self.staging.upload(*arrays)]
+        if graphs is None:
+            ids, positions, num_prompt_tokens, slots = (values.long() for values in self.staging.upload(*arrays[:4]))
+            # FlashInfer fills what it masks with zeros: no block has to be wiped.
+            inputs = StepInputs(ids, positions, num_prompt_tokens, slots, new_blocks=None)
+            hidden = self._transformer.forward(inputs, self._store.layers, plan, hook)
+        else:
+            hidden = graphs.forward(arrays, self.staging, plan, hook)
+        return DeviceOutput(self._transformer, hidden)
 
 
 class DeviceOutput(HiddenOutput):
