@@ -55,7 +55,7 @@ class Planned:
 
     @property
     def is_long(self) -> bool:
-        return self.num_prompt_tokens == LONG_TOKENS
+        return self.num_prompt_tokens > SHORT_TOKENS[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Seen:
 
     @property
     def is_long(self) -> bool:
-        return self.num_prompt_tokens == LONG_TOKENS
+        return self.num_prompt_tokens > SHORT_TOKENS[1]
 
     @property
     def finished(self) -> bool:

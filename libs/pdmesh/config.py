@@ -161,6 +161,11 @@ class WorkerConfig:
         None
     )
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16"), "auto: the checkpoint's"] = "auto"
+    load_format: Annotated[
+        str,
+        one_of("auto", "dummy"),
+        "auto: the checkpoint's weights; dummy: random ones of the shape that its config.json tells, for benchmarks",
+    ] = "auto"
     device: Annotated[str, "auto: cuda if there is one, else cpu"] = "auto"
     role: Annotated[str | None, one_of("prefill", "decode", "mixed"), "default: that of the service"] = None
     engine: Annotated[str, one_of("torch", "fake"), "fake: a stand-in without a model, for tests and benchmarks"] = (

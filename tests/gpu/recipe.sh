@@ -5,7 +5,8 @@
 #   recipe.sh build                    there: compile FlashInfer's kernels, into .carry/modules (to be brought back)
 #   recipe.sh test                     there: the device's tests
 #   recipe.sh bench [OPTIONS]          there: benchmarks/engine_gpu.py
-#   recipe.sh all                      there: build, test, bench, as long as each succeeds
+#   recipe.sh mesh [OPTIONS]           there: benchmarks/mesh_gpu.py, a mesh of processes that share the device
+#   recipe.sh all                      there: build, test, bench, mesh, as long as each succeeds
 #
 # Two processes share a device in tests/gpu/test_shared_cache.py: where it is in exclusive mode these fail. They need
 # cuda.bindings, which torch for CUDA brings.
@@ -21,15 +22,27 @@ work=${WORK:-$carry/work}
 site=$work/site
 python=${PYTHON:-python3}
 
+# What the engine imports and such a machine lacks, what the services import besides, and what our tests are written for.
+# What takes megabytes and is there (torch, numpy, triton, transformers, tokenizers, uvloop) is used as it is. UCX stays
+# behind: KV within a host needs none.
+engine_wheels="flashinfer-python apache-tvm-ffi structlog"
+service_wheels="annotated-doc annotated-types anyio click googleapis-common-protos grpcio grpcio-health-checking
+    grpcio-reflection h11 httpcore httptools httpx idna markdown-it-py mdurl msgspec opentelemetry-api
+    opentelemetry-exporter-otlp-common opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc
+    opentelemetry-proto opentelemetry-sdk opentelemetry-semantic-conventions prometheus_client protobuf pydantic
+    pydantic_core rich shellingham sniffio starlette typer typing-inspection typing_extensions uvicorn websockets"
+test_wheels="charset-normalizer iniconfig packaging pluggy pytest pytest-timeout"
+
 pinned() { sed -n "s/^\($1==.*\)$/\1/p" constraints.txt; }
 
 fetch() {
     version=${1:-3.12}
+    rm -rf "$carry/wheels"
     mkdir -p "$carry/wheels"
     $python -m pip download --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 \
-        --platform manylinux2014_x86_64 -d "$carry/wheels" \
-        "$(pinned flashinfer-python)" "$(pinned apache-tvm-ffi)" "$(pinned structlog)"
+        --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d "$carry/wheels" \
+        $(for name in $engine_wheels $service_wheels $test_wheels; do pinned "$name"; done)
     du -sh "$carry/wheels"
 }
 
@@ -41,7 +54,8 @@ unpack() {
         mkdir -p "$site/flashinfer/data/aot"
         cp -r "$carry/modules/." "$site/flashinfer/data/aot/"
     fi
-    export PYTHONPATH="$site:$PWD/libs:$PWD" FLASHINFER_WORKSPACE_BASE="$work" MAX_JOBS="${MAX_JOBS:-6}" PYTHONUNBUFFERED=1
+    sources=$PWD/libs:$PWD/services/gateway:$PWD/services/scheduler:$PWD/services/prefill:$PWD/services/decode
+    export PYTHONPATH="$site:$sources:$PWD" FLASHINFER_WORKSPACE_BASE="$work" MAX_JOBS="${MAX_JOBS:-6}" PYTHONUNBUFFERED=1
 }
 
 build() { $python tests/gpu/build_flashinfer.py "$carry/modules"; }
@@ -51,6 +65,8 @@ run_tests() { $python -m pytest -p no:cacheprovider -q -W default tests/gpu test
 
 bench() { $python benchmarks/engine_gpu.py "$@"; }
 
+mesh() { $python benchmarks/mesh_gpu.py "$@"; }
+
 what=${1:-}
 [ $# -gt 0 ] && shift
 case $what in
@@ -58,6 +74,7 @@ fetch) fetch "$@" ;;
 build) unpack && build ;;
 test) unpack && run_tests ;;
 bench) unpack && bench "$@" ;;
-all) unpack && build && run_tests && bench "$@" ;;
+mesh) unpack && mesh "$@" ;;
+all) unpack && build && run_tests && bench "$@" && mesh ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 64 ;;
 esac

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from pdmesh.model import KvLayout
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.profiles import parse_latency
 from pdmesh.testing import engine as fake
+from pdmesh.testing.checkpoints import TINY, write_config
 from pdmesh.worker.engines import EngineFacts, build_engine, engine_facts, num_blocks_of
 from pdmesh.worker.measuring import step_s
 from pdmesh.worker.memory import free_host_bytes
@@ -120,3 +122,12 @@ def test_what_is_no_latency_model_is_said_in_a_sentence(text: str, said: str) ->
 
 def test_a_profile_can_be_the_stand_ins() -> None:
     assert parse_latency("h100-llama3-8b") is PROFILES["h100-llama3-8b"]
+
+
+def test_dummy_weights_need_no_files_of_weights(tmp_path: Path) -> None:
+    write_config(tmp_path, shape=TINY, dtype="float32")
+    worker = WorkerConfig(device="cpu", kv_cache_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="safetensors"):
+        build_engine(MeshConfig(model=str(tmp_path), worker=worker), 1)
+    engine = build_engine(MeshConfig(model=str(tmp_path), worker=replace(worker, load_format="dummy")), 1)
+    assert engine.max_model_len == TINY.max_position_embeddings

@@ -51,7 +51,9 @@ def write_tokenizer(directory: Path, *, vocab_size: int, model_max_length: int) 
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Distinct merges whose parts exist before them: some common ones, then letter pairs, then pairs with a letter."""
+    """Distinct merges whose parts exist before them: some common ones, then letter pairs, pairs with a letter and
+    pairs of pairs.
+    """
     made: set[str] = set()
 
     def candidates() -> Iterator[tuple[str, str]]:
@@ -65,6 +67,9 @@ def _merges() -> Iterator[tuple[str, str]]:
         for left, right in pairs:
             for letter in _LETTERS:
                 yield left + right, letter
+        for first, second in pairs:
+            for third, fourth in pairs:
+                yield first + second, third + fourth
 
     for left, right in candidates():
         if left + right not in made:

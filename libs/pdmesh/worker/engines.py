@@ -66,6 +66,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
         num_threads=num_threads,
         prefill_attention=worker.prefill_attention,
         deterministic=worker.deterministic,
+        has_random_weights=worker.load_format == "dummy",
     )
 
 
