@@ -38,6 +38,7 @@ from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import LLAMA_3_8B, CheckpointShape, write_config
 
 BLOCK_SIZE = 16
+SHORT_TOKENS = (32, 256, 1000)
 PREFILL_TOKENS = (2048, 8192, 32_768)
 MFU_TOKENS = 8192
 DECODE_CONTEXT = 4096
@@ -141,7 +142,7 @@ def verdict(value: float, wanted: float, *, at_most: bool = False) -> str:
 
 
 def report_prefill(engine: TorchEngine, prompts: Prompts, work: Work, ceilings: Ceilings, rounds: int) -> None:
-    for num_tokens in PREFILL_TOKENS:
+    for num_tokens in (*SHORT_TOKENS, *PREFILL_TOKENS):
         prompts.restart()
         chunk = prompts.chunk(num_tokens)
         times = timed(lambda chunk=chunk: engine.execute([chunk]), rounds)  # type: ignore[misc]

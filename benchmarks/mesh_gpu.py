@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import random
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -34,6 +35,7 @@ from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.testing.tokenizers import write_tokenizer
 
 EXPOSED_LIMIT = 0.03  # of the prefill's time, of a long prompt's KV
+EXPOSED_TOKENS, NUM_EXPOSED, EXPOSED_GAP_S = (2048, 8192), 3, 2.5
 NUM_WARM = 8
 ANSWER_LIMIT_S = 90.0  # after the last request was sent: a mesh that stands still must not take the device's time
 LOG_TAIL_CHARACTERS = 1800  # of each service, where a mesh fails
@@ -101,13 +103,13 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One system's run. ``exposed`` is the share of the lone long prompt's prefill; None where no KV moves."""
+    """One system's run. ``exposed``: share of a lone prompt's prefill, by its tokens; nothing where no KV moves."""
 
     alone: Times
     among: Times
     long_alone: Times
     long_among: Times
-    exposed: float | None
+    exposed: Mapping[int, float]
 
     @property
     def has_failures(self) -> bool:
@@ -143,12 +145,22 @@ async def drive(mesh: RunningMesh, name: str, load: Sequence[Planned]) -> list[S
     return [task.result() for task in asked]
 
 
-def exposed_share(mesh: RunningMesh, request_id: str) -> float | None:
-    """KV time that the prefill did not hide, over the prefill's own (as `mesh_overhead.py`)."""
-    record = mesh.request_record(request_id)
-    sent = [entry.figures["exposed_s"] for entry in record.entries if entry.what == "sent"]
-    computed_s = sum(entry.figures["step_s"] for entry in record.entries if entry.what == "chunk")
-    return sent[0] / computed_s if sent and computed_s else None
+def exposed_shares(mesh: RunningMesh, long_tokens: int) -> dict[int, float]:
+    """KV time that the prefill did not hide, over the prefill's own (as `mesh_overhead.py`): medians."""
+    found: dict[int, float] = {}
+    for num_tokens in sorted({*(size for size in EXPOSED_TOKENS if size < long_tokens), long_tokens}):
+        name = f"exposed-{num_tokens}"
+        asyncio.run(drive(mesh, name, [Planned(number * EXPOSED_GAP_S, num_tokens) for number in range(NUM_EXPOSED)]))
+        shares: list[float] = []
+        for number in range(NUM_EXPOSED):
+            record = mesh.request_record(f"{name}-{number}")
+            computed_s = sum(entry.figures["step_s"] for entry in record.entries if entry.what == "chunk")
+            exposed_s = [entry.figures["exposed_s"] for entry in record.entries if entry.what == "sent"]
+            shares += [seconds / computed_s for seconds in exposed_s]
+            print(f"  KV of {num_tokens} tokens exposed: {exposed_s}, computed in {computed_s:.4f} s")
+        if shares:
+            found[num_tokens] = statistics.median(shares)
+    return found
 
 
 def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int) -> Measured:
@@ -158,13 +170,14 @@ def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int) -> Mea
     long_alone = asyncio.run(drive(mesh, "lone", [Planned(0.0, long_tokens)]))
     short = asyncio.run(drive(mesh, "short", [planned for planned in load if not planned.is_long]))
     among = asyncio.run(drive(mesh, "among", load))
+    exposed = exposed_shares(mesh, long_tokens // 2)
     mesh.wait_until_idle(60)
     return Measured(
         alone=Times.of(short),
         among=Times.of([one for one in among if not one.is_long]),
         long_alone=Times.of(long_alone),
         long_among=Times.of([one for one in among if one.is_long]),
-        exposed=exposed_share(mesh, "lone-0"),
+        exposed=exposed,
     )
 
 
@@ -176,11 +189,13 @@ def report(name: str, measured: Measured, limits: Limits) -> None:
     ratio = measured.among.ttft_s(99) / measured.alone.ttft_s(99)
     stands = f"{limits.at_most('short TTFT p99', ratio, TTFT_LIMIT)} of {TTFT_LIMIT}" if name == SPLIT else "no limit"
     print(f"{name}: short TTFT p99 among long ones {ratio:.2f} x alone ({stands})")
-    if measured.exposed is not None:
+    for num_tokens, share in measured.exposed.items():
         stands = "no limit"
         if name == SPLIT:
-            stands = f"{limits.at_most('exposed KV', measured.exposed, EXPOSED_LIMIT)} of {EXPOSED_LIMIT:.0%}"
-        print(f"{name}: KV of the long prompt alone exposed for {measured.exposed:.2%} of its prefill ({stands})")
+            stands = (
+                f"{limits.at_most(f'exposed KV of {num_tokens} tokens', share, EXPOSED_LIMIT)} of {EXPOSED_LIMIT:.0%}"
+            )
+        print(f"{name}: KV of {num_tokens} tokens alone exposed for {share:.2%} of its prefill ({stands})")
 
 
 def compare(runs: Mapping[str, Measured]) -> None:
