@@ -111,6 +111,23 @@ def test_any_mixture_of_chunks_and_decodes_equals_the_reference(
         assert chances == pytest.approx([result.logprobs.logprob for result in wanted.results if result.logprobs], 1e-4)
 
 
+@pytest.mark.parametrize("sizes", [layer_graphs.SIZES, (1,)], ids=str)
+def test_what_a_prompt_leaves_of_its_last_block_is_wiped(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    """It may be read by another instance, whose attention masks by a product."""
+    monkeypatch.setattr(layer_graphs, "SIZES", sizes)
+    for cache in engine.kv.layers:
+        cache.fill_(torch.nan)
+    table = [7, 3, 5]
+    step(engine, [(SteppedRequest(new_sequence(prompt_of(40), table), MAX_TOKENS), 40)])
+    for cache in engine.kv.layers:
+        assert cache[table[:2]].isfinite().all()
+        assert cache[5, :, :, :8].isfinite().all()
+        assert not cache[5, :, :, 8:].any()
+        assert cache[[1, 2, 4, 6]].isnan().all()
+
+
 def test_decodes_run_as_few_graphs_whose_padding_changes_nothing(
     engine: TorchEngine, reference: TorchEngine, fake: FakeDevice
 ) -> None:

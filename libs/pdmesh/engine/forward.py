@@ -141,7 +141,7 @@ def step_arrays(batch: Sequence[SequenceSlice], block_size: int) -> StepArrays:
         positions.append(np.arange(part.start, end))
         used = part.sequence.block_table[: num_blocks_for(end, block_size)]
         blocks.append(np.asarray(used, dtype=np.int64)[positions[-1] // block_size])
-        new_blocks += used[num_blocks_for(part.start, block_size) :]
+        new_blocks += used[max(num_blocks_for(part.start, block_size), end // block_size) :]
     flat_positions = np.concatenate(positions)
     lengths = [part.num_tokens for part in batch]
     return StepArrays(

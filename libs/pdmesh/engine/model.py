@@ -35,7 +35,7 @@ class StepInputs:
     positions: Tensor  # (num_tokens,)
     num_prompt_tokens: Tensor  # (num_tokens,), of each token's sequence
     slots: Tensor  # (num_tokens,): block * block_size + offset
-    new_blocks: Tensor | None  # blocks written for the first time by their sequences; None: attention ignores the rest
+    new_blocks: Tensor | None  # begun by this step and not filled: to be wiped, unless they have been
 
 
 class Transformer:
@@ -67,7 +67,7 @@ class Transformer:
         hidden, rotation = self.embed(inputs)
         delta: Tensor | None = None
         for number, cache in enumerate(caches):
-            # A block's former content is wiped when a sequence begins it: a NaN left there by another sequence would
+            # What a block held before is wiped when a sequence begins it: a NaN left there by another sequence would
             # pass the mask (0 x NaN).
             if inputs.new_blocks is not None:
                 cache.index_fill_(0, inputs.new_blocks, 0)

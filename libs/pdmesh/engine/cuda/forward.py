@@ -177,9 +177,11 @@ class _Lane:
         layers_ahead = 1 if len(arrays.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
         plan = self._attention.plan(spans)
+        if len(arrays.new_blocks):
+            (begun,) = self.staging.upload(arrays.new_blocks)
+            self._store.wipe(begun.long())
         if graphs is None:
             ids, positions, num_prompt_tokens, slots = (values.long() for values in self.staging.upload(*arrays[:4]))
-            # FlashInfer fills what it masks with zeros: no block has to be wiped.
             inputs = StepInputs(ids, positions, num_prompt_tokens, slots, new_blocks=None)
             hidden = self._transformer.forward(inputs, self._store.layers, plan, hook)
         else:

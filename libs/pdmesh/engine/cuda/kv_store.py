@@ -39,10 +39,10 @@ class DeviceKvStore:
         self._layout = layout
         self._num_blocks = num_blocks
         self._streams = streams
-        shape = (num_blocks + 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        dtype = TORCH_DTYPES[layout.dtype]
+        shape = (layout.num_layers, num_blocks + 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         # zeros: memory that was never written must not hold a NaN
-        self.layers = [torch.zeros(shape, dtype=dtype, device=streams.device) for _ in range(layout.num_layers)]
+        self._cache = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=streams.device)
+        self.layers = list(self._cache)
         # a block has a multiple of 8 bytes: keys and values, of an even number of lanes of two bytes or more
         self._words = [layer.view(num_blocks + 1, -1).view(torch.int64) for layer in self.layers]
         self._written: SimpleQueue[tuple[Event, Callable[[], object]] | None] = SimpleQueue()
@@ -75,6 +75,10 @@ class DeviceKvStore:
         except KvTransferError as error:
             log.warning("other processes cannot read this device's cache", reason=str(error))
             return None
+
+    def wipe(self, blocks: Tensor) -> None:
+        """Zeros in these blocks of all layers, on the current stream."""
+        self._cache.index_fill_(1, blocks, 0)
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         if not self._check(block_ids, out):
