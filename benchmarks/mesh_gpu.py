@@ -170,6 +170,11 @@ def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int) -> Mea
     long_alone = asyncio.run(drive(mesh, "lone", [Planned(0.0, long_tokens)]))
     short = asyncio.run(drive(mesh, "short", [planned for planned in load if not planned.is_long]))
     among = asyncio.run(drive(mesh, "among", load))
+    slowest = max(
+        (one for one in among if not one.is_long and one.token_times_s),
+        key=lambda one: one.token_times_s[0] - one.sent_s,
+    )
+    print(f"the slowest short one:\n{mesh.pdmesh('requests', 'show', slowest.name)}")
     exposed = exposed_shares(mesh, long_tokens // 2)
     mesh.wait_until_idle(60)
     return Measured(
