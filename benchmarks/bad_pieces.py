@@ -15,11 +15,12 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdmesh.kv.piece import PieceHeader
     from pdmesh.transport.base import ReceivedPiece
 
@@ -70,14 +71,16 @@ def install(name: str) -> None:
     @functools.cache
     def watch_reader() -> None:
         # Not before there is something to read: services that take no pieces do not import it.
+        from pdmesh.kv import loans
         from pdmesh.kv.incoming import PieceReader
 
+        loans.__dict__["read_memory"] = read_memory  # what says where lent KV lies is no piece
         copy = PieceReader._copy
 
         def copy_and_tell(
-            self: PieceReader, header: PieceHeader, piece: ReceivedPiece, block_ids: Sequence[int]
+            self: PieceReader, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]
         ) -> str | None:
-            fault = copy(self, header, piece, block_ids)
+            fault = copy(self, header, piece, fetch)
             where = ctypes.addressof(ctypes.c_char.from_buffer(piece.payload)) if len(piece.payload) else 0
             if where in waiting:
                 waiting.discard(where)

@@ -87,7 +87,7 @@ async def take_part(pipe: Connection, number: int, load: Load) -> None:
         for pages in store.layers:
             pages.fill_(number)
         lends = await anyio.to_thread.run_sync(pipe.recv)
-        config = replace(TransferConfig(), group_lends_kv=lends)
+        config = replace(TransferConfig(), lends_kv=lends)
         mover = KvMover(transport=transport, store=store, pool=pool, config=config, on_outcome=print)
         await stack.enter_async_context(mover)
         for epoch in range(load.rounds):
@@ -111,9 +111,10 @@ async def take_part(pipe: Connection, number: int, load: Load) -> None:
             mover.cancel(REQUEST, Epoch(epoch))
             pool.free(block_ids)
         if number == 0:
-            exchanged = mover.counters().num_bytes_exchanged
-            assert exchanged.received == load.rounds * load.num_bytes
-            assert exchanged.borrowed == (exchanged.received if lends else 0)
+            counters = mover.counters()
+            num_bytes = counters.num_bytes_exchanged.received
+            assert num_bytes == load.rounds * load.num_bytes
+            assert counters.num_bytes_borrowed == (num_bytes if lends else 0)
 
 
 def run_member(pipe: Connection, number: int, load: Load) -> None:

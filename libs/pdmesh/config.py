@@ -213,9 +213,9 @@ class TransferConfig:
     group_no_progress_s: Annotated[
         float, "a prompt that several instances compute is given up where for so long no KV comes that it waits for"
     ] = 30.0
-    group_lends_kv: Annotated[
+    lends_kv: Annotated[
         bool,
-        "instances that compute a prompt together copy its KV from each other's cache, where they are on one host; "
+        "instances on one host copy KV from each other's cache, where both can and both have this set; "
         "else it travels in pieces",
     ] = False
     ucx_tls: Annotated[

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import anyio
 import anyio.from_thread
@@ -13,94 +12,33 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.kv.loans import MAX_LOANS
+from pdmesh.kv.loans import MAX_LOANS, Loan, LoanWriter
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import FREE_PIECES
-from pdmesh.kv.sharing import HostCache, PeerCache
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh.testing.exchanges import HEADS, NUM_BLOCKS, NUM_LAYERS, Member, a_piece, open_members
-from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.testing.hooked import HookedStore
+from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, TransportMaker
 from pdmesh.transport.base import ReceivedPiece
 
 pytestmark = pytest.mark.anyio
 
 
-@dataclass
-class Hooked:
-    """A peer's cache; ``before`` and ``after`` are called around each read."""
-
-    cache: PeerCache
-    before: Callable[[], object]
-    after: Callable[[], object]
-
-    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        self.before()
-        self.cache.read(layer, theirs, ours)
-        self.after()
-
-    def close(self) -> None:
-        self.cache.close()
-
-
-class HookedStore(ByteStore):
-    """A cache whose reads of others can be looked at, and held."""
-
-    inline_bytes = 64 * 1024
-    kind = b"host"
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(SMALL_LAYOUT, 2 * NUM_BLOCKS, seed=seed)
-        self.before: Callable[[], object] = lambda: None
-        self.after: Callable[[], object] = lambda: None
-        self.num_staged = 0
-        self._is_held, self._goes_on = threading.Event(), threading.Event()
-
-    def hold(self) -> None:
-        """From the next read on they stand still, each on a thread."""
-
-        def before() -> None:
-            self._is_held.set()
-            assert self._goes_on.wait(20)
-
-        self.inline_bytes, self.before = 0, before
-
-    async def until_held(self) -> None:
-        assert await anyio.to_thread.run_sync(self._is_held.wait, 20)
-
-    def go_on(self) -> None:
-        self.before = lambda: None
-        self._goes_on.set()
-
-    @property
-    def inline_copy_bytes(self) -> int:
-        return self.inline_bytes
-
-    @property
-    def shared(self) -> HostCache:
-        store, plain = self, super().shared
-
-        class Cache(HostCache):
-            kind = store.kind
-
-            def open(self, pid: int, described: bytes) -> PeerCache:  # type: ignore[override]
-                return Hooked(super().open(pid, described), lambda: store.before(), lambda: store.after())
-
-        return Cache(plain._layout, plain._num_blocks, plain._layer_addresses)
-
-    def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
-        self.num_staged += 1
-        super().gather(layer, block_ids, out)
-
-    def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        self.num_staged += 1
-        super().scatter(layer, block_ids, data)
-
-
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
 def maker(request: pytest.FixtureRequest) -> TransportMaker:
     return TransportMaker(request.param, lends=True)
+
+
+def a_store(seed: int) -> HookedStore:
+    return HookedStore(SMALL_LAYOUT, 2 * NUM_BLOCKS, seed=seed)
+
+
+def loan_of(member: Member) -> Loan:
+    writer = member.exchange._writer
+    assert isinstance(writer, LoanWriter)
+    return writer._loan
 
 
 def store_of(member: Member) -> HookedStore:
@@ -110,7 +48,7 @@ def store_of(member: Member) -> HookedStore:
 
 async def test_nothing_is_staged(maker: TransportMaker) -> None:
     """And members that join late, or hear of a loss, get it in the same way."""
-    async with open_members(maker, 3, store=HookedStore) as members:
+    async with open_members(maker, 3, store=a_store) as members:
         leader, helper, late = members
         for member in (leader, helper):
             member.join(members[:2])
@@ -129,8 +67,9 @@ async def test_nothing_is_staged(maker: TransportMaker) -> None:
             assert store_of(member).num_staged == 0
             block_bytes = SMALL_LAYOUT.block_bytes * NUM_LAYERS
             computed = {leader: 3, helper: 5, late: 8}[member]
-            exchanged = member.mover.counters().num_bytes_exchanged
-            assert exchanged.borrowed == exchanged.received == (NUM_BLOCKS - computed) * block_bytes
+            counters = member.mover.counters()
+            num_bytes = (NUM_BLOCKS - computed) * block_bytes
+            assert counters.num_bytes_borrowed == counters.num_bytes_exchanged.received == num_bytes
         for member in members:
             member.free()
 
@@ -140,12 +79,12 @@ async def test_a_member_that_cannot_read_is_sent_bytes(maker: TransportMaker, re
     """And from then on nothing else, for whatever request; the others go on as they did."""
 
     def store(number: int) -> HookedStore:
-        made = HookedStore(number)
+        made = a_store(number)
         made.kind = b"gpu0" if number == 1 and reason != "its setting is off" else b"host"
         return made
 
     def config(number: int) -> TransferConfig:
-        return replace(SMALL_TRANSFER, group_lends_kv=not (number == 1 and reason == "its setting is off"))
+        return replace(SMALL_TRANSFER, lends_kv=not (number == 1 and reason == "its setting is off"))
 
     async with open_members(maker, 3, store=store, config=config) as members:
         leader, other, third = members
@@ -182,9 +121,9 @@ async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(make
     """As a piece of each page, of all that there was before it came."""
 
     def config(number: int) -> TransferConfig:
-        return replace(SMALL_TRANSFER, group_lends_kv=number == 0, max_payload_bytes=SMALL_LAYOUT.block_bytes)
+        return replace(SMALL_TRANSFER, lends_kv=number == 0, max_payload_bytes=SMALL_LAYOUT.block_bytes)
 
-    async with open_members(maker, 2, store=HookedStore, config=config) as members:
+    async with open_members(maker, 2, store=a_store, config=config) as members:
         leader, late = members
         leader.join([leader])
         leader.compute(0, NUM_BLOCKS)
@@ -204,7 +143,7 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
 
     The pages can be taken from somebody else.
     """
-    async with open_members(maker, 3, store=HookedStore) as members:
+    async with open_members(maker, 3, store=a_store) as members:
         leader, helper, lost = members
         for member in members:
             member.join(members)
@@ -245,7 +184,7 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
 
 async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: TransportMaker) -> None:
     """Of a chunk that was abandoned in its second layer, as a member was lost, the first layer's are here."""
-    async with open_members(maker, 3, store=HookedStore) as members:
+    async with open_members(maker, 3, store=a_store) as members:
         _, helper, lender = members
         for member in members:
             member.join(members)
@@ -257,8 +196,7 @@ async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: Tr
         computed = helper.content(0, 5)[:5]
 
         def end_loan() -> None:
-            assert lender.exchange._loan is not None
-            lender.exchange._loan.end()
+            loan_of(lender).end()
             for block_id in lender.table:
                 lender.store.block(0, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
 
@@ -273,7 +211,7 @@ async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: Tr
 
 async def test_a_loan_that_cannot_be_read_is_asked_for_once_whatever_of_it_is_here(maker: TransportMaker) -> None:
     def config(number: int) -> TransferConfig:
-        return replace(SMALL_TRANSFER, group_lends_kv=number == 0)
+        return replace(SMALL_TRANSFER, lends_kv=number == 0)
 
     async with open_members(maker, 3, config=config) as members:
         leader, helper, lost = members
@@ -291,7 +229,7 @@ async def test_a_loan_that_cannot_be_read_is_asked_for_once_whatever_of_it_is_he
 
 
 async def test_blocks_that_a_loan_is_copied_to_stay_quarantined(maker: TransportMaker) -> None:
-    async with open_members(maker, 2, store=HookedStore) as members:
+    async with open_members(maker, 2, store=a_store) as members:
         leader, helper = members
         for member in members:
             member.join(members)
@@ -311,7 +249,7 @@ async def test_blocks_that_a_loan_is_copied_to_stay_quarantined(maker: Transport
 
 async def test_pages_wait_for_a_loan_that_is_copied_to_the_same_blocks(maker: TransportMaker) -> None:
     """If it is over, what was copied of it does not lie over theirs; nor does a chunk begin there meanwhile."""
-    async with open_members(maker, 3, store=HookedStore) as members:
+    async with open_members(maker, 3, store=a_store) as members:
         leader, helper, lost = members
         for member in (helper, lost):  # the leader has nothing of the lost one's
             member.join(members)
@@ -364,7 +302,7 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) -> None:
     """Nothing is taken of it, and the request goes on."""
-    async with open_members(maker, 2, store=HookedStore) as members:
+    async with open_members(maker, 2, store=a_store) as members:
         leader, helper = members
         for member in members:
             member.join(members)
@@ -372,9 +310,8 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
         await helper.until_here(0)
         await anyio.wait_all_tasks_blocked()
         lending = helper.mover._context.lending
-        loan = helper.exchange._loan
+        loan = loan_of(helper)
         assert lending is not None
-        assert loan is not None
         good = lending.note(loan, [0])
         changes, header = REFUSED[name]
         if changes.get("card_address") == "word":
@@ -393,16 +330,15 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
 
 async def test_a_loan_that_is_over_leaves_pages_as_they_are_that_are_here(maker: TransportMaker) -> None:
     """One of the two that it is of."""
-    async with open_members(maker, 2, store=HookedStore) as members:
+    async with open_members(maker, 2, store=a_store) as members:
         leader, helper = members
         for member in members:
             member.join(members)
         leader.compute(8, 8)
         await anyio.wait_all_tasks_blocked()
         before = leader.content(8, 8)
-        lending, loan = helper.mover._context.lending, helper.exchange._loan
+        lending, loan = helper.mover._context.lending, loan_of(helper)
         assert lending is not None
-        assert loan is not None
         note = lending.note(loan, [0, 1])._replace(word=1).pack()
         part = KvPart(IndexRange(7, 9), IndexRange(0, 1), HEADS)
         await helper.say(leader, replace(a_piece(PieceKind.LOAN, len(note)), part=part), note)
@@ -417,7 +353,7 @@ async def test_a_loan_that_is_over_leaves_pages_as_they_are_that_are_here(maker:
 async def test_a_loan_that_comes_damaged_is_sent_again_and_others_are_lent(
     maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_members(maker, 2, store=HookedStore) as members:
+    async with open_members(maker, 2, store=a_store) as members:
         leader, helper = members
         take, damaged = leader.mover.groups.take, 0
 
@@ -437,7 +373,7 @@ async def test_a_loan_that_comes_damaged_is_sent_again_and_others_are_lent(
         counters = leader.mover.counters()
         assert counters.dropped == {"checksum": 2}
         assert counters.num_asked_again == 2
-        assert counters.num_bytes_exchanged.borrowed == counters.num_bytes_exchanged.received
+        assert counters.num_bytes_borrowed == counters.num_bytes_exchanged.received
         assert store_of(leader).num_staged == 0
         for member in members:
             member.free()
@@ -445,7 +381,7 @@ async def test_a_loan_that_comes_damaged_is_sent_again_and_others_are_lent(
 
 async def test_an_instance_lends_so_much_and_no_more() -> None:
     """What is beyond it travels in pieces."""
-    async with open_members(TransportMaker("memory", lends=True), 2, store=HookedStore) as members:
+    async with open_members(TransportMaker("memory", lends=True), 2, store=a_store) as members:
         lending = members[0].mover._context.lending
         assert lending is not None
         loans = [lending.begin() for _ in range(MAX_LOANS)]

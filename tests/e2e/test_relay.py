@@ -60,7 +60,7 @@ def together(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[RunningMesh]:
     folder, (number, schedule, lends) = tmp_path_factory.mktemp("together"), request.param
-    settings = SETTINGS | {"POLICY_SEQUENCE_PARALLEL": schedule, "TRANSFER_GROUP_LENDS_KV": str(lends).lower()}
+    settings = SETTINGS | {"POLICY_SEQUENCE_PARALLEL": schedule, "TRANSFER_LENDS_KV": str(lends).lower()}
     with running_mesh(folder, model=checkpoint, prefill=number, settings=settings) as mesh:
         yield mesh
         mesh.wait_until_idle()

@@ -109,7 +109,7 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
             if num_damaged < FREE_PIECES and data.draw(st.booleans()):
                 num_damaged += 1
                 assert receiver.take_damaged(header) is None
-                assert receiver.to_ask.pop() == header
+                assert receiver.to_ask.pop() == (PieceKind.AGAIN, header)
                 to_come.append(header)
             else:
                 receiver.place(header)

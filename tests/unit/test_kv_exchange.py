@@ -31,6 +31,9 @@ class NoWriter:
 
     max_pages = 1 << 20
 
+    def close(self) -> None:
+        """Nothing is lent."""
+
 
 def a_leader(num_blocks: int) -> PieceExchange:
     """Alone in its group yet."""
@@ -51,7 +54,6 @@ def a_member(num_blocks: int) -> PieceExchange:
         ),
         store=store,
         writer=cast(PieceWriter, NoWriter()),
-        loan=None,
         call_soon=lambda callback: callback(),
         on_landed=None,
         on_failed=lambda exchange, reason: None,

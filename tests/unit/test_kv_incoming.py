@@ -81,7 +81,7 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
                 checksum=KEY.checksum(payload),
             )
             piece = Piece(payload)
-            reader.read(header, piece, blocks, is_wanted=lambda: True, on_read=on_read)
+            reader.read(header, piece, blocks, address=b"", is_wanted=lambda: True, on_read=on_read)
             with anyio.fail_after(10):
                 await read.wait()
             assert faults == [None]

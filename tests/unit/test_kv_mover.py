@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import anyio
 import anyio.lowlevel
@@ -15,24 +15,32 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.mover import KvMover
-from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer, TransferOutcome
+from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
-from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
-from pdmesh.transport.base import KvTransport, SendBuffer
+from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.testing.transfers import (
+    CAPABILITY,
+    EPOCH,
+    NUM_BLOCKS,
+    REQUEST,
+    DataSide,
+    Pair,
+    everything_to,
+    open_pair,
+    open_side,
+)
+from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
 
-REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234_5678_9ABC_DEF0
 KEY = MeshKey("")
-NUM_BLOCKS = 32
 A_PAGE = KvPart(IndexRange(0, 1), IndexRange(0, 1), IndexRange(0, 2))
 #: Blocks of 128 KiB: copied on a thread.
 LARGE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=8, head_dim=64, block_size=32, dtype="float32")
@@ -40,121 +48,14 @@ LARGE_TRANSFER = replace(SMALL_TRANSFER, max_payload_bytes=3 * LARGE_LAYOUT.bloc
 assert LARGE_LAYOUT.block_bytes > ByteStore(LARGE_LAYOUT, 1).inline_copy_bytes
 
 
-@dataclass
-class Side:
-    """One instance: its store, pool and mover, and the outcomes it was told."""
-
-    transport: KvTransport
-    store: ByteStore
-    pool: BlockPool
-    mover: KvMover
-    outcomes: list[TransferOutcome] = field(default_factory=list[TransferOutcome])
-    told: anyio.Event = field(default_factory=anyio.Event)
-
-    async def outcome(self) -> TransferOutcome:
-        """The next outcome."""
-        while not self.outcomes:
-            self.told = anyio.Event()
-            await self.told.wait()
-        return self.outcomes.pop(0)
-
-
-def everything_to(side: Side) -> KvDestination:
-    return KvDestination(side.transport.address, EVERYTHING)
-
-
-class Pair:
-    def __init__(self, a: Side, b: Side) -> None:
-        self.a, self.b = a, b
-        self.a_blocks = a.pool.allocate(9)
-        self.b_blocks = b.pool.allocate(11)
-
-    @property
-    def num_context_tokens(self) -> int:
-        return 8 * self.a.store.layout.block_size + 1  # nine blocks, the last with one token
-
-    def offer(self, epoch: Epoch = EPOCH) -> KvSender:
-        return self.a.mover.departures.offer(
-            REQUEST, epoch, block_ids=self.a_blocks, num_context_tokens=self.num_context_tokens
-        )
-
-    def grant(self, capability: int = CAPABILITY) -> None:
-        self.a.mover.departures.grant(REQUEST, EPOCH, destinations=[everything_to(self.b)], capability=capability)
-
-    def expect(self, epoch: Epoch = EPOCH, num_context_tokens: int | None = None) -> None:
-        self.b.mover.arrivals.expect(
-            REQUEST,
-            epoch,
-            capability=CAPABILITY,
-            block_ids=self.b_blocks,
-            num_context_tokens=num_context_tokens or self.num_context_tokens,
-            source_addresses=(self.a.transport.address,),
-        )
-
-    def compute(self, sender: KvSender, *, chunks: tuple[tuple[int, int], ...] = ((0, 4), (4, 5))) -> None:
-        """Say that every layer of each chunk, as (first block, blocks), is there."""
-        for chunk, (first_block, num_blocks) in enumerate(chunks):
-            for layer in range(self.a.store.layout.num_layers):
-                sender.blocks_ready(chunk=chunk, layer=layer, first_block=first_block, num_blocks=num_blocks)
-
-    def check_moved(self) -> None:
-        for layer in range(self.a.store.layout.num_layers):
-            for source, destination in zip(self.a_blocks, self.b_blocks, strict=False):
-                assert self.a.store.block(layer, source) == self.b.store.block(layer, destination)
-            for untouched in set(range(NUM_BLOCKS)) - set(self.b_blocks[:9]):
-                assert not any(self.b.store.block(layer, untouched))
-
-    def free_all(self) -> None:
-        for side, blocks in ((self.a, self.a_blocks), (self.b, self.b_blocks)):
-            side.mover.cancel(REQUEST, EPOCH)
-            side.pool.free(blocks)
-
-    @property
-    def total_bytes(self) -> int:
-        layout = self.a.store.layout
-        return 9 * layout.num_layers * layout.block_bytes
-
-
-@asynccontextmanager
-async def open_side(
-    maker: TransportMaker, layout: KvLayout, config: TransferConfig, store: ByteStore
-) -> AsyncIterator[Side]:
-    def on_outcome(outcome: TransferOutcome) -> None:
-        side.outcomes.append(outcome)
-        side.told.set()
-
-    pool = BlockPool(NUM_BLOCKS)
-    async with maker.open(config) as transport:
-        mover = KvMover(transport=transport, store=store, pool=pool, config=config, on_outcome=on_outcome)
-        side = Side(transport, store, pool, mover)
-        async with mover:
-            yield side
-            mover.check_integrity()
-
-
-@asynccontextmanager
-async def open_pair(
-    maker: TransportMaker,
-    layout: KvLayout = SMALL_LAYOUT,
-    config: TransferConfig = SMALL_TRANSFER,
-    *,
-    make_store: Callable[[KvLayout, int], ByteStore] = ByteStore,
-) -> AsyncIterator[Pair]:
-    async with (
-        open_side(maker, layout, config, ByteStore(layout, NUM_BLOCKS, seed=1)) as a,
-        open_side(maker, layout, config, make_store(layout, NUM_BLOCKS)) as b,
-    ):
-        with anyio.fail_after(30):
-            yield Pair(a, b)
-        for side in (a, b):
-            assert side.outcomes == []
-            assert side.pool.num_free == NUM_BLOCKS, "blocks are left over"
-            assert side.mover.counters()[-2:] == (0, 0)
+@pytest.fixture(params=["in pieces", "lent"])
+def lends(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "lent")
 
 
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
-def maker(request: pytest.FixtureRequest) -> TransportMaker:
-    return TransportMaker(request.param)
+def maker(request: pytest.FixtureRequest, lends: bool) -> TransportMaker:
+    return TransportMaker(request.param, lends=lends)
 
 
 @pytest.fixture
@@ -187,6 +88,7 @@ async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_
         assert sent.duration_s >= 0
         assert pair.b.mover.counters().num_bytes_received == pair.a.mover.counters().num_bytes_sent == pair.total_bytes
         assert pair.b.mover.counters().dropped == {}
+        assert pair.b.mover.counters().num_bytes_borrowed == (pair.total_bytes if maker.lends else 0)
         pair.free_all()
 
 
@@ -615,7 +517,7 @@ def _forgeries() -> list[Forgery]:
         Forgery("epoch", replace(good, epoch=Epoch(4)), size),
         Forgery("capability", replace(good, capability=CAPABILITY ^ 1), size),
         Forgery("capability", replace(good, kind=PieceKind.COMMIT, capability=0), 0),
-        Forgery("kind", replace(good, kind=PieceKind.LOAN), size),
+        Forgery("range", replace(good, kind=PieceKind.LOAN), size),
         Forgery("kind", replace(good, kind=PieceKind.HELLO), size),
         Forgery("range", replace(good, source=1), size),
         Forgery("range", replace(good, destination=1), size),
@@ -796,7 +698,7 @@ async def test_a_piece_must_hold_a_block(memory: TransportMaker) -> None:
 class Mesh:
     """Two sources, which hold nine blocks of a request between them, and two destinations for all of them."""
 
-    def __init__(self, sides: list[Side]) -> None:
+    def __init__(self, sides: list[DataSide]) -> None:
         self.sources, self.destinations = sides[:2], sides[2:]
         self.tables = [side.pool.allocate(9) for side in sides]
         self.shares = (IndexRange(0, 5), IndexRange(5, 9))

@@ -26,7 +26,7 @@ def a_sender(num_blocks: int) -> KvSender:
         source=0,
         blocks=None,
         store=ByteStore(LAYOUT, num_blocks),
-        pages_per_piece=1 << 20,
+        pages_a_piece=1 << 20,
         call_soon=lambda callback: callback(),
         clock=lambda: 0.0,
     )

@@ -121,7 +121,7 @@ async def test_a_workers() -> None:
         model="m",
         block_size=16,
         stages=lambda: {"decoding": 1},
-        pieces=lambda: TransferCounters(0, 0, 0, 0, ExchangedBytes(0, 0, 0), {"checksum": 1}, 1, 0, 0, 0),
+        pieces=lambda: TransferCounters(0, 0, 0, 0, ExchangedBytes(0, 0), 0, {"checksum": 1}, 1, 0, 0, 0),
     )
     assert served(metrics.registry) == documented("Worker")
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from pdmesh.kv.context import KvContext, mismatch
-from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.incoming import LOAN_OVER, UNREADABLE, PieceReader
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.receiver import KvReceiver
@@ -25,6 +25,7 @@ class KvArrivals:
         self._reader = reader
         self._receivers: dict[bytes, KvReceiver] = {}
         self.num_pieces = self.num_bytes = 0  # that came, of all of them
+        self.num_bytes_borrowed = 0  # of these
 
     def __len__(self) -> int:
         return len(self._receivers)
@@ -79,7 +80,7 @@ class KvArrivals:
         return True
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece of KV or of a transcript, or a commit."""
+        """A piece of KV, a loan, a piece of a transcript, or a commit."""
         context, receiver = self._context, self._receivers.get(header.request_key)
         if receiver is None:
             context.drop(piece, "unknown")
@@ -97,7 +98,7 @@ class KvArrivals:
                 self._check_landed(receiver)
         elif header.kind is PieceKind.TRANSCRIPT:
             self._take_transcript(receiver, header, piece)
-        elif header.kind is not PieceKind.KV:
+        elif header.kind not in (PieceKind.KV, PieceKind.LOAN):
             context.drop(piece, "kind")
         elif reason := receiver.claim(header, len(piece.payload)):
             context.drop(piece, reason)
@@ -106,6 +107,7 @@ class KvArrivals:
                 header,
                 piece,
                 receiver.block_ids_of(header),
+                address=receiver.source_addresses[header.source],
                 is_wanted=lambda: self._receivers.get(receiver.key) is receiver,
                 on_read=partial(self._read, receiver, header),
             )
@@ -129,16 +131,22 @@ class KvArrivals:
     def _read(self, receiver: KvReceiver, header: PieceHeader, fault: str | None) -> None:
         if fault is not None:
             self._context.dropped[fault] += 1
-            if fault == "checksum" and self._receivers.get(receiver.key) is receiver:
-                self._take_damaged(receiver, header)
+            if self._receivers.get(receiver.key) is receiver:
+                self._take_useless(receiver, header, fault)
             return
+        num_bytes = header.part.num_pages * self._context.store.layout.block_bytes
         self.num_pieces += 1
-        self.num_bytes += header.payload_bytes
+        self.num_bytes += num_bytes
+        self.num_bytes_borrowed += num_bytes if header.kind is PieceKind.LOAN else 0
         receiver.place(header)
         self._check_landed(receiver)
 
-    def _take_damaged(self, receiver: KvReceiver, header: PieceHeader) -> None:
-        if reason := receiver.take_damaged(header):
+    def _take_useless(self, receiver: KvReceiver, header: PieceHeader, fault: str) -> None:
+        """Nothing came of a claimed piece."""
+        if fault == LOAN_OVER:  # so is the transfer, at its sender: who ended it says so, if that is not the scheduler
+            receiver.await_again(header)
+            return
+        if reason := receiver.refuse_loan(header) if fault == UNREADABLE else receiver.take_damaged(header):
             self._give_up(receiver, reason)
             return
         self._context.num_asked_again += 1
@@ -149,9 +157,9 @@ class KvArrivals:
     async def _ask_again(self, receiver: KvReceiver) -> None:
         """One after the other: sources that take nothing hold one buffer here."""
         while receiver.to_ask and self._receivers.get(receiver.key) is receiver:
-            header = receiver.to_ask.popleft()
+            kind, header = receiver.to_ask.popleft()
             await self._context.tell(
-                PieceKind.AGAIN,
+                kind,
                 receiver,
                 receiver.source_addresses[header.source],
                 destination=receiver.destination,

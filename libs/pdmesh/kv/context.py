@@ -13,7 +13,7 @@ import structlog
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.loans import Lending, Loan, LoanWriter
+from pdmesh.kv.loans import Lending, LoanWriter
 from pdmesh.kv.outcome import FailedTransfer, OnOutcome
 from pdmesh.kv.outgoing import Means, PieceWriter
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, pack_header
@@ -51,20 +51,30 @@ class KvContext:
     call_soon: Callable[[Callable[[], object]], object]  # from any thread, without waiting for the result
     clock: Callable[[], float]
     on_outcome: OnOutcome
-    lending: Lending | None = None  # if members of groups read each other's caches
+    lending: Lending | None = None  # if instances read each other's caches
     dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
     num_asked_again: int = 0  # of those damaged
 
+    @property
+    def max_pages(self) -> int:
+        """Of one piece or loan."""
+        if self.lending is not None:
+            return self.lending.max_pages
+        return self.transport.max_payload_bytes // self.store.layout.block_bytes
+
     def writer(self, block_ids: Sequence[int]) -> PieceWriter:
-        """Of pieces of a request with this block table."""
-        return PieceWriter(block_ids, **self._means())
+        """Of pieces of a request with this block table; it lends them where it can, until it is closed."""
+        means = Means(store=self.store, transport=self.transport, key=self.key, copies=self.copies)
+        lending = self.lending
+        loan = None if lending is None else lending.begin()
+        if lending is None or loan is None:
+            return PieceWriter(block_ids, **means)
+        return LoanWriter(lending, loan, block_ids, **means)
 
-    def loan_writer(self, block_ids: Sequence[int], lending: Lending, loan: Loan) -> LoanWriter:
-        """The same, that lends where it can."""
-        return LoanWriter(lending, loan, block_ids, **self._means())
-
-    def _means(self) -> Means:
-        return Means(store=self.store, transport=self.transport, key=self.key, copies=self.copies)
+    def decline(self, address: bytes) -> None:
+        """The peer there cannot read what is lent: lend it nothing more."""
+        if self.lending is not None:
+            self.lending.decline(address)
 
     def drop(self, piece: ReceivedPiece, reason: str) -> None:
         self.dropped[reason] += 1

@@ -62,7 +62,7 @@ class KvDepartures:
             source=source,
             blocks=blocks,
             store=context.store,
-            pages_per_piece=context.transport.max_payload_bytes // context.store.layout.block_bytes,
+            pages_a_piece=context.max_pages,
             call_soon=context.call_soon,
             clock=context.clock,
         )
@@ -152,8 +152,10 @@ class KvDepartures:
             del self._senders[key]
 
     def clear(self) -> None:
-        """Nothing is offered any more."""
+        """Nothing is offered, or lent, any more."""
         self._senders.clear()
+        for transfer in self._granted.values():
+            transfer.close()
 
     def take_landed(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         """A receiver has acknowledged all of a transfer."""
@@ -167,11 +169,17 @@ class KvDepartures:
             granted.landed(header.destination)
 
     def take_again(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece was damaged on its way to a receiver."""
+        """A piece was damaged on its way to a receiver, or lent, and cannot be read there."""
         granted = self._granted.get(header.request_key)
         if granted is None:
             self._context.drop(piece, "unknown")
-        elif reason := mismatch(granted, header) or granted.send_again(header):
+            return
+        if reason := mismatch(granted, header):
+            self._context.drop(piece, reason)
+            return
+        if header.kind is PieceKind.NO_LOANS and header.destination < len(granted.destinations):
+            self._context.decline(granted.destinations[header.destination].address)
+        if reason := granted.send_again(header):
             self._context.drop(piece, reason)
         else:
             piece.release()
@@ -207,7 +215,8 @@ class KvDepartures:
             self._forget(transfer)
 
     def _forget(self, transfer: GrantedTransfer) -> None:
-        """Take it out of the table; its task may still be ending."""
+        """Take it out of the table, and lend nothing more of it; its task may still be ending."""
+        transfer.close()
         if self._granted.get(transfer.key) is transfer:
             del self._granted[transfer.key]
             self._num_pieces += transfer.num_pieces

@@ -38,13 +38,13 @@ import anyio.abc
 import structlog
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.loans import Loan, note_bytes
+from pdmesh.kv.loans import note_bytes
 from pdmesh.kv.outbox import Outbox, Outgoing
 from pdmesh.kv.outgoing import Blocks, PieceWriter
 from pdmesh.kv.pages import PageBooks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
-from pdmesh.kv.repair import DamageLimit
+from pdmesh.kv.repair import DamageLimit, RefusalLimit
 from pdmesh.kv.store import KvStore
 from pdmesh.model import MAX_GROUP_MEMBERS, Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.policy.pacing import ChunkPace, layers_a_piece
@@ -99,6 +99,7 @@ class _Peer:
     number: int
     address: bytes
     outbox: Outbox
+    refusals: RefusalLimit
     ready: anyio.Event = field(default_factory=anyio.Event)
     greeted: anyio.Event = field(default_factory=anyio.Event)  # it said HELLO
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of sending there; cancelled for good
@@ -112,7 +113,7 @@ class PieceExchange:
 
     Made by `pdmesh.kv.groups.KvGroups.open`, which also runs it and brings it the pieces. Everything but `publish`
     belongs to the event loop. ``on_landed`` is told of blocks of a layer that others computed and that are in place.
-    ``loan`` is what others may read of its pages; it ends with it.
+    What ``writer`` lends of its pages ends with it.
     """
 
     def __init__(
@@ -125,7 +126,6 @@ class PieceExchange:
         presence: KvPresence,
         store: KvStore,
         writer: PieceWriter,
-        loan: Loan | None,
         call_soon: Callable[[Callable[[], object]], object],
         on_landed: Callable[[Blocks], object] | None,
         on_failed: Callable[[PieceExchange, str], object],
@@ -142,7 +142,6 @@ class PieceExchange:
         self._layout: KvLayout = store.layout
         self._store = store
         self._writer = writer
-        self._loan = loan
         self._call_soon = call_soon
         self._on_landed = on_landed
         self._on_failed = on_failed
@@ -222,13 +221,13 @@ class PieceExchange:
 
     def end(self, reason: str) -> None:
         """Neither send nor take any more; whoever waits for KV is told. Idempotent."""
-        if self._loan is not None:
-            self._loan.end()
+        self._writer.close()
         self.scope.cancel()
         self.presence.abort(reason)
 
     def close(self) -> None:
         """After `run`."""
+        self._writer.close()
         self._joined_in.close()
         self._joined_out.close()
 
@@ -305,7 +304,11 @@ class PieceExchange:
         peer = self._peers.get(header.source)
         if peer is None:
             return False
-        if not peer.received.add_damaged():
+        if asks is PieceKind.NO_LOANS:
+            if not peer.refusals.add(blocks.num_pages):
+                self.fail(f"member {peer.number} lends again and again what cannot be read here")
+                return False
+        elif not peer.received.add_damaged():
             self.fail(
                 f"{peer.received.num_damaged + 1} pieces of member {peer.number} were damaged on the way, "
                 f"this one of layer {blocks.layer}"
@@ -315,13 +318,17 @@ class PieceExchange:
         return True
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """A piece was damaged on its way to another member, which asks for it; or say why that must be dropped."""
+        """Another member asks for what was damaged on its way there, or lent; or say why that must be dropped."""
         if not self._names_pages(header) or header.part.num_pages > self._writer.max_pages:
             return "range"
         if not self.pages.has(header.part):
             return "range"  # not here, so it was not sent
         peer = self._peers[header.source]
-        if not peer.sent.add_damaged():
+        if header.kind is PieceKind.NO_LOANS:
+            is_allowed = self._writer.take_back(peer.address, header.part.num_pages)
+        else:
+            is_allowed = peer.sent.add_damaged()
+        if not is_allowed:
             return "limit"
         peer.outbox.put_first(Outgoing(Blocks.of(header), header.num_members))
         return None
@@ -359,7 +366,8 @@ class PieceExchange:
 
     def _join(self, number: int, address: bytes) -> None:
         outbox = Outbox(num_layers=self._layout.num_layers, max_pages=self._writer.max_pages)
-        peer = self._peers[number] = _Peer(number, address, outbox)
+        refusals = RefusalLimit(len(self._block_ids) * self._layout.num_layers)
+        peer = self._peers[number] = _Peer(number, address, outbox, refusals)
         if self.leads:
             self._pass_on(peer, Blocks(0, 0, 0, len(self._block_ids), self._layout.num_layers))
         self._joined_in.send_nowait(peer)

@@ -8,11 +8,9 @@ from functools import partial
 
 import structlog
 
-from pdmesh.errors import KvTransferError
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.exchange import PieceExchange, exchange_key
-from pdmesh.kv.incoming import PieceReader
-from pdmesh.kv.loans import Copies, LoanNote
+from pdmesh.kv.incoming import LOAN_OVER, UNREADABLE, PieceReader
 from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
@@ -21,9 +19,6 @@ from pdmesh.model import Epoch, KvPart, RequestId
 from pdmesh.transport.base import ReceivedPiece
 
 log = structlog.get_logger()
-
-#: Why a loan was dropped: the lender's cache cannot be opened here, so it is asked for pieces; or it has ended since.
-UNREADABLE, LOAN_OVER = "unreadable", "loan over"
 
 
 class KvGroups:
@@ -68,12 +63,6 @@ class KvGroups:
             no_progress_s=self._context.config.group_no_progress_s,
             clock=self._context.clock,
         )
-        lending = self._context.lending
-        loan = None if lending is None else lending.begin()
-        if lending is None or loan is None:
-            writer = self._context.writer(block_ids)
-        else:
-            writer = self._context.loan_writer(block_ids, lending, loan)
         exchange = PieceExchange(
             request_id,
             epoch,
@@ -81,8 +70,7 @@ class KvGroups:
             block_ids=block_ids,
             presence=presence,
             store=self._context.store,
-            writer=writer,
-            loan=loan,
+            writer=self._context.writer(block_ids),
             call_soon=self._context.call_soon,
             on_landed=on_landed,
             on_failed=self._failed,
@@ -116,8 +104,6 @@ class KvGroups:
         """The instance at this data address is gone. What becomes of its groups is for the scheduler to say."""
         for exchange in self._exchanges.values():
             exchange.cut_off(address)
-        if self._context.lending is not None:
-            self._context.lending.forget(address)
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         """A piece whose key is in here."""
@@ -133,8 +119,8 @@ class KvGroups:
                 piece.release()
         elif header.kind in (PieceKind.AGAIN, PieceKind.NO_LOANS):
             fault = exchange.send_again(header)
-            if fault != "range" and header.kind is PieceKind.NO_LOANS and self._context.lending is not None:
-                self._context.lending.decline(exchange.address_of(header))
+            if fault != "range" and header.kind is PieceKind.NO_LOANS:
+                self._context.decline(exchange.address_of(header))
             if fault:
                 self._context.drop(piece, fault)
             else:
@@ -163,9 +149,10 @@ class KvGroups:
             header,
             piece,
             exchange.block_ids_of(header),
+            address=exchange.address_of(header),
             is_wanted=lambda: self._exchanges.get(exchange.key) is exchange,
             on_read=partial(self._read, exchange, header, parts),
-            copy=self._borrowing(exchange, header, piece, parts) if is_loan else None,
+            parts=parts,
         )
 
     def _read(self, exchange: PieceExchange, header: PieceHeader, parts: Sequence[KvPart], fault: str | None) -> None:
@@ -186,35 +173,6 @@ class KvGroups:
                 self._context.num_asked_again += exchange.take_damaged(header, parts, asks=asks)
         if header.kind is PieceKind.LOAN:
             exchange.pages.end_loan(header.part)
-
-    def _borrowing(
-        self, exchange: PieceExchange, header: PieceHeader, piece: ReceivedPiece, parts: Sequence[KvPart]
-    ) -> Callable[[], str | None]:
-        """What copies the ``parts`` that are lent and missing, on any thread, and says why it could not."""
-        context = self._context
-        lending = context.lending
-        lender = None if lending is None else lending.lender(exchange.address_of(header))
-        first_block, block_ids = header.part.blocks.start, exchange.block_ids_of(header)
-
-        def borrow() -> str | None:
-            if context.key.checksum(piece.payload) != header.checksum:
-                return "checksum"
-            if lending is None or lender is None:
-                return UNREADABLE
-            note = LoanNote.unpack(piece.payload)
-            copies = [
-                Copies(part.layers, note.block_ids[blocks], block_ids[blocks])
-                for part in parts
-                for blocks in [slice(part.blocks.start - first_block, part.blocks.stop - first_block)]
-            ]
-            try:
-                is_good = lending.borrow(lender, note, copies)
-            except KvTransferError as error:
-                log.warning("a member's KV cannot be read where it lies: asking for pieces", reason=str(error))
-                return UNREADABLE
-            return None if is_good else LOAN_OVER
-
-        return borrow
 
     def _failed(self, exchange: PieceExchange, reason: str) -> None:
         log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)

@@ -1,4 +1,7 @@
-"""Pieces on their way into blocks: the payload is checked, then copied, on the event loop or on a thread."""
+"""Pieces on their way into blocks: the payload is checked, then copied, on the event loop or on a thread.
+
+Of a loan the payload says where the pages lie in its sender's cache, and they are copied from there.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,21 @@ from functools import partial
 import anyio
 import anyio.abc
 import anyio.to_thread
+import structlog
 
+from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.piece import PieceHeader
+from pdmesh.kv.loans import Copies, Lender, Lending, LoanNote
+from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
+from pdmesh.model import KvPart
 from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.seal import MeshKey
+
+log = structlog.get_logger()
+
+#: Why a loan was dropped: the lender's cache cannot be read here, so it is asked for bytes; or it has ended since.
+UNREADABLE, LOAN_OVER = "unreadable", "loan over"
 
 #: Smaller caches are committed in no time.
 _LARGE_CACHE_BYTES = 64 << 20
@@ -35,7 +47,10 @@ class PieceReader:
         key: MeshKey,
         copies: anyio.CapacityLimiter,
         tasks: anyio.abc.TaskGroup,
+        lending: Lending | None = None,
     ) -> None:
+        """Without ``lending`` loans are not read."""
+        self._lending = lending
         self._store = store
         self._pool = pool
         self._key = key
@@ -52,18 +67,27 @@ class PieceReader:
         piece: ReceivedPiece,
         block_ids: Sequence[int],
         *,
+        address: bytes,
         is_wanted: Callable[[], bool],
         on_read: Callable[[str | None], None],
-        copy: Callable[[], str | None] | None = None,
+        parts: Sequence[KvPart] | None = None,
     ) -> None:
-        """Copy a KV piece and release it; ``on_read`` is then told why it was dropped, or None. Event loop.
+        """Copy a KV piece or a loan, and release it; ``on_read`` is then told why it was dropped, or None. Event loop.
 
-        ``is_wanted`` says whether the blocks are still the request's. ``copy`` fetches its pages, and says why it
-        could not, if they are not its payload.
+        ``is_wanted`` says whether the blocks are still the request's. ``address`` is the sender's. Of a loan only
+        ``parts`` are copied, if there are any.
         """
-        copy = copy or partial(self._copy, header, piece, block_ids)
-        num_bytes = header.part.num_pages * self._store.layout.block_bytes
-        if num_bytes <= self._store.inline_copy_bytes and not self._is_first(header, block_ids):
+        is_inline = header.part.num_pages * self._store.layout.block_bytes <= self._store.inline_copy_bytes
+        if header.kind is PieceKind.LOAN:
+            lender = None if self._lending is None else self._lending.lender(address)
+            is_inline = lender is None or (is_inline and self._lending is not None and self._lending.copies_inline)
+            fetch: Callable[[], str | None] = partial(
+                self._borrow, header, piece, block_ids, parts or (header.part,), lender
+            )
+        else:
+            fetch = partial(self._scatter, header, piece, block_ids)
+        copy = partial(self._copy, header, piece, fetch)
+        if is_inline and not self._is_first(header, block_ids):
             fault = copy()
             piece.release()
             on_read(fault)
@@ -98,13 +122,39 @@ class PieceReader:
             piece.release()
         on_read(fault)
 
-    def _copy(self, header: PieceHeader, piece: ReceivedPiece, block_ids: Sequence[int]) -> str | None:
+    def _copy(self, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]) -> str | None:
         """Nothing is copied of what was damaged on the way."""
         if self._key.checksum(piece.payload) != header.checksum:
             return "checksum"
+        return fetch()
+
+    def _scatter(self, header: PieceHeader, piece: ReceivedPiece, block_ids: Sequence[int]) -> None:
         layers = header.part.layers
         layer_bytes = header.payload_bytes // layers.size
         for index in range(layers.size):
             start = index * layer_bytes
             self._store.scatter(layers.start + index, block_ids, piece.payload[start : start + layer_bytes])
-        return None
+
+    def _borrow(
+        self,
+        header: PieceHeader,
+        piece: ReceivedPiece,
+        block_ids: Sequence[int],
+        parts: Sequence[KvPart],
+        lender: Lender | None,
+    ) -> str | None:
+        """Copy the ``parts`` of what is lent, from where they lie. If the loan ended meanwhile that means nothing."""
+        if self._lending is None or lender is None:
+            return UNREADABLE
+        note, first_block = LoanNote.unpack(piece.payload), header.part.blocks.start
+        copies = [
+            Copies(part.layers, note.block_ids[blocks], block_ids[blocks])
+            for part in parts
+            for blocks in [slice(part.blocks.start - first_block, part.blocks.stop - first_block)]
+        ]
+        try:
+            is_good = self._lending.borrow(lender, note, copies)
+        except KvTransferError as error:
+            log.warning("a peer's KV cannot be read where it lies: asking for bytes", reason=str(error))
+            return UNREADABLE
+        return None if is_good else LOAN_OVER

@@ -1,7 +1,8 @@
-"""KV that members of a prefill group on one host copy from each other's caches, where it lies.
+"""KV that instances on one host copy from each other's caches, where it lies.
 
-In place of a piece with pages a member sends a *loan*: where in its cache they lie. Whoever takes it copies them
-straight into its own cache, from host to host memory or from device to device, and stages nothing.
+In place of a piece with pages an instance sends a *loan*: where in its cache they lie. Whoever takes it copies them
+straight into its own cache, from host to host memory or from device to device, and stages nothing. So it is with all
+KV that moves: of prompts that are handed over, of decodes, and between members of a prefill group.
 
 **Until when a page may be read.** A loan is good as long as a word in the lender's memory has the value that the loan
 says, and the lender changes that word before it gives the blocks to another request. Who borrows looks at the word
@@ -10,12 +11,12 @@ nobody waits for anybody: the lender keeps no blocks for those who were stopped,
 any time; that a word of 64 random bits was read says that it was the right process, and alive, after the copy.
 
 **Who may read.** Processes of one host and user that the system lets read each other's memory, as pieces are read
-(`pdmesh.transport.local`). Loans travel as pieces do, sealed, with the group's capability, between members that the
-scheduler has named; whose process is read follows from the data address that it gave. A loan names addresses in its
+(`pdmesh.transport.local`). Loans travel as pieces do, sealed, with the transfer's capability, between instances that
+the scheduler has named; whose process is read follows from the data address that it gave. A loan names addresses in its
 sender's own memory, and whatever that holds it could have sent.
 
-**Where it cannot be** (another host, another kind of cache, a device out of reach, a member whose setting is off) pages
-travel as bytes. A member that cannot read says so (NO_LOANS), and is sent those pages and all later ones as bytes.
+**Where it cannot be** (another host, another kind of cache, a device out of reach, an instance whose setting is off)
+pages travel as bytes. Who cannot read says so (NO_LOANS), and is sent those pages and all later ones as bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import hashlib
 import secrets
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Unpack
@@ -33,13 +35,16 @@ from typing import NamedTuple, Unpack
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outgoing import Blocks, Means, PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.sharing import PeerCache, SharedCache
+from pdmesh.kv.sharing import HostCache, PeerCache, SharedCache
 from pdmesh.model import IndexRange, KvLayout
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.reading import FORBIDDEN, read_memory
 
-#: Requests that one instance lends KV of at once; what further ones pass on travels as bytes.
+#: Transfers that one instance lends KV to at once; what further ones pass on travels as bytes.
 MAX_LOANS = 1024
+
+#: Of KV in one loan: a copy goes on to its end whatever becomes of the request, and several threads share a long one.
+MAX_LOAN_BYTES = 64 << 20
 
 _NOTE = struct.Struct("<3Q")
 _WORD_BYTES = 8
@@ -50,7 +55,7 @@ _CARD_MAGIC = b"pdC1"
 
 
 class Loan:
-    """What an instance lends of one request's KV, until it is over."""
+    """What an instance lends of one request's KV to one transfer or group, until it is over."""
 
     def __init__(self, words: ctypes.Array[ctypes.c_uint64], number: int, on_over: Callable[[int], object]) -> None:
         self._words = words
@@ -119,6 +124,7 @@ class Lending:
     def __init__(self, cache: SharedCache, layout: KvLayout, transport: KvTransport) -> None:
         self._cache = cache
         self._transport = transport
+        self.max_pages = max(1, MAX_LOAN_BYTES // layout.block_bytes)  # of a loan
         described = cache.describe()
         kind_of_layout = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
         self._head = _CARD_HEAD.pack(_CARD_MAGIC, cache.kind, kind_of_layout)
@@ -128,6 +134,11 @@ class Lending:
         self._lock = threading.Lock()
         self._opened: dict[bytes, _Opened] = {}
         self._declined: set[bytes] = set()
+
+    @property
+    def copies_inline(self) -> bool:
+        """Whether short copies may be made on the event loop: in host memory, where nothing is waited for."""
+        return self._cache.kind == HostCache.kind
 
     def begin(self) -> Loan | None:
         """Lend a request's KV, if not too many are lent already."""
@@ -182,7 +193,10 @@ class Lending:
 
     def lender(self, address: bytes) -> Lender | None:
         """The peer there, if its memory can be read here."""
-        pid = self._transport.process_of(address)
+        try:
+            pid = self._transport.process_of(address)
+        except KvTransferError:  # what the scheduler gave for one is no address
+            return None
         return None if pid is None else Lender(address, pid)
 
     def forget(self, address: bytes) -> None:
@@ -240,15 +254,53 @@ class LoanWriter(PieceWriter):
         super().__init__(block_ids, **means)
         self._lending = lending
         self._loan = loan
+        self._num_lent: Counter[bytes] = Counter()  # pages, by who was lent them and has not given them back
+
+    @property
+    def max_pages(self) -> int:
+        return max(super().max_pages, self._lending.max_pages)
+
+    def pages_a_piece(self, address: bytes) -> int:
+        return self._lending.max_pages if self._lends_to(address) else super().pages_a_piece(address)
 
     async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
-        if not self._lending.lends_to(address):
+        if not self._lends_to(address):
             return await super().send(address, blocks, about)
         num_pieces = 0
-        for piece in blocks.cut(self._pages_taken(address)):
-            note = self._lending.note(self._loan, self._block_ids[piece.first_block : piece.end])
-            header = replace(about, kind=PieceKind.LOAN, chunk=piece.chunk, part=self._part(piece))
-            await self._send_payload(address, note.pack(), header)
-            self.num_bytes += piece.num_pages * self._store.layout.block_bytes
-            num_pieces += 1
+        for piece in blocks.cut(self._lending.max_pages, self._blocks_a_note(address)):
+            if self._lends_to(address):
+                await self._lend(address, piece, about)
+                num_pieces += 1
+            else:  # it has said so meanwhile
+                num_pieces += await super().send(address, piece, about)
         return num_pieces
+
+    def take_back(self, address: bytes, num_pages: int) -> bool:
+        if num_pages > self._num_lent[address]:
+            return False
+        self._num_lent[address] -= num_pages
+        return True
+
+    def close(self) -> None:
+        self._loan.end()
+
+    async def _lend(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
+        note = self._lending.note(self._loan, self._block_ids[blocks.first_block : blocks.end])
+        header = replace(about, kind=PieceKind.LOAN, chunk=blocks.chunk, part=self._part(blocks))
+        self._num_lent[address] += blocks.num_pages
+        await self._send_payload(address, note.pack(), header)
+        self.num_bytes += blocks.num_pages * self._store.layout.block_bytes
+
+    def _lends_to(self, address: bytes) -> bool:
+        try:
+            return self._lending.lends_to(address)
+        except KvTransferError:  # no address: sending there says so
+            return False
+
+    def _blocks_a_note(self, address: bytes) -> int:
+        """Raises KvTransferError."""
+        limit = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
+        num_blocks = (limit - _NOTE.size) // _BLOCK_ID_BYTES
+        if num_blocks < 1:
+            raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one loan")
+        return num_blocks

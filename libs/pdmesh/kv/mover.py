@@ -68,7 +68,6 @@ class ExchangedBytes(NamedTuple):
 
     sent: int
     received: int
-    borrowed: int  # of those received: copied from where they lay
 
 
 class TransferCounters(NamedTuple):
@@ -79,6 +78,7 @@ class TransferCounters(NamedTuple):
     num_pieces_received: int
     num_bytes_received: int
     num_bytes_exchanged: ExchangedBytes  # beside the transfers'
+    num_bytes_borrowed: int  # of those received, by transfers or not: copied from where they lay
     dropped: Mapping[str, int]
     num_asked_again: int  # of those, damaged ones
     num_exchanging: int
@@ -116,7 +116,7 @@ class KvMover:
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
         self._stack.enter_context(self._store.serving(self._transport.memory))
-        shared = self._store.shared if self._config.group_lends_kv else None
+        shared = self._store.shared if self._config.lends_kv else None
         lending = None if shared is None else Lending(shared, self._store.layout, self._transport)
         if lending is not None:
             self._stack.callback(lending.close)
@@ -135,7 +135,12 @@ class KvMover:
             lending=lending,
         )
         reader = PieceReader(
-            store=self._store, pool=self._pool, key=self._key, copies=context.copies, tasks=self._tasks
+            store=self._store,
+            pool=self._pool,
+            key=self._key,
+            copies=context.copies,
+            tasks=self._tasks,
+            lending=lending,
         )
         self.departures = KvDepartures(context)
         self.arrivals = KvArrivals(context, reader=reader)
@@ -160,6 +165,8 @@ class KvMover:
     def forget(self, address: bytes) -> None:
         """The peer at this data address is gone: what is being sent there fails, and its endpoint is closed."""
         self.groups.forget(address)
+        if self._context.lending is not None:
+            self._context.lending.forget(address)
         self._tasks.start_soon(self._transport.forget, address)
 
     def counters(self) -> TransferCounters:
@@ -168,9 +175,8 @@ class KvMover:
             num_bytes_sent=self.departures.num_bytes,
             num_pieces_received=self.arrivals.num_pieces,
             num_bytes_received=self.arrivals.num_bytes,
-            num_bytes_exchanged=ExchangedBytes(
-                self.groups.num_bytes_sent, self.groups.num_bytes_received, self.groups.num_bytes_borrowed
-            ),
+            num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.num_bytes_received),
+            num_bytes_borrowed=self.arrivals.num_bytes_borrowed + self.groups.num_bytes_borrowed,
             dropped=dict(self._context.dropped),
             num_asked_again=self._context.num_asked_again,
             num_exchanging=len(self.groups),
@@ -183,6 +189,8 @@ class KvMover:
         self._pool.check_integrity()
         self.groups.check_integrity()
         self.arrivals.check_integrity()
+        if self._context.lending is not None:
+            self._context.lending.check_integrity()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +205,7 @@ class KvMover:
                 self.groups.take(header, piece)
             elif header.kind is PieceKind.LANDED:
                 self.departures.take_landed(header, piece)
-            elif header.kind is PieceKind.AGAIN:
+            elif header.kind in (PieceKind.AGAIN, PieceKind.NO_LOANS):
                 self.departures.take_again(header, piece)
             elif header.kind is not PieceKind.ABORT:
                 self.arrivals.take(header, piece)

@@ -142,7 +142,7 @@ class MoveSender(GrantedTransfer):
         """The first ``num_blocks`` of every layer are complete."""
         first, self._num_named = self._num_named, max(self._num_named, num_blocks)
         num_layers, number = self._layout.num_layers, self._num_named - first
-        self._ready += Blocks(0, 0, first, number, num_layers).cut(self._writer.max_pages)
+        self._ready += Blocks(0, 0, first, number, num_layers).cut(self._writer.pages_a_piece(self._address))
         if self._ready:
             self._wanted.set()
 

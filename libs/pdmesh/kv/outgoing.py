@@ -46,20 +46,23 @@ class Blocks(NamedTuple):
     def num_pages(self) -> int:
         return self.num_layers * self.num_blocks
 
-    def split(self, size: int) -> tuple[Blocks, list[Blocks]]:
-        """A first piece of at most so many pages, of whole layers where one fits; and what is left, in order."""
-        num_blocks = min(size, self.num_blocks)
+    def split(self, size: int, max_blocks: int | None = None) -> tuple[Blocks, list[Blocks]]:
+        """A first piece of at most so many pages, of whole layers where one fits; and what is left, in order.
+
+        Of at most ``max_blocks`` blocks of each layer, too.
+        """
+        num_blocks = min(size, self.num_blocks, max_blocks or self.num_blocks)
         num_layers = min(size // num_blocks, self.num_layers)
         piece = self._replace(num_blocks=num_blocks, num_layers=num_layers)
         beside = piece._replace(first_block=piece.end, num_blocks=self.num_blocks - num_blocks)
         below = self._replace(layer=piece.end_layer, num_layers=self.num_layers - num_layers)
         return piece, [left for left in (beside, below) if left.num_pages]
 
-    def cut(self, size: int) -> Iterator[Blocks]:
-        """Into pieces of at most so many pages; none if these are no pages."""
+    def cut(self, size: int, max_blocks: int | None = None) -> Iterator[Blocks]:
+        """Into pieces as of `split`; none if these are no pages."""
         left: list[Blocks] = [self] if self.num_pages else []
         while left:
-            piece, rest = left.pop().split(size)
+            piece, rest = left.pop().split(size, max_blocks)
             left += reversed(rest)
             yield piece
 
@@ -106,8 +109,22 @@ class PieceWriter:
 
     @property
     def max_pages(self) -> int:
-        """As many as fit into a piece here; a destination may take less."""
+        """As many as a piece is of at most, wherever it goes."""
         return self._transport.max_payload_bytes // self._store.layout.block_bytes
+
+    def pages_a_piece(self, address: bytes) -> int:
+        """As many as a piece that goes there is of at most. Where nothing can be sent `send` says so."""
+        try:
+            return self._pages_taken(address)
+        except KvTransferError:
+            return self.max_pages
+
+    def take_back(self, address: bytes, num_pages: int) -> bool:
+        """Whether so many more pages were lent there than were taken back before: they are to be sent as bytes."""
+        return False
+
+    def close(self) -> None:
+        """Nothing that was sent is good any more unless it has been copied. Idempotent."""
 
     async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
         """Send them with headers that say ``about`` and what each piece holds; how many. Raises KvTransferError."""

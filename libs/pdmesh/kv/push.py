@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -38,6 +39,7 @@ class KvPush(GrantedTransfer):
         self._clock = clock
         self._on_paused = on_paused
         self._num_begun = 0  # of the sender's ready blocks
+        self._cut: deque[Blocks] = deque()  # pieces of the last of these
         self._granted = anyio.Event()
         self._granted.set()
         self._pausing = False  # asked to stop, with pieces under way
@@ -74,6 +76,7 @@ class KvPush(GrantedTransfer):
         preempted. A piece under way has the transport's no-progress limit.
         """
         granted_s, landed_s = self._clock(), None
+        self._pages_a_piece()
         with self._work:
             async with anyio.create_task_group() as answers:
                 answers.start_soon(self._answer)
@@ -104,15 +107,24 @@ class KvPush(GrantedTransfer):
             await self._granted.wait()
 
     async def _next(self) -> Blocks | None:
-        """The next blocks to send, when they are computed and may be sent; None after the last."""
+        """The next piece to send, when it is computed and may be sent; None after the last."""
         while True:
             await self._wait_for_grant()
+            if self._cut:
+                return self._cut.popleft()
             if self._num_begun < len(self.sender.ready):
+                self._cut.extend(self.sender.ready[self._num_begun].cut(self._pages_a_piece()))
                 self._num_begun += 1
-                return self.sender.ready[self._num_begun - 1]
-            if self.sender.has_all:
+            elif self.sender.has_all:
                 return None
-            await self.sender.news()
+            else:
+                await self.sender.news()
+
+    def _pages_a_piece(self) -> int:
+        """What all destinations take, which the sender is told."""
+        limits = (self._writer.pages_a_piece(destination.address) for destination in self.destinations)
+        self.sender.pages_a_piece = min(limits, default=self._writer.max_pages)
+        return self.sender.pages_a_piece
 
     async def _send_ready(self) -> None:
         try:

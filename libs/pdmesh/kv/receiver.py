@@ -6,15 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pdmesh.kv.piece import PieceHeader, request_key
-from pdmesh.kv.repair import DamageLimit
+from pdmesh.kv.loans import note_bytes
+from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
+from pdmesh.kv.repair import DamageLimit, RefusalLimit
 from pdmesh.kv.transcript import is_complete
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
 
 #: Of a move's transcript, beside its tokens: how they are drawn, and for whom.
 MAX_TRANSCRIPT_HEAD_BYTES = 1 << 20
 
-#: Of a page, in the books: a piece for it was accepted; or accepted and found damaged, and is to come again.
+#: Of a page, in the books: a piece for it was accepted; or accepted and of no use, and another one is to come.
 _CLAIMED, _AWAITED = 1, 2
 
 
@@ -29,9 +30,9 @@ class KvReceiver:
     """A destination's side of a transfer: its books. `pdmesh.kv.arrivals.KvArrivals` does the work.
 
     A page, that is a (layer, block), is *claimed* when a piece for it has been accepted and *placed* when it has been
-    copied in. One whose piece was damaged stays claimed, by the piece that is to come again. Every source ends with a
-    commit that says what it sent; together they must have sent all pages. A move's commit may overtake the last of its
-    pieces and of its transcript.
+    copied in. One whose piece was of no use (damaged, or lent and not to be read) stays claimed, by the piece that is
+    to come again. Every source ends with a commit that says what it sent; together they must have sent all pages. A
+    move's commit may overtake the last of its pieces and of its transcript.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class KvReceiver:
         self.first_token: FirstToken | None = None
         self.num_bytes = 0
         self.transcript = bytearray()
-        self.to_ask: deque[PieceHeader] = deque()  # damaged, and not yet asked for again; bounded by their limits
+        #: Of no use, and not yet asked for again, as AGAIN or NO_LOANS; bounded by their limits.
+        self.to_ask: deque[tuple[PieceKind, PieceHeader]] = deque()
         self.is_asking = False
         self._block_ids = list(block_ids[:num_blocks])
         self._is_move = num_context_tokens is None
@@ -76,20 +78,22 @@ class KvReceiver:
         self._limits = [DamageLimit(sends=False) for _ in source_addresses]
         self._uncommitted = set(range(len(source_addresses)))
         self._num_unclaimed = self._num_unplaced = self._part.num_pages
+        self._refusals = RefusalLimit(self._part.num_pages)
 
     def block_ids_of(self, header: PieceHeader) -> list[int]:
         return self._block_ids[header.part.blocks.start : header.part.blocks.stop]
 
     def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
-        """Accept a KV piece, or say why it must be dropped."""
+        """Accept a piece of KV or a loan, or say why it must be dropped."""
         blocks, layers, heads = part = header.part
+        is_loan = header.kind is PieceKind.LOAN
         if (
             header.source >= len(self.source_addresses)
             or header.destination != self.destination
             or not self._part.layers.holds(layers)
             or not self._part.blocks.holds(blocks)
             or heads != self._part.heads
-            or header.payload_bytes != part.num_pages * self._layout.block_bytes
+            or header.payload_bytes != (note_bytes(blocks.size) if is_loan else self._bytes_of(part))
             or header.payload_bytes != payload_bytes
         ):
             return "range"
@@ -105,14 +109,25 @@ class KvReceiver:
 
     def take_damaged(self, header: PieceHeader) -> str | None:
         """A claimed piece was damaged on the way: it is to come again. Or say why the transfer has failed."""
-        blocks, layers, _ = header.part
-        limit = self._limits[header.source]
+        limit, layer = self._limits[header.source], header.part.layers.start
         if not limit.add_damaged():
-            return f"{limit.num_damaged + 1} pieces were damaged on the way, this one of layer {layers.start}"
-        for layer in self._claimed[layers.start : layers.stop]:
-            layer[slice(*blocks)] = bytes([_AWAITED]) * blocks.size
-        self.to_ask.append(header)
+            return f"{limit.num_damaged + 1} pieces were damaged on the way, this one of layer {layer}"
+        self.await_again(header)
+        self.to_ask.append((PieceKind.AGAIN, header))
         return None
+
+    def refuse_loan(self, header: PieceHeader) -> str | None:
+        """A claimed loan cannot be read here: its pages are to come as bytes. Or say why the transfer has failed."""
+        if not self._refusals.add(header.part.num_pages):
+            return "the sender lends again and again what cannot be read here"
+        self.await_again(header)
+        self.to_ask.append((PieceKind.NO_LOANS, header))
+        return None
+
+    def await_again(self, header: PieceHeader) -> None:
+        """Nothing was copied of a claimed piece, or nothing that counts: another one may bring its pages."""
+        for layer in self._claimed[slice(*header.part.layers)]:
+            layer[slice(*header.part.blocks)] = bytes([_AWAITED]) * header.part.blocks.size
 
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
         """Take the next bytes of a move's transcript, or say why they must be dropped."""
@@ -129,7 +144,7 @@ class KvReceiver:
         """A claimed piece has been copied into its blocks."""
         self._limits[header.source].add_sound()
         self._num_unplaced -= header.part.num_pages
-        self.num_bytes += header.payload_bytes
+        self.num_bytes += self._bytes_of(header.part)
 
     def commit(self, header: PieceHeader) -> str | None:
         """Take a source's commit, or say why the transfer has failed.
@@ -177,6 +192,9 @@ class KvReceiver:
     @property
     def _has_transcript(self) -> bool:
         return self._num_context_tokens is not None and is_complete(self.transcript, self._num_context_tokens)
+
+    def _bytes_of(self, part: KvPart) -> int:
+        return part.num_pages * self._layout.block_bytes
 
     def check_integrity(self) -> None:
         """AssertionError names the numbers that do not balance."""

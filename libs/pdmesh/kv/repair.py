@@ -1,4 +1,4 @@
-"""Pieces of KV that come damaged are asked for again: how many of what comes from one peer.
+"""Pieces of KV that come damaged, or are lent and cannot be read, are asked for again: how many of them.
 
 The receiver forgets that it took the piece, and says AGAIN with the piece's blocks and layers; the sender, which has
 them until the receiver has everything, sends them like any other piece. What comes damaged again is asked for again.
@@ -34,4 +34,21 @@ class DamageLimit:
         if self.num_damaged >= self._num_free + self._num_sound // SOUND_PIECES_EACH:
             return False
         self.num_damaged += 1
+        return True
+
+
+class RefusalLimit:
+    """Of what is lent and cannot be read here: each page once, and once more where its sender was forgotten meanwhile.
+
+    Nothing is wrong with the peer that lends it, so this is no damage; but nobody lends for ever what is not taken.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_left = 2 * num_pages
+
+    def add(self, num_pages: int) -> bool:
+        """So many more were refused; False if that is too many."""
+        if num_pages > self._num_left:
+            return False
+        self._num_left -= num_pages
         return True

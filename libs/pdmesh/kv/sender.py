@@ -19,6 +19,9 @@ from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 #: What is computed of a chunk is sent in so many steps at least, as far as a piece holds more than a layer of it.
 STEPS_A_CHUNK = 4
 
+#: Decode waits for the last of a context, which is sent in smaller and smaller steps, as long as they are as large.
+TAIL_BYTES = 4 << 20
+
 #: Of pages that were named, or not: the others.
 _NOT_YET = marked(0)
 
@@ -39,7 +42,7 @@ class KvSender:
         source: int,
         blocks: IndexRange | None,
         store: KvStore,
-        pages_per_piece: int,
+        pages_a_piece: int,
         call_soon: CallSoon,
         clock: Callable[[], float],
     ) -> None:
@@ -57,8 +60,8 @@ class KvSender:
         self.ready: list[Blocks] = []  # in the order in which they were computed
         self.committed_s: float | None = None  # when all was computed that this source computes
         self.first_token: FirstToken | None = None  # if it drew it
+        self.pages_a_piece = pages_a_piece  # so many wait for each other at most; a transfer sets it as it sends
         self._store = store
-        self._pages_per_piece = pages_per_piece
         self._call_soon = call_soon
         self._clock = clock
         self._num_awaited = self.part.num_pages  # not yet computed
@@ -128,11 +131,13 @@ class KvSender:
             blocks = held._replace(num_layers=held.num_layers + blocks.num_layers)
         elif held is not None:
             self._add_ready(held)
-        num_layers = self._store.layout.num_layers
+        layout = self._store.layout
+        num_left = layout.num_layers - blocks.end_layer
+        is_tail = blocks.end == self.part.blocks.stop and blocks.num_pages * layout.block_bytes >= TAIL_BYTES
         if (
-            blocks.num_layers * STEPS_A_CHUNK < num_layers
-            and blocks.end_layer < num_layers
-            and blocks.num_pages + blocks.num_blocks <= self._pages_per_piece
+            blocks.num_layers * STEPS_A_CHUNK < layout.num_layers
+            and num_left > (blocks.num_layers if is_tail else 0)
+            and blocks.num_pages + blocks.num_blocks <= self.pages_a_piece
         ):
             self._held[blocks.first_block] = blocks
         else:
@@ -151,7 +156,7 @@ class KvSender:
         for named in layers:
             named[pages] = b"\1" * blocks.num_blocks
         self._num_awaited -= blocks.num_pages
-        self.ready += blocks.cut(self._pages_per_piece)
+        self.ready.append(blocks)
         self._tell()
 
     def _unnamed(self, blocks: Blocks) -> Iterator[Blocks]:

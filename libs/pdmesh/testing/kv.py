@@ -92,7 +92,7 @@ class TransportMaker:
 
     def config(self, config: TransferConfig = SMALL_TRANSFER) -> TransferConfig:
         """Of an instance."""
-        return replace(config, group_lends_kv=self.lends)
+        return replace(config, lends_kv=self.lends)
 
     def make(self, config: TransferConfig) -> MemoryTransport | UcxTransport:
         if self.kind == "memory":

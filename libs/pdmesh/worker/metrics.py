@@ -118,8 +118,8 @@ class _Books(Collector):
         yield exchanged
         yield CounterMetricFamily(
             "pdmesh:kv_borrowed_bytes",
-            "Of the KV taken from instances of a prefill group: copied from their caches, where it lay.",
-            counters.num_bytes_exchanged.borrowed,
+            "Of the KV taken from other instances: copied from their caches, where it lay.",
+            counters.num_bytes_borrowed,
         )
 
 
