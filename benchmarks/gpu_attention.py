@@ -17,7 +17,7 @@ from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.model import KvLayout, num_blocks_for
 
 #: (queries, context before them) of a chunk.
-CHUNKS = ((128, 32_768), (512, 32_768), (2048, 6_144), (8192, 0))
+CHUNKS = ((128, 32_768), (192, 32_768), (256, 32_768), (512, 32_768), (2048, 6_144), (8192, 0))
 #: (decodes, context of each).
 DECODES = ((1, 4096), (64, 4096), (1, 65_536))
 
