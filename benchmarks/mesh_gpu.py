@@ -4,9 +4,10 @@ Llama-3-8B's shape in bf16 with random weights. One mesh after the other on the 
 processes, half of the KV memory each), one mixed instance (all of it: what a server without disaggregation would be),
 and 1P+1D under ``fcfs``, the convoy that is there without us. On each, one long prompt alone; short requests of 32 to
 256 tokens alone, a Poisson stream; and the same with long prompts among them, evenly spread. The client is that of
-`convoy.py`, and so is the limit: the short ones' TTFT p99 over what it is without long ones.
+`convoy.py`, and so are the rate, the share of long ones, and the limit: the short ones' TTFT p99 over what it is without
+long ones. Processes that share a GPU take turns on it, so prefill and decode slow each other down, as they would not on two.
 
-    python benchmarks/mesh_gpu.py [--only 1P+1D mixed] [--requests 80] [--long-tokens 65536] [--shape tiny]
+    python benchmarks/mesh_gpu.py [--only 1P+1D mixed] [--requests 66] [--long-tokens 65536] [--shape tiny]
 
 Every mesh takes a minute and a half on an H100, 80 GB of which 70 are needed. Without a network: `tests/gpu/recipe.sh`.
 """
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from convoy import FCFS, OUTPUT_TOKENS, SHORT_TOKENS, TTFT_LIMIT, Planned, Seen, ask
+from convoy import FCFS, OUTPUT_TOKENS, REQUESTS_PER_S, SHORT_TOKENS, TTFT_LIMIT, Planned, Seen, ask
 from report import Limits, heading, unavailable
 
 from pdmesh.metrics import itl_s, percentile
@@ -268,10 +269,10 @@ def print_logs(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), metavar="SYSTEM")
-    parser.add_argument("--requests", type=int, default=80, help="the long ones among them")
-    parser.add_argument("--long", type=int, default=3, help="how many are long")
+    parser.add_argument("--requests", type=int, default=66, help="the long ones among them")
+    parser.add_argument("--long", type=int, default=2, help="how many are long")
     parser.add_argument("--long-tokens", type=int, default=64 * 1024)
-    parser.add_argument("--rate", type=float, default=4.0, help="short requests a second")
+    parser.add_argument("--rate", type=float, default=REQUESTS_PER_S, help="short requests a second")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3-8b", help="tiny: for a trial without a GPU")
     parser.add_argument("--kv-gib", type=float, help="of KV in all")
     parser.add_argument("--seed", type=int, default=0)
