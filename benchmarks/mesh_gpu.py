@@ -4,8 +4,8 @@ Llama-3-8B's shape in bf16 with random weights. One mesh after the other on the 
 processes, half of the KV memory each), one mixed instance (all of it: what a server without disaggregation would be),
 and 1P+1D under ``fcfs``, the convoy that is there without us. On each, one long prompt alone; short requests of 32 to
 256 tokens alone, a Poisson stream; and the same with long prompts among them, evenly spread. The client is that of
-`convoy.py`, and so are the rate, the share of long ones, and the limit: the short ones' TTFT p99 over what it is without
-long ones. Processes that share a GPU take turns on it, so prefill and decode slow each other down, as they would not on two.
+`convoy.py`, and so are the rate, the share of long ones, and the limit: the short ones' TTFT p99 over what it is
+without long ones. Processes that share a GPU take turns on it: prefill and decode slow each other down.
 
     python benchmarks/mesh_gpu.py [--only 1P+1D mixed] [--requests 66] [--long-tokens 65536] [--shape tiny]
 

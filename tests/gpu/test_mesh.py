@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 
 import anyio
@@ -31,6 +33,31 @@ async def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
             found = await mismatches(client, mesh.model, references, concurrency=1)
             found += await mismatches(client, mesh.model, references * 2, concurrency=12)
         assert not found, "\n".join([*found, log_tails(mesh)])
+        await anyio.to_thread.run_sync(mesh.wait_until_idle)
+
+
+async def test_an_instance_may_die_while_its_kv_is_read(tmp_path: Path) -> None:
+    """Its memory is mapped into the one that decodes, which goes on, and so do all requests."""
+    checkpoint = write_checkpoint(tmp_path / "model", seed=1)
+    prompts = random_prompts([1500, 3000] * 6, TINY.vocab_size, seed=8)
+    references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
+    settings = {**SETTINGS, "SCHEDULER_BUNDLE": "fcfs", "POLICY_CHUNK_TOKENS": str(CHUNK_TOKENS)}
+    with running_mesh(tmp_path, model=checkpoint, settings=settings) as mesh:
+        found: list[str] = []
+        async with mesh.client() as client, anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                found.extend(await mismatches(client, mesh.model, references * 3, concurrency=12))
+
+            decodes = mesh.pids()["decode-0"]
+            tasks.start_soon(ask)
+            for delay_s in (0.3, 0.5):
+                await anyio.sleep(delay_s)
+                pid = mesh.pids()["prefill-0"]
+                os.kill(pid, signal.SIGKILL)
+                await anyio.to_thread.run_sync(mesh.wait_until_replaced, "prefill-0", pid)
+        assert not found, "\n".join([*found, log_tails(mesh)])
+        assert mesh.pids()["decode-0"] == decodes
         await anyio.to_thread.run_sync(mesh.wait_until_idle)
 
 
