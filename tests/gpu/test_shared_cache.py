@@ -14,7 +14,7 @@ from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.shared_cache import CudaDriver
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.errors import KvTransferError
-from pdmesh.model import KvLayout
+from pdmesh.model import IndexRange, KvLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -65,8 +65,8 @@ def test_blocks_are_copied_from_another_processes_cache(number: int) -> None:
         assert owner.stdout is not None
         described = bytes.fromhex(owner.stdout.readline())
         peer = shared.open(owner.pid, described)
+        peer.read(IndexRange(0, layout.num_layers), theirs, ours)
         for layer in range(layout.num_layers):
-            peer.read(layer, theirs, ours)
             expected = content(layout, 1, layer)[theirs]
             assert torch.equal(store.layers[layer][:NUM_BLOCKS].cpu(), expected)
         lie = (NUM_BLOCKS << 20).to_bytes(8, "little") + described[8:]
@@ -75,7 +75,7 @@ def test_blocks_are_copied_from_another_processes_cache(number: int) -> None:
         owner.kill()
         owner.wait()
         with contextlib.suppress(KvTransferError):  # whatever is read now, the loan's word says that it is nothing
-            peer.read(0, theirs, ours)
+            peer.read(IndexRange(0, layout.num_layers), theirs, ours)
         peer.close()
         with pytest.raises(KvTransferError):
             shared.open(owner.pid, described)
@@ -89,5 +89,5 @@ def test_the_cache_of_the_same_process_needs_no_handle() -> None:
     assert one.shared is not None
     assert other.shared is not None
     peer = one.shared.open(os.getpid(), other.shared.describe())
-    peer.read(2, [5, 6, 1], [0, 1, 2])
+    peer.read(IndexRange(2, 3), [5, 6, 1], [0, 1, 2])
     assert torch.equal(one.layers[2][:3], other.layers[2][[5, 6, 1]])

@@ -24,7 +24,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.presence import Bell
-from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
 from pdmesh.testing.cuda import FakeDriver, FakeHost, FakeStreams
 from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker
 
@@ -70,7 +70,7 @@ def test_blocks_come_from_device_to_device(pid: int) -> None:
     peer = reader.shared.open(pid, owner.shared.describe())
     assert len(reader.driver.mapped) == (LAYOUT.num_layers if pid == ANOTHER_PROCESS else 0)
     theirs = [18, 2, 3, 4, 10, 0, 7, 8]
-    peer.read(1, theirs, SHUFFLED)
+    peer.read(IndexRange(1, 2), theirs, SHUFFLED)
     for number, layer in enumerate(reader.store.layers):
         if number != 1:
             assert torch.equal(layer, before[number])
@@ -92,7 +92,7 @@ def test_scattered_blocks_are_copied_at_once_within_a_device(
     reader.driver.has_one_device = has_one_device
     peer = reader.shared.open(ANOTHER_PROCESS, owner.shared.describe())
     theirs = [18, 2, 3, 4, 10, 0, 7, 8]
-    peer.read(1, theirs, SHUFFLED)
+    peer.read(IndexRange(1, 2), theirs, SHUFFLED)
     assert torch.equal(reader.store.layers[1][SHUFFLED], owner.store.layers[1][theirs])
     assert reader.driver.num_copies == num_copies
     peer.close()
@@ -107,8 +107,8 @@ def test_layers_of_one_allocation_are_opened_once() -> None:
     owner = CudaSharedCache(LAYOUT, NUM_BLOCKS, [layer.data_ptr() for layer in whole], memory=driver, streams=streams)
     peer = reader.shared.open(ANOTHER_PROCESS, owner.describe())
     assert len(reader.driver.mapped) == 1
+    peer.read(IndexRange(0, LAYOUT.num_layers), range(NUM_BLOCKS), range(NUM_BLOCKS))
     for layer in range(LAYOUT.num_layers):
-        peer.read(layer, range(NUM_BLOCKS), range(NUM_BLOCKS))
         copied = reader.store.layers[layer][:NUM_BLOCKS].reshape(NUM_BLOCKS, -1).view(torch.float32)
         assert torch.equal(copied, whole[layer])
 
@@ -130,7 +130,7 @@ def test_a_cache_that_is_not_there_is_not_read() -> None:
     assert reader.driver.mapped == {}, "what was opened in vain is closed"
     peer = reader.shared.open(ANOTHER_PROCESS, good)
     with pytest.raises(KvTransferError, match="a block outside the peer's 12"):
-        peer.read(0, [NUM_BLOCKS], [0])
+        peer.read(IndexRange(0, 1), [NUM_BLOCKS], [0])
     host.dead.add(owner.driver)
     with pytest.raises(KvTransferError, match="cuIpcOpenMemHandle"):
         a_process(host, 2).shared.open(ANOTHER_PROCESS, good)

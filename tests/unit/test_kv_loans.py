@@ -115,8 +115,8 @@ class _Dying:
     cache: PeerCache
     process: subprocess.Popen[str]
 
-    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        self.cache.read(layer, theirs, ours)
+    def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        self.cache.read(layers, theirs, ours)
         self.process.kill()
         self.process.wait()
 

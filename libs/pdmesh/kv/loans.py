@@ -184,8 +184,7 @@ class Lending:
         opened = self._open(*lender, note.card_address)
         try:
             for layers, theirs, ours in copies:
-                for layer in range(*layers):
-                    opened.cache.read(layer, theirs, ours)
+                opened.cache.read(layers, theirs, ours)
         finally:
             with self._lock:
                 opened.num_readers -= 1

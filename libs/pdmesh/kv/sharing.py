@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from pdmesh.errors import KvTransferError
-from pdmesh.model import KvLayout
+from pdmesh.model import IndexRange, KvLayout
 from pdmesh.transport.reading import read_parts
 
 _NUM_BLOCKS = struct.Struct("<Q")
@@ -20,10 +20,10 @@ _NUM_BLOCKS = struct.Struct("<Q")
 class PeerCache(Protocol):
     """Another instance's cache of the same layout, opened."""
 
-    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        """Copy its blocks ``theirs``, in order, into ``ours`` of this instance; they are there when it returns.
+    def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        """Copy its blocks ``theirs``, in order, into ``ours`` of this instance, in each of some layers.
 
-        Any thread. Raises KvTransferError, and may have copied some of them then.
+        They are there when it returns. Any thread. Raises KvTransferError, and may have copied some of them then.
         """
         ...
 
@@ -82,13 +82,15 @@ class HostPeerCache:
         self._our_layers = our_layers
         self._block_bytes = block_bytes
 
-    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+    def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
         check_blocks(theirs, self._num_blocks)
-        size = self._block_bytes
-        from_address, to_address = self._their_layers[layer], self._our_layers[layer]
+        size, runs = self._block_bytes, list(common_runs(theirs, ours))
         parts = [
             (from_address + run.theirs * size, to_address + run.ours * size, run.num_blocks * size)
-            for run in common_runs(theirs, ours)
+            for from_address, to_address in zip(
+                self._their_layers[slice(*layers)], self._our_layers[slice(*layers)], strict=True
+            )
+            for run in runs
         ]
         try:
             read_parts(self._pid, parts)

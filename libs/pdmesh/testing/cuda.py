@@ -138,11 +138,18 @@ class FakeDriver:
         return self.has_one_device
 
     def copy_blocks(
-        self, to_address: int, from_address: int, block_bytes: int, *, theirs: Sequence[int], ours: Sequence[int]
+        self,
+        to_layers: Sequence[int],
+        from_layers: Sequence[int],
+        block_bytes: int,
+        *,
+        theirs: Sequence[int],
+        ours: Sequence[int],
     ) -> None:
-        num_copies = self.num_copies + 1
-        for their, our in zip(theirs, ours, strict=True):
-            self.copy(to_address + our * block_bytes, from_address + their * block_bytes, block_bytes)
+        num_copies = self.num_copies + len(to_layers)
+        for to_address, from_address in zip(to_layers, from_layers, strict=True):
+            for their, our in zip(theirs, ours, strict=True):
+                self.copy(to_address + our * block_bytes, from_address + their * block_bytes, block_bytes)
         self.num_copies = num_copies
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import anyio.to_thread
 
 from pdmesh.kv.sharing import HostCache, PeerCache
-from pdmesh.model import KvLayout
+from pdmesh.model import IndexRange, KvLayout
 from pdmesh.testing.kv import ByteStore
 
 
@@ -21,9 +21,9 @@ class Hooked:
     before: Callable[[], object]
     after: Callable[[], object]
 
-    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+    def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
         self.before()
-        self.cache.read(layer, theirs, ours)
+        self.cache.read(layers, theirs, ours)
         self.after()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.sharing import check_blocks, common_runs
-from pdmesh.model import KvLayout
+from pdmesh.model import IndexRange, KvLayout
 
 log = structlog.get_logger()
 
@@ -69,9 +69,15 @@ class DeviceMemory(Protocol):
         ...
 
     def copy_blocks(
-        self, to_address: int, from_address: int, block_bytes: int, *, theirs: Sequence[int], ours: Sequence[int]
+        self,
+        to_layers: Sequence[int],
+        from_layers: Sequence[int],
+        block_bytes: int,
+        *,
+        theirs: Sequence[int],
+        ours: Sequence[int],
     ) -> None:
-        """The same of blocks, by their numbers from these addresses on, both near: one kernel reads, one writes."""
+        """The same of blocks, by their numbers from these addresses on, all near: two kernels a layer."""
         ...
 
 
@@ -160,17 +166,19 @@ class CudaPeerCache:
             addresses.append(allocation.address + offset)
         self._their_layers = addresses
 
-    def read(self, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> None:
+    def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
         check_blocks(theirs, self._num_blocks)
         size, runs = self._block_bytes, list(common_runs(theirs, ours))
-        to_address, from_address = self._our_layers[layer], self._their_layers[layer]
-        scattered = len(runs) > _MAX_RUNS and self._memory.is_near(from_address)
-        with self._streams.copying():
-            if scattered:
-                self._memory.copy_blocks(to_address, from_address, size, theirs=theirs, ours=ours)
+        to_layers, from_layers = self._our_layers[slice(*layers)], self._their_layers[slice(*layers)]
+        with self._streams.copying():  # its end waits for all of them: a wait costs as much as a layer's copy
+            if len(runs) > _MAX_RUNS and self._memory.is_near(from_layers[0]):
+                self._memory.copy_blocks(to_layers, from_layers, size, theirs=theirs, ours=ours)
                 return
-            for run in runs:
-                self._memory.copy(to_address + run.ours * size, from_address + run.theirs * size, run.num_blocks * size)
+            for to_address, from_address in zip(to_layers, from_layers, strict=True):
+                for run in runs:
+                    self._memory.copy(
+                        to_address + run.ours * size, from_address + run.theirs * size, run.num_blocks * size
+                    )
 
     def close(self) -> None:
         while self._mapped:
@@ -237,10 +245,19 @@ class CudaDriver:
         return int(number) == self._device_index
 
     def copy_blocks(
-        self, to_address: int, from_address: int, block_bytes: int, *, theirs: Sequence[int], ours: Sequence[int]
+        self,
+        to_layers: Sequence[int],
+        from_layers: Sequence[int],
+        block_bytes: int,
+        *,
+        theirs: Sequence[int],
+        ours: Sequence[int],
     ) -> None:
-        source, target = self._blocks(from_address, block_bytes, theirs), self._blocks(to_address, block_bytes, ours)
-        target.index_copy_(0, self._index(ours), source.index_select(0, self._index(theirs)))
+        their_index, our_index = self._index(theirs), self._index(ours)
+        for to_address, from_address in zip(to_layers, from_layers, strict=True):
+            source = self._blocks(from_address, block_bytes, theirs)
+            target = self._blocks(to_address, block_bytes, ours)
+            target.index_copy_(0, our_index, source.index_select(0, their_index))
 
     def _blocks(self, address: int, block_bytes: int, block_ids: Sequence[int]) -> Tensor:
         """A view of memory that may be another process's: a row for each block up to the last of these."""
