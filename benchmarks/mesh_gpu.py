@@ -36,7 +36,7 @@ from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.testing.tokenizers import write_tokenizer
 
 EXPOSED_LIMIT = 0.03  # of the prefill's time, of a long prompt's KV
-EXPOSED_TOKENS, NUM_EXPOSED, EXPOSED_GAP_S = (2048, 8192), 3, 2.5
+EXPOSED_TOKENS, NUM_EXPOSED, EXPOSED_GAP_S = (2048, 8192, 32_768), 3, 2.5
 NUM_WARM = 8
 ANSWER_LIMIT_S = 90.0  # after the last request was sent: a mesh that stands still must not take the device's time
 LOG_TAIL_CHARACTERS = 1800  # of each service, where a mesh fails
@@ -146,10 +146,10 @@ async def drive(mesh: RunningMesh, name: str, load: Sequence[Planned]) -> list[S
     return [task.result() for task in asked]
 
 
-def exposed_shares(mesh: RunningMesh, long_tokens: int) -> dict[int, float]:
+def exposed_shares(mesh: RunningMesh, lengths: Sequence[int]) -> dict[int, float]:
     """KV time that the prefill did not hide, over the prefill's own (as `mesh_overhead.py`): medians."""
     found: dict[int, float] = {}
-    for num_tokens in sorted({*(size for size in EXPOSED_TOKENS if size < long_tokens), long_tokens}):
+    for num_tokens in lengths:
         name = f"exposed-{num_tokens}"
         asyncio.run(drive(mesh, name, [Planned(number * EXPOSED_GAP_S, num_tokens) for number in range(NUM_EXPOSED)]))
         shares: list[float] = []
@@ -164,7 +164,7 @@ def exposed_shares(mesh: RunningMesh, long_tokens: int) -> dict[int, float]:
     return found
 
 
-def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int) -> Measured:
+def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int, exposed_tokens: Sequence[int]) -> Measured:
     """First of all everything is used once: short ones together, and a long one."""
     warm = [Planned(number / 20, SHORT_TOKENS[number % 2]) for number in range(NUM_WARM)]
     asyncio.run(drive(mesh, "warm", [*warm, Planned(1.0, long_tokens)]))
@@ -176,7 +176,7 @@ def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int) -> Mea
         key=lambda one: one.token_times_s[0] - one.sent_s,
     )
     print(f"the slowest short one:\n{mesh.pdmesh('requests', 'show', slowest.name)}")
-    exposed = exposed_shares(mesh, long_tokens // 2)
+    exposed = exposed_shares(mesh, exposed_tokens)
     mesh.wait_until_idle(60)
     return Measured(
         alone=Times.of(short),
@@ -242,7 +242,13 @@ def write_model(folder: Path, shape: CheckpointShape) -> Path:
 
 
 def run(
-    system: System, model: Path, folder: Path, kv_bytes: int, load: Sequence[Planned], long_tokens: int
+    system: System,
+    model: Path,
+    folder: Path,
+    kv_bytes: int,
+    load: Sequence[Planned],
+    long_tokens: int,
+    exposed_tokens: Sequence[int],
 ) -> Measured:
     settings = {
         "DRAIN_S": "5",
@@ -254,7 +260,7 @@ def run(
     began_s = time.perf_counter()
     with running_mesh(folder, model=model, settings=settings, **pools) as mesh:
         print(f"serves after {time.perf_counter() - began_s:.0f} s; device: {device_line()}")
-        measured = measure(mesh, load, long_tokens)
+        measured = measure(mesh, load, long_tokens, exposed_tokens if system.decode else ())
         print(f"measured after {time.perf_counter() - began_s:.0f} s; device: {device_line()}")
     if measured.has_failures:
         print_logs(folder)
@@ -272,6 +278,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=66, help="the long ones among them")
     parser.add_argument("--long", type=int, default=2, help="how many are long")
     parser.add_argument("--long-tokens", type=int, default=64 * 1024)
+    parser.add_argument(
+        "--exposed", type=int, nargs="*", default=EXPOSED_TOKENS, help="whose KV's exposed time is taken"
+    )
     parser.add_argument("--rate", type=float, default=REQUESTS_PER_S, help="short requests a second")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3-8b", help="tiny: for a trial without a GPU")
     parser.add_argument("--kv-gib", type=float, help="of KV in all")
@@ -297,7 +306,7 @@ def main() -> None:
         for key in options.only:
             folder = Path(name, key.replace(" ", "-"))
             try:
-                runs[key] = run(SYSTEMS[key], model, folder, kv_bytes, load, options.long_tokens)
+                runs[key] = run(SYSTEMS[key], model, folder, kv_bytes, load, options.long_tokens, options.exposed)
             except Exception as error:  # the other systems' figures are worth having
                 print(f"{key}: failed: {type(error).__name__}: {str(error)[:500]}")
                 print_logs(folder)
