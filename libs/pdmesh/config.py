@@ -217,7 +217,7 @@ class TransferConfig:
         bool,
         "instances on one host copy KV from each other's cache, where both can and both have this set; "
         "else it travels in pieces",
-    ] = False
+    ] = True
     ucx_tls: Annotated[
         str | None,
         "passed to UCX as it is, and must leave a network transport; if not set, UCX's own choice (and UCX_TLS)",

@@ -96,6 +96,7 @@ def served(
     ) as mesh:
         yield Served(mesh, references)
         mesh.wait_until_idle()
+        assert (mesh.borrowed_bytes() > 0) == (case.prefill > 0 and not case.over_ucx)
 
 
 @pytest.mark.timeout(300)

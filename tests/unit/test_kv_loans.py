@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import pytest
@@ -17,7 +17,7 @@ import pytest
 from pdmesh.errors import KvTransferError
 from pdmesh.kv import loans
 from pdmesh.kv.loans import Copies, Lender, Lending, LoanNote
-from pdmesh.kv.sharing import HostCache, PeerCache, SharedCache, common_runs
+from pdmesh.kv.sharing import HostCache, HostPeerCache, PeerCache, SharedCache, common_runs
 from pdmesh.model import IndexRange, KvLayout
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
 from pdmesh.testing.lender import NUM_BLOCKS
@@ -171,3 +171,28 @@ def test_blocks_that_follow_one_another_in_both_caches_are_one_copy(
     theirs: list[int], ours: list[int], runs: list[tuple[int, int, int]]
 ) -> None:
     assert list(common_runs(theirs, ours)) == runs
+
+
+def test_a_cache_that_is_said_to_lie_beyond_all_memory_is_an_error() -> None:
+    """Its owner says where its layers are, and how many blocks they have."""
+    store = ByteStore(SMALL_LAYOUT, 4)
+    for their_layers in ([(1 << 64) - 1] * SMALL_LAYOUT.num_layers, [8] * SMALL_LAYOUT.num_layers):
+        peer = HostPeerCache(
+            os.getpid(), 1 << 63, their_layers, store.shared._layer_addresses, SMALL_LAYOUT.block_bytes
+        )
+        for block_ids in ([(1 << 32) - 1, 0], [(1 << 62) + 1, 5]):
+            with pytest.raises(KvTransferError, match="cannot be read"):
+                peer.read(IndexRange(0, SMALL_LAYOUT.num_layers), block_ids, [2, 0])
+
+
+def test_many_parts_are_read_a_thousand_to_a_call() -> None:
+    """Of blocks that are nowhere neighbours."""
+    layout = replace(SMALL_LAYOUT, num_layers=1)
+    theirs, store = ByteStore(layout, 3000, seed=1), ByteStore(layout, 3000)
+    peer = store.shared.open(os.getpid(), theirs.shared.describe())
+    block_ids = list(range(0, 3000, 2))
+    ours = block_ids[::-1]
+    peer.read(IndexRange(0, 1), block_ids, ours)
+    for block_id, our_id in zip(block_ids, ours, strict=True):
+        assert store.block(0, our_id) == theirs.block(0, block_id)
+    assert not any(any(store.block(0, block_id)) for block_id in range(1, 3000, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import random
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -44,7 +45,15 @@ CONFIG = TransferConfig(max_payload_bytes=4096, num_send_buffers=4, num_receive_
 LONG = SamplingParams(max_tokens=300, temperature=0)
 BLOCK = FAKE_LAYOUT.block_size
 
+#: How KV travels.
+PAGES = frozenset({PieceKind.KV, PieceKind.LOAN})
+
 Pair = tuple[RunningInstance, RunningInstance, MemoryFabric]
+
+
+@pytest.fixture(params=["in pieces", "lent"], autouse=True)
+def lends_kv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", replace(CONFIG, lends_kv=request.param == "lent"))
 
 
 @asynccontextmanager
@@ -64,7 +73,8 @@ async def pair(*, step_s: float = 0.0, num_blocks: int = 512) -> AsyncGenerator[
 
 
 def is_kind(header: bytes, kind: PieceKind) -> bool:
-    return header[4] == kind
+    """KV may be lent, too."""
+    return header[4] in (PAGES if kind is PieceKind.KV else {kind})
 
 
 def start(source: RunningInstance, name: str, prompt: list[int], params: SamplingParams) -> int:
@@ -198,15 +208,14 @@ async def ends_where_it_was(source: RunningInstance, target: RunningInstance, pa
         instance.assert_all_free()
 
 
-@pytest.mark.parametrize(
-    "fault", [MemoryFaults(refuse=True), MemoryFaults(gate=anyio.Event())], ids=["unreachable", "stopped"]
-)
-async def test_before_the_commit_it_goes_on_by_itself(fault: MemoryFaults) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_before_the_commit_it_goes_on_by_itself(is_stopped: bool) -> None:
+    """The target cannot be reached, or takes nothing."""
     params = SamplingParams(max_tokens=3000, temperature=0)
     async with pair(num_blocks=1024) as (source, target, fabric):
         num_blocks = start(source, "r", PROMPT, params)
         await drawn(source, "r", 3)
-        fabric.faults = fault
+        fabric.faults = MemoryFaults(gate=anyio.Event()) if is_stopped else MemoryFaults(refuse=True)
         source.move("r", target, num_blocks)
         assert not (await source.reported(MoveFailed, "r")).committed
         fabric.faults = MemoryFaults()
@@ -219,7 +228,7 @@ async def test_damaged_kv_is_asked_for_again_and_the_stream_moves() -> None:
 
     def is_new(data: bytes) -> bool:
         header = unpack_header(data, MeshKey(""))
-        if header.kind is not PieceKind.KV or header.part in seen:
+        if header.kind not in PAGES or header.part in seen:
             return False
         seen.add(header.part)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from pdmesh.errors import KvTransferError
 from pdmesh.testing.dst.process import running_process
 from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
+
+#: All simulated processes are parts of this one, which they do not see.
+_PID = os.getpid()
 
 
 @dataclass(slots=True)
@@ -65,6 +69,9 @@ class SimulatedTransport(MemoryTransport):
         super().__init__(config, plane.fabric)
         self._plane = plane
         self._process = running_process()
+
+    def process_of(self, address: bytes) -> int | None:
+        return _PID
 
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
         copy = _Copy(buffer, payload_bytes) if self._plane.is_repeated() else None

@@ -25,6 +25,7 @@ _WEATHER = (
     "max_queue_entries",
     "max_outbox",
     "keeps_ids",
+    "lends_kv",
 )
 
 #: Runs that a plan is shrunk with at most.
