@@ -8,9 +8,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.kv.loans import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.receiver import KvReceiver
-from pdmesh.kv.repair import FREE_PIECES, DamageLimit
+from pdmesh.kv.repair import FREE_PIECES, DamageLimit, RefusalLimit
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT
 
@@ -69,11 +70,33 @@ def parts(draw: st.DrawFn) -> list[KvPart]:
     )
 
 
+def a_piece(part: KvPart, *, is_lent: bool) -> PieceHeader:
+    page_bytes = part.num_pages * SMALL_LAYOUT.block_bytes
+    return replace(
+        A_COMMIT,
+        kind=PieceKind.LOAN if is_lent else PieceKind.KV,
+        part=part,
+        payload_bytes=note_bytes(part.blocks.size) if is_lent else page_bytes,
+        has_token=False,
+        num_context_tokens=0,
+    )
+
+
+@given(st.integers(1, 50), st.lists(st.integers(1, 9)))
+def test_every_page_may_be_refused_once_and_nothing_for_ever(num_pages: int, loans: list[int]) -> None:
+    limit, num_refused = RefusalLimit(num_pages), 0
+    for size in loans:
+        is_allowed = limit.add(size)
+        assert is_allowed or num_refused + size > num_pages
+        num_refused += size if is_allowed else 0
+    assert num_refused <= 2 * num_pages
+
+
 @given(parts(), st.data(), st.booleans())
 def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
     pieces: list[KvPart], data: st.DataObject, is_move: bool
 ) -> None:
-    """The commit comes after all were taken, of which some are damaged, checked late, or come twice."""
+    """The commit comes after all were taken, of which some are damaged, checked late, lent in vain, or come twice."""
     receiver = KvReceiver(
         RequestId("r"),
         Epoch(0),
@@ -84,17 +107,7 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
         destination=0,
         layout=SMALL_LAYOUT,
     )
-    headers = [
-        replace(
-            A_COMMIT,
-            kind=PieceKind.KV,
-            part=part,
-            payload_bytes=part.num_pages * SMALL_LAYOUT.block_bytes,
-            has_token=False,
-            num_context_tokens=0,
-        )
-        for part in pieces
-    ]
+    headers = [a_piece(part, is_lent=data.draw(st.booleans())) for part in pieces]
     unread, placed = list[PieceHeader](), set[KvPart]()
     to_come, num_damaged, committed = list(headers), 0, False
     while to_come or unread:
@@ -106,7 +119,14 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
             unread.append(header)
         else:
             header = unread.pop(data.draw(st.integers(0, len(unread) - 1)))
-            if num_damaged < FREE_PIECES and data.draw(st.booleans()):
+            if header.kind is PieceKind.LOAN and data.draw(st.booleans()):
+                if data.draw(st.booleans()):
+                    assert receiver.refuse_loan(header) is None
+                    assert receiver.to_ask.pop() == (PieceKind.NO_LOANS, header)
+                else:  # it was over
+                    receiver.await_again(header)
+                to_come.append(a_piece(header.part, is_lent=False))
+            elif num_damaged < FREE_PIECES and data.draw(st.booleans()):
                 num_damaged += 1
                 assert receiver.take_damaged(header) is None
                 assert receiver.to_ask.pop() == (PieceKind.AGAIN, header)

@@ -278,6 +278,7 @@ class LoanWriter(PieceWriter):
         if num_pages > self._num_lent[address]:
             return False
         self._num_lent[address] -= num_pages
+        self.num_bytes -= num_pages * self._store.layout.block_bytes
         return True
 
     def close(self) -> None:
