@@ -78,15 +78,26 @@ def _worker_moves(module: ModuleType) -> None:
     after(module.MovingDecodes, "arrived", "target: has it")
 
 
-def _kv_outgoing(module: ModuleType) -> None:
-    cls = module.PieceWriter
-    send, tell = cls.send, cls.tell
+def _pages_go_over(cls: Any) -> None:
+    send = cls.send
 
     @functools.wraps(send)
     async def sending(self: Any, address: bytes, blocks: Any, about: Any) -> int:
         num_pieces: int = await send(self, address, blocks, about)
         at("source: pages go over")
         return num_pieces
+
+    cls.send = sending
+
+
+def _kv_loans(module: ModuleType) -> None:
+    _pages_go_over(module.LoanWriter)
+
+
+def _kv_outgoing(module: ModuleType) -> None:
+    cls = module.PieceWriter
+    tell = cls.tell
+    _pages_go_over(cls)
 
     @functools.wraps(tell)
     async def telling(self: Any, address: bytes, header: Any, **more: Any) -> None:
@@ -97,7 +108,7 @@ def _kv_outgoing(module: ModuleType) -> None:
         if committing:
             at("source: committed")
 
-    cls.send, cls.tell = sending, telling
+    cls.tell = telling
 
 
 def _kv_receiver(module: ModuleType) -> None:
@@ -151,6 +162,7 @@ def _worker_replies(module: ModuleType) -> None:
 
 _WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
     "pdmesh.worker.moves": _worker_moves,
+    "pdmesh.kv.loans": _kv_loans,
     "pdmesh.kv.outgoing": _kv_outgoing,
     "pdmesh.kv.receiver": _kv_receiver,
     "pdmesh.kv.context": _kv_context,
