@@ -23,7 +23,15 @@ from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.cuda import FakeRecorder, FakeStreams, fake_cuda_compute
 from pdmesh.testing.flashinfer import FakeFlashInfer
-from pdmesh.testing.stepping import GREEDY, SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh.testing.stepping import (
+    GREEDY,
+    SteppedRequest,
+    assert_nothing_changes_when_computed_again,
+    generate,
+    new_sequence,
+    separate_tables,
+    step,
+)
 
 MAX_TOKENS = 20
 NUM_LAYERS = 3
@@ -126,6 +134,15 @@ def test_what_a_prompt_leaves_of_its_last_block_is_wiped(
         assert cache[5, :, :, :8].isfinite().all()
         assert not cache[5, :, :, 8:].any()
         assert cache[[1, 2, 4, 6]].isnan().all()
+
+
+@pytest.mark.parametrize("sizes", [layer_graphs.SIZES, (1,)], ids=str)
+def test_what_is_computed_again_changes_no_byte_meanwhile(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    """A step that began again, or a chunk that was given up: other instances may be reading what is there by now."""
+    monkeypatch.setattr(layer_graphs, "SIZES", sizes)
+    assert_nothing_changes_when_computed_again(engine)
 
 
 def test_decodes_run_as_few_graphs_whose_padding_changes_nothing(

@@ -12,7 +12,15 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import FinishReason, SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.stepping import SteppedRequest, block_table, generate, new_sequence, separate_tables, step
+from pdmesh.testing.stepping import (
+    SteppedRequest,
+    assert_nothing_changes_when_computed_again,
+    block_table,
+    generate,
+    new_sequence,
+    separate_tables,
+    step,
+)
 
 PROMPT = list(range(3, 60))
 
@@ -126,6 +134,11 @@ def test_garbage_in_freed_blocks_reaches_no_other_request(engine: TorchEngine) -
     for cache in engine.kv.layers:
         cache.fill_(torch.nan)
     assert generate(engine, PROMPT, 20, chunk_tokens=10).output_ids == expected
+
+
+def test_what_is_computed_again_changes_no_byte_meanwhile(engine: TorchEngine) -> None:
+    """A step that began again, or a chunk that was given up: other instances may be reading what is there by now."""
+    assert_nothing_changes_when_computed_again(engine)
 
 
 def test_a_resumed_request_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:

@@ -32,5 +32,5 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         name = "native"
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(layout, loaded.num_blocks)
-    forward = DirectForward(transformer, attention, store.layers, block_size=layout.block_size, device=device)
+    forward = DirectForward(transformer, attention, store.layers, layout=layout, device=device)
     return Compute(name=name, transformer=transformer, forward=forward, kv=store)

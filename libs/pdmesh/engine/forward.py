@@ -17,9 +17,10 @@ from pdmesh.engine.attention import AttentionBackend, QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.model import StepInputs, Transformer
 from pdmesh.engine.sampler import sample
-from pdmesh.model import num_blocks_for
+from pdmesh.model import KvLayout, num_blocks_for
 
 Ints = npt.NDArray[np.int64]
+_NONE: Ints = np.empty(0, dtype=np.int64)
 
 #: Rows of a step.
 Rows = Sequence[int]
@@ -85,20 +86,20 @@ class DirectForward:
         attention: AttentionBackend,
         caches: Sequence[Tensor],
         *,
-        block_size: int,
+        layout: KvLayout,
         device: torch.device,
     ) -> None:
         self._transformer = transformer
         self._attention = attention
         self._caches = caches
-        self._block_size = block_size
+        self._layout = layout
         self._device = device
 
     @contextlib.contextmanager
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
-        arrays = step_arrays(batch, self._block_size)
+        arrays = step_arrays(batch, self._layout)
         inputs = StepInputs(*(torch.from_numpy(values).to(self._device) for values in arrays))
         plan = self._attention.plan(spans)
         yield HiddenOutput(self._transformer, self._transformer.forward(inputs, self._caches, plan, on_layer))
@@ -126,22 +127,25 @@ class StepArrays(NamedTuple):
     positions: Ints
     num_prompt_tokens: Ints
     slots: Ints
-    new_blocks: Ints
+    rests: Ints
 
 
-def step_arrays(batch: Sequence[SequenceSlice], block_size: int) -> StepArrays:
+def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
     """Lay out a step's tokens, positions and blocks, in the order of ``batch``."""
     token_ids = array.array("i")
     positions: list[Ints] = []
     blocks: list[Ints] = []
-    new_blocks: list[int] = []
+    rests: list[Ints] = [_NONE]
+    block_size = layout.block_size
     for part in batch:
         end = part.start + part.num_tokens
         token_ids += part.sequence.token_ids[part.start : end]
         positions.append(np.arange(part.start, end))
         used = part.sequence.block_table[: num_blocks_for(end, block_size)]
         blocks.append(np.asarray(used, dtype=np.int64)[positions[-1] // block_size])
-        new_blocks += used[max(num_blocks_for(part.start, block_size), end // block_size) :]
+        num_filled = end % block_size  # of the last block
+        if num_filled and part.start <= end - num_filled:
+            rests.append(_rest(used[-1], num_filled, layout))
     flat_positions = np.concatenate(positions)
     lengths = [part.num_tokens for part in batch]
     return StepArrays(
@@ -149,5 +153,11 @@ def step_arrays(batch: Sequence[SequenceSlice], block_size: int) -> StepArrays:
         positions=flat_positions,
         num_prompt_tokens=np.repeat(np.asarray([part.sequence.num_prompt_tokens for part in batch]), lengths),
         slots=np.concatenate(blocks) * block_size + flat_positions % block_size,
-        new_blocks=np.asarray(new_blocks, dtype=np.int64),
+        rests=np.concatenate(rests),
     )
+
+
+def _rest(block_id: int, num_filled: int, layout: KvLayout) -> Ints:
+    """What lies in a block behind its first tokens, as rows of a layer's cache seen as ``(rows, head_dim)``."""
+    heads = (2 * block_id + np.arange(2))[:, None] * layout.num_kv_heads + np.arange(layout.num_kv_heads)
+    return (heads[..., None] * layout.block_size + np.arange(num_filled, layout.block_size)).ravel()

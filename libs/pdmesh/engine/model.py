@@ -35,7 +35,7 @@ class StepInputs:
     positions: Tensor  # (num_tokens,)
     num_prompt_tokens: Tensor  # (num_tokens,), of each token's sequence
     slots: Tensor  # (num_tokens,): block * block_size + offset
-    new_blocks: Tensor | None  # begun by this step and not filled: to be wiped, unless they have been
+    rests: Tensor | None  # rows of head_dim in blocks begun and not filled: to be wiped, unless they have been
 
 
 class Transformer:
@@ -67,10 +67,10 @@ class Transformer:
         hidden, rotation = self.embed(inputs)
         delta: Tensor | None = None
         for number, cache in enumerate(caches):
-            # What a block held before is wiped when a sequence begins it: a NaN left there by another sequence would
-            # pass the mask (0 x NaN).
-            if inputs.new_blocks is not None:
-                cache.index_fill_(0, inputs.new_blocks, 0)
+            # What another sequence left behind this one's end is wiped when it begins the block: a NaN would pass the
+            # mask (0 x NaN). No more than that: a step that is computed again changes nothing that others may read.
+            if inputs.rests is not None and len(inputs.rests):
+                cache.view(-1, cache.shape[-1]).index_fill_(0, inputs.rests, 0)
             hidden, query = self.before_attention(number, hidden, delta, rotation, cache)
             if on_layer is not None:
                 on_layer(number)

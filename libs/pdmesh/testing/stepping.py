@@ -5,8 +5,14 @@ from __future__ import annotations
 import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
 
 from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice, SliceResult
+from pdmesh.engine.model import Transformer
+from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
@@ -100,3 +106,23 @@ def separate_tables(engine: Engine, lengths: Sequence[int]) -> Iterator[list[int
         table = block_table(engine, length, first)
         first += len(table)
         yield table
+
+
+def assert_nothing_changes_when_computed_again(engine: TorchEngine) -> None:
+    """Of a prompt that ends inside a block, before any layer stores the same keys and values."""
+    table, layers = [7, 3, 5], engine.kv.layers
+    request = SteppedRequest(new_sequence(list(range(40)), table), max_tokens=2)
+    step(engine, [(request, 40)])
+    before = [layer[table].clone() for layer in layers]
+    before_attention, num_seen = Transformer.before_attention, 0
+
+    def looking(self: Transformer, *args: Any) -> tuple[Tensor, Tensor]:
+        nonlocal num_seen
+        num_seen += 1
+        for number, (layer, held) in enumerate(zip(layers, before, strict=True)):
+            assert layer[table].equal(held), f"layer {number} has changed"
+        return before_attention(self, *args)
+
+    with mock.patch.object(Transformer, "before_attention", looking):
+        engine.execute([SequenceSlice(sequence=request.sequence, start=0, num_tokens=40, sample=False)])
+    assert num_seen >= len(layers)

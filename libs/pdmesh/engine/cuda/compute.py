@@ -33,9 +33,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))
     if library is None:
         attention = TorchAttention(layout, loaded.scale, streams.device)
-        direct = DirectForward(
-            transformer, attention, store.layers, block_size=layout.block_size, device=streams.device
-        )
+        direct = DirectForward(transformer, attention, store.layers, layout=layout, device=streams.device)
         return Compute(name="torch on cuda", transformer=transformer, forward=direct, kv=store)
     transformer.tabulate_rotation(loaded.max_model_len, TORCH_DTYPES[layout.dtype])
     flashinfer = FlashInfer(

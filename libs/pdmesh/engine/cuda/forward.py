@@ -173,16 +173,16 @@ class _Lane:
         on_layer: LayerHook | None,
         graphs: LayerGraphs | None,
     ) -> StepOutput:
-        arrays = step_arrays(batch, self._store.layout.block_size)
+        arrays = step_arrays(batch, self._store.layout)
         layers_ahead = 1 if len(arrays.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
         plan = self._attention.plan(spans)
-        if len(arrays.new_blocks):
-            (begun,) = self.staging.upload(arrays.new_blocks)
-            self._store.wipe(begun.long())
+        if len(arrays.rests):
+            (rests,) = self.staging.upload(arrays.rests)
+            self._store.wipe(rests.long())
         if graphs is None:
             ids, positions, num_prompt_tokens, slots = (values.long() for values in self.staging.upload(*arrays[:4]))
-            inputs = StepInputs(ids, positions, num_prompt_tokens, slots, new_blocks=None)
+            inputs = StepInputs(ids, positions, num_prompt_tokens, slots, rests=None)
             hidden = self._transformer.forward(inputs, self._store.layers, plan, hook)
         else:
             hidden = graphs.forward(arrays, self.staging, plan, hook)

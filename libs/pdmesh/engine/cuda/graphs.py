@@ -114,7 +114,7 @@ class _Graph:
 
     def inputs(self) -> StepInputs:
         token_ids, positions, num_prompt_tokens, slots = self.fields.long().unbind()
-        return StepInputs(token_ids, positions, num_prompt_tokens, slots, new_blocks=None)
+        return StepInputs(token_ids, positions, num_prompt_tokens, slots, rests=None)
 
 
 class DecodeGraphs:

@@ -76,9 +76,9 @@ class DeviceKvStore:
             log.warning("other processes cannot read this device's cache", reason=str(error))
             return None
 
-    def wipe(self, blocks: Tensor) -> None:
-        """Zeros in these blocks of all layers, on the current stream."""
-        self._cache.index_fill_(1, blocks, 0)
+    def wipe(self, rows: Tensor) -> None:
+        """Zeros in these rows, of ``head_dim``, of all layers, on the current stream."""
+        self._cache.view(self._layout.num_layers, -1, self._layout.head_dim).index_fill_(1, rows, 0)
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         if not self._check(block_ids, out):

@@ -107,7 +107,7 @@ class LayerGraphs:
 
         def begin() -> None:
             token_ids, positions, num_prompt_tokens, slots = self._integers[: 4 * size].view(4, size).long().unbind()
-            inputs = StepInputs(token_ids, positions, num_prompt_tokens, slots, new_blocks=None)
+            inputs = StepInputs(token_ids, positions, num_prompt_tokens, slots, rests=None)
             embedded, self._rotations[size] = transformer.embed(inputs)
             go_on(0, embedded, None)
 
