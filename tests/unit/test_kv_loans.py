@@ -14,9 +14,11 @@ from typing import Protocol
 
 import pytest
 
+from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.kv import loans
 from pdmesh.kv.loans import Copies, Lender, Lending, LoanNote
+from pdmesh.kv.moving import FREEZE_LIMIT_S
 from pdmesh.kv.sharing import HostCache, HostPeerCache, PeerCache, SharedCache, common_runs
 from pdmesh.model import IndexRange, KvLayout
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
@@ -171,6 +173,13 @@ def test_blocks_that_follow_one_another_in_both_caches_are_one_copy(
     theirs: list[int], ours: list[int], runs: list[tuple[int, int, int]]
 ) -> None:
     assert list(common_runs(theirs, ours)) == runs
+
+
+def test_what_fills_a_receivers_buffers_with_loans_holds_nobody_up_for_long() -> None:
+    """A decode that stands still may have its commit behind them: in host memory some 10 GB/s are copied."""
+    _, lending = borrowing()
+    num_buffers = TransferConfig().num_receive_buffers
+    assert num_buffers * lending.max_pages * SMALL_LAYOUT.block_bytes < 10e9 * FREEZE_LIMIT_S / 8
 
 
 def test_a_cache_that_is_said_to_lie_beyond_all_memory_is_an_error() -> None:
