@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
+from torch import Tensor
 
 from pdmesh.engine.cuda import shared_cache
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
@@ -122,9 +123,10 @@ def test_a_cache_that_is_not_there_is_not_read() -> None:
         lie = (NUM_BLOCKS + 1 + more_blocks).to_bytes(8, "little") + good[8:]
         with pytest.raises(KvTransferError, match="not where it says"):
             reader.shared.open(ANOTHER_PROCESS, lie)
-    far = good[: 8 + HANDLE_BYTES] + (1 << 40).to_bytes(8, "little") + good[16 + HANDLE_BYTES :]
-    with pytest.raises(KvTransferError, match="not where it says"):
-        reader.shared.open(ANOTHER_PROCESS, far)
+    for offset in (1 << 40, 4):  # beyond it, and in the middle of a word
+        lie = good[: 8 + HANDLE_BYTES] + offset.to_bytes(8, "little") + good[16 + HANDLE_BYTES :]
+        with pytest.raises(KvTransferError, match="not where it says"):
+            reader.shared.open(ANOTHER_PROCESS, lie)
     with pytest.raises(KvTransferError, match="cuIpcOpenMemHandle"):
         reader.shared.open(ANOTHER_PROCESS, good[:8] + bytes(len(good) - 8))
     assert reader.driver.mapped == {}, "what was opened in vain is closed"
@@ -252,6 +254,27 @@ def test_the_driver_is_called_as_its_bindings_want_it(driver_calls: list[tuple[s
     to, source, num_bytes, stream = arguments["cuMemcpyAsync"]
     assert [int(value) for value in (to, source, stream)] == [0x1000, 0x9000, 0x55]  # type: ignore[call-overload]
     assert num_bytes == 256
+
+
+def test_a_cache_of_this_process_is_where_it_is() -> None:
+    """Whoever says that it is in this process says where."""
+    process = a_process(FakeHost(), 0)
+    good, own = process.shared.describe(), process.store.layers[0]
+    behind, inside = own.data_ptr() + own.nbytes, own.data_ptr() + 4
+    for address, reason in ((8, "not this process's"), (behind - 8, "not where"), (inside, "not where")):
+        lie = good[: 16 + HANDLE_BYTES] + address.to_bytes(8, "little") + good[24 + HANDLE_BYTES :]
+        with pytest.raises(KvTransferError, match=reason):
+            process.shared.open(os.getpid(), lie)
+    process.shared.open(os.getpid(), good).close()
+
+
+def test_a_device_without_room_is_sent_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(driver: CudaDriver, block_ids: Sequence[int]) -> Tensor:
+        raise torch.OutOfMemoryError("64 MiB")
+
+    monkeypatch.setattr(CudaDriver, "_index", no_room)
+    with pytest.raises(KvTransferError, match="no room to copy through: 64 MiB"):
+        CudaDriver(0, lambda: 0).copy_blocks([0x1000], [0x9000], 64, theirs=[1], ours=[2])
 
 
 def test_what_the_driver_refuses_is_an_error(

@@ -32,6 +32,8 @@ HANDLE_BYTES = 64
 #: 64 KiB, 288 of 512, where copies took 3,500 (H100, 2026-11-23).
 _MAX_RUNS = 16
 
+_WORD_BYTES = 8  # of which scattered blocks are copied
+
 _NUM_BLOCKS = struct.Struct("<Q")
 _LAYER = struct.Struct(f"<{HANDLE_BYTES}sQQ")  # handle of the allocation, where in it the layer begins, its address
 
@@ -150,7 +152,10 @@ class CudaPeerCache:
         self._mapped: dict[bytes, int] = {}  # by handle: layers may share an allocation
 
     def use(self, layer_addresses: Sequence[int]) -> None:
-        """Layers of this process."""
+        """Layers of this process. Raises KvTransferError if they are not."""
+        for address in layer_addresses:
+            allocation = self._memory.allocation(address)
+            self._check_place(address - allocation.address, allocation)
         self._their_layers = layer_addresses
 
     def map(self, layers: Sequence[tuple[bytes, int]]) -> None:
@@ -160,11 +165,14 @@ class CudaPeerCache:
             if handle not in self._mapped:
                 self._mapped[handle] = self._memory.open(handle)
             allocation = self._memory.allocation(self._mapped[handle])
-            # A read beyond it would end every computation of this process: what the peer says is not believed.
-            if offset + self._num_blocks * self._block_bytes > allocation.num_bytes:
-                raise KvTransferError("the peer's cache is not where it says")
+            self._check_place(offset, allocation)
             addresses.append(allocation.address + offset)
         self._their_layers = addresses
+
+    def _check_place(self, offset: int, allocation: Allocation) -> None:
+        """A read beyond it, or of half a word, would end all that this process computes: no peer is believed."""
+        if offset + self._num_blocks * self._block_bytes > allocation.num_bytes or offset % _WORD_BYTES:
+            raise KvTransferError("the peer's cache is not where it says")
 
     def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
         check_blocks(theirs, self._num_blocks)
@@ -253,15 +261,18 @@ class CudaDriver:
         theirs: Sequence[int],
         ours: Sequence[int],
     ) -> None:
-        their_index, our_index = self._index(theirs), self._index(ours)
-        for to_address, from_address in zip(to_layers, from_layers, strict=True):
-            source = self._blocks(from_address, block_bytes, theirs)
-            target = self._blocks(to_address, block_bytes, ours)
-            target.index_copy_(0, our_index, source.index_select(0, their_index))
+        try:
+            their_index, our_index = self._index(theirs), self._index(ours)
+            for to_address, from_address in zip(to_layers, from_layers, strict=True):
+                source = self._blocks(from_address, block_bytes, theirs)
+                target = self._blocks(to_address, block_bytes, ours)
+                target.index_copy_(0, our_index, source.index_select(0, their_index))
+        except torch.OutOfMemoryError as error:  # pieces of a few MiB need less
+            raise KvTransferError(f"the device has no room to copy through: {error}") from error
 
     def _blocks(self, address: int, block_bytes: int, block_ids: Sequence[int]) -> Tensor:
         """A view of memory that may be another process's: a row for each block up to the last of these."""
-        return torch.as_tensor(_Words(address, max(block_ids) + 1, block_bytes // 8), device=self._device)
+        return torch.as_tensor(_Words(address, max(block_ids) + 1, block_bytes // _WORD_BYTES), device=self._device)
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(list(block_ids)).to(self._device, non_blocking=True)
