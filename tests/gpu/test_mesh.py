@@ -44,12 +44,12 @@ async def test_an_instance_may_die_while_its_kv_is_read(tmp_path: Path) -> None:
     settings = {**SETTINGS, "SCHEDULER_BUNDLE": "fcfs", "POLICY_CHUNK_TOKENS": str(CHUNK_TOKENS)}
     with running_mesh(tmp_path, model=checkpoint, settings=settings) as mesh:
         found: list[str] = []
+        decodes = mesh.pids()["decode-0"]
         async with mesh.client() as client, anyio.create_task_group() as tasks:
 
             async def ask() -> None:
                 found.extend(await mismatches(client, mesh.model, references * 3, concurrency=12))
 
-            decodes = mesh.pids()["decode-0"]
             tasks.start_soon(ask)
             for delay_s in (0.3, 0.5):
                 await anyio.sleep(delay_s)
