@@ -117,8 +117,19 @@ async def test_a_member_that_cannot_read_is_sent_bytes(maker: TransportMaker, re
             member.free()
 
 
-async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(maker: TransportMaker) -> None:
-    """As a piece of each page, of all that there was before it came."""
+async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(
+    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a piece of each page, of all that there was before it came. It counts once, and what was counted stays."""
+    take_back = LoanWriter.take_back
+
+    def taking_back(writer: LoanWriter, address: bytes, num_pages: int) -> bool:
+        num_bytes = leader.mover.counters().num_bytes_exchanged.sent
+        is_allowed = take_back(writer, address, num_pages)
+        assert leader.mover.counters().num_bytes_exchanged.sent >= num_bytes
+        return is_allowed
+
+    monkeypatch.setattr(LoanWriter, "take_back", taking_back)
 
     def config(number: int) -> TransferConfig:
         return replace(SMALL_TRANSFER, lends_kv=number == 0, max_payload_bytes=SMALL_LAYOUT.block_bytes)
@@ -132,6 +143,8 @@ async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(make
         await late.until_here(NUM_BLOCKS)
         assert late.content(0, NUM_BLOCKS) == leader.content(0, NUM_BLOCKS)
         assert 0 < late.mover.counters().dropped["unreadable"] <= FREE_PIECES
+        num_pages = NUM_BLOCKS * SMALL_LAYOUT.num_layers
+        assert leader.mover.counters().num_bytes_exchanged.sent == num_pages * SMALL_LAYOUT.block_bytes
         assert late.outcomes == []
         for member in members:
             member.free()

@@ -37,7 +37,7 @@ from pdmesh.kv.outgoing import Blocks, Means, PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.sharing import HostCache, PeerCache, SharedCache
 from pdmesh.model import IndexRange, KvLayout
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.reading import FORBIDDEN, read_memory
 
 #: Transfers that one instance lends KV to at once; what further ones pass on travels as bytes.
@@ -260,6 +260,7 @@ class LoanWriter(PieceWriter):
         self._lending = lending
         self._loan = loan
         self._num_lent: Counter[bytes] = Counter()  # pages, by who was lent them and has not given them back
+        self._num_refused: Counter[bytes] = Counter()  # given back, and not yet sent as bytes
 
     @property
     def max_pages(self) -> int:
@@ -284,11 +285,17 @@ class LoanWriter(PieceWriter):
         if num_pages > self._num_lent[address]:
             return False
         self._num_lent[address] -= num_pages
-        self.num_bytes -= num_pages * self._store.layout.block_bytes
+        self._num_refused[address] += num_pages
         return True
 
     def close(self) -> None:
         self._loan.end()
+
+    async def _send_piece(self, address: bytes, blocks: Blocks, about: PieceHeader, buffer: SendBuffer) -> None:
+        await super()._send_piece(address, blocks, about, buffer)
+        num_counted = min(blocks.num_pages, self._num_refused[address])  # when they were lent
+        self._num_refused[address] -= num_counted
+        self.num_bytes -= num_counted * self._store.layout.block_bytes
 
     async def _lend(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
         note = self._lending.note(self._loan, self._block_ids[blocks.first_block : blocks.end])
