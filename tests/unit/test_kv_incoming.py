@@ -10,7 +10,8 @@ import anyio
 import pytest
 
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.incoming import UNREADABLE, PieceReader
+from pdmesh.kv.loans import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart
@@ -45,6 +46,31 @@ class Noting(HostKvStore):
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
         self.copied_by.append(threading.get_ident())
+
+
+async def test_a_loan_that_cannot_be_read_commits_no_memory() -> None:
+    """The pieces that come in its place do, on a thread."""
+    store, pool = Noting(1 << 16), BlockPool(1 << 16)
+    pool.allocate(2)
+    part = KvPart(IndexRange(0, 2), IndexRange(0, 1), IndexRange(0, 1))
+    faults: list[str | None] = []
+    async with anyio.create_task_group() as tasks:
+        reader = PieceReader(store=store, pool=pool, key=KEY, copies=anyio.CapacityLimiter(1), tasks=tasks)
+        for kind, num_bytes in ((PieceKind.LOAN, note_bytes(2)), (PieceKind.KV, part.num_pages * LAYOUT.block_bytes)):
+            payload = memoryview(bytes(num_bytes))
+            header = PieceHeader(
+                kind=kind,
+                request_key=bytes(16),
+                epoch=Epoch(0),
+                capability=1,
+                part=part,
+                payload_bytes=num_bytes,
+                checksum=KEY.checksum(payload),
+            )
+            reader.read(header, Piece(payload), [0, 1], address=b"", is_wanted=lambda: True, on_read=faults.append)
+            assert faults == [UNREADABLE]
+    assert faults == [UNREADABLE, None]
+    assert threading.get_ident() not in store.copied_by
 
 
 @pytest.mark.parametrize(

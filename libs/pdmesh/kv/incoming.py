@@ -78,16 +78,18 @@ class PieceReader:
         ``parts`` are copied, if there are any.
         """
         is_inline = header.part.num_pages * self._store.layout.block_bytes <= self._store.inline_copy_bytes
+        is_there = True
         if header.kind is PieceKind.LOAN:
             lender = None if self._lending is None else self._lending.lender(address)
-            is_inline = lender is None or (is_inline and self._lending is not None and self._lending.copies_inline)
+            is_there = lender is not None
+            is_inline = is_inline and self._lending is not None and self._lending.copies_inline
             fetch: Callable[[], str | None] = partial(
                 self._borrow, header, piece, block_ids, parts or (header.part,), lender
             )
         else:
             fetch = partial(self._scatter, header, piece, block_ids)
         copy = partial(self._copy, header, piece, fetch)
-        if is_inline and not self._is_first(header, block_ids):
+        if not is_there or (is_inline and not self._is_first(header, block_ids)):
             fault = copy()
             piece.release()
             on_read(fault)
