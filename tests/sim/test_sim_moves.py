@@ -160,6 +160,24 @@ def test_all_are_served_whatever_moves(
     assert_nothing_goes_to_and_fro(core)
 
 
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="two instances draw a request whose KV is slow to arrive")
+def test_kv_that_is_slow_to_arrive_is_drawn_from_once() -> None:
+    """Found by the test above, 2026-11-23."""
+    slow = replace(POLICY, slo_tpot_s=0.01, relay_bytes_per_s=1e5)
+    result, _ = run(
+        slow,
+        seed=1,
+        number=60,
+        mean_output=800,
+        num_kv_tokens=2048,
+        control_delay_s=0.003,
+        port_bytes_per_s=1e5,
+        mesh={"mixed": 2},
+        gap_s=0.02,
+    )
+    assert_served(result)
+
+
 @pytest.mark.parametrize("control_delay_s", [0.0, 0.002])
 def test_the_same_again_is_the_same(control_delay_s: float) -> None:
     one, other = (run(POLICY, control_delay_s=control_delay_s) for _ in range(2))

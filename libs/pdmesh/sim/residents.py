@@ -77,6 +77,7 @@ class Residents:
         """It has its KV here, in so many blocks, and decodes from the next step on."""
         num_tokens = run.request.num_prompt_tokens + len(run.token_times_s)
         resident = _Resident(run, run.current, num_blocks, num_tokens)
+        assert num_tokens <= resident.num_total_tokens, f"{run.request.request_id} has been drawn twice"
         self._all[resident.key] = self._joining[resident.key] = resident
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
