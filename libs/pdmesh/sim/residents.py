@@ -41,6 +41,11 @@ class _Resident:
         """Of its prompt, and of all that it draws."""
         return self.run.request.num_prompt_tokens + self.run.num_output_tokens
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been resumed in a later epoch, with what it had drawn by then; word of that may be late."""
+        return self.run.current is not self.request
+
 
 class Told(NamedTuple):
     """What steps led to."""
@@ -171,7 +176,7 @@ class Residents:
     def end(self, now_s: float, running_s: Sequence[float]) -> None:
         """All that is here is lost: what was drawn of it up to now has left."""
         for key, resident in self._all.items():
-            if self._leaving.get(key, True):  # else what it drew was taken from it
+            if self._leaving.get(key, True) and not resident.is_over:  # else what it drew was taken from it
                 resident.run.token_times_s = self.drawn_s(key, now_s, running_s)
         self._all.clear()
 
@@ -190,7 +195,7 @@ class Residents:
             return
         num_made = self._num_made(resident)
         self.num_context_tokens -= resident.num_tokens + num_made
-        if self._leaving.get(resident.key, True):  # else what it drew was taken from it
+        if self._leaving.get(resident.key, True) and not resident.is_over:  # else what it drew was taken from it
             run, joined_step = resident.run, resident.joined_step
             run.token_times_s = array("d", [*run.token_times_s, *self._ends_s[joined_step:]])
         resident.num_tokens += num_made
