@@ -150,18 +150,11 @@ def test_fp32_draws_the_tokens_of_the_host_and_of_transformers(tmp_path: Path, h
 
 
 def test_fp32_batches_and_chunks_change_no_token(tmp_path: Path) -> None:
-    """Steps of whoever is drawn, in chunks of whatever length, against transformers on the device, one by one."""
+    """Against transformers on the device, one by one."""
     write_checkpoint(tmp_path)
     engine = TorchEngine(tmp_path, num_blocks=256, device="cuda")
     lengths = [1, 30, 77, 128, 400, 16, 250]
-    generations = [
-        SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), 30)
-        for length, table in zip(lengths, separate_tables(engine, [length + 30 for length in lengths]), strict=True)
-    ]
-    rng = random.Random(1)
-    while running := [generation for generation in generations if not generation.done]:
-        chosen = rng.sample(running, rng.randint(1, len(running)))
-        step(engine, [(generation, rng.choice([1, 16, 33, 1000])) for generation in chosen])
+    generations = drawn_in_any_order(engine, lengths, 30)
     reference = HfReference(tmp_path, device="cuda")
     for length, generation in zip(lengths, generations, strict=True):
         assert generation.output_ids == reference.greedy(prompt_of(length), 30)
@@ -172,15 +165,7 @@ def test_chunks_decodes_and_graphs_are_as_good_as_plain_bf16(bf16_checkpoint: Pa
     pytest.importorskip("flashinfer")
     fast = TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda")
     assert isinstance(fast._forward, DeviceForward)
-    lengths = [3, 64, 100, 250, 16]
-    generations = [
-        SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), 24)
-        for length, table in zip(lengths, separate_tables(fast, [length + 24 for length in lengths]), strict=True)
-    ]
-    rng = random.Random(0)
-    while running := [generation for generation in generations if not generation.done]:
-        chosen = rng.sample(running, rng.randint(1, len(running)))
-        step(fast, [(generation, rng.choice([1, 16, 33, 1000])) for generation in chosen])
+    generations = drawn_in_any_order(fast, [3, 64, 100, 250, 16, 1300], 24)
     actual = [result.logprobs.logprob for each in generations for result in each.results if result.logprobs is not None]
     plain, wide = (
         [logprob for generation in generations for logprob in scored(engine, generation)]
@@ -189,12 +174,26 @@ def test_chunks_decodes_and_graphs_are_as_good_as_plain_bf16(bf16_checkpoint: Pa
             TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda", dtype="float32"),
         )
     )
-    assert len(actual) == len(plain) == len(wide) == 24 * len(lengths)
+    assert len(actual) == len(plain) == len(wide) == 24 * len(generations)
     error, usual = (
         statistics.fmean((a - b) ** 2 for a, b in zip(found, wide, strict=True)) ** 0.5 for found in (actual, plain)
     )
     assert 0 < usual < 0.2
     assert error < 1.5 * usual
+
+
+def drawn_in_any_order(engine: TorchEngine, lengths: list[int], max_tokens: int) -> list[SteppedRequest]:
+    """Steps of whoever is drawn, in chunks of any length: graphs, those between layers, and kernel by kernel."""
+    tables = separate_tables(engine, [length + max_tokens for length in lengths])
+    generations = [
+        SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), max_tokens)
+        for length, table in zip(lengths, tables, strict=True)
+    ]
+    rng = random.Random(0)
+    while running := [generation for generation in generations if not generation.done]:
+        chosen = rng.sample(running, rng.randint(1, len(running)))
+        step(engine, [(generation, rng.choice([1, 16, 33, 2000])) for generation in chosen])
+    return generations
 
 
 def scored(engine: TorchEngine, generation: SteppedRequest) -> list[float]:

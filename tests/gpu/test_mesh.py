@@ -45,19 +45,23 @@ async def test_an_instance_may_die_while_its_kv_is_read(tmp_path: Path) -> None:
     with running_mesh(tmp_path, model=checkpoint, settings=settings) as mesh:
         found: list[str] = []
         decodes = mesh.pids()["decode-0"]
+        answered = anyio.Event()
         async with mesh.client() as client, anyio.create_task_group() as tasks:
 
             async def ask() -> None:
                 found.extend(await mismatches(client, mesh.model, references * 3, concurrency=12))
+                answered.set()
 
             tasks.start_soon(ask)
             for delay_s in (0.3, 0.5):
                 await anyio.sleep(delay_s)
                 pid = mesh.pids()["prefill-0"]
+                assert not answered.is_set(), "nothing was under way: ask for more"
                 os.kill(pid, signal.SIGKILL)
                 await anyio.to_thread.run_sync(mesh.wait_until_replaced, "prefill-0", pid)
         assert not found, "\n".join([*found, log_tails(mesh)])
         assert mesh.pids()["decode-0"] == decodes
+        assert mesh.borrowed_bytes() > 0
         await anyio.to_thread.run_sync(mesh.wait_until_idle)
 
 

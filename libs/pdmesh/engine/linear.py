@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdmesh.engine.cuda import has_triton
 from pdmesh.engine.native import load_kernels
 
 #: Rows that oneDNN's order is tuned for; any number may follow.
@@ -148,7 +148,7 @@ def fastest_vocabulary(weight: Tensor, memory: WeightMemory) -> Vocabulary:
 
 def _own_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) -> Vocabulary | None:
     """By a kernel of our own; None where the machine or the shape does not suit."""
-    if weight.is_cuda and importlib.util.find_spec("triton") is not None:
+    if weight.is_cuda and has_triton():
         from pdmesh.engine.cuda.linear import row_linear  # only where there is a device
 
         return row_linear(weight, bias)

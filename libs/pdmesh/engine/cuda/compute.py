@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import structlog
 import torch
 
 from pdmesh.engine.attention import TorchAttention
 from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.cuda import has_triton
 from pdmesh.engine.cuda.flashinfer import FlashInfer, load_library, suits
 from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.graphs import CudaRecorder
@@ -73,7 +72,7 @@ def _device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def _page_writer(*, native: bool) -> PageWriter:
-    if native and _has_triton():
+    if native and has_triton():
         from pdmesh.engine.cuda.kernels import write_pages_kernel
 
         return write_pages_kernel
@@ -81,12 +80,8 @@ def _page_writer(*, native: bool) -> PageWriter:
 
 
 def _kernels(loaded: Loaded, *, native: bool) -> Kernels:
-    if native and _has_triton():
+    if native and has_triton():
         from pdmesh.engine.cuda.kernels import TritonKernels
 
         return TritonKernels(loaded.config.rms_norm_eps)
     return TorchKernels(loaded.config.rms_norm_eps)
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
