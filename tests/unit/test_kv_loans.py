@@ -130,6 +130,8 @@ class _Dying:
 class _DyingCache:
     cache: SharedCache
     kind: bytes = HostCache.kind
+    max_loan_bytes: int = HostCache.max_loan_bytes
+    copies_inline: bool = HostCache.copies_inline
     process: subprocess.Popen[str] = field(init=False)
 
     def describe(self) -> bytes:

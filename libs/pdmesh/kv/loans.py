@@ -35,21 +35,13 @@ from typing import NamedTuple, Unpack
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outgoing import Blocks, Means, PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.sharing import HostCache, PeerCache, SharedCache
+from pdmesh.kv.sharing import PeerCache, SharedCache
 from pdmesh.model import IndexRange, KvLayout
 from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.reading import FORBIDDEN, read_memory
 
 #: Transfers that one instance lends KV to at once; what further ones pass on travels as bytes.
 MAX_LOANS = 1024
-
-#: Of KV in one loan: a copy goes on to its end whatever becomes of the request, and several threads share a long one.
-MAX_LOAN_BYTES = 64 << 20
-
-#: The same in host memory. All buffers of a receiver may hold loans that are copied before what comes next, such as the
-#: commit of a decode that stands still. A prompt of one block behind 1.5 GiB took 3 to 9 ms where those went in pieces,
-#: 10 to 26 in loans of 16 MiB, 19 to 57 in such of 64; the long one 0.23 s, 0.11 and 0.10 (2-core VM, 2026-11-23).
-MAX_HOST_LOAN_BYTES = 16 << 20
 
 _NOTE = struct.Struct("<3Q")
 _WORD_BYTES = 8
@@ -129,8 +121,8 @@ class Lending:
     def __init__(self, cache: SharedCache, layout: KvLayout, transport: KvTransport) -> None:
         self._cache = cache
         self._transport = transport
-        max_bytes = MAX_HOST_LOAN_BYTES if cache.kind == HostCache.kind else MAX_LOAN_BYTES
-        self.max_pages = max(1, max_bytes // layout.block_bytes)  # of a loan
+        self.max_pages = max(1, cache.max_loan_bytes // layout.block_bytes)  # of a loan
+        self.copies_inline = cache.copies_inline
         described = cache.describe()
         kind_of_layout = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
         self._head = _CARD_HEAD.pack(_CARD_MAGIC, cache.kind, kind_of_layout)
@@ -140,11 +132,6 @@ class Lending:
         self._lock = threading.Lock()
         self._opened: dict[bytes, _Opened] = {}
         self._declined: set[bytes] = set()
-
-    @property
-    def copies_inline(self) -> bool:
-        """Whether short copies may be made on the event loop: in host memory, where nothing is waited for."""
-        return self._cache.kind == HostCache.kind
 
     def begin(self) -> Loan | None:
         """Lend a request's KV, if not too many are lent already."""

@@ -93,6 +93,8 @@ class CudaSharedCache:
     """`pdmesh.kv.sharing.SharedCache` of a device's cache."""
 
     kind = b"cuda"
+    copies_inline = False
+    max_loan_bytes = 64 << 20
 
     def __init__(
         self,
