@@ -3,8 +3,8 @@
 The target reserves room and a backend; the source decodes on while its KV goes over, stands still for the rest, and
 commits. Before the commit it may go on at any time; after it never by itself. Who goes on is then told by the order of
 the target's reports: *landed* makes it the target; *released* without landed proves that the target never began, and
-the source resumes; *landed*, then *released*, or a target that is gone, is the next epoch (`docs/architecture.md` has
-the table). The gateway takes tokens from the target because the source's last token names it.
+the source resumes; *landed*, then *released*, or a target that is gone, is the next epoch (the table is
+in `docs/architecture/moves.md`). The gateway takes tokens from the target because the source's last token names it.
 """
 
 from __future__ import annotations

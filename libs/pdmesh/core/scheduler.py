@@ -1,8 +1,8 @@
 """The scheduling core: events in, commands out.
 
 `SchedulerCore.handle` is synchronous, deterministic and free of I/O. Time is its argument, and the only randomness is
-the stream it was given, so the same events give the same commands, whoever drives it. ``docs/architecture.md`` tells a
-request's way in nine steps.
+the stream it was given, so the same events give the same commands, whoever drives it.
+``docs/architecture/request.md`` follows a request through nine steps.
 
 Reports from outside may be late, repeated or wrong. They never raise: what does not fit the books is counted in
 ``ignored`` and changes nothing.

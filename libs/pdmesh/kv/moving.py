@@ -1,7 +1,7 @@
 """A running decode's KV on its way out: it decodes on while full blocks go over, and stands still for the rest.
 
 What is left then, and the commit, leave at once, and nothing of it waits for anything else of it: the stream stands
-still for as long as one way takes. See `docs/architecture.md`, "Moving a running decode".
+still for as long as one way takes. See `docs/architecture/moves.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running decodes that move to another instance, on both sides: see `docs/architecture.md`.
+"""Running decodes that move to another instance, on both sides: see `docs/architecture/moves.md`.
 
 The source decodes on until the sender has caught up, names the target with the token after which it stands still, and
 goes on by itself only before the commit. The target takes the request with its KV, and decodes once all has landed.
