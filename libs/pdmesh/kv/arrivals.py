@@ -18,7 +18,7 @@ from pdmesh.transport.base import ReceivedPiece
 
 
 class KvArrivals:
-    """Which transfers are expected, and how far they are. Event loop only."""
+    """Tracks the transfers that are expected here and how far each has come. Event loop only."""
 
     def __init__(self, context: KvContext, *, reader: PieceReader) -> None:
         self._context = context
@@ -142,7 +142,7 @@ class KvArrivals:
         self._check_landed(receiver)
 
     def _take_useless(self, receiver: KvReceiver, header: PieceHeader, fault: str) -> None:
-        """Nothing came of a claimed piece."""
+        """Release a claimed piece that could not be copied, and ask for its pages again or give up."""
         if fault == LOAN_OVER:  # so is the transfer, at its sender: who ended it says so, if that is not the scheduler
             receiver.await_again(header)
             return

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class TransferSide(Protocol):
-    """Either side of a transfer."""
+    """The identity that the source and the destination of a transfer share."""
 
     @property
     def request_id(self) -> RequestId: ...
@@ -57,13 +57,13 @@ class KvContext:
 
     @property
     def max_pages(self) -> int:
-        """Of one piece or loan."""
+        """Maximum number of pages in one piece or loan."""
         if self.lending is not None:
             return self.lending.max_pages
         return self.transport.max_payload_bytes // self.store.layout.block_bytes
 
     def writer(self, block_ids: Sequence[int]) -> PieceWriter:
-        """Of pieces of a request with this block table; it lends them where it can, until it is closed."""
+        """Return a writer of a request's pieces; until closed, it lends its blocks where the peer can read them."""
         means = Means(store=self.store, transport=self.transport, key=self.key, copies=self.copies)
         lending = self.lending
         loan = None if lending is None else lending.begin()

@@ -17,7 +17,7 @@ from pdmesh.transport.base import ReceivedPiece
 
 
 class KvDepartures:
-    """Which of them are offered, and which are granted and under way. Event loop only."""
+    """Tracks the transfers that leave from here: those offered, and those granted and under way. Event loop only."""
 
     def __init__(self, context: KvContext) -> None:
         self._context = context
@@ -152,7 +152,7 @@ class KvDepartures:
             del self._senders[key]
 
     def clear(self) -> None:
-        """Nothing is offered, or lent, any more."""
+        """Withdraw every offer and end every loan."""
         self._senders.clear()
         for transfer in self._granted.values():
             transfer.close()

@@ -84,11 +84,11 @@ class KvExchange(Protocol):
         ...
 
     def publish(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
-        """They have been computed in this layer; ``pace`` says when others need them. The engine's thread; cheap."""
+        """Announce blocks computed in this layer; ``pace`` says when others need them. Engine thread; cheap."""
         ...
 
     def add_computed(self, first_block: int, num_blocks: int) -> None:
-        """They have been computed in all layers, by a step that began before there was a group. Event loop."""
+        """Announce blocks computed in all layers by a step that began before the group existed. Event loop."""
         ...
 
 
@@ -184,7 +184,7 @@ class PieceExchange:
             self.presence.add(layer, first_block, num_blocks)
 
     def reserve(self, first_block: int, num_blocks: int) -> None:
-        """They are being computed here, by a step that began before there was a group: take no others' for them."""
+        """Refuse other members' copies of blocks that a step begun before the group existed is computing here."""
         self.pages.reserve(first_block, num_blocks)
 
     # --- for the mover ------------------------------------------------------------------------------------------------
@@ -220,13 +220,13 @@ class PieceExchange:
                     tasks.start_soon(self._serve, peer)
 
     def end(self, reason: str) -> None:
-        """Neither send nor take any more; whoever waits for KV is told. Idempotent."""
+        """Stop sending and receiving, and wake every step that waits for KV. Idempotent."""
         self._writer.close()
         self.scope.cancel()
         self.presence.abort(reason)
 
     def close(self) -> None:
-        """After `run`."""
+        """Release the wake-up channels; to be called after `run`."""
         self._writer.close()
         self._joined_in.close()
         self._joined_out.close()
@@ -242,7 +242,7 @@ class PieceExchange:
         return None
 
     def address_of(self, header: PieceHeader) -> bytes:
-        """Of a member that a claimed piece came from."""
+        """Return the data address of the member that sent a claimed piece."""
         return self._peers[header.source].address
 
     def block_ids_of(self, header: PieceHeader) -> list[int]:
@@ -265,14 +265,14 @@ class PieceExchange:
         return None
 
     def missing(self, header: PieceHeader) -> list[KvPart]:
-        """Of a loan that is about to be claimed: what is neither here nor on its way. Nothing if it cannot be claimed.
+        """Return the parts of a loan that are neither here nor on their way; empty if the loan cannot be claimed.
 
         Only this is copied: what was copied of a loan that is over means nothing, and must not lie where good pages do.
         """
         return self.pages.missing(header.part) if self._names_pages(header) else []
 
     def unclaim(self, header: PieceHeader, parts: Sequence[KvPart]) -> None:
-        """They were claimed of this piece and not copied: they may come again."""
+        """Take back claims of this piece that were not copied, so that the pages may come again."""
         for part in parts:
             self.pages.unclaim(part, header.source)
 
@@ -334,19 +334,19 @@ class PieceExchange:
         return None
 
     def fail(self, reason: str) -> None:
-        """This member cannot go on."""
+        """Give this member's part up; the first reason is reported."""
         if self.presence.aborted is None:
             self.presence.abort(reason)
             self._on_failed(self, reason)
 
     def cut_off(self, address: bytes) -> None:
-        """Nothing more can be sent there. What this means for the request is for the scheduler to say."""
+        """Stop sending to this address. The scheduler decides what that means for the request."""
         for peer in self._peers.values():
             if peer.address == address:
                 peer.scope.cancel()
 
     def check_integrity(self) -> None:
-        """No page that is computed here was taken from others, unless a member was lost."""
+        """Check that no page computed here was also taken from another member, unless a member was lost."""
         if not self._lost:
             self.pages.check_one_writer()
 
@@ -382,7 +382,7 @@ class PieceExchange:
                 self._send_again(blocks)
 
     def _send_again(self, blocks: Blocks) -> None:
-        """To all: who computed them may not have sent them to everyone."""
+        """Send blocks to every member, because the member that computed them may not have reached all."""
         self.pages.set_audience(blocks, len(self._addresses))
         for peer in self._peers.values():
             peer.outbox.put(Outgoing(blocks, len(self._addresses)))

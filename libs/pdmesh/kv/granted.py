@@ -23,7 +23,7 @@ PIECES_IN_FLIGHT = 4
 
 
 class KvDestination(NamedTuple):
-    """Where a transfer goes: a data address, and what of the request's KV is to be there."""
+    """A transfer's destination: its data address and the part of the request's KV that goes there."""
 
     address: bytes
     part: KvPart
@@ -72,7 +72,7 @@ class GrantedTransfer(ABC):
         """A destination has all that goes there."""
 
     def close(self) -> None:
-        """It is over: what it lent may be used again. Idempotent."""
+        """End the transfer, so that blocks it lent may be used again. Idempotent."""
         self._writer.close()
 
     def send_again(self, header: PieceHeader) -> str | None:
@@ -112,7 +112,7 @@ class GrantedTransfer(ABC):
 
     @abstractmethod
     async def _send_once_more(self, destination: int, blocks: Blocks) -> None:
-        """As soon as a piece may begin; `fail` if it cannot be sent."""
+        """Send damaged blocks again as soon as a piece may begin; `fail` if that is impossible."""
 
     async def _answer(self) -> None:
         """A lane of `run`: send what was asked for again, one after the other, until `_end_answers`."""

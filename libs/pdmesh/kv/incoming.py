@@ -49,7 +49,7 @@ class PieceReader:
         tasks: anyio.abc.TaskGroup,
         lending: Lending | None = None,
     ) -> None:
-        """Without ``lending`` loans are not read."""
+        """Read pieces only; with ``lending``, read loans too."""
         self._lending = lending
         self._store = store
         self._pool = pool
@@ -125,7 +125,7 @@ class PieceReader:
         on_read(fault)
 
     def _copy(self, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]) -> str | None:
-        """Nothing is copied of what was damaged on the way."""
+        """Check the payload, then copy with ``fetch``; return the fault, or None if the copy counts."""
         if self._key.checksum(piece.payload) != header.checksum:
             return "checksum"
         return fetch()

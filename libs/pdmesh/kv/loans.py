@@ -62,7 +62,7 @@ class Loan:
         self.word_address = ctypes.addressof(words) + number * _WORD_BYTES
 
     def end(self) -> None:
-        """From now on nothing that is read by it counts. Idempotent."""
+        """Invalidate the loan: nothing read under it counts from now on. Idempotent."""
         if self._words[self._number] == self.word:
             self._words[self._number] = 0
             self._on_over(self._number)
@@ -81,7 +81,7 @@ class LoanNote(NamedTuple):
 
     @classmethod
     def unpack(cls, payload: memoryview) -> LoanNote:
-        """Of a payload that is `note_bytes` long."""
+        """Decode a payload that is `note_bytes` long."""
         card_address, word_address, word = _NOTE.unpack_from(payload)
         return cls(card_address, word_address, word, array.array("I", bytes(payload[_NOTE.size :])))
 
@@ -102,7 +102,7 @@ class Lender(NamedTuple):
 
 
 def note_bytes(num_blocks: int) -> int:
-    """Of a loan of so many blocks, in any number of layers."""
+    """Return the size in bytes of a loan's note for so many blocks, in any number of layers."""
     return _NOTE.size + num_blocks * _BLOCK_ID_BYTES
 
 
@@ -202,7 +202,7 @@ class Lending:
             self._close_if_left(opened)
 
     def close(self) -> None:
-        """After the last `borrow`."""
+        """Close every opened cache; to be called after the last `borrow`."""
         for address in list(self._opened):
             self.forget(address)
 

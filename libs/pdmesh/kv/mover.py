@@ -64,7 +64,7 @@ COPY_THREADS = 2
 
 
 class ExchangedBytes(NamedTuple):
-    """Of KV between members of prefill groups."""
+    """Bytes of KV exchanged between members of prefill groups."""
 
     sent: int
     received: int

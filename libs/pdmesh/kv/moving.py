@@ -70,7 +70,7 @@ class MoveSender(GrantedTransfer):
     # --- called by the worker runtime, on the event loop --------------------------------------------------------------
 
     def advance(self, num_kv_tokens: int) -> None:
-        """So many tokens of the request have their KV by now: what they fill of blocks can go."""
+        """Note that ``num_kv_tokens`` tokens have their KV, and release the blocks that they fill for sending."""
         if not self.has_room_for(num_kv_tokens):
             self.fail(f"{num_kv_tokens} tokens are more than the {self._num_tokens_taken} that it has room for there")
             return
@@ -86,7 +86,7 @@ class MoveSender(GrantedTransfer):
         return self._has_told and not self._ready and not self._num_under_way and self._failure is None
 
     def freeze(self, *, num_kv_tokens: int, tail: bytes, next_token: FirstToken) -> None:
-        """Nothing more is computed of it: send the rest, and commit.
+        """Send what is left and commit; the source computes nothing more of the request.
 
         ``tail`` is the transcript's end, since the move began; ``next_token`` is drawn, and has no KV yet. All of it is
         on its way once the event loop has had a turn, if there are buffers.
@@ -112,7 +112,7 @@ class MoveSender(GrantedTransfer):
             self._landed.set()
 
     async def run(self) -> SentTransfer:
-        """As `GrantedTransfer.run`; if it raises, see ``committed``."""
+        """Run the move, as `GrantedTransfer.run`; if it raises, ``committed`` says whether the target may have begun."""
         started_s = self._clock()
         with self._work:
             async with anyio.create_task_group() as self._sends:
@@ -163,7 +163,7 @@ class MoveSender(GrantedTransfer):
         )
 
     async def _send_transcript(self) -> None:
-        """As it was when the move began."""
+        """Send the transcript as it was when the move began."""
         try:
             await self._writer.send_bytes(self._address, 0, self._transcript, self._about_transcript)
         except KvTransferError as error:
@@ -215,7 +215,7 @@ class MoveSender(GrantedTransfer):
             self.fail(str(error))
 
     def _commits(self) -> None:
-        """From here on it may have arrived."""
+        """Mark the move as committed: from here on the target may have begun."""
         self.committed = True
         self._work.deadline = anyio.current_time() + LANDED_LIMIT_S
 

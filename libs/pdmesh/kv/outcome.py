@@ -39,7 +39,7 @@ class LandedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedTransfer:
-    """Either side gave the transfer up. A sender has everything yet, for another one."""
+    """A transfer that either side gave up. The sender still has everything, for another one."""
 
     request_id: RequestId
     epoch: Epoch

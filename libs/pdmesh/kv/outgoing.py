@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, header: PieceHeader) -> Blocks:
-        """Those that a piece holds, or asks for."""
+        """Return the blocks that a piece holds, or asks for."""
         blocks, layers, _ = header.part
         return cls(header.chunk, layers.start, blocks.start, blocks.size, layers.size)
 
@@ -59,7 +59,7 @@ class Blocks(NamedTuple):
         return piece, [left for left in (beside, below) if left.num_pages]
 
     def cut(self, size: int, max_blocks: int | None = None) -> Iterator[Blocks]:
-        """Into pieces as of `split`; none if these are no pages."""
+        """Yield pieces as `split` makes them; nothing if there are no pages."""
         left: list[Blocks] = [self] if self.num_pages else []
         while left:
             piece, rest = left.pop().split(size, max_blocks)
@@ -74,7 +74,7 @@ def marked(*values: int) -> bytes:
 
 
 def runs(marks: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Where there are ones among zeros, as (first, count) of neighbours.
+    """Yield each run of neighbouring ones among zeros as (first, count).
 
     A context may have a million pages, and this is called on the event loop: it costs something for each run only.
     """
@@ -109,11 +109,11 @@ class PieceWriter:
 
     @property
     def max_pages(self) -> int:
-        """As many as a piece is of at most, wherever it goes."""
+        """Maximum number of pages in a piece to any destination."""
         return self._transport.max_payload_bytes // self._store.layout.block_bytes
 
     def pages_a_piece(self, address: bytes) -> int:
-        """As many as a piece that goes there is of at most. Where nothing can be sent `send` says so."""
+        """Return the maximum number of pages in a piece to this address; `send` reports an unreachable one."""
         try:
             return self._pages_taken(address)
         except KvTransferError:
@@ -124,7 +124,7 @@ class PieceWriter:
         return False
 
     def close(self) -> None:
-        """Nothing that was sent is good any more unless it has been copied. Idempotent."""
+        """End every loan: what was lent counts only if it has been copied already. Idempotent."""
 
     async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
         """Send them with headers that say ``about`` and what each piece holds; how many. Raises KvTransferError."""

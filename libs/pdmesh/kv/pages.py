@@ -41,17 +41,17 @@ class PageBooks:
         return True
 
     def reserve(self, first_block: int, num_blocks: int) -> None:
-        """They are being filled here already: nothing of others' is taken for them."""
+        """Mark blocks as being computed here, so that no other member's copy is taken for them."""
         self._begun[first_block : first_block + num_blocks] = b"\1" * num_blocks
 
     def abandon(self, first_block: int, num_blocks: int) -> None:
-        """They are not."""
+        """Undo `reserve`."""
         self._begun[first_block : first_block + num_blocks] = bytes(num_blocks)
 
     # --- pages that come from others ----------------------------------------------------------------------------------
 
     def claim(self, part: KvPart, source: int) -> bool:
-        """They are about to be copied. False, and nothing is claimed, if all are here or on their way.
+        """Claim pages that are about to be copied. False, and nothing is claimed, if all are here or on their way.
 
         Those that are on their way from another member already stay that one's.
         """
@@ -64,7 +64,7 @@ class PageBooks:
         return True
 
     def unclaim(self, part: KvPart, source: int) -> None:
-        """They were not copied from this member: they may come again."""
+        """Take back a claim of pages that were not copied from this member, so that they may come again."""
         pages = slice(*part.blocks)
         for layer in range(*part.layers):
             claimed, audience = self._claimed[layer][pages], self._audience[layer][pages]
@@ -94,11 +94,11 @@ class PageBooks:
         return waits
 
     def begin_loan(self, part: KvPart) -> None:
-        """They are about to be copied by a thread. No chunk begins there meanwhile."""
+        """Note that a thread is about to copy a part; no chunk begins there meanwhile."""
         self._borrowing.append(part)
 
     def end_loan(self, part: KvPart) -> None:
-        """They have been, or could not be."""
+        """Note that the copy of a part has ended, and run what waited for that."""
         self._borrowing.remove(part)
         after, self._after_borrowing = self._after_borrowing, []
         for take in after:
@@ -107,7 +107,7 @@ class PageBooks:
     # --- pages that are here ------------------------------------------------------------------------------------------
 
     def set_audience(self, blocks: Blocks, num_members: int) -> None:
-        """They are here, and so many members are sent them."""
+        """Mark pages as present, and as sent to the first ``num_members`` members."""
         for layer in range(blocks.layer, blocks.end_layer):
             self._audience[layer][blocks.first_block : blocks.end] = bytes([num_members]) * blocks.num_blocks
 
@@ -117,7 +117,7 @@ class PageBooks:
         return all(all(audience[pages]) for audience in self._audience[part.layers.start : part.layers.stop])
 
     def not_sent_to(self, number: int, blocks: Blocks) -> Iterator[Blocks]:
-        """Those of ``blocks`` that are here and have an audience without member ``number``; it may be set meanwhile."""
+        """Yield the ``blocks`` present here and not sent to member ``number``; the caller may mark them meanwhile."""
         wanted = marked(*range(1, number + 1))
         for layer in range(blocks.layer, blocks.end_layer):
             audience = self._audience[layer][blocks.first_block : blocks.end]
@@ -125,7 +125,7 @@ class PageBooks:
                 yield Blocks(blocks.chunk, layer, blocks.first_block + first, count)
 
     def taken_from(self, number: int) -> Iterator[Blocks]:
-        """Those that are here, and came from member ``number``."""
+        """Yield the blocks present here that came from member ``number``."""
         theirs = marked(number + 1)
         for layer, (claimed, audience) in enumerate(zip(self._claimed, self._audience, strict=True)):
             for start, size in runs(claimed.translate(theirs)):
@@ -133,7 +133,7 @@ class PageBooks:
                     yield Blocks(0, layer, start + first, count)
 
     def check_one_writer(self) -> None:
-        """No page that is computed here was taken from others: so it is unless a member was lost."""
+        """Check that no page computed here was taken from another member, which holds unless a member was lost."""
         for layer, claimed in enumerate(self._claimed):
             both = [block for block, taken in enumerate(claimed) if taken and self._begun[block]]
             assert not both, f"blocks {both} of layer {layer} are computed here and came from others"

@@ -21,7 +21,7 @@ class Bell:
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """To be held while something changes that a waiting thread looks at."""
+        """Return the lock to hold while changing what a waiting thread looks at."""
         return self._condition
 
     def ring(self) -> None:
@@ -74,7 +74,7 @@ class KvPresence:
         return self._aborted
 
     def add(self, layer: int, first_block: int, num_blocks: int) -> None:
-        """These pages have been written, or have landed. Any thread."""
+        """Mark pages as present: written here, or landed. Any thread."""
         with self._bell.lock:
             here = self._here[layer]
             here[first_block : first_block + num_blocks] = b"\1" * num_blocks
@@ -85,7 +85,7 @@ class KvPresence:
                 self._bell.ring()
 
     def abort(self, reason: str) -> None:
-        """Nothing more will come: end every wait, now and later. Any thread; the first reason counts."""
+        """End every wait, now and later, because nothing more will come. Any thread; the first reason counts."""
         with self._bell.lock:
             if self._aborted is None:
                 self._aborted = reason
@@ -99,7 +99,7 @@ class KvPresence:
 
     @property
     def num_complete_blocks(self) -> int:
-        """So many of the context's first blocks are here in all layers."""
+        """Number of the context's first blocks that are present in all layers."""
         return min(self._num_first)
 
     def has(self, layer: int, num_blocks: int) -> bool:

@@ -70,7 +70,7 @@ class KvPush(GrantedTransfer):
             self._landed.set()
 
     async def run(self) -> SentTransfer:
-        """As `GrantedTransfer.run`.
+        """Send the transfer, as `GrantedTransfer.run` says.
 
         The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
         preempted. A piece under way has the transport's no-progress limit.

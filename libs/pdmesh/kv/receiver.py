@@ -125,7 +125,7 @@ class KvReceiver:
         return None
 
     def await_again(self, header: PieceHeader) -> None:
-        """Nothing was copied of a claimed piece, or nothing that counts: another one may bring its pages."""
+        """Await the pages of a claimed piece again, because nothing that counts was copied of it."""
         for layer in self._claimed[slice(*header.part.layers)]:
             layer[slice(*header.part.blocks)] = bytes([_AWAITED]) * header.part.blocks.size
 

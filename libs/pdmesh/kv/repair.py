@@ -26,7 +26,7 @@ class DamageLimit:
         self._num_free = FREE_PIECES * (2 if sends else 1)
 
     def add_sound(self, num_pieces: int = 1) -> None:
-        """So many more were sent, or taken."""
+        """Count pieces that were sent, or taken, undamaged."""
         self._num_sound += num_pieces
 
     def add_damaged(self) -> bool:
@@ -38,7 +38,7 @@ class DamageLimit:
 
 
 class RefusalLimit:
-    """Of what is lent and cannot be read here: each page once, and once more where its sender was forgotten meanwhile.
+    """Bounds refusals of lent pages: each page once, and once more where its sender was forgotten meanwhile.
 
     Nothing is wrong with the peer that lends it, so this is no damage; but nobody lends for ever what is not taken.
     """
@@ -47,7 +47,7 @@ class RefusalLimit:
         self._num_left = 2 * num_pages
 
     def add(self, num_pages: int) -> bool:
-        """So many more were refused; False if that is too many."""
+        """Count refused pages; False if there are too many."""
         if num_pages > self._num_left:
             return False
         self._num_left -= num_pages

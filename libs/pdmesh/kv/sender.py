@@ -125,7 +125,7 @@ class KvSender:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _gather(self, blocks: Blocks) -> None:
-        """They are ready together with those of the next layers, as long as these fit into a piece."""
+        """Join blocks with those of the next layers as long as they fit into one piece."""
         held = self._held.pop(blocks.first_block, None)
         if held is not None and blocks == held._replace(layer=held.end_layer, num_layers=blocks.num_layers):
             blocks = held._replace(num_layers=held.num_layers + blocks.num_layers)

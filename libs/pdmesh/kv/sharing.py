@@ -28,7 +28,7 @@ class PeerCache(Protocol):
         ...
 
     def close(self) -> None:
-        """After the last read."""
+        """Release the mapping; to be called after the last read."""
         ...
 
 
@@ -42,7 +42,7 @@ class SharedCache(Protocol):
 
     @property
     def max_loan_bytes(self) -> int:
-        """Of KV in one loan. A copy goes on to its end whatever becomes of the request."""
+        """Maximum bytes of KV in one loan. A copy runs to its end whatever becomes of the request."""
         ...
 
     @property
@@ -114,7 +114,7 @@ class HostPeerCache:
             raise KvTransferError(f"the peer's cache cannot be read: {error}") from error
 
     def close(self) -> None:
-        """Nothing was mapped."""
+        """Do nothing: host memory is not mapped."""
 
 
 class Run(NamedTuple):

@@ -50,7 +50,7 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str | None:
-        """To be handed on, for children."""
+        """The W3C header to hand on to child spans."""
         ...
 
     def event(self, name: str) -> None:
@@ -58,7 +58,7 @@ class Span(Protocol):
         ...
 
     def end(self, attributes: Attributes, *, error: str | None = None) -> None:
-        """Once. ``error`` says, in one word, what it failed for."""
+        """End the span, once. ``error`` names the failure in one word."""
         ...
 
 

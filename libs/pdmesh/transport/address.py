@@ -30,7 +30,7 @@ _VERSION = 3
 
 
 class WorkerAddress(NamedTuple):
-    """Where an instance takes pieces, and the memory that peers on its host may read them in."""
+    """The address at which an instance takes pieces, and the memory from which peers on its host may read its own."""
 
     host_id: bytes
     max_payload_bytes: int  # what its receive buffers hold

@@ -75,7 +75,7 @@ class SendPool:
         self._quarantined.add(buffer)
 
     def unquarantine(self, buffer: PieceBuffer) -> None:
-        """Nobody reads the buffer any more."""
+        """Release a quarantined buffer that no peer reads any more."""
         self._quarantined.remove(buffer)
         if buffer not in self._lent:
             self._give_back(buffer)

@@ -49,7 +49,7 @@ class Link(Protocol):
         ...
 
     def shut(self) -> None:
-        """Nothing is sent or answered any more."""
+        """Stop sending and answering."""
         ...
 
 

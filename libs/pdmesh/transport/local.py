@@ -116,7 +116,7 @@ class OnOffer(Protocol):
 
 
 class LocalPort:
-    """Where peers of this host connect. Opened by the constructor, on the running loop; raises OSError."""
+    """The socket that peers of this host connect to. The constructor opens it on the running loop; raises OSError."""
 
     def __init__(self, peers: KnownPeers, *, on_offer: OnOffer, on_gone: Callable[[Caller], None]) -> None:
         self._peers = peers
@@ -144,7 +144,7 @@ class LocalPort:
             self._callers[peer_id].hang_up()
 
     def introduce(self, caller: Caller, message: bytes) -> Peer | None:
-        """Who a caller is; nothing if it is not a peer that the scheduler has named, at its process id."""
+        """Return the peer that a caller is; None unless the scheduler has named it, with this process id."""
         if len(message) != _HELLO.size or not message.startswith(_HELLO_MAGIC):
             return None
         peer = self._peers.get(_HELLO.unpack(message)[1])

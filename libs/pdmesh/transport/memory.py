@@ -126,7 +126,7 @@ class MemoryTransport:
         return self._pool.lend()
 
     def admit(self, address: bytes) -> None:
-        """Within one process, everybody may send."""
+        """Do nothing: within one process every peer may send."""
 
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
         assert payload_bytes <= self._config.max_payload_bytes

@@ -65,7 +65,7 @@ def read_parts(pid: int, parts: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _vector(parts: Iterable[tuple[int, int]]) -> ctypes.Array[_IoVec]:
-    """Of parts by (address, bytes), in a sixth of the time that objects would take."""
+    """Return an iovec array of parts (address, bytes), in a sixth of the time that ctypes objects would take."""
     words = array("Q", [word for address, size in parts for word in (address % _END, size)])
     return (_IoVec * (len(words) // 2)).from_buffer(words)
 

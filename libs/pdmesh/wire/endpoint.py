@@ -84,7 +84,7 @@ class MeshChannel:
         await self._channel.close()
 
     async def channel_ready(self) -> None:
-        """Until it is connected, however long that takes."""
+        """Wait until the channel is connected, however long that takes."""
         await self._channel.channel_ready()
 
     def stream_stream(self, method: str) -> Callable[..., Any]:

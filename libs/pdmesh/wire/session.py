@@ -50,7 +50,7 @@ class ReadyChannel(Channel, Protocol):
     """What a session is held over: `pdmesh.wire.endpoint.open_channel` makes one."""
 
     async def channel_ready(self) -> None:
-        """Until it is connected."""
+        """Wait until the channel is connected."""
         ...
 
 
@@ -208,7 +208,7 @@ async def _next(frames: AsyncIterator[list[RecvT]], limit_s: float | None) -> li
 async def registration(
     frames: AsyncIterator[list[Any]], message_type: type[RegistrationT]
 ) -> tuple[RegistrationT, list[Any]]:
-    """Who is at the other end, and what came in the same frame. Raises ProtocolError."""
+    """Return the registration of the other end, and what came in the same frame. Raises ProtocolError."""
     with anyio.move_on_after(ANSWER_LIMIT_S):
         match await anext(frames, []):
             case [first, *rest] if isinstance(first, message_type):

@@ -89,6 +89,6 @@ class Arrivals:
         self._context.wake()
 
     def failed(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
-        """It did not come, or not whole."""
+        """Report a transfer that did not arrive, or not whole."""
         self._context.metrics.failed_transfers.labels("in").inc()
         self._context.endings.fail_to_receive(hold, transfer_id, reason)

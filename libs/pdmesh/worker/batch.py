@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def pace(self) -> ChunkPace:
-        """Of its chunk of a group, if it has one."""
+        """Pace at which other members need the KV of the batch's group chunk, if it has one."""
         if self.plan is None or not self.plan.in_gang:
             return ChunkPace.IN_TURN
         return ChunkPace.AT_ONCE if self.plan.at_once else ChunkPace.IN_GANG

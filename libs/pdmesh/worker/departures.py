@@ -106,11 +106,11 @@ class Departures:
         self._context.sequences.release(hold)
 
     def paused(self, hold: Hold, transfer_id: TransferId) -> None:
-        """No piece of it is under way any more, until it is granted again."""
+        """Report that no piece of the transfer is under way until it is granted again."""
         self._context.report(TransferPaused(self._context.instance_id, hold.request_id, hold.epoch, transfer_id))
 
     def failed(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
-        """It could not be sent, or was not acknowledged."""
+        """Report a transfer that could not be sent, or was not acknowledged."""
         self._context.metrics.failed_transfers.labels("out").inc()
         self._context.report(
             TransferFailed(self._context.instance_id, hold.request_id, hold.epoch, transfer_id, reason)

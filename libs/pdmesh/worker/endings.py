@@ -39,7 +39,7 @@ class Endings:
         self._sequences.release(hold)
 
     def drop(self, hold: Hold, reason: str) -> None:
-        """It cannot go on here, whatever became of its KV."""
+        """Give a request up that cannot go on here, whatever became of its KV."""
         self._report(RequestDropped(self._instance_id, hold.request_id, hold.epoch, reason))
         self._give_up(hold, reason)
 

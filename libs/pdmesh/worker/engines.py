@@ -90,7 +90,7 @@ class EngineFacts:
 
 
 def engine_facts(config: MeshConfig) -> EngineFacts:
-    """Of the engine that `build_engine` makes, nothing measured. A stand-in that takes no time has none."""
+    """Return unmeasured facts of the engine that `build_engine` makes; a stand-in that takes no time has none."""
     if config.worker.engine == "fake" and config.worker.fake_latency is not None:
         return EngineFacts(num_parameters=_FAKE_PARAMETERS, num_heads=_FAKE_HEADS, device_name="stand-in")
     if config.worker.engine == "fake" or config.model is None:

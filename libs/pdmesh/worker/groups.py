@@ -77,7 +77,7 @@ class PrefillGroups:
         self._exchanges.end(hold.request_id, hold.epoch, "the prompt is computed")
 
     def _own_number(self, group: PrefillGroup, addresses: Sequence[bytes]) -> int:
-        """Which of the group's members this instance is. Raises ProtocolError if it is none, or the group none."""
+        """Return this instance's number in the group. Raises ProtocolError if it is no member or the group is bad."""
         member_ids = group.member_ids
         if self._context.instance_id not in member_ids:
             raise ProtocolError("the instance is no member of the request's group")

@@ -193,7 +193,7 @@ class Instance:
                 assert_never(outcome)
 
     def stop_waiting(self) -> None:
-        """Nobody will use what the running step waits for: it is to end."""
+        """End a running step that waits for KV, because nothing will use its result."""
         self._sequences.abort_waiting("the instance is stopping")
 
     # --- blocks go back --------------------------------------------------------------------------------------

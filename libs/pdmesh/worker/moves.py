@@ -61,7 +61,7 @@ class MovingDecodes:
         sender.advance(num_kv_tokens)
 
     def successor(self, hold: Hold) -> InstanceId | None:
-        """Who goes on after the token that a step has just drawn; None: this instance."""
+        """Return the instance that goes on after the token that a step has just drawn; None for this one."""
         leaving = hold.leaving
         if leaving is None or leaving.sender is None or not leaving.can_freeze:
             return None
@@ -153,7 +153,7 @@ class MovingDecodes:
         self._context.sequences.release(hold)
 
     def failed(self, hold: Hold, outcome: FailedTransfer) -> None:
-        """It could not be sent, or was not acknowledged: before the commit it goes on here."""
+        """Report a move that could not be sent or was not acknowledged; before the commit the request goes on here."""
         leaving = hold.leaving
         assert leaving is not None
         self._context.metrics.failed_transfers.labels("out").inc()

@@ -87,7 +87,7 @@ class Plans:
         self.wake()
 
     def wake(self) -> None:
-        """There is something to do: `wait_for_work` returns."""
+        """Let `wait_for_work` return, because there is something to do."""
         self._has_work.set()
 
     async def wait_for_work(self) -> None:
@@ -175,7 +175,7 @@ class Plans:
 
 
 def _in_step(holds: Iterable[Hold]) -> tuple[Hold, ...]:
-    """Those for whom a step begins now."""
+    """Mark requests as part of the step that begins now, and return them."""
     begun = tuple(holds)
     for hold in begun:
         hold.in_step = True

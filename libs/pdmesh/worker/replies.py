@@ -16,7 +16,7 @@ from pdmesh.worker.times import StepTime
 
 
 class TokenSink(Protocol):
-    """Where tokens go. Neither call blocks."""
+    """Takes tokens for gateways. Neither call blocks."""
 
     def open(self, address: str) -> None:
         """Get ready to send to a gateway."""

@@ -176,7 +176,7 @@ async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: di
 async def _drain(
     context: ServiceContext, scheduler: WorkerSession, instance: Instance, work: anyio.CancelScope
 ) -> None:
-    """When told to stop: take nothing new, and let what runs end until told to end it."""
+    """Wait to be told to stop; then take nothing new, and let what runs end until told to give it up."""
     await context.stopping.wait()
     instance.stop_admitting()
     scheduler.report(DrainRequested(instance.instance_id))

@@ -106,7 +106,7 @@ class Hold:
 
     @property
     def next_instance_id(self) -> InstanceId | None:
-        """Where it decodes, if that is another instance and known."""
+        """The instance that will decode the request, if that is another one and known."""
         return None if self.sender is None or self.transfer is None else self.transfer.destination_ids[0]
 
     def begins(self, part: ChunkPlan) -> bool:
@@ -175,7 +175,7 @@ class Sequences:
         return len(self._holds)
 
     def __iter__(self) -> Iterator[Hold]:
-        """Over a copy: holds may be released on the way."""
+        """Iterate over a copy, because holds may be released on the way."""
         return iter(list(self._holds.values()))
 
     def get(self, request_id: RequestId, epoch: Epoch) -> Hold | None:
@@ -223,12 +223,12 @@ class Sequences:
             hold.trace.decode_began()
 
     def resume_decoding(self, hold: Hold) -> None:
-        """It stood still, and goes on."""
+        """Let a request decode again that stood still."""
         hold.stage = Stage.DECODING
         self._decoding[hold.request_id, hold.epoch] = hold
 
     def stop_decoding(self, hold: Hold) -> None:
-        """It stands still from here on."""
+        """Stop decoding a request, which stands still from here on."""
         hold.stage = Stage.LEAVING
         del self._decoding[hold.request_id, hold.epoch]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StepTime(NamedTuple):
-    """When a step ran, on this process's own clock, and how long the device was at it.
+    """Begin and end of a step on this process's own clock, and the time that the device took.
 
     ``duration_s`` is without urgent steps inside, and without waiting.
     """

@@ -84,7 +84,7 @@ class ActivityHub:
 
 
 def _instance(status: InstanceStatus) -> dict[str, Any]:
-    """As the page names it."""
+    """Return an instance's status in the page's words."""
     state = "serving" if status.state == "up" else status.state
     # msgspec leaves out what has its default
     plain = {name: getattr(status, name) for name in status.__struct_fields__}

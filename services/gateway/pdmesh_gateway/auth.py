@@ -25,7 +25,7 @@ ANYBODY = ApiKey(name="", hash="", scopes=SCOPES)
 
 
 class Allowance:
-    """So many units a minute, at most a minute's at once. What is charged afterwards may leave a debt."""
+    """A rate limit of units a minute, at most a minute's at once. Charging afterwards may leave a debt."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -34,7 +34,7 @@ class Allowance:
         self._at_s = clock()
 
     def wait_s(self) -> float:
-        """Until something may be used again; 0 is now."""
+        """Seconds until a unit is available again; 0 is now."""
         self._refill()
         return 0.0 if self._level >= 1 else (1 - self._level) * 60 / self.per_minute
 
@@ -159,7 +159,7 @@ class ApiKeys:
         return self._file is not None or bool(self._clients)
 
     def check(self, authorization: str | None) -> Client:
-        """Whose ``Authorization`` header it is. Raises RequestRejected (401)."""
+        """Return the client that an ``Authorization`` header belongs to. Raises RequestRejected (401)."""
         if not self:
             return self._anybody
         self._look_again()

@@ -38,7 +38,7 @@ class _Closed(NamedTuple):
 
 
 class Door:
-    """Which kinds are refused now, and with what answer."""
+    """Remembers which kinds of requests are refused now, and with what answer."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -116,7 +116,7 @@ class Generator:
             self._ended(job, choices, span, outcome, is_failure=is_failure)
 
     async def _wait_ready(self, limit_s: float) -> None:
-        """Until the mesh takes new requests, as long as somebody is coming who may make it.
+        """Wait until the mesh takes new requests, as long as an instance or a scheduler is expected to come.
 
         Raises RequestRejected if nobody is, or after ``limit_s``.
         """

@@ -71,7 +71,7 @@ class RequestLimiter:
         self._num_large_bytes += large_bytes
 
     def _make_room(self, num_bytes: int, num_large_bytes: int, upload: Upload | None = None) -> None:
-        """For so many bytes, so many of them of large bodies, by giving up bodies that have been on their way for long
+        """Make room for so many bytes, so many of them of large bodies, by giving up the longest-running uploads
         (but not ``upload``). Raises RequestRejected if these are not enough.
         """
         excess = self.num_bytes + num_bytes - self._max_bytes

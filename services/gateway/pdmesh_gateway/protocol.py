@@ -223,7 +223,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Of a prompt's tokens, those whose KV was there before."""
+    """Number of a prompt's tokens whose KV was there before."""
 
     cached_tokens: int = 0
 
@@ -301,7 +301,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """As `ChatChoice`; with several prompts, choices of the first come first."""
+    """A choice of a completion, like `ChatChoice`; with several prompts, choices of the first come first."""
 
     index: int
     text: str

@@ -80,7 +80,7 @@ def _show(value: float) -> str:
 
 
 def _limit(value: float) -> str:
-    """As short as can be; a whole number in full."""
+    """Format a limit as short as possible, a whole number in full."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 

@@ -53,7 +53,7 @@ class Outlook(Enum):
 
 
 class Waiting(Protocol):
-    """Who waits for generations: what the scheduler says of them goes there."""
+    """Receives what the scheduler says of the generations that the gateway waits for."""
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]: ...
 
@@ -69,7 +69,7 @@ class Waiting(Protocol):
 
 
 class Watchers(Protocol):
-    """Who looks at the mesh."""
+    """The pages that watch the mesh."""
 
     @property
     def is_watched(self) -> bool: ...
@@ -113,7 +113,7 @@ class GatewaySession:
         return Outlook.COMING if self.state is not None and self.state.num_coming else Outlook.NO_INSTANCE
 
     async def wait_changed(self, outlook: Outlook) -> None:
-        """Until the outlook is another than this one."""
+        """Wait until the outlook differs from this one."""
         while self.outlook is outlook:
             await self._changed.wait()
 

@@ -25,7 +25,7 @@ def request_attributes(
     num_choices: int,
     num_prompt_tokens: int,
 ) -> Attributes:
-    """Of a request's span, as it begins: OpenTelemetry's GenAI conventions, and ours under ``pdmesh.``."""
+    """Return a request span's first attributes: OpenTelemetry's GenAI conventions, and ours under ``pdmesh.``."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "pdmesh",
@@ -47,7 +47,7 @@ def request_attributes(
 
 
 def response_attributes(*, num_output_tokens: int, finish_reasons: Sequence[str], num_restarts: int) -> Attributes:
-    """Of a request's span, once it has ended."""
+    """Return a request span's attributes at its end."""
     return {
         "gen_ai.usage.output_tokens": num_output_tokens,
         "gen_ai.response.finish_reasons": finish_reasons,

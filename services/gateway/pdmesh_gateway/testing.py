@@ -17,7 +17,7 @@ from pdmesh_gateway.main import serve
 
 @dataclass(slots=True)
 class RunningGateway(ServiceContext):
-    """Where it can be reached. Set ``stopping`` to drain it."""
+    """A gateway's addresses in tests. Set ``stopping`` to drain it."""
 
     facts: dict[str, str] = field(default_factory=dict[str, str])
     serving: anyio.Event = field(default_factory=anyio.Event)

@@ -19,7 +19,7 @@ from pdmesh_gateway.transcripts import Mailbox, Transcript
 
 
 class Requests(Protocol):
-    """Who submitted the requests of a stream."""
+    """The part of a gateway that submitted the requests of a stream."""
 
     @property
     def metrics(self) -> GatewayMetrics: ...
@@ -52,7 +52,7 @@ class TextStream:
         return self._choices[index].num_tokens
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
-        """Of all prompt tokens of a choice, complete when its first token is here. The first has none."""
+        """Return log-probabilities of a choice's prompt tokens, None first; complete at its first output token."""
         transcript = self._choices[index].transcript
         return [transcript.prompt_logprobs.get(position) for position in range(transcript.num_prompt_tokens)]
 
@@ -99,7 +99,7 @@ class TextStream:
                 yield batch
 
     async def _wait(self, idle_s: float) -> bool:
-        """Until there is news, resuming what lost a token on the way. False after ``idle_s`` without any."""
+        """Wait for news, resuming choices that lost a token on the way. False after ``idle_s`` without any."""
         idle_at_s = time.monotonic() + idle_s
         while True:
             stalled = [

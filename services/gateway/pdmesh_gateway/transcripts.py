@@ -74,7 +74,7 @@ class Mailbox:
         return transcript
 
     async def wait(self) -> None:
-        """Until there is something to take."""
+        """Wait until there is something to take."""
         if not self._ready:
             self._event = anyio.Event()
             await self._event.wait()
@@ -151,7 +151,7 @@ class Transcript:
 
     @property
     def age_s(self) -> float:
-        """Since it began, of one that is resumed: it keeps its place among those that wait."""
+        """Seconds since a resumed request began, so that it keeps its place in the queue; 0 for a new one."""
         return self.clock() - self.began_s if self.epoch > FIRST_EPOCH else 0.0
 
     def generation(self) -> Generation:
@@ -376,7 +376,7 @@ class Transcripts:
         return tuple(t.request_id for t in self.unopened() if t.submitted_to == scheduler_id)
 
     def unopened(self) -> list[Transcript]:
-        """Those that no instance has begun to answer, as far as we know: what to submit to a scheduler that is new."""
+        """Return transcripts that no instance is known to have begun to answer: what to submit to a new scheduler."""
         return [t for t in self._by_id.values() if not t.finished and t.source is None]
 
 

@@ -116,7 +116,7 @@ class ActivityFeed:
         self._step(StepBar(event.instance_id, begin_s, now_s, num_tokens, event.num_decodes, urgent))
 
     def _own_steps(self, instance_id: InstanceId, own_steps: OwnDecodeSteps | None, end_s: float) -> None:
-        """Of those that an instance made one after the other, one bar."""
+        """Add one bar for decode steps that an instance made one after the other."""
         if own_steps is not None:
             num_decodes = round(own_steps.num_tokens / max(own_steps.num_steps, 1))
             self._step(StepBar(instance_id, end_s - own_steps.wall_s, end_s, 0, num_decodes, False))

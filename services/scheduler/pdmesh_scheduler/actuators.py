@@ -211,7 +211,7 @@ class ActuatorDesk:
 
 
 def host_bytes(profile: InstanceProfile) -> int:
-    """Of the host's memory, that another instance like this one would take: weights and KV; 0 if on a device."""
+    """Return bytes of host memory that another such instance takes: weights and KV; 0 if on a device."""
     if profile.device != "cpu":
         return 0
     layout = profile.kv_layout

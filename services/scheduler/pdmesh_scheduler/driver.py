@@ -376,23 +376,23 @@ class Driver:
     # --- the mesh's state ---
 
     def expect(self, instance_ids: Iterable[InstanceId]) -> None:
-        """These, and no others, are being started again: gateways may wait for them."""
+        """Name the instances being started again, and no others, so that gateways may wait for them."""
         self._coming = set(instance_ids)
         self._tell_readiness()
 
     def wait_for(self, instance_id: InstanceId) -> None:
-        """It is about to be lost for its silence, but may come back: gateways may wait for it."""
+        """Let gateways wait for an instance that is about to be lost for its silence but may come back."""
         self._silent.add(instance_id)
         self._tell_readiness()
 
     def wait_no_longer_for(self, instance_id: InstanceId) -> None:
-        """It did not come back."""
+        """Let gateways wait no longer for an instance that did not come back."""
         self._silent.discard(instance_id)
         self._tell_readiness()
 
     @property
     def instances(self) -> Sequence[InstanceView]:
-        """As the core's books have them."""
+        """The instances as the core's books have them."""
         return self._core.instances
 
     @property
@@ -402,7 +402,7 @@ class Driver:
 
     @property
     def profiles(self) -> Sequence[InstanceProfile]:
-        """Of the instances that are there."""
+        """Profiles of the instances that are there."""
         return list(self._profiles.values())
 
     def state(self) -> MeshState:

@@ -187,7 +187,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
 
 
 def core_config_of(config: MeshConfig, profile: Profile | None) -> CoreConfig:
-    """Without a profile the core starts from what instances measured of themselves. Raises ConfigError."""
+    """Return the core's settings; without a profile it starts from what instances measured. Raises ConfigError."""
     settings, policy = config.scheduler, replace(config.policy, batching=config.scheduler.batching)
     if profile is not None:
         policy = replace(policy, latency=profile.latency)

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 class Operators:
-    """By the hashes of their tokens: how long a look-up takes tells nothing of a token."""
+    """The known operators by the hashes of their tokens, so that the time of a look-up tells nothing of a token."""
 
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError if there is a file of operators that cannot be used."""
@@ -36,7 +36,7 @@ class Operators:
         return self._file is not None or bool(self._single)
 
     def who(self, metadata: Mapping[str, str]) -> Operator | None:
-        """Whose token a call's metadata shows; None if it is nobody's."""
+        """Return the operator whose token a call's metadata shows; None if there is none."""
         self._look_again()
         try:
             token = bytes.fromhex(metadata.get(OPERATOR_METADATA, "")).decode("utf-8", "surrogateescape")

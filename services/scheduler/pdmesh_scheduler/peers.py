@@ -42,7 +42,7 @@ class Connection(Generic[IdT, DownT]):
 
 
 class Peers(Generic[IdT, DownT]):
-    """Who is connected. A peer that registers again takes the place of its old stream."""
+    """The connected peers. A peer that registers again takes the place of its old stream."""
 
     def __init__(self) -> None:
         self._connections: dict[IdT, Connection[IdT, DownT]] = {}
@@ -86,7 +86,7 @@ class Peers(Generic[IdT, DownT]):
 
 
 class Leases(Generic[IdT]):
-    """Who must be heard of, and until when.
+    """The time until which each peer must be heard from.
 
     All leases are equally long, but that of a peer whose stream broke: it is most likely dead, and one that lives comes
     back at once. If *we* stood still, nobody is given up for it: what peers have said meanwhile is read first, and
@@ -115,7 +115,7 @@ class Leases(Generic[IdT]):
             self._changed.set()
 
     def _excuse_standing_still(self, now_s: float) -> None:
-        """If deadlines passed long ago and nobody looked, give everybody another lease."""
+        """Renew every lease if deadlines passed long ago and this process did not look."""
         if self._deadlines and min(self._deadlines.values()) < now_s - self._stood_still_s:
             self._still_until_s = now_s + self._lease_s
             for peer_id in self._deadlines:

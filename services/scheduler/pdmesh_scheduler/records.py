@@ -77,7 +77,7 @@ class _Record:
 
     @property
     def first_token_s(self) -> float | None:
-        """After the first arrival, as ``last_token_s`` is."""
+        """Seconds from the first arrival to the first token."""
         return self._since_arrival_s(self.life.first_token_s)
 
     @property
@@ -86,7 +86,7 @@ class _Record:
 
     @property
     def slo_met(self) -> bool | None:
-        """Of a finished request that has targets."""
+        """Whether a finished request kept its targets; None if it has none."""
         request, num_output_tokens = self.life.attempt.request, self.life.num_output_tokens
         slo = Slo(ttft_s=request.slo_ttft_s, tpot_s=request.slo_tpot_s)
         first_s, last_s = self.first_token_s, self.last_token_s

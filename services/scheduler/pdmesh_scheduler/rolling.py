@@ -101,7 +101,7 @@ class _Rolling:
 
 
 class RollingDesk:
-    """At most one runs. ``on_change`` is called when one has changed, or may go on.
+    """Runs rolling restarts, at most one at a time. ``on_change`` is called when one has changed, or may go on.
 
     Implements `pdmesh_scheduler.observing.Observer`.
     """

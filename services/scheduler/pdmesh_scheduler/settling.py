@@ -16,7 +16,7 @@ REGISTER_S = 5.0
 
 
 class Settling:
-    """Over once the actuator has been heard of and all its instances are there, or ``until_s``, or `REGISTER_S` later.
+    """Ends once the actuator and all its instances were heard from, at ``until_s``, or `REGISTER_S` later.
 
     Implements `pdmesh_scheduler.observing.Observer`.
     """
@@ -35,18 +35,18 @@ class Settling:
             self.tell()
 
     def tell(self) -> None:
-        """Somebody was heard of."""
+        """Note that the actuator or an instance was heard from."""
         self._news.set()
         self._news = anyio.Event()
 
     async def wait(self) -> None:
-        """Until it is over."""
+        """Wait until the time to settle is over."""
         while (left_s := self._left_s()) > 0:
             with anyio.move_on_after(left_s):
                 await self._news.wait()
 
     def _left_s(self) -> float:
-        """At most."""
+        """Return seconds left, at most."""
         followed = self._actuators.instance_ids
         if followed is None:
             return self._until_s - self._clock()

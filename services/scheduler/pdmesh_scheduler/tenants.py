@@ -40,7 +40,7 @@ class TenantUsage:
 
     @property
     def statuses(self) -> tuple[TenantStatus, ...]:
-        """Those that used most first; nobody where there are no keys."""
+        """Return tenants' statuses, the largest users first; none where there are no keys."""
         views = self._core.tenants
         if not any(view.tenant for view in views):
             return ()

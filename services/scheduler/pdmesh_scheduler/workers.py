@@ -127,7 +127,7 @@ class WorkerStreams:
         self.driver.post(InstanceSuspected(instance_id))
 
     def _forget_silence(self, instance_id: InstanceId) -> None:
-        """It has no stream to be silent on."""
+        """Forget the silence of an instance that has no stream."""
         self.silences.drop(instance_id)
         self._suspected.discard(instance_id)
 

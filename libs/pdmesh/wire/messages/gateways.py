@@ -61,7 +61,7 @@ class Submit(Message, frozen=True, kw_only=True):
 
 
 class NextActivity(Message, frozen=True, kw_only=True):
-    """Somebody watches the mesh: send an `Activity` when there is one. Each is asked for by itself."""
+    """Ask for the next `Activity`, because a page watches the mesh. Each one is asked for by itself."""
 
 
 GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | NextActivity

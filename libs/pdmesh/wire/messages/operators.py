@@ -48,7 +48,7 @@ class SetPolicy(Message, frozen=True, kw_only=True):
 
 
 class ExpectInstances(Message, frozen=True, kw_only=True):
-    """These are being started again by whoever looks after them, and no others: answered by a `MeshState`."""
+    """Name the instances that their supervisor is starting again, and no others; answered by a `MeshState`."""
 
     instance_ids: tuple[InstanceId, ...]
 

@@ -62,7 +62,7 @@ _PLACES = {Role.PREFILL: 0, Role.MIXED: 1, Role.DECODE: 2}
 
 
 def in_order(instances: Iterable[InstanceStatus]) -> list[InstanceStatus]:
-    """For people, who look for a row where it was: by role and name, ``decode-10`` after ``decode-9``.
+    """Sort instances by role and name for people to read, ``decode-10`` after ``decode-9``.
 
     The scheduler tells of instances as they joined, so that one that is started again would change its place.
     """

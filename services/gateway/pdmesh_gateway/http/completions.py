@@ -214,7 +214,7 @@ class _CompletionRendering(Rendering):
         )
 
     def _own(self, delta: Delta, job: GenerationJob) -> Delta:
-        """Behind the echoed prompt, and without the token that nobody asked for."""
+        """Place a delta behind the echoed prompt, and drop the token if only the prompt was asked for."""
         if self._prompt_only:
             return Delta(index=delta.index, finish_reason="length")
         if not self._echoed:

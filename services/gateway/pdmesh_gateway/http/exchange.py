@@ -51,7 +51,7 @@ class Exchange:
 
     @property
     def known_client(self) -> Client:
-        """Of a request whose key was checked."""
+        """The client of a request whose key was checked."""
         assert self.client is not None
         return self.client
 

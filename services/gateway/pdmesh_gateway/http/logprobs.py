@@ -15,7 +15,7 @@ MIN_LOGPROB = -9999.0
 def chat_logprobs(
     tokenizer: ModelTokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
 ) -> ChatLogprobs:
-    """In a chat's shape: each token's text, bytes and natural log-probability, and those of the likeliest."""
+    """Return tokens in a chat's shape: text, bytes and natural log-probability, and those of the likeliest."""
     content: list[ChatTokenLogprob] = []
     for token_id, at in zip(token_ids, logprobs, strict=True):
         top = [

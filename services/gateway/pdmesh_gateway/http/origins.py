@@ -50,7 +50,7 @@ class Origins:
         return "*" in self._cors or origin.lower() in self._cors
 
     def response_headers(self, origin: str) -> list[tuple[bytes, bytes]]:
-        """For an answer to a page that `may_read` it."""
+        """Return headers of an answer to a page that `may_read` it."""
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-expose-headers", b"x-request-id, retry-after"),
@@ -58,7 +58,7 @@ class Origins:
         ]
 
     def preflight_headers(self, requested: str | None) -> list[tuple[bytes, bytes]]:
-        """For the question before a request, which names the headers that it will have."""
+        """Return headers of the answer to a preflight, which names the headers that the request will have."""
         return [
             (b"access-control-allow-methods", _METHODS),
             (b"access-control-allow-headers", (requested or "").encode("latin-1")),

@@ -80,7 +80,7 @@ class ChunkWriter:
 
 
 def usage_of(num_prompt_tokens: int, num_output_tokens: int) -> Usage:
-    """In tokens, as OpenAI counts them. None are cached: the mesh shares no prefixes."""
+    """Return usage in tokens as OpenAI counts them. None are cached, because the mesh shares no prefixes."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,

@@ -96,7 +96,7 @@ class UiEndpoints:
         await exchange.respond_json(_life(record))
 
     def _check_place(self, exchange: Exchange) -> None:
-        """Without keys, only this machine may look. Raises RequestRejected (403)."""
+        """Check that the client may look: without keys, only this machine. Raises RequestRejected (403)."""
         if self._serving.keys:
             return
         client = exchange.scope.get("client")
