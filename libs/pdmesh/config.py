@@ -32,7 +32,7 @@ HOST_KV_CACHE_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
-    """Who may talk to us. A bind wider than loopback without TLS and a key refuses to start.
+    """Credentials and networks. A bind wider than loopback without TLS and a key refuses to start.
 
     `trusted_network` overrides that.
     """
@@ -59,7 +59,7 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Where clients connect, and what they may ask for."""
+    """Addresses that clients connect to, and limits of what they may ask for."""
 
     host: Annotated[str, "where HTTP and gRPC clients connect"] = LOOPBACK
     port: Annotated[int, PORT, "HTTP; 0 takes a free port"] = 8000
@@ -105,7 +105,7 @@ class GatewayConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Where everybody dials, and what may wait there."""
+    """The scheduler's address, and limits of what may wait there."""
 
     host: Annotated[str, "where it listens for gateways and workers"] = LOOPBACK
     port: Annotated[int, PORT, "0 takes a free port"] = 0

@@ -53,7 +53,7 @@ class Slo:
     e2e_s: float | None = None
 
     def with_own(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
-        """Of a request: what it asks itself goes before this."""
+        """Return a request's targets: its own before these."""
         return Slo(
             ttft_s=self.ttft_s if ttft_s is None else ttft_s,
             tpot_s=self.tpot_s if tpot_s is None else tpot_s,

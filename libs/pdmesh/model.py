@@ -117,7 +117,7 @@ class PoolCounts:
         return None
 
     def __str__(self) -> str:
-        """As "2 prefill + 1 mixed"."""
+        """Return, for instance, "2 prefill + 1 mixed"."""
         return " + ".join(f"{self.of(role)} {role}" for role in Role if self.of(role))
 
 
@@ -311,7 +311,7 @@ class TransferPurpose(StrEnum):
 
 
 class TransferPlan(Struct, frozen=True, kw_only=True):
-    """Which KV moves from where to where. Each source sends what it holds to every destination that holds it then."""
+    """A transfer's ends. Each source sends what it holds to every destination that is to hold it."""
 
     transfer_id: TransferId
     purpose: TransferPurpose

@@ -28,7 +28,7 @@ class Range:
         return self.low <= number <= self.high and math.isfinite(number)
 
     def __str__(self) -> str:
-        """As it follows "a number": " of at least 1", " from 1 to 3"."""
+        """Return what follows "a number", such as " of at least 1" or " from 1 to 3"."""
         if math.isinf(self.low):
             return " that is finite"
         return f" of at least {self.low:g}" if math.isinf(self.high) else f" from {self.low:g} to {self.high:g}"

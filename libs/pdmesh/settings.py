@@ -129,7 +129,7 @@ def settings_of(node: type, prefix: str = "") -> Iterator[Setting]:
 
 
 def _range(marks: tuple[Any, ...], name: str) -> Range:
-    """As declared; else a duration is above zero, another number at least zero."""
+    """Return the declared range; by default a duration is above zero, another number at least zero."""
     unsaid = _ANY_DURATION if name.endswith("_s") else _ANY_NUMBER
     return next((mark for mark in marks if isinstance(mark, Range)), unsaid)
 

@@ -112,7 +112,7 @@ class MoveSender(GrantedTransfer):
             self._landed.set()
 
     async def run(self) -> SentTransfer:
-        """Run the move, as `GrantedTransfer.run`; if it raises, ``committed`` says whether the target may have begun."""
+        """Run the move, as `GrantedTransfer.run`; if it raises, ``committed`` says if the target may have begun."""
         started_s = self._clock()
         with self._work:
             async with anyio.create_task_group() as self._sends:

@@ -185,7 +185,7 @@ class CoreBench:
 
 
 def of(command_type: type[CommandT], commands: list[Command]) -> list[CommandT]:
-    """Those of one type."""
+    """Return the commands of one type."""
     return [command for command in commands if isinstance(command, command_type)]
 
 

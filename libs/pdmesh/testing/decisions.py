@@ -13,7 +13,7 @@ from pdmesh.sim.recorded import Decision
 
 
 class RememberingCore(SchedulerCore):
-    """In the place of its base, for a simulator or for the service's driver."""
+    """A core that remembers its decisions, for a simulator or the service's driver."""
 
     def __init__(self, config: CoreConfig, bundle: str, seed: int) -> None:
         super().__init__(config, make_bundle(bundle, config.policy), random.Random(seed))

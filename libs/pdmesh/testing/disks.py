@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_beyond(max_file_bytes: int) -> Iterator[None]:
-    """Within the block this process can make no file larger: the write that would fails with an OSError (EFBIG)."""
+    """Keep this process from growing any file beyond a size; the write that would raises OSError (EFBIG)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, hard))
     try:

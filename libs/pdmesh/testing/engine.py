@@ -182,7 +182,7 @@ class FakeEngine:
         self.kv.words[layer, blocks, 1, positions % block_size] = values[:, None] ^ self._lanes
 
     def _attend(self, layer: int, part: SequenceSlice) -> Words:
-        """Of each token of ``part``, what all tokens up to it have in this layer: (num_tokens,)."""
+        """Return, for each token of ``part``, a mix of all tokens up to it in this layer: (num_tokens,)."""
         end = part.start + part.num_tokens
         keys, values = self._read(part.sequence, end, slice(layer, layer + 1))[0].sum(axis=2, dtype=np.uint32)
         mixed = (keys * np.uint32(31) + values) * self._weights[:end]

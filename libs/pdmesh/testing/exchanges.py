@@ -109,7 +109,7 @@ class Member:
 
 
 def a_piece(kind: PieceKind, payload_bytes: int) -> PieceHeader:
-    """About the first page, by the second member to the leader of two."""
+    """Return a header about the first page, from the second member to the leader of two."""
     return PieceHeader(
         kind=kind,
         request_key=exchange_key(REQUEST),

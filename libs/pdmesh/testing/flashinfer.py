@@ -46,7 +46,7 @@ class FakeFlashInfer:
 
 @dataclass(slots=True)
 class _Pages:
-    """Where the kernels find what to compute; int32, on the device."""
+    """Page tables from which the kernels learn what to compute; int32, on the device."""
 
     indptr: Tensor
     indices: Tensor

@@ -44,7 +44,7 @@ class HookedStore(ByteStore):
         self._is_held, self._goes_on = threading.Event(), threading.Event()
 
     def hold(self) -> None:
-        """From the next read on they stand still, each on a thread."""
+        """Let every read from the next one on stand still, each on a thread."""
 
         def before() -> None:
             self._is_held.set()

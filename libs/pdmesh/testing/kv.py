@@ -91,7 +91,7 @@ class TransportMaker:
         self._opened: list[KvTransport] = []
 
     def config(self, config: TransferConfig = SMALL_TRANSFER) -> TransferConfig:
-        """Of an instance."""
+        """Return an instance's transfer settings."""
         return replace(config, lends_kv=self.lends)
 
     def make(self, config: TransferConfig) -> MemoryTransport | UcxTransport:

@@ -42,7 +42,7 @@ class Stream:
 
 @dataclass(slots=True)
 class StreamLoad:
-    """So many streams at once, all the time."""
+    """Keeps a number of streams open all the time."""
 
     undisturbed: dict[LoadRequest, list[int]]
     streams: list[Stream] = field(default_factory=list[Stream])  # that have ended
@@ -64,7 +64,7 @@ class StreamLoad:
         ]
 
     def end(self, stream: Stream) -> None:
-        """It is over, however it went."""
+        """Note that a stream has ended, however it went."""
         self.open.remove(stream)
         self.streams.append(stream)
         self.tell()

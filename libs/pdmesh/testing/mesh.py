@@ -112,7 +112,7 @@ class RunningMesh:
         return {name: httpx.get(url, timeout=30).raise_for_status().text for name, url in urls.items()}
 
     def borrowed_bytes(self) -> float:
-        """Of KV that its instances copied from each other's caches."""
+        """Bytes of KV that the mesh's instances copied from each other's caches."""
         text = "\n".join(self.metrics().values())
         return sum(map(float, re.findall(r"^pdmesh:kv_borrowed_bytes(?:_total)? (\S+)$", text, re.M)))
 

@@ -315,7 +315,7 @@ class ModelledInstance:
         return plan
 
     def _check_relay(self, plan: StepPlan) -> None:
-        """Of the chunks of prompts that are computed in turn: what keeps pages whole, and waits from being circles."""
+        """Check what keeps pages whole, and waits free of circles, where prompts are computed in turn."""
         size = self.profile.kv_layout.block_size
         relayed = [
             (chunk, hold)
@@ -433,7 +433,7 @@ class ModelledInstance:
             self.events.append(KvReleased(self.instance_id, *key, hold.received_by))
 
     def end_copies(self) -> None:
-        """No copy runs any more: what was quarantined is free."""
+        """End every copy, so that quarantined blocks are free."""
         self.copies_run = False
         for key, hold in self.quarantined.items():
             self.events.append(KvReleased(self.instance_id, *key, hold.received_by))

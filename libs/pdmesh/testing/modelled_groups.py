@@ -49,7 +49,7 @@ class ModelledMember:
 
     @property
     def num_tokens(self) -> int:
-        """From the prompt's first on, without a gap."""
+        """Number of tokens present from the prompt's first on, without a gap."""
         block = 0
         while block in self.pages:
             block += 1
@@ -63,7 +63,7 @@ class ModelledMember:
         return all(block in self.pages for block in range(chunk.start // self.block_size))
 
     def compute(self, chunk: ChunkPlan) -> None:
-        """It is computed here: the others are sent what it fills."""
+        """Compute a chunk here, and send the others the blocks that it fills."""
         end, size = chunk.start + chunk.num_tokens, self.block_size
         self.add_own(range(chunk.start // size, -(-end // size) if chunk.is_last else end // size))
 
@@ -92,7 +92,7 @@ class ModelledMember:
         return bool(lost)
 
     def take(self, piece: ModelledPiece) -> None:
-        """It has arrived. The leader passes it on to those of whom its source did not know."""
+        """Take a piece that has arrived. The leader passes it on to members that its source did not know."""
         blocks = tuple([block for block in piece.blocks if block not in self.pages])
         self.pages.update(dict.fromkeys(blocks, piece.source_id))
         if self.leads:

@@ -106,12 +106,12 @@ class ModelledMesh:
 
     @staticmethod
     def commit_move(source: ModelledInstance, key: RequestKey) -> None:
-        """It stands still from here on."""
+        """Commit a move: the source stands still from here on."""
         hold = source.holds[key]
         hold.committed, hold.decoding, hold.seated = True, False, False
 
     def land_move(self, source: ModelledInstance, target: ModelledInstance, key: RequestKey) -> None:
-        """It is decoded where it moved, which the source does not know yet."""
+        """Let the target decode a moved request, which the source does not know yet."""
         hold, there = source.holds[key], target.holds[key]
         if not hold.committed:
             self.commit_move(source, key)

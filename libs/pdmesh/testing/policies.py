@@ -21,7 +21,7 @@ GATEWAY = GatewayId("g")
 
 @dataclass(frozen=True, slots=True)
 class PrefillRun:
-    """When each first token came, and who was in each step."""
+    """First-token times, and the requests of each step."""
 
     first_token_s: dict[RequestId, float]
     steps: list[tuple[RequestId, ...]]

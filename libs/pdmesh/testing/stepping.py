@@ -109,7 +109,7 @@ def separate_tables(engine: Engine, lengths: Sequence[int]) -> Iterator[list[int
 
 
 def assert_nothing_changes_when_computed_again(engine: TorchEngine) -> None:
-    """Of a prompt that ends inside a block, before any layer stores the same keys and values."""
+    """Assert that computing a prompt again, which ends inside a block, changes no key or value before it is stored."""
     table, layers = [7, 3, 5], engine.kv.layers
     request = SteppedRequest(new_sequence(list(range(40)), table), max_tokens=2)
     step(engine, [(request, 40)])

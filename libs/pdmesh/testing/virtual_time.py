@@ -11,8 +11,10 @@ from pdmesh.sim.agenda import Agenda
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """When no task can run, ``settle`` is asked to do something now; if it has nothing, the clock of ``agenda`` moves
-    to what comes first, its next appointment or the loop's own next timer. The loop never waits.
+    """An event loop that never waits.
+
+    When no task can run, ``settle`` is asked to do something now. If it has nothing, the clock of ``agenda`` moves to
+    whichever comes first, its next appointment or the loop's own next timer.
     """
 
     _scheduled: list[asyncio.TimerHandle]  # a heap

@@ -135,7 +135,7 @@ class RunningInstance:
         num_blocks: int | None = None,
         awaits_receiver: bool = False,
     ) -> None:
-        """With room for all of it, unless ``num_blocks`` are given. ``awaits_receiver``: nobody knows yet where to."""
+        """Admit with room for all of it, unless ``num_blocks`` are given; ``awaits_receiver``: has no receiver yet."""
         num_kept = 0 if kv_moves else generation.max_tokens_left - 1
         shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_kept, self.block_size))
         command = AdmitPrefill(
@@ -258,7 +258,7 @@ class RunningInstance:
         self.instance.handle(FreeKv(instance_id=instance_id, request_id=RequestId(request_id), epoch=Epoch(epoch)))
 
     def shard(self, num_blocks: int) -> KvShard:
-        """So many blocks of a request, as held here."""
+        """Return a shard of so many blocks held here."""
         return a_shard(self.instance.instance_id, num_blocks, self.engine.kv.layout)
 
     @property
@@ -266,7 +266,7 @@ class RunningInstance:
         return self.engine.kv.layout.block_size
 
     def assert_all_free(self) -> None:
-        """Nothing is held, and the books balance."""
+        """Assert that no block is held and that the books balance."""
         self.instance.check_integrity()
         books = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)
         assert books == (self.pool.num_blocks, 0, 0), f"free, held, quarantined: {books}"

@@ -86,7 +86,7 @@ class _Pipe:
         self._wake_writers()
 
     def break_off(self) -> None:
-        """Nothing arrives any more; what has arrived can still be read."""
+        """Break the direction: nothing more arrives; what has arrived can still be read."""
         self.broken = True
         self._wake()
         self._wake_writers()
@@ -262,7 +262,7 @@ class SimulatedCall:
         self.break_client(status)
 
     def disconnect(self) -> None:
-        """Neither end hears the other any more; each has yet to notice."""
+        """Cut the call: neither end hears the other any more, and each has yet to notice."""
         self._is_disconnected = True
         self._network.calls.pop(self, None)
         self.up.disconnect()

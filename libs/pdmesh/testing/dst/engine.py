@@ -152,7 +152,7 @@ class _Turns(Generic[T]):
         return self._wait
 
     def suspend(self, wait: _Wait) -> None:
-        """On its thread: let others run."""
+        """Let others run; to be called on the step's own thread."""
         self._wait = wait
         self._stands.release()
         self._goes.acquire()

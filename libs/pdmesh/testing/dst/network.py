@@ -51,7 +51,7 @@ class Network:
         return 20_000 + self._num_ports
 
     def away_until_s(self, one: Process, other: Process) -> float:
-        """When the two can reach each other again; in the past if they can."""
+        """Return the time at which two processes can reach each other again; past if they can now."""
         return self.weather.away.get(frozenset((one.name, other.name)), 0.0) if self.weather.away else 0.0
 
     # --- faults ---

@@ -108,5 +108,5 @@ class Plan:
 
     @property
     def quiet_from_s(self) -> float:
-        """When the last request has come and the last fault is over."""
+        """The time at which the last request has come and the last fault is over."""
         return max([ask.at_s for ask in self.asks] + [fault.end_s for fault in self.faults])

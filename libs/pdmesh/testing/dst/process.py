@@ -55,12 +55,12 @@ _CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 def current_process() -> Process | None:
-    """Whose code runs; None for the simulation itself."""
+    """Return the process whose code runs; None for the simulation itself."""
     return _CURRENT.get()
 
 
 def running_process() -> Process:
-    """Whose code runs, where that must be a process."""
+    """Return the process whose code runs, which must be one."""
     process = _CURRENT.get()
     assert process is not None, "this is no process's code"
     return process
@@ -110,14 +110,14 @@ class ProcessLoop(VirtualTimeLoop):
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """There is one thread."""
+        """Call soon: there is one thread."""
         return self.call_soon(callback, *args, context=context)
 
     def run_again(self, handles: list[asyncio.Handle]) -> None:
         self._ready.extend(handles)
 
     def _run_once(self) -> None:
-        """As asyncio's own, without files and debugging."""
+        """Run one turn, like asyncio's own without files and debugging."""
         self._num_turns += 1
         if self._num_turns > self._max_turns:
             self._max_turns = math.inf  # what ends the simulation takes turns too

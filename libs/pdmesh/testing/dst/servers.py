@@ -37,7 +37,7 @@ class _Context:
         return f"virtual:{self._call.client.name}"
 
     async def send_initial_metadata(self, _metadata: Sequence[tuple[str, str]]) -> None:
-        """Here a call can be aborted at any time."""
+        """Do nothing: here a call can be aborted at any time."""
 
     async def read(self) -> Any:
         frame = await self._call.up.get()

@@ -89,7 +89,7 @@ class Gateway:
 
 
 async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
-    """As `pdmesh_gateway.main.serve`, without HTTP and a model's files."""
+    """Serve as `pdmesh_gateway.main.serve` does, without HTTP and a model's files."""
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
     link = GatewaySession(gateway_id, config.scheduler_address, config.security)

@@ -145,7 +145,7 @@ class Simulation:
         return client
 
     def bring(self, ask: Ask) -> None:
-        """As `ask`, for one whose client nobody waits for."""
+        """Send a request, like `ask`, whose client the simulation does not wait for."""
         self.ask(ask)
 
     # --- faults ---
@@ -217,7 +217,7 @@ class Simulation:
                 pass
 
     def _start_again(self, name: str) -> None:
-        """As a supervisor does; one that is still stopping is waited for."""
+        """Start a process again as a supervisor does, after it has stopped."""
         if name in self.processes and self._contexts[self.processes[name]].stopping.is_set():
             self._later(0.2, partial(self._start_again, name))
         else:
@@ -245,7 +245,7 @@ class Simulation:
             self._ask_for(OperationKind.UNDRAIN, instance.instance_id)
 
     def _ask_for(self, kind: OperationKind, instance_id: InstanceId, request_id: RequestId | None = None) -> None:
-        """As an operator who insists."""
+        """Ask for an operation as an operator who insists."""
         operation_id = OperationId(f"operation {self._rng.getrandbits(32):08x}")
         self._operate(
             OperationRequested(
