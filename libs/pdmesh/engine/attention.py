@@ -1,9 +1,9 @@
 """Attention over the paged KV cache.
 
 An `AttentionBackend` plans a step once (the plan is the same for all layers), and the plan attends layer by layer.
-The torch backend here is the reference, and what runs on CPU: it copies the keys and values it needs into contiguous
-tensors and uses plain batched matmuls, which read a bf16 cache ten times faster than torch's fused attention does on
-the CPUs we measured.
+The torch backend here is the reference, and what runs on CPU without compiled kernels: it copies the keys and values
+it needs into contiguous tensors and uses plain batched matmuls, which read a bf16 cache ten times faster than torch's
+fused attention does on the CPUs we measured. Where the processor multiplies no bf16, the copies are fp32.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.model import KvLayout, num_blocks_for
 
 #: Score elements of one tile of queries: bounds a long context's memory, and stays within the processor's caches.
@@ -134,9 +135,9 @@ class _TorchPlan:
     decodes: tuple[_Decodes, ...]
 
     def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
-        query = query * self.scale
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
+        query = multiplicable(query) * self.scale
         for chunk in self.chunks:
             self._attend_chunk(chunk, query, cache, output, lse)
         for decodes in self.decodes:
@@ -148,7 +149,7 @@ class _TorchPlan:
         rows = cache.view(-1, self.layout.block_size * self.layout.head_dim).index_select(0, head_rows.view(-1))
         _, num_sequences, num_heads, num_blocks = head_rows.shape
         shape = (2, num_sequences * num_heads, num_blocks * self.layout.block_size, self.layout.head_dim)
-        keys, values = rows.view(shape)
+        keys, values = multiplicable(rows).view(shape)
         return keys, values
 
     def _attend_chunk(self, chunk: _Chunk, query: Tensor, cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
@@ -183,6 +184,13 @@ class _TorchPlan:
         scores = torch.bmm(grouped, keys.transpose(1, 2))
         scores.view(num_sequences, num_heads, -1).masked_fill_(decodes.padding[:, None], -torch.inf)
         attended = torch.bmm(torch.softmax(scores, dim=-1), values)
-        output[decodes.rows] = attended.view(num_sequences, num_heads, head_dim)
+        output[decodes.rows] = attended.view(num_sequences, num_heads, head_dim).to(output.dtype)
         if lse is not None:
             lse[decodes.rows] = torch.logsumexp(scores.float(), dim=-1).view(num_sequences, num_heads)
+
+
+def multiplicable(tensor: Tensor) -> Tensor:
+    """``tensor``, or an fp32 copy of a bf16 one on a processor whose bf16 products are slow."""
+    if tensor.dtype == torch.bfloat16 and tensor.is_cpu and not onednn_multiplies_bf16():
+        return tensor.float()
+    return tensor

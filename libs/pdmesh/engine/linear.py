@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.engine.cuda import has_triton
 from pdmesh.engine.native import load_kernels
 
 #: Rows that oneDNN's order is tuned for; any number may follow.
 _PACKED_FOR_ROWS = 512
+#: From so many rows on, a product in fp32 is faster than one in bf16, the copy of the weight included (Zen 3, 2026-11).
+_WIDENED_FROM_ROWS = 24
 #: Elements of one piece of memory for packed weights, unless a weight has more.
 _PIECE_ELEMENTS = 1 << 25
 _LINE_ELEMENTS = 32  # of a cache line
@@ -58,8 +61,19 @@ class PlainLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class WidenedLinear(PlainLinear):
+    """bf16 on a CPU without bf16 products: ``weight`` stays bf16, and many rows multiply an fp32 copy of it."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if rows.shape[0] < _WIDENED_FROM_ROWS:
+            return functional.linear(rows, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(rows.float(), self.weight.float(), bias).to(rows.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class OneDnnLinear:
-    """bf16 on any CPU; ``weight`` is in oneDNN's own order."""
+    """bf16 where oneDNN multiplies it; ``weight`` is in oneDNN's own order."""
 
     weight: Tensor
     bias: Tensor | None
@@ -135,15 +149,21 @@ def fastest_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) ->
     """A layer that computes with ``weight`` as fast as this machine can; it need not keep the tensor it is given."""
     if (own := _own_linear(weight, bias, memory)) is not None:
         return own
-    reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-    if weight.dtype != torch.bfloat16 or not weight.is_cpu or reorder is None:
-        return PlainLinear(weight, bias)
-    return OneDnnLinear(reorder(weight, _PACKED_FOR_ROWS), bias)
+    if weight.dtype == torch.bfloat16 and weight.is_cpu and onednn_multiplies_bf16():
+        return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS), bias)
+    return _torch_linear(weight, bias)
 
 
 def fastest_vocabulary(weight: Tensor, memory: WeightMemory) -> Vocabulary:
     """`fastest_linear` for a vocabulary: oneDNN's order does not give rows back."""
-    return _own_linear(weight, None, memory) or PlainLinear(weight, None)
+    return _own_linear(weight, None, memory) or _torch_linear(weight, None)
+
+
+def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
+    """With the weight as it is."""
+    if weight.dtype == torch.bfloat16 and weight.is_cpu and not onednn_multiplies_bf16():
+        return WidenedLinear(weight, bias)
+    return PlainLinear(weight, bias)
 
 
 def _own_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) -> Vocabulary | None:

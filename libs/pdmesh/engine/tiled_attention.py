@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
+from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan, multiplicable
 from pdmesh.model import KvLayout, num_blocks_for
 
 _TILE_ROWS = 64
@@ -52,8 +52,8 @@ class _TiledPlan:
             for head in range(self.num_kv_heads):
                 heads = slice(head * group, (head + 1) * group)
                 pages = cache[table, :, head].transpose(0, 1).reshape(2, -1, head_dim)[:, : span.end]
-                keys, values = functional.pad(pages, (0, 0, 0, -span.end % _TILE_KEYS))
-                own = query[rows, heads].reshape(-1, head_dim) * self.scale
+                keys, values = functional.pad(multiplicable(pages), (0, 0, 0, -span.end % _TILE_KEYS))
+                own = multiplicable(query[rows, heads].reshape(-1, head_dim)) * self.scale
                 parts = [
                     _attend_rows(tile, tile_positions, keys, values)
                     for tile, tile_positions in zip(
