@@ -3,7 +3,7 @@
 #             file alone, ARGS="-n 0" for one process)
 # make lint   the first part of it
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing.md)
-# make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results.md
+# make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results/printed.md
 # make fuzz   damage 5,000 event logs, checkpoints and configuration files, and say as much to the data plane
 #             (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" or "-k hostile" for some)
 # make resolve  look whether constraints.txt still resolves against the package index, without installing

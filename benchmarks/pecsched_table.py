@@ -36,7 +36,7 @@ LONG_RANGE = (100_000, 500_000)
 #: Of a layer and a member of a ring, which a step waits for them; the middle of what Tetris's Table 1 shows.
 HOP_S = 0.6e-3
 
-#: Each member of a group holds the KV of the whole prompt, and nobody's memory is what limits here (see results.md).
+#: Each member of a group holds the KV of the whole prompt, and memory limits nothing here (docs/results/papers.md).
 NUM_KV_TOKENS = 1 << 21
 
 

@@ -1,4 +1,4 @@
-"""Runs benchmarks and writes what they print into docs/results.md.
+"""Runs benchmarks and writes what they print into docs/results/printed.md.
 
     python benchmarks/results.py [NAME ...] [-- OPTION ...]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from report import MISSED, UNAVAILABLE
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parent / "docs" / "results.md"
+PAGE = FOLDER.parent / "docs" / "results" / "printed.md"
 NOT_BENCHMARKS = {"report", "results", "simulated"}
 
 
