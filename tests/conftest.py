@@ -1,15 +1,18 @@
-"""Fixtures every test may use, and what is skipped where a machine lacks it."""
+"""Fixtures every test may use, how much is drawn, what a test takes, and what is skipped where a machine lacks it."""
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from contextvars import Context
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
-# A machine that is busy is slow: how long an example takes says nothing about the code.
-settings.register_profile("pdmesh", deadline=None)
-settings.load_profile("pdmesh")
+# `pytest --hypothesis-profile=all` draws as many examples as a test asks for, any other run a quarter (see
+# `pdmesh.testing.examples`). A machine that is busy is slow: how long an example takes says nothing about the code.
+settings.register_profile("all", deadline=None, max_examples=100)
+settings.register_profile("quarter", deadline=None, max_examples=25)
+settings.load_profile("quarter")
 
 NO_DEVICE = "torch finds no CUDA device"
 
@@ -55,6 +58,24 @@ def nothing_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     while left := asyncio.all_tasks(loop) - of_fixtures:
         _, pending = loop.run_until_complete(asyncio.wait(left, timeout=20))
         assert not pending, f"outlives its test: {pending}"
+
+
+@pytest.fixture(autouse=True)
+def cpu_s(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Note the CPU time of each test, in seconds, of this process and of those it waited for; ``run.py`` reads it."""
+    began_s = cpu_time_s()
+    yield
+    request.node.user_properties.append(("cpu_s", round(cpu_time_s() - began_s, 3)))
+
+
+def cpu_time_s() -> float:
+    return sum(os.times()[:4])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what is worth running again with more examples."""
+    if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+        item.add_marker("drawn")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

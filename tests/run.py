@@ -1,8 +1,16 @@
-"""Lint, then every test once, and what took how long: what ``make test`` and CI run.
+"""What ``make test`` and ``make test-all`` run, and one line that counts all of it.
 
-Tests run on all cores, but for those that need the machine's device for themselves. Those of meshes come after all
-others, as many at once as there are cores: one alone starts, stops and waits for much of its time. Arguments are
-pytest's, for each part; who names files or folders has those run alone, in one process.
+    python tests/run.py                   # linters beside the tests, then those of meshes; not what is marked ``slow``
+    python tests/run.py --all             # that, then pyright, what is slow, all examples and seeds, the device's tests
+    python tests/run.py tests/unit/test_ranges.py -k empty   # only these, in one process
+
+Other arguments are pytest's, for each part. Tests run on all cores. Those of meshes come after the others, since a mesh
+is several processes; those of the machine's device run alone. The seed of drawn examples is the date: who runs the
+tests on the same day draws the same, and ``--hypothesis-seed`` with a date draws that day's again.
+
+A test has a budget of CPU time, and one that needs several times as much fails the run.
+
+The last line is ``N passed, N failed, N skipped``. Each linter counts as a test, and so does a part that broke off.
 """
 
 from __future__ import annotations
@@ -10,9 +18,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,25 +37,122 @@ ALONE, MESHES = "gpu", "e2e"
 #: Each process loads torch.
 MAX_PROCESSES = 8
 
-#: pytest's exit codes: all passed, some failed, nothing was collected. Any other ends the run.
+#: pytest's exit codes: all passed, some failed, nothing was collected. Any other is an error of its own.
 PASSED, FAILED, NOTHING = 0, 1, 5
+
+#: CPU time that a test may take in `make test`, in seconds, and how many times that much fails the run: CPU time is
+#: nearly the same on a machine that is busy, but not on one that is slower.
+BUDGET_S, TOLERANCE = 2.0, 4.0
 
 PYTEST = (sys.executable, "-m", "pytest")
 
 
-def stages(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """pytest's commands, by what they are called at the end."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tests that run in one pytest, and the linters beside them."""
+
+    name: str
+    pytest: Sequence[str]  # its arguments
+    linters: Sequence[str] = ()  # targets of the Makefile
+    budget_s: float | None = None  # of CPU time, for each test
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What became of all parts so far."""
+
+    num_passed: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0
+    skipped: Counter[str] = field(default_factory=Counter[str])  # by reason
+    notes: list[str] = field(default_factory=list[str])  # to be read at the end
+
+    def add(self, name: str, *, passed: bool) -> None:
+        self.num_passed += passed
+        self.num_failed += not passed
+        if not passed:
+            self.notes.append(f"{name} failed")
+
+    def add_report(self, report: Path, budget_s: float | None) -> None:
+        """Add the tests of a JUnit report."""
+        for case in ElementTree.parse(report).iter("testcase"):
+            skipped = case.find("skipped")
+            if case.find("failure") is not None or case.find("error") is not None:
+                self.num_failed += 1
+            elif skipped is not None:
+                self.num_skipped += 1
+                self.skipped[skipped.get("message", "").partition("\n")[0]] += 1
+            elif budget_s is not None and (cpu_s := cpu_s_of(case)) > TOLERANCE * budget_s:
+                name = f"{case.get('classname')}::{case.get('name')}"
+                self.num_failed += 1
+                self.notes.append(
+                    f"{name} took {cpu_s:.1f} s of CPU time; its budget is {budget_s:g} s: make it faster, or `slow`"
+                )
+            else:
+                self.num_passed += 1
+
+    def lines(self) -> Iterator[str]:
+        """What the run ends with."""
+        yield from self.notes
+        for reason, number in self.skipped.most_common():
+            yield f"{number} skipped: {reason}"
+        yield f"{self.num_passed} passed, {self.num_failed} failed, {self.num_skipped} skipped"
+
+
+def cpu_s_of(case: ElementTree.Element) -> float:
+    """CPU seconds of a test, as ``conftest.py`` notes them."""
+    return sum(float(note.get("value", "")) for note in case.iter("property") if note.get("name") == "cpu_s")
+
+
+def parts(arguments: Sequence[str], *, everything: bool) -> Iterator[Part]:
+    """All parts, in the order they run in."""
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments if not argument.startswith("-")):
-        return {"tests": [*PYTEST, *arguments]}
+        yield Part("tests", arguments)
+        return
     folders = sorted({file.relative_to(ROOT).parts[1] for file in ROOT.glob("tests/*/**/test_*.py")})
     others = [f"tests/{folder}" for folder in folders if folder not in {ALONE, MESHES}]
     num_processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    spread = ("-n", str(num_processes), "--dist", "worksteal")
-    return {
-        f"tests, {num_processes} at once": [*PYTEST, *spread, *arguments, *others],
-        f"tests/{MESHES}, {num_processes} at once": [*PYTEST, *spread, *arguments, f"tests/{MESHES}"],
-        f"tests/{ALONE}, one at a time": [*PYTEST, *arguments, f"tests/{ALONE}"],
-    }
+    spread = ("-n", str(num_processes), "--dist", "worksteal", f"--hypothesis-seed={datetime.now(UTC):%Y%m%d}")
+    fast, slow, drawn = ((*spread, "-m", marks) for marks in ("not slow", "slow", "slow or drawn"))
+    yield Part("tests", [*fast, *arguments, *others], linters=["ruff", "imports", "mypy"], budget_s=BUDGET_S)
+    yield Part("meshes", [*fast, *arguments, f"tests/{MESHES}"])
+    if everything:
+        all_examples = "--hypothesis-profile=all"
+        yield Part("slow and drawn tests", [*drawn, all_examples, *arguments, *others], linters=["pyright"])
+        yield Part("slow meshes", [*slow, *arguments, f"tests/{MESHES}"])
+        yield Part("device", [*arguments, f"tests/{ALONE}"])
+
+
+def run(part: Part, outcomes: Outcomes, folder: Path) -> bool:
+    """Run a part beside its linters and count what became of them; False if pytest broke off."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    with linting(part.linters, outcomes):
+        code = exit_code_of([*PYTEST, *part.pytest, f"--junitxml={report}"])
+    is_complete = code in (PASSED, FAILED, NOTHING)
+    if report.exists():
+        outcomes.add_report(report, part.budget_s)
+    if not is_complete:
+        outcomes.add(f"{part.name}: pytest, with exit code {code},", passed=False)
+    return is_complete
+
+
+@contextmanager
+def linting(linters: Iterable[str], outcomes: Outcomes) -> Iterator[None]:
+    """Run linters one after the other beside the block; at its end print what they said, and count them."""
+    with ThreadPoolExecutor(1) as executor:
+        running = {name: executor.submit(lint, name) for name in linters}
+        yield
+    for name, future in running.items():
+        linted = future.result()
+        sys.stdout.write(linted.stdout)
+        outcomes.add(name, passed=linted.returncode == 0)
+    sys.stdout.flush()
+
+
+def lint(name: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", name]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
 def exit_code_of(command: Sequence[str]) -> int:
@@ -52,24 +164,18 @@ def exit_code_of(command: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """An exit code of pytest's. Lint that fails ends the run, a test that fails does not."""
-    codes: list[int] = []
-    took: list[str] = []
-
-    def run(name: str, command: Sequence[str]) -> int:
-        began_s = time.monotonic()
-        codes.append(exit_code_of(command))
-        took.append(f"{name}: {time.monotonic() - began_s:.0f} s")
-        return codes[-1]
-
-    if run("lint", ["make", "--jobs=2", "--output-sync", "lint"]) == PASSED:
-        codes.clear()
-        for name, command in stages(arguments).items():
-            if run(name, command) not in (PASSED, FAILED, NOTHING):
+    """1 if anything failed, else 0."""
+    outcomes, took = Outcomes(), list[str]()
+    chosen = parts([each for each in arguments if each != "--all"], everything="--all" in arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in chosen:
+            began_s = time.monotonic()
+            goes_on = run(part, outcomes, Path(folder))
+            took.append(f"{part.name}: {time.monotonic() - began_s:.0f} s")
+            if not goes_on:
                 break
-    sys.stdout.write("; ".join(took) + "\n")
-    worst = max((code for code in codes if code != NOTHING), key=abs, default=NOTHING)
-    return worst if worst >= 0 else FAILED  # killed by a signal
+    sys.stdout.write("\n".join(["; ".join(took), *outcomes.lines()]) + "\n")
+    return int(outcomes.num_failed > 0)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.transfers import Transfer
 from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, KvShard, RequestId, RequestKey, TransferPurpose
+from pdmesh.testing.examples import examples
 
 RECEIVER = InstanceId("d")
 PART = KvPart(IndexRange(0, 4), IndexRange(0, 2), IndexRange(0, 1))
@@ -60,7 +61,7 @@ class Line:
         return [key for key in self.granted if key in self.computed and key not in self.landed]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(data=st.data(), num_backends=st.integers(1, 3), computed_first=st.booleans())
 def test_computed_kv_goes_first_and_all_lands(data: st.DataObject, num_backends: int, computed_first: bool) -> None:
     line = Line(num_backends, computed_first=computed_first)
@@ -78,7 +79,7 @@ def test_computed_kv_goes_first_and_all_lands(data: st.DataObject, num_backends:
         line.land(line.can_land[0])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(data=st.data(), num_backends=st.integers(1, 3))
 def test_only_earlier_offers_go_before_what_is_computed(data: st.DataObject, num_backends: int) -> None:
     """However many come and are computed meanwhile: so its wait is bounded by those who were there."""

@@ -95,6 +95,7 @@ from pdmesh.policy.bundles import BUNDLES, make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.relay import Schedule
 from pdmesh.testing.core import FixedGrowth
+from pdmesh.testing.examples import examples
 from pdmesh.testing.modelled import ModelledInstance, modelled_profile
 from pdmesh.testing.modelled_mesh import ModelledMesh
 
@@ -1278,7 +1279,7 @@ def order_of(request: Request) -> tuple[float, str]:
     return request.arrival_s, request.request_id
 
 
-MeshMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+MeshMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
 TestMesh = MeshMachine.TestCase
 
 

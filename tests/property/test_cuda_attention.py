@@ -20,6 +20,7 @@ from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.model import KvLayout, num_blocks_for
 from pdmesh.testing.cuda import FakeStreams
+from pdmesh.testing.examples import examples
 from pdmesh.testing.flashinfer import FakeFlashInfer
 
 HEAD_DIM, GROUP, NUM_KV_HEADS = 16, 3, 2
@@ -71,7 +72,7 @@ class Backends:
                 torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     block_size=st.sampled_from([1, 4, 16]),
     parts=st.lists(st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 60))), min_size=1, max_size=8),
@@ -85,7 +86,7 @@ def test_equals_the_reference(block_size: int, parts: list[tuple[int, int]], see
     backends.check(backend.plan(backends.spans))  # from tables that are on the device already
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(starts=st.lists(st.integers(0, 70), min_size=1, max_size=8), seed=st.integers(0, 2**32))
 def test_a_plan_for_a_graph_equals_the_reference(starts: list[int], seed: int) -> None:
     check_graph_decode(Backends([(start, 1) for start in starts], 16, seed))

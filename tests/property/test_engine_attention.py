@@ -13,6 +13,7 @@ from torch import Tensor
 from pdmesh.engine import attention
 from pdmesh.engine.attention import QuerySpan, TorchAttention
 from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.testing.examples import examples
 
 
 def reference(query: Tensor, cache: Tensor, span: QuerySpan, scale: float) -> tuple[Tensor, Tensor]:
@@ -26,7 +27,7 @@ def reference(query: Tensor, cache: Tensor, span: QuerySpan, scale: float) -> tu
     return (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1).t()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     num_kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.examples import examples
 from pdmesh.testing.stepping import GREEDY, SteppedRequest, generate, new_sequence, separate_tables, step
 
 MAX_TOKENS = 8
@@ -29,7 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     return TorchEngine(directory, num_blocks=64, num_threads=1, device="cpu")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     requests=st.lists(st.tuples(st.integers(1, 120), st.integers(0, len(PARAMS) - 1)), min_size=1, max_size=6),
     schedule=st.randoms(use_true_random=False),

@@ -16,6 +16,7 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.examples import examples
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 
 COMPUTES = ["float32", "bfloat16, plain torch", "bfloat16, AVX-512", "bfloat16, AMX"]
@@ -53,7 +54,7 @@ MAX_TOKENS = 4
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=3)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     schedule=st.randoms(use_true_random=False),
@@ -82,7 +83,7 @@ def prompt_of(num_tokens: int) -> list[int]:
     return [rng.randrange(320) for _ in range(num_tokens)]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     num_kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),

@@ -18,6 +18,7 @@ from pdmesh.engine.kernels import Rotation, TorchKernels
 from pdmesh.engine.linear import TileLinear, WeightMemory
 from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels
 from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.testing.examples import examples
 
 TOLERANCE = 2e-2
 
@@ -77,7 +78,7 @@ FEW_TOKENS = st.tuples(st.integers(0, 600), st.integers(1, 80))
 CHUNKS = st.tuples(st.integers(0, 350), st.integers(1, 700))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(case=cases(st.one_of(DECODES, FEW_TOKENS, CHUNKS)))
 def test_attention_equals_the_reference(library: ctypes.CDLL, case: Case) -> None:
     output, lse = (
@@ -91,7 +92,7 @@ def test_attention_equals_the_reference(library: ctypes.CDLL, case: Case) -> Non
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(case=cases(st.one_of(FEW_TOKENS, CHUNKS)), schedule=st.randoms(use_true_random=False))
 def test_attention_gives_the_same_bits_in_any_pieces(library: ctypes.CDLL, case: Case, schedule: random.Random) -> None:
     """Many rows and few are computed by different code, which sums in one order."""
@@ -111,7 +112,7 @@ def test_attention_gives_the_same_bits_in_any_pieces(library: ctypes.CDLL, case:
     assert torch.equal(actual.lse, expected.lse)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     num_rows=st.one_of(st.integers(1, 40), st.integers(120, 140), st.integers(1000, 1100)),
     shape=st.tuples(st.integers(1, 5), st.integers(1, 40)),
@@ -142,7 +143,7 @@ def test_linear_equals_the_reference_and_each_row_is_itself(
             linear.embed(torch.tensor([0, foreign]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(num_tokens=st.integers(1, 40), width=st.integers(1, 6), with_delta=st.booleans(), seed=st.integers(0, 2**32))
 def test_kernels_equal_the_reference(
     library: ctypes.CDLL, num_tokens: int, width: int, with_delta: bool, seed: int

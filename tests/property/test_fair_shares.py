@@ -28,6 +28,7 @@ from pdmesh.model import Epoch, GatewayId, Request, RequestId, RequestKey, Role
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.testing.examples import examples
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.modelled_mesh import ModelledMesh
 
@@ -254,7 +255,7 @@ class World:
     seed=0,
     moves=[("arrive", 0, 1, 3), ("arrive", 1, 1, 4), ("cancel", 0, 1, 1), ("cancel", 0, 1, 1), ("cancel", 2, 1, 1)],
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_nobody_gets_more_than_its_share(
     mesh: str, bundle: str, shares: list[int], seed: int, moves: list[Move]
 ) -> None:
@@ -269,7 +270,7 @@ def test_nobody_gets_more_than_its_share(
 
 
 @given(mesh=st.sampled_from(sorted(MESHES)), bundle=st.sampled_from(BUNDLES), seed=st.integers(0, 2**32), moves=MOVES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_one_name_is_as_none(mesh: str, bundle: str, seed: int, moves: list[Move]) -> None:
     world = World(MESHES[mesh], bundle, [1], seed)
     for move in moves:

@@ -23,6 +23,7 @@ from pdmesh.engine.native import load_kernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.examples import examples
 from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
 from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker
 from pdmesh.testing.stepping import generate
@@ -130,7 +131,7 @@ def table_of(member: RunningInstance) -> list[int]:
     return list(hold.sequence.block_table)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     num_tokens=st.integers(1, 500),
     number=st.integers(1, MAX_MEMBERS),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdmesh.kv.blocks import BlockPool, OutOfBlocks
+from pdmesh.testing.examples import examples
 
 NUM_BLOCKS = 24
 
@@ -89,7 +90,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.allocate(NUM_BLOCKS) == list(range(NUM_BLOCKS))
 
 
-BlockPoolMachine.TestCase.settings = settings(deadline=None, max_examples=100)
+BlockPoolMachine.TestCase.settings = settings(deadline=None, max_examples=examples(100))
 test_block_pool = BlockPoolMachine.TestCase
 
 

@@ -13,6 +13,7 @@ from pdmesh.model import Request
 from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import a_request
+from pdmesh.testing.examples import examples
 from pdmesh.testing.policies import PrefillRun, run_prefills
 
 TOKEN_S = 1 / 256
@@ -51,7 +52,7 @@ def work_s(request: Request) -> float:
     return request.num_prompt_tokens * TOKEN_S
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(requests=floods(), bundle=st.sampled_from(["lars", "medha", "pdmesh"]))
 def test_a_wait_is_bounded_by_the_work_that_may_go_ahead(requests: list[Request], bundle: str) -> None:
     """A request waits while the instance works on others, and only so long as they may go ahead of it.

@@ -20,6 +20,7 @@ from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh.testing.examples import examples
 from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL, tiny_mesh
 
 POLICY = PolicyConfig(
@@ -174,7 +175,7 @@ def test_a_group_goes_on_beside_decodes_of_its_members() -> None:
         assert pace_s < 0.25
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     seed=st.integers(0, 10_000),
     bundle=st.sampled_from(IN_GROUPS),

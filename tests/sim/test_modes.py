@@ -18,6 +18,7 @@ from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, ClosedLoop
+from pdmesh.testing.examples import examples
 from pdmesh.testing.sim import PHASES_PAY_MODEL, tiny_mesh, without_targets
 
 
@@ -172,7 +173,7 @@ def test_long_prompts_and_steps_without_room_for_prompts_do_not_halve_what_ebplu
     assert limited_s < 1.15 * phases_s, "what it costs that no phase takes longer than a fifth of a second"
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=examples(12), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 1 << 16),
     clients=st.integers(16, 64),

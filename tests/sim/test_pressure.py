@@ -25,6 +25,7 @@ from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, ClosedLoop
 from pdmesh.testing.core import FixedGrowth
+from pdmesh.testing.examples import examples
 from pdmesh.testing.sim import UNEVEN_MODEL, tiny_mesh
 
 #: Books are checked after each event: a busy machine may take minutes.
@@ -204,7 +205,7 @@ def served(result: SimResult) -> bool:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @example(  # one is preempted at the moment in which its KV has landed, and leaves its source
     prefill=1,
     decode=1,

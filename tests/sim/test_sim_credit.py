@@ -15,6 +15,7 @@ from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, ClosedLoop
+from pdmesh.testing.examples import examples
 from pdmesh.testing.sim import PHASES_PAY_MODEL, InstanceCounts, tiny_mesh, without_targets
 
 
@@ -97,7 +98,7 @@ def test_grants_and_preemptions_come_late_too(mesh: InstanceCounts, control_dela
     assert num_restarts(result) > 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     batching=st.sampled_from(("mb", "eb", "ebplus")),
     num_kv_tokens=st.sampled_from((1280, 2048, 8192)),

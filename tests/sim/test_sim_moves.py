@@ -24,6 +24,7 @@ from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival
+from pdmesh.testing.examples import examples
 from pdmesh.testing.sim import InstanceCounts, tiny_mesh
 
 #: Prompts are dear and decodes are cheap, so that what is computed again costs more than what moves.
@@ -126,7 +127,7 @@ def test_a_pause_is_the_rest_of_the_kv_and_a_last_word() -> None:
     assert max(core.pauses_s) < 0.02
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     mean_output=st.sampled_from((50, 300, 800)),

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pdmesh.testing.examples import examples
 from pdmesh.testing.tokenizers import write_tokenizer
 from pdmesh_gateway.detokenizer import REPLACEMENT, Detokenizer
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -53,13 +54,13 @@ def stream(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
     return [*deltas, detokenizer.flush()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=200))
 def test_any_tokens_stream_to_their_text(byte_level: Tokenizer, token_ids: list[int]) -> None:
     assert "".join(stream(byte_level, token_ids)) == byte_level.decode(token_ids, skip_special_tokens=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.lists(st.sampled_from([0x80, 0xBF, 0xC3, 0xE4, 0xF0, 0x9F, 0x98, 0x80, 0x41]), max_size=150))
 def test_bytes_that_nearly_are_characters_stream_to_their_text(
     byte_level: Tokenizer, id_of_byte: dict[int, int], data: list[int]
@@ -68,7 +69,7 @@ def test_bytes_that_nearly_are_characters_stream_to_their_text(
     assert "".join(stream(byte_level, token_ids)) == bytes(data).decode(errors="replace")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=60))
 def test_text_never_shows_half_a_character(byte_level: Tokenizer, text: str) -> None:
     text = text.replace(REPLACEMENT, "")
@@ -77,7 +78,7 @@ def test_text_never_shows_half_a_character(byte_level: Tokenizer, text: str) -> 
     assert REPLACEMENT not in "".join(deltas)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(alphabet="ab é你😀", max_size=80))
 def test_byte_fallback_streams_to_its_text(byte_fallback: Tokenizer, text: str) -> None:
     token_ids = byte_fallback.encode(text).ids

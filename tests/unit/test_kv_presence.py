@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from pdmesh.kv import presence as module
 from pdmesh.kv.presence import Bell, KvPresence, Urgent
+from pdmesh.testing.examples import examples
 
 NOTHING = Urgent(lambda: False, lambda: None)
 LIMIT_S = 1000.0
@@ -265,7 +266,7 @@ def test_a_lost_wake_up_would_be_found() -> None:
         explore(is_aborted, CarelessBell, 2)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(SCENARIOS), st.randoms(use_true_random=False))
 def test_no_random_schedule_loses_a_wake_up(scenario: Scenario, random: Any) -> None:
     turns = Turns(random.randrange)
