@@ -51,8 +51,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, RequestId, RequestKey, Role
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import SimConfig, Simulator

@@ -23,7 +23,7 @@ from report import Limits, heading
 
 from pdmesh.metrics import percentile
 from pdmesh.model import KvLayout
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import Simulator

@@ -34,8 +34,8 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import percentile
 from pdmesh.model import Epoch, GatewayId, Request, RequestId, Role
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B, ChunkShape, StepShape
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import Simulator

@@ -29,10 +29,12 @@ from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.metrics import Slo
 from pdmesh.model import Request
-from pdmesh.policy.base import Bundle, InstanceView, PolicyConfig
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B, PROFILES, ChunkShape, StepShape
 from pdmesh.policy.local_prefill import LocalPrefill
+from pdmesh.policy.views import InstanceView
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.report import report
 from pdmesh.sim.simulator import Simulator

@@ -15,7 +15,7 @@ from dataclasses import replace
 from report import heading
 from simulated import Study, layout, number, run, table
 
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import A100, LLAMA_3_8B, analytic_model, tensor_parallel
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.report import SimReport

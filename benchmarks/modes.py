@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from pdmesh.garbage import rare_collections
 from pdmesh.model import KvLayout
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.result import SimResult

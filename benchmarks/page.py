@@ -29,8 +29,9 @@ from pdmesh.core.commands import Command
 from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import GatewayId
-from pdmesh.policy.base import InstanceView, PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B
+from pdmesh.policy.views import InstanceView
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import Simulator
 from pdmesh.sim.workload import Synthetic, synthetic

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from report import heading, unavailable
 from simulated import Study, change, layout, number, run, table
 
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import A100, LLAMA_3_70B, ModelShape, analytic_model, tensor_parallel
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.report import SimReport

@@ -31,10 +31,12 @@ from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.metrics import Slo
 from pdmesh.model import InstanceProfile, Request, Role
-from pdmesh.policy.base import Bundle, InstanceView, PolicyConfig
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.latency import LLAMA_3_8B, PROFILES, LatencyModel
+from pdmesh.policy.views import InstanceView
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.report import report
 from pdmesh.sim.simulator import SimConfig, Simulator

@@ -34,7 +34,7 @@ import httpx
 from report import Limits, heading
 
 from pdmesh.model import KvLayout
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.profiles import parse_latency
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import SimConfig, Simulator

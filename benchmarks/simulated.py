@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.metrics import Slo
 from pdmesh.model import KvLayout
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ModelShape
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.report import SimReport, report

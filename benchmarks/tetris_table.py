@@ -34,7 +34,7 @@ from tetris_bound import least_work, num_late
 
 from pdmesh.garbage import rare_collections
 from pdmesh.model import InstanceId
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
 from pdmesh.policy.latency import LLAMA_3_8B, TETRIS_A100_LLAMA_3_8B, ChunkShape, StepShape, sequence_parallel
 from pdmesh.policy.sequence_parallel import (

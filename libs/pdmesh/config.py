@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pdmesh.errors import ConfigError
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.ranges import COUNT, KV_RISK, PORT, Range
 from pdmesh.settings import SECRET, Setting, one_of, settings_of, values_of, with_values
 

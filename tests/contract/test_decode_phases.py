@@ -11,6 +11,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import DecodeStepsDone, Event, RequestFinished, StepDone
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
+from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.model import (
     ChunkPlan,
     Epoch,
@@ -28,7 +29,6 @@ from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.instance import SimInstance
 from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.result import RequestRun
-from pdmesh.testing.engine import FakeEngine, reference_output
 from pdmesh.testing.modelled import ModelledInstance, modelled_profile
 from pdmesh.testing.sim import UNEVEN_MODEL
 from pdmesh.testing.worker import RunningInstance, a_shard, make_generation, running_instance

@@ -89,9 +89,10 @@ from pdmesh.model import (
     TransferPurpose,
     num_blocks_for,
 )
-from pdmesh.policy.base import Bundle, PolicyConfig
 from pdmesh.policy.batching import Mode
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.relay import Schedule
 from pdmesh.testing.core import FixedGrowth

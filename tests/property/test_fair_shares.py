@@ -25,8 +25,8 @@ from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArri
 from pdmesh.core.fairness import OUTPUT_COST, UNITS, TenantView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, GatewayId, Request, RequestId, RequestKey, Role
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.examples import examples
 from pdmesh.testing.modelled import modelled_profile

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from pdmesh.core.config import CoreConfig
 from pdmesh.model import Request
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import a_request
 from pdmesh.testing.examples import examples

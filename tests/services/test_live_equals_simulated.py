@@ -55,8 +55,8 @@ from pdmesh.model import (
     TransferPlan,
     request_id_of,
 )
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.instance import SimInstance

@@ -32,8 +32,8 @@ from pdmesh.model import (
     RequestId,
     Role,
 )
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.scripted_mesh import READY
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, StepBar

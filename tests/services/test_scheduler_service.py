@@ -49,7 +49,7 @@ from pdmesh.model import (
     Role,
     SamplingParams,
 )
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.profile import Subject
 from pdmesh.profiles import save_profile
 from pdmesh.testing.modelled import modelled_profile

@@ -14,10 +14,10 @@ from anyio import to_thread
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.core.commands import AdmitPrefill, FreeKv, RunStep
 from pdmesh.core.events import DrainRequested, KvReleased, LoadReported, RequestDropped, RequestFinished, StepDone
+from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
 from pdmesh.errors import InstanceUnavailable, leaves
 from pdmesh.model import FinishReason, InstanceId, Role, SamplingParams, StepPlan, num_blocks_for
 from pdmesh.service import ServiceContext
-from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
 from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
 from pdmesh.testing.worker import a_shard, chunk_plans, make_generation
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
@@ -319,6 +319,6 @@ async def test_run_worker_builds_it_all_from_the_configuration() -> None:
 def test_the_runtime_needs_no_torch() -> None:
     code = (
         "import sys, pdmesh.worker.runtime, pdmesh.worker.engines, pdmesh_prefill.main, pdmesh_decode.main,"
-        " pdmesh.testing.engine; sys.exit('torch' in sys.modules)"
+        " pdmesh.engine.fake; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

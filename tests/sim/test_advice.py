@@ -19,7 +19,7 @@ from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
 from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.advice import Foretold, Proposal, ranked, recent, splits, tpot_limit_s
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.report import SimReport

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from pdmesh.core.commands import Outcome
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator

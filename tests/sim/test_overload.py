@@ -13,7 +13,7 @@ from pdmesh.core.commands import Command, ForgetRequest, Outcome, Reject
 from pdmesh.core.events import Event, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import RequestRejected
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.result import RequestRun
 from pdmesh.sim.simulator import Simulator

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdmesh.model import ChunkPlan, Epoch, RequestId
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.result import StepSpan

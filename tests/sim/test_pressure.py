@@ -19,8 +19,8 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.unreceived import turn_of
 from pdmesh.model import InstanceId, RequestKey, Role, TransferPurpose
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, ClosedLoop

@@ -21,7 +21,7 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.recorded import Decision, RecordedRun, recorded_run
 from pdmesh.sim.result import SimResult

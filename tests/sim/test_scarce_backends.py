@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.commands import Outcome
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.result import RequestRun, SimResult
 from pdmesh.sim.simulator import SimConfig
 from pdmesh.sim.workload import Arrival

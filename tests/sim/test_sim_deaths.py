@@ -13,7 +13,7 @@ from pdmesh.core.commands import Outcome
 from pdmesh.core.config import KvReservation
 from pdmesh.core.events import Event, GroupPrefix
 from pdmesh.model import InstanceId
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.sim.faults import Death, NoisyModel, random_deaths
 from pdmesh.sim.mesh import study_core

@@ -17,7 +17,7 @@ from pdmesh.core.events import Event, MoveFailed, MoveSent
 from pdmesh.core.rebalancing import COOL_DOWN_S
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, RequestId, TransferPurpose
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.faults import Death, random_deaths
 from pdmesh.sim.mesh import study_core

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.model import InstanceId
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.result import SimResult, StepSpan

@@ -12,8 +12,8 @@ import pytest
 
 from pdmesh.core.commands import Outcome
 from pdmesh.model import Role
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.result import SimResult, StepSpan
 from pdmesh.sim.simulator import SimConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import Mode
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES
 from pdmesh.profiles import save_profile
 from pdmesh.testing.profiles import COEFFICIENTS, SUBJECT, profile_file

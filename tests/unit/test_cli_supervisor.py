@@ -17,6 +17,7 @@ import pytest
 
 from pdmesh.cli import actuator as actuator_module
 from pdmesh.cli import supervisor as supervisor_module
+from pdmesh.cli.actuator import follow_scheduler
 from pdmesh.cli.http import is_live
 from pdmesh.cli.processes import ChildSpec, ProcessId, process_id, wait_for_end
 from pdmesh.cli.supervisor import Backoff, MeshPlan, StartFailed, Supervisor
@@ -72,7 +73,7 @@ class Mesh:
             follow=self._follow,
             close=lambda: None,
         )
-        self.supervisor = Supervisor(plan, on_change=self._on_change, say=self.said.append)
+        self.supervisor = Supervisor(plan, act=follow_scheduler, on_change=self._on_change, say=self.said.append)
 
     def _spec(self, name: str) -> ChildSpec:
         command = (sys.executable, "-S", str(self._script), name, str(self.events_file))

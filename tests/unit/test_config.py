@@ -21,7 +21,7 @@ from pdmesh.config import (
     to_toml,
 )
 from pdmesh.errors import ConfigError
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES
 from pdmesh.profiles import load_profile
 from pdmesh.settings import Setting, settings_of

@@ -19,8 +19,9 @@ from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, RejectReason, Role
-from pdmesh.policy.base import PolicyConfig, Rank
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.order import Fcfs
+from pdmesh.policy.views import Rank
 from pdmesh.testing.core import CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.sim import UNEVEN_MODEL

@@ -20,9 +20,9 @@ from pdmesh.core.events import (
 )
 from pdmesh.errors import ConfigError
 from pdmesh.model import Epoch, FinishReason, InstanceId, Request, RequestId, Role, StepPlan
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile

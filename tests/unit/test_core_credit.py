@@ -11,7 +11,7 @@ from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import CreditLow, GatewayJoined, InstanceJoined, RequestArrived, Tick
 from pdmesh.core.growth import Growth
 from pdmesh.model import Epoch, InstanceId, RequestId, Resident, ResidentContext, Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.credit import RemainingTokens, risk_score, safe_room
 from pdmesh.testing.core import GATEWAY, CoreBench, FixedGrowth, a_request, of
 from pdmesh.testing.modelled import modelled_profile

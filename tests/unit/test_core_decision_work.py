@@ -10,7 +10,7 @@ from pdmesh.core.commands import RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested, RequestArrived
 from pdmesh.model import Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.calls import num_calls
 from pdmesh.testing.core import CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile

@@ -26,8 +26,8 @@ from pdmesh.core.events import (
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogError, EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.core import GATEWAY, a_request
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.modelled_mesh import ModelledMesh

@@ -17,7 +17,7 @@ from pdmesh.core.events import (
     RequestDropped,
 )
 from pdmesh.model import Epoch, InstanceId, InstanceProfile, RequestId, Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import CoreBench, of
 from pdmesh.testing.modelled import modelled_profile

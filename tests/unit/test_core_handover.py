@@ -32,7 +32,7 @@ from pdmesh.core.events import (
     TransferLanded,
 )
 from pdmesh.model import Epoch, InstanceId, RequestId, Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import GATEWAY, CoreBench, of
 from pdmesh.testing.modelled import modelled_profile

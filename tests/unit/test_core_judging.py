@@ -23,8 +23,9 @@ from pdmesh.model import (
     Request,
     Role,
 )
-from pdmesh.policy.base import PolicyConfig, Rank
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.views import Rank
 from pdmesh.testing.core import CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 

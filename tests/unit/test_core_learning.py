@@ -31,8 +31,8 @@ from pdmesh.model import (
     RequestId,
     Role,
 )
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.testing.core import GATEWAY, a_request, of
 from pdmesh.testing.modelled import modelled_profile

@@ -10,7 +10,7 @@ from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested
 from pdmesh.model import Role, StepPlan
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import CoreBench, of
 from pdmesh.testing.modelled import modelled_profile

@@ -4,10 +4,11 @@ import pytest
 
 from pdmesh.errors import ConfigError
 from pdmesh.model import ChunkPlan, Epoch, RequestId
-from pdmesh.policy.base import PartialStep, PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.packing import StaticChunks
 from pdmesh.policy.placement import Freeness, LeastQueuedTokens
+from pdmesh.policy.views import PartialStep
 from pdmesh.testing.core import a_request, a_view
 
 REQUEST = a_request("r", prompt=100)

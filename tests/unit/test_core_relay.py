@@ -36,7 +36,7 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.model import ChunkDone, ChunkPlan, Epoch, InstanceId, RequestId, Role, StepPlan
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of

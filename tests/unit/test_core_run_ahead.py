@@ -10,7 +10,7 @@ from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, Resta
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested, InstanceLost, RequestArrived, TransferOffered
 from pdmesh.model import NO_TRANSFER, Epoch, RequestId, Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import Decoding
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import CoreBench, a_request, of

@@ -54,7 +54,7 @@ from pdmesh.model import (
     Role,
     TransferId,
 )
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 

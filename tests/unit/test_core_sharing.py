@@ -7,10 +7,11 @@ import pytest
 from pdmesh.core.requests import RequestState
 from pdmesh.core.sharing import Sharing
 from pdmesh.model import InstanceId, Role
-from pdmesh.policy.base import PolicyConfig, Rank
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES
 from pdmesh.policy.relay import Relay, Schedule
+from pdmesh.policy.views import Rank
 from pdmesh.testing.core import CoreBench, a_request
 from pdmesh.testing.modelled import modelled_profile
 

@@ -11,7 +11,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected
 from pdmesh.core.suspicion import CHEAP_US, MAX_EPOCH
 from pdmesh.model import InstanceId, InstanceProfile, Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.core import CoreBench, of
 from pdmesh.testing.modelled import modelled_profile
 

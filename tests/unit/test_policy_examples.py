@@ -9,8 +9,8 @@ import pytest
 
 from pdmesh.core.config import CoreConfig
 from pdmesh.model import Request
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import a_request
 from pdmesh.testing.policies import run_prefills

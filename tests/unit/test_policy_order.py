@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.core import a_request
 
 

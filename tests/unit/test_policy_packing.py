@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 
 from pdmesh.model import ChunkPlan, Epoch, Request, RequestId, Role
-from pdmesh.policy.base import PartialStep
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer
 from pdmesh.policy.prediction import Prediction, RemainingTime
+from pdmesh.policy.views import PartialStep
 from pdmesh.testing.core import a_request, a_view
 
 #: A millisecond for each token, whatever comes before it.

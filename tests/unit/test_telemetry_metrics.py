@@ -21,8 +21,8 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import ExchangedBytes, TransferCounters
 from pdmesh.metrics import Slo
 from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, RejectReason, Request, RequestId, Role
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.telemetry.exposition import watch_event_loop
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.worker import a_shard

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
+from pdmesh.engine import fake
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.profiles import parse_latency
-from pdmesh.testing import engine as fake
 from pdmesh.testing.checkpoints import TINY, write_config
 from pdmesh.worker.engines import EngineFacts, build_engine, engine_facts, num_blocks_of
 from pdmesh.worker.measuring import step_s

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice, SliceResult
+from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, reference_output
 from pdmesh.model import FinishReason, KvLayout, RequestId, SamplingParams
-from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, reference_output
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 

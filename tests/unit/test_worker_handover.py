@@ -20,8 +20,8 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
 from pdmesh.model import FinishReason, Role, SamplingParams
-from pdmesh.testing.engine import FakeEngine, StepGate, reference_output
 from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.wire.messages import Generation, PeerGone, TurnOver

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdmesh.engine.base import SequenceSlice
+from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import num_blocks_for
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine
 from pdmesh.worker.measuring import fits, measure_at_start, step_s
 
 MIXED = StepShape((ChunkShape(32, 100), ChunkShape(7, 0)), 3, 60)

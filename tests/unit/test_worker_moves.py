@@ -27,12 +27,12 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
 )
+from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, unpack_header
 from pdmesh.kv.transcript import pack_transcript
 from pdmesh.model import Epoch, KvPart, RequestId, Role, SamplingParams, TransferId, num_blocks_for
-from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
 from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport

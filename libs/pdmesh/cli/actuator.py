@@ -7,22 +7,24 @@ already is not done twice, also after the scheduler or a question was lost.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
 
 from pdmesh.cli.processes import is_gateway
+from pdmesh.cli.supervisor import Service, Supervisor
 from pdmesh.errors import PdmeshError
 from pdmesh.model import InstanceId, PoolMember
 from pdmesh.wire.messages import MAX_WAIT_S, FailedStart, FollowPools, PoolsWanted, ServiceProcess
 from pdmesh.worker.memory import free_host_bytes
 
-if TYPE_CHECKING:
-    from pdmesh.cli.supervisor import Service, Supervisor
-
 #: Between two questions to a scheduler that does not answer.
 AWAY_PAUSE_S = 1.0
+
+
+async def follow_scheduler(supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -> None:
+    """Start and stop the supervisor's children as the scheduler wants, until cancelled."""
+    await Actuator(supervisor, tasks).run()
 
 
 class Actuator:

@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import Load, Mode, ModeChoice, SwitchingBatching
 from pdmesh.policy.batching_theory import LengthMoments, StepCosts, StepLimit, geometric_threshold
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES, LinearLatencyModel
 from pdmesh.sim.workload import Arrival
 

@@ -23,8 +23,8 @@ from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.model import InstanceProfile, PoolCounts, Role
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.policy.relay import Schedule
 from pdmesh.sim.faults import Death, NoisyModel, random_deaths

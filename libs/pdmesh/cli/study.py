@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh.sim.mesh import MeshShape

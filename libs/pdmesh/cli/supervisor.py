@@ -11,14 +11,13 @@ Nothing that the supervisor writes can end it: logs, the record and what it says
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
 import anyio.abc
 
-from pdmesh.cli.actuator import Actuator
 from pdmesh.cli.processes import Child, ChildSpec, describe_exit, is_gateway, start_child
 from pdmesh.errors import PdmeshError, leaves
 from pdmesh.model import PoolMember
@@ -259,8 +258,17 @@ class MeshPlan:
 class Supervisor:
     """Runs one mesh from start to drained."""
 
-    def __init__(self, plan: MeshPlan, *, on_change: Callable[[Supervisor], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: MeshPlan,
+        *,
+        act: Callable[[Supervisor, anyio.abc.TaskGroup], Coroutine[Any, Any, None]],
+        on_change: Callable[[Supervisor], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """``act`` runs beside the started mesh until this is told to stop; children that it adds live in its tasks."""
         self._plan = plan
+        self._act = act
         self._on_change = on_change
         self._say = say
         self.services: list[Service] = []
@@ -302,7 +310,7 @@ class Supervisor:
                 try:
                     await self._start(tasks)
                     async with anyio.create_task_group() as acting:
-                        acting.start_soon(Actuator(self, tasks).run)
+                        acting.start_soon(self._act, self, tasks)
                         await self._stop.wait()
                         acting.cancel_scope.cancel()
                     await self._drain()

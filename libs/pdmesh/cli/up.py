@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 import typer
 
+from pdmesh.cli.actuator import follow_scheduler
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import (
     WorkerSpecs,
@@ -77,7 +78,9 @@ class MeshRun:
             self.state.forget_wishes()
             gateway = self.config.gateway
             listener = bind_socket(gateway.host, gateway.port, setting="gateway.port")
-            self._supervisor = supervisor = Supervisor(self._plan(listener), on_change=self._changed, say=_say)
+            self._supervisor = supervisor = Supervisor(
+                self._plan(listener), act=follow_scheduler, on_change=self._changed, say=_say
+            )
             try:
                 with listener:
                     anyio.run(supervisor.run)

@@ -16,8 +16,8 @@ from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.requests import RequestState
 from pdmesh.model import Request, RequestKey
-from pdmesh.policy.base import PrefillOrder
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+from pdmesh.policy.seams import PrefillOrder
 
 #: The pace is that of about so many of the last seconds in which anybody waited.
 HORIZON_S = 5.0

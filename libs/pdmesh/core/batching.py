@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import inf, log, log1p
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from pdmesh.core.batching_state import BatchingState
+from pdmesh.core.books import Books
 from pdmesh.core.lengths_seen import LengthsSeen
+from pdmesh.core.requests import RequestState
+from pdmesh.core.state import InstanceBooks
 from pdmesh.model import Role, StepPlan
-from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, ChunkSizer
-from pdmesh.policy.probing import Meter, Probing, Tally, Together
-
-if TYPE_CHECKING:
-    from pdmesh.core.books import Books
-    from pdmesh.core.requests import RequestState
-    from pdmesh.core.state import InstanceBooks
+from pdmesh.policy.probing import Tally
+from pdmesh.policy.views import InstanceView
 
 #: A cycle of a mixed instance is so many ended requests at least; of an exclusive one it is a phase of each kind.
 _MIN_CYCLE = 8
@@ -39,33 +38,6 @@ _GATHERING = 0.5
 
 #: Between the beginnings of prefill phases of two instances of a pool.
 _LEAST_GAP_S = 0.001
-
-
-_UNDECIDED = ModeChoice(Mode.MIXED)
-
-
-@dataclass(slots=True, eq=False)
-class BatchingState:
-    """Of one instance."""
-
-    choice: ModeChoice = _UNDECIDED
-    chosen_by: Batching | None = None
-    holds_decodes: bool = False  # the last plan sent says so: a prefill phase
-    decodes_from_s: float = 0.0  # when the last prefill phase was ended
-    prefills_from_s: float = 0.0  # when the last one began
-    phase_s: float = 0.0  # predicted, of the steps of the last one
-    resumes_s: float = -inf  # it had no time left for all: when those go on
-    gathers_s: float | None = None  # enough seats are idle for a prefill phase since then
-    model: LinearLatencyModel | None = None  # that the choice was made with
-    num_ended: int = 0  # requests, of this cycle
-    num_slots: float | None = None  # requests that are there or could be, in the mean
-    sum_taken: int = 0  # seats taken when each of this cycle's requests ended, itself included
-    sum_waiting: int = 0  # in the queue, the same
-    home: Mode = Mode.MIXED  # what is chosen, also while the other mode is probed
-    num_dwelt: int = 0  # cycles in this mode
-    meter: Meter = field(default_factory=Meter)
-    probing: Probing = field(default_factory=Probing)
-    together: Together = field(default_factory=Together)
 
 
 class BatchingView(NamedTuple):

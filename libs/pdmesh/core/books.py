@@ -36,7 +36,7 @@ from pdmesh.model import (
     RequestKey,
     TransferPurpose,
 )
-from pdmesh.policy.base import Rank
+from pdmesh.policy.views import Rank
 
 
 class Books:
@@ -133,7 +133,7 @@ class Books:
         if stays:
             state.decode_shards = state.prefill_shards
         elif decode is None:
-            self.unreceived.add(state, prefill)
+            self.unreceived.add(state, prefill.kv_group, prefill.num_first_blocks(request))
         else:
             plan = self.promise(state, decode, long_tokens).plan
         prefill.take(

@@ -11,8 +11,9 @@ from pdmesh.core.learning import LatencyLearner
 from pdmesh.core.requests import Phase
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceProfile
-from pdmesh.policy.base import Bundle, PolicyConfig
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 
 
 class BundleChoice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 
 
 class LatencyLearning(StrEnum):

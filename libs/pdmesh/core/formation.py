@@ -12,7 +12,7 @@ from pdmesh.core.books import Books
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import Request
-from pdmesh.policy.base import Bundle
+from pdmesh.policy.bundle import Bundle
 
 
 class Formation:

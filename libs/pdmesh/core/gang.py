@@ -16,11 +16,12 @@ from pdmesh.core.requests import RequestState
 from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, RequestKey, StepPlan
-from pdmesh.policy.base import Bundle, PartialStep
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.pacing import lag
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS
 from pdmesh.policy.relay import Relay
+from pdmesh.policy.views import PartialStep
 
 #: Of their steps: more than this the members of a gang do not wait at its beginning so as to be layers apart.
 _MAX_WAIT = 0.1

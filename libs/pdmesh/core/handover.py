@@ -19,7 +19,7 @@ from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.unreceived import Wanted
 from pdmesh.model import Request, Role
-from pdmesh.policy.base import Bundle
+from pdmesh.policy.bundle import Bundle
 
 
 class HandOvers:

@@ -15,7 +15,7 @@ from pdmesh.core.commands import SetGroup
 from pdmesh.core.events import GroupPrefix
 from pdmesh.core.requests import ComputedPart, RequestState
 from pdmesh.model import ChunkPlan, InstanceId
-from pdmesh.policy.base import Bundle
+from pdmesh.policy.bundle import Bundle
 
 
 def lose_helper(books: Books, state: RequestState, instance_id: InstanceId) -> None:

@@ -10,7 +10,8 @@ from math import inf
 
 from pdmesh.core.requests import RequestState
 from pdmesh.model import Epoch, RequestId
-from pdmesh.policy.base import PrefillOrder, Rank
+from pdmesh.policy.seams import PrefillOrder
+from pdmesh.policy.views import Rank
 
 #: The first of a lane behind its key, its arrival and a number of its own: so entries compare without the requests.
 _Head = tuple[tuple[float, ...], tuple[float, RequestId, Epoch], int, RequestState]

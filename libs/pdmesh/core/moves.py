@@ -19,8 +19,8 @@ from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import Move
 from pdmesh.model import InstanceId, RequestKey, TransferPurpose
-from pdmesh.policy.base import DecodePlacement
 from pdmesh.policy.credit import granted_blocks
+from pdmesh.policy.seams import DecodePlacement
 
 #: Away from one instance, or to one, at once: two are sent, and the next are ready.
 MAX_AT_ONCE = 4

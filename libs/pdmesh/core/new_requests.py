@@ -13,7 +13,7 @@ from pdmesh.core.placing import could_place, have_pair, unready_reason
 from pdmesh.core.relay import Relays
 from pdmesh.core.reunion import Reunion
 from pdmesh.model import RejectReason, Request
-from pdmesh.policy.base import Bundle
+from pdmesh.policy.bundle import Bundle
 
 
 class NewRequests:

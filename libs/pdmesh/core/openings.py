@@ -21,10 +21,11 @@ from pdmesh.core.ranking import Decoders, Ranked, Ranking
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId
-from pdmesh.policy.base import Bundle, InstanceView
 from pdmesh.policy.batching import Mode
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.interruption import Interruption, StepInFlight
 from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.views import InstanceView
 
 _BY_NUMBER = attrgetter("number")
 

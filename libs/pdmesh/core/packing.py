@@ -28,9 +28,10 @@ from pdmesh.core.relay import Relays
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, InstanceId, Role, StepPlan
-from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape
+from pdmesh.policy.views import PartialStep
 
 
 @dataclass(slots=True, eq=False)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from pdmesh.core.handover import HandOvers
 from pdmesh.core.ranking import Decoders
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import Request
-from pdmesh.policy.base import Bundle
-
-if TYPE_CHECKING:
-    from pdmesh.core.handover import HandOvers
+from pdmesh.policy.bundle import Bundle
 
 #: So many instances are asked whether a prompt had better begin there before its time, the first in the order of the
 #: policy: what one says no to, those behind it seldom do, and nobody pays for a look at all of a large mesh.

@@ -13,7 +13,7 @@ from pdmesh.core.lengths import Lengths
 from pdmesh.core.line import Line, arrival
 from pdmesh.core.requests import RequestState
 from pdmesh.model import RequestKey
-from pdmesh.policy.base import PrefillOrder
+from pdmesh.policy.seams import PrefillOrder
 
 
 class WaitingQueue:

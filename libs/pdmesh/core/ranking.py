@@ -9,8 +9,9 @@ from pdmesh.core.decoding import DecodingSums
 from pdmesh.core.lengths import Lengths
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, Request
-from pdmesh.policy.base import DecodePlacement, InstanceView
 from pdmesh.policy.handover import RunAhead
+from pdmesh.policy.seams import DecodePlacement
+from pdmesh.policy.views import InstanceView
 
 #: An instance behind its key and its id, which no two share: so entries compare without the instances.
 Ranked = tuple[tuple[float, ...], InstanceId, InstanceBooks]

@@ -17,8 +17,8 @@ from pdmesh.core.moves import MAX_FAILED, Moves
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId
-from pdmesh.policy.base import DecodePlacement
 from pdmesh.policy.rebalancing import Rebalancing
+from pdmesh.policy.seams import DecodePlacement
 
 #: What moved stays so long where it is, and nothing comes back that way, seconds.
 COOL_DOWN_S = 10.0

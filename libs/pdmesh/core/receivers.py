@@ -59,7 +59,7 @@ def lose_receiver(books: Books, state: RequestState, *, told_by: InstanceId | No
     state.num_lost_receivers += 1
     state.transfer, state.decode_shards = None, ()
     source = books.instances[state.prefill_ids[0]]
-    books.unreceived.add(state, source)
+    books.unreceived.add(state, source.kv_group, source.num_first_blocks(state.request))
     books.unreceived.is_ready(state.key)
     source.let_wait(state.key, True)
 

@@ -42,10 +42,11 @@ from pdmesh.core.requests import ComputedPart, Phase, RequestState
 from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, Request, RequestKey, StepPlan
-from pdmesh.policy.base import Bundle, PartialStep
 from pdmesh.policy.batching import Mode
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.improvement import RATES_BY_LOAD, ImprovementInForce
 from pdmesh.policy.relay import Relay, Schedule
+from pdmesh.policy.views import PartialStep
 
 #: Of a helper's free blocks, that a prompt may take: its own requests need room.
 _MAX_SHARE = 0.5

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from pdmesh.core.transfers import Move, Transfer
 from pdmesh.model import InstanceId, KvShard, PrefillGroup, Request, RequestId, RequestKey
-from pdmesh.policy.base import PrefillOrder, Rank
+from pdmesh.policy.seams import PrefillOrder
+from pdmesh.policy.views import Rank
 
 
 class Phase(StrEnum):

@@ -26,7 +26,7 @@ from pdmesh.model import (
     Resident,
     num_blocks_for,
 )
-from pdmesh.policy.base import Rank
+from pdmesh.policy.views import Rank
 
 
 class Reunion:

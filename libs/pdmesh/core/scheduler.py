@@ -82,8 +82,10 @@ from pdmesh.core.step_reports import StepReports
 from pdmesh.core.suspicion import go_on_without, receive_elsewhere, start_elsewhere
 from pdmesh.core.transfer_reports import TransferReports
 from pdmesh.model import InstanceId, RequestId, RequestKey
-from pdmesh.policy.base import Bundle, InstanceView, PolicyConfig
+from pdmesh.policy.bundle import Bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.views import InstanceView
 
 
 class SchedulerCore:

@@ -6,7 +6,7 @@ KvReleased, so they never promise blocks that a worker has not yet freed.
 
 from __future__ import annotations
 
-from pdmesh.core.batching import BatchingState
+from pdmesh.core.batching_state import BatchingState
 from pdmesh.core.growth import Growth, GrowthSums
 from pdmesh.core.holds import HeldBlocks, HoldKind, HoldSums
 from pdmesh.core.requests import RequestState
@@ -24,10 +24,10 @@ from pdmesh.model import (
     TransferId,
     num_blocks_for,
 )
-from pdmesh.policy.base import InstanceView
 from pdmesh.policy.credit import Room, first_tokens
 from pdmesh.policy.profile import make_of
 from pdmesh.policy.switching import SwitchTimes
+from pdmesh.policy.views import InstanceView
 
 #: By how much the context of residents must move, relative to what is known of it, for plans to be made by it.
 _CONTEXT_MOVED = 0.05

@@ -19,7 +19,7 @@ from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import TransferState
 from pdmesh.model import InstanceId
-from pdmesh.policy.base import Bundle
+from pdmesh.policy.bundle import Bundle
 
 #: Of predicted work on a prompt: not more than the silence that makes an instance suspected.
 CHEAP_US = 500_000

@@ -9,7 +9,6 @@ from math import inf
 from typing import NamedTuple
 
 from pdmesh.core.requests import RequestState
-from pdmesh.core.state import InstanceBooks
 from pdmesh.model import RequestKey
 
 #: By first offer; what is not offered yet comes after that, by arrival.
@@ -70,12 +69,11 @@ class Unreceived(Mapping[RequestKey, RequestState]):
 
     # --- they come and go ---
 
-    def add(self, state: RequestState, source: InstanceBooks) -> None:
-        """Its KV is computed on ``source``, the first of the instances that compute it."""
-        num_blocks = source.num_first_blocks(state.request)
-        entry = self._entries[state.key] = _Entry(turn_of(state), state, source.kv_group, num_blocks)
+    def add(self, state: RequestState, kv_group: str, num_blocks: int) -> None:
+        """Its KV is computed in ``kv_group``, and it begins to decode with ``num_blocks``."""
+        entry = self._entries[state.key] = _Entry(turn_of(state), state, kv_group, num_blocks)
         insort(self._line, entry)
-        self._wanted[source.kv_group] = self.wanted(source.kv_group).plus(num_blocks)
+        self._wanted[kv_group] = self.wanted(kv_group).plus(num_blocks)
 
     def discard(self, key: RequestKey) -> None:
         """It has a receiver, needs none, or has ended."""

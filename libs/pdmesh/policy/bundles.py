@@ -7,8 +7,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pdmesh.errors import ConfigError
-from pdmesh.policy.base import Bundle, Packing, PolicyConfig, PrefillOrder
 from pdmesh.policy.batching import Batching, ExclusiveBatching, MixedBatching, SwitchingBatching
+from pdmesh.policy.bundle import Bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.latency import ChunkShape, StepShape
@@ -36,6 +37,7 @@ from pdmesh.policy.placement import (
 from pdmesh.policy.prediction import Prediction, RemainingTime
 from pdmesh.policy.rebalancing import Rebalancing
 from pdmesh.policy.relay import Relay, Schedule
+from pdmesh.policy.seams import Packing, PrefillOrder
 from pdmesh.policy.sequence_parallel import ChunkwisePlanner
 
 _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pdmesh.model import Request
 from pdmesh.policy.latency import LatencyModel, StepShape
-
-if TYPE_CHECKING:
-    from pdmesh.policy.base import InstanceView
-    from pdmesh.policy.prediction import Prediction
+from pdmesh.policy.prediction import Prediction
+from pdmesh.policy.views import InstanceView
 
 
 class Decoding(NamedTuple):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
 from pdmesh.model import Request
-
-if TYPE_CHECKING:
-    from pdmesh.policy.base import InstanceView, Packing
-    from pdmesh.policy.prediction import RemainingTime
+from pdmesh.policy.prediction import RemainingTime
+from pdmesh.policy.seams import Packing
+from pdmesh.policy.views import InstanceView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

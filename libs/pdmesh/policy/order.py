@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import frexp, inf, ldexp
 
 from pdmesh.model import Request
-from pdmesh.policy.base import Rank
 from pdmesh.policy.prediction import Prediction
+from pdmesh.policy.views import Rank
 
 
 class _ByPlace:

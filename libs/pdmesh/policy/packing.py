@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 
 from pdmesh.model import Request, Role
-from pdmesh.policy.base import InstanceView, PartialStep
 from pdmesh.policy.batching_theory import StepLimit
 from pdmesh.policy.latency import LinearLatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
+from pdmesh.policy.views import InstanceView, PartialStep
 
 #: Adaptive chunks are multiples of this, but for a prompt's last. A step with no chunk yet takes one in any case.
 CHUNK_UNIT_TOKENS = 32

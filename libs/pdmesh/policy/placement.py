@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import inf
 
 from pdmesh.model import Request, Role
-from pdmesh.policy.base import InstanceView, PrefillPlacement
+from pdmesh.policy.seams import PrefillPlacement
+from pdmesh.policy.views import InstanceView
 
 
 @dataclass(frozen=True, slots=True)

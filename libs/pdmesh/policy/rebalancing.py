@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdmesh.policy.base import InstanceView
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+from pdmesh.policy.views import InstanceView
 
 #: Of a move, beside its bytes: word to both sides, a step of each, and the way of the last of it.
 OVERHEAD_S = 0.05

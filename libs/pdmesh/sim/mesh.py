@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, KvLayout, Role
-from pdmesh.policy.base import PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
 
 #: Larger than what any study queues, and finite so that a result stays plain JSON.

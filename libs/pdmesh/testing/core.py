@@ -39,8 +39,9 @@ from pdmesh.model import (
     StepPlan,
     TransferId,
 )
-from pdmesh.policy.base import InstanceView, PolicyConfig
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.views import InstanceView
 from pdmesh.testing.modelled import modelled_profile
 
 CommandT = TypeVar("CommandT", bound=Command)

@@ -9,7 +9,7 @@ from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event
 from pdmesh.eventlog import EventLogWriter, Header, core_of
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.simulator import Simulator
 from pdmesh.sim.workload import Synthetic, synthetic

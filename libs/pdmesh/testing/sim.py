@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from pdmesh.model import KvLayout
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel, LinearLatencyModel
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.result import SimResult

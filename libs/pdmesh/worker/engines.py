@@ -34,7 +34,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
     """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError."""
     worker = config.worker
     if worker.engine == "fake":
-        from pdmesh.testing.engine import FakeEngine, timed_by  # a stand-in is no part of a serving process
+        from pdmesh.engine.fake import FakeEngine, timed_by
 
         layout = _FAKE_LAYOUT if worker.fake_latency is None else _TIMED_LAYOUT
         layout = replace(layout, block_size=worker.block_size)

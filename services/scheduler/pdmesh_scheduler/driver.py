@@ -61,8 +61,9 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
 from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey, Role, TransferPurpose
-from pdmesh.policy.base import InstanceView, PolicyConfig
 from pdmesh.policy.batching import Mode
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.views import InstanceView
 from pdmesh.wire.messages import (
     Admit,
     BatchingStatus,

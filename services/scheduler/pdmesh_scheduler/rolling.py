@@ -26,7 +26,7 @@ from pdmesh.core.events import (
 from pdmesh.core.operations import MAX_ENDED, OperationState, OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, Role
-from pdmesh.policy.base import InstanceView
+from pdmesh.policy.views import InstanceView
 from pdmesh.ranges import Range
 from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.driver import Driver

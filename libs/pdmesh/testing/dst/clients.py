@@ -8,12 +8,12 @@ from functools import lru_cache
 
 import anyio
 
+from pdmesh.engine.fake import reference_output
 from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
 from pdmesh.testing.dst.plan import Ask
 from pdmesh.testing.dst.services import Gateway
 from pdmesh.testing.dst.timeline import Timeline
-from pdmesh.testing.engine import reference_output
 from pdmesh_gateway.jobs import GenerationJob
 
 TOKENS = "tokens as if undisturbed"

@@ -13,9 +13,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import anyio
 
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult
+from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, FakeKvStore
 from pdmesh.kv.presence import Bell
 from pdmesh.testing.dst.process import running_process
-from pdmesh.testing.engine import FAKE_LAYOUT, FakeEngine, FakeKvStore
 from pdmesh.worker.threads import EngineThread
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class _Store(FakeKvStore):
 
 
 class SimulatedEngine(FakeEngine):
-    """`pdmesh.testing.engine.FakeEngine`, each step of which makes its process busy."""
+    """`pdmesh.engine.fake.FakeEngine`, each step of which makes its process busy."""
 
     def __init__(self, *, num_blocks: int, max_model_len: int, copies_on_threads: bool) -> None:
         super().__init__(num_blocks=num_blocks, max_model_len=max_model_len)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from pdmesh.testing.dst.calls import Details, SimulatedCall
+from pdmesh.testing.dst.network import Details, Network, SimulatedCall
 from pdmesh.testing.dst.process import running_process
 from pdmesh.testing.dst.weather import OK, Status
-
-if TYPE_CHECKING:
-    from pdmesh.testing.dst.network import Network
 
 
 class RefusedPeer(Exception):

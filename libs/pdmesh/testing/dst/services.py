@@ -13,8 +13,9 @@ import anyio
 import pdmesh.worker.runtime as worker_runtime
 import pdmesh_scheduler.main as scheduler_main
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig, TransferConfig, WorkerConfig
+from pdmesh.engine.fake import FAKE_LAYOUT
 from pdmesh.model import GatewayId, Role
-from pdmesh.policy.base import PolicyConfig
+from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.service import ServiceContext
 from pdmesh.telemetry.tracing import NoTracing
@@ -22,7 +23,6 @@ from pdmesh.testing.dst.data_plane import DataPlane, SimulatedTransport
 from pdmesh.testing.dst.engine import STEP_S, TOKEN_S, SimulatedEngine, SimulatedThread
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Plan
 from pdmesh.testing.dst.process import running_process
-from pdmesh.testing.engine import FAKE_LAYOUT
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.metrics import GatewayMetrics

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.testing.dst.engine import sleep_through
 from pdmesh.testing.dst.network import Network
 from pdmesh.testing.dst.process import ProcessLoop, current_process, running_process
+from pdmesh.testing.dst.servers import Server
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.session import Session
 from pdmesh.worker.instance import Instance
@@ -74,6 +75,9 @@ def simulated_surroundings(
             on_decision(self, event, now_s, commands)
             return commands
 
+    def server(*_args: Any, interceptors: Sequence[Any] = (), **_options: Any) -> Server:
+        return Server(network, interceptors)
+
     @contextmanager
     def no_metrics(*_args: Any, **_options: Any) -> Generator[int]:
         yield 0
@@ -92,7 +96,7 @@ def simulated_surroundings(
             (asyncio.events, "get_running_loop", lambda: loop),  # current_task() asks each time, at a system call
             (sniffio.thread_local, "name", "asyncio"),  # or anyio finds it out at each call
             (grpc.aio, "insecure_channel", network.insecure_channel),
-            (grpc.aio, "server", network.server),
+            (grpc.aio, "server", server),
             (worker_runtime, "serve_metrics", no_metrics),
             (worker_runtime, "Instance", _remembered(Instance, "instance")),
             (scheduler_main, "serve_metrics", no_metrics),

@@ -1,0 +1,54 @@
+"""A bundle: the named choice of a policy for every seam. `pdmesh.policy.bundles` has those that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdmesh.model import Request
+from pdmesh.policy.batching import Batching
+from pdmesh.policy.handover import RunAhead
+from pdmesh.policy.interruption import Interruption
+from pdmesh.policy.local_prefill import LocalPrefill
+from pdmesh.policy.rebalancing import Rebalancing
+from pdmesh.policy.relay import Relay
+from pdmesh.policy.seams import DecodePlacement, Packing, PrefillOrder, PrefillPlacement
+from pdmesh.policy.views import InstanceView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """A named choice for every seam."""
+
+    name: str
+    order: PrefillOrder
+    packing: Packing
+    prefill_placement: PrefillPlacement
+    decode_placement: DecodePlacement
+    long_prompt_tokens: int  # a prompt as long as this is long
+    batching: Batching
+    interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
+    local_prefill: LocalPrefill | None = (
+        None  # whether a prompt is computed on an instance that only decodes; None: none
+    )
+    num_reserved: int = 0  # instances, the first that joined, which compute long prompts only; the others short ones
+    run_ahead: RunAhead | None = None  # None: no prompt is computed ahead of room to decode
+    waiting_kv_share: float = 1.0  # of a prefill instance's KV, that may wait to move away
+    sends_computed_first: bool = False  # KV that is all there goes before KV that is being computed
+    relay: Relay | None = None  # None: no prompt is computed by several instances in turn
+    rebalancing: Rebalancing | None = None  # None: what decodes moves only where an instance is to be empty
+
+    def why_not(self, instances: Sequence[InstanceView]) -> str | None:
+        """Why these instances cannot serve by it, in words; None if they can, or if none of them computes prompts."""
+        prefilling = [instance for instance in instances if instance.role.can_prefill]
+        num_reserved = sum(instance.number <= self.num_reserved for instance in prefilling)
+        if self.num_reserved and prefilling and num_reserved in (0, len(prefilling)):
+            who = "short" if num_reserved else "long"
+            return (
+                f"{self.name} keeps the first {self.num_reserved} instances that joined for long prompts, which are "
+                f"{num_reserved} of the {len(prefilling)} that compute prompts: {who} ones would wait for ever"
+            )
+        return None
+
+    def is_long(self, request: Request) -> bool:
+        return request.num_prompt_tokens >= self.long_prompt_tokens

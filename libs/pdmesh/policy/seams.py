@@ -1,0 +1,86 @@
+"""The seams of scheduling policy: small Protocols over frozen views.
+
+The core asks, checks every hard rule itself (room, roles, seats, plans in flight) and acts; a policy only ranks what is
+possible. A policy reads no clock and no global state: what it needs comes as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdmesh.model import Request
+from pdmesh.policy.batching_theory import StepLimit
+from pdmesh.policy.views import InstanceView, PartialStep, Rank
+
+
+class PrefillOrder(Protocol):
+    """Who is served first."""
+
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        """``placed_s`` is when an instance took it; None while it waits."""
+        ...
+
+    def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
+        """A key for each of ``ranks``, compared with each other now: smaller is earlier.
+
+        Equal keys are served by arrival, then by id. In a lane the keys never contradict the places; and a key depends
+        on the ranks of its own lane alone, so that they can be kept while those of another lane change.
+        """
+        ...
+
+    def keeps_key_until_s(self, rank: Rank) -> float:
+        """Until when one of this rank, alone of its lane, keeps its key; -inf if that changes with the time."""
+        ...
+
+
+class Packing(Protocol):
+    """What goes into a step."""
+
+    def num_tokens(
+        self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
+    ) -> int:
+        """How many tokens of ``request``, from ``start``, to add to ``step``; 0 leaves it out of this step.
+
+        ``shared``: other prompts could use the step too.
+        """
+        ...
+
+    def step_limit(self, instance: InstanceView) -> StepLimit:
+        """Of a step of ``instance`` that has chunks beside its decodes."""
+        ...
+
+    def takes_local(self, instance: InstanceView) -> bool:
+        """Whether steps of ``instance``, which only decodes, have room for some of a prompt."""
+        ...
+
+    def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
+        """Predicted time of a prompt on such an instance, behind those that are computed there; infinite: no room."""
+        ...
+
+
+class PrefillPlacement(Protocol):
+    """Where a prompt is computed: on the first instance that has room and an opening for it, and `takes` it.
+
+    The core keeps the instances sorted by their keys, which so depend on nothing but the view.
+    """
+
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        """Smaller is earlier; equal keys are in the order of instance ids."""
+        ...
+
+    def takes(self, request: Request, instance: InstanceView) -> bool:
+        """Whether the request may go there now. If no instance that could takes it, it waits; others may go past it."""
+        ...
+
+
+class DecodePlacement(Protocol):
+    """Where the output is generated: on the first instance with room for it, or where its prompt is computed."""
+
+    def key(self, instance: InstanceView) -> tuple[float, ...]:
+        """Smaller is earlier; equal keys are in the order of instance ids."""
+        ...
+
+    def stays(self, request: Request, prefill: InstanceView, first: InstanceView) -> bool:
+        """Whether it decodes on ``prefill``, which has room for all of it, without a transfer, and not on ``first``."""
+        ...

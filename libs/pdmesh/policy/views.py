@@ -1,0 +1,67 @@
+"""What policies see: an instance, a request's place in an order, and a step that is being packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdmesh.model import ChunkPlan, InstanceId, Request, Role
+from pdmesh.policy.latency import ChunkShape
+
+
+class InstanceView(NamedTuple):
+    """An instance as the core's books have it.
+
+    ``num_free_blocks`` leaves out what is promised to transfers on their way (*virtual usage*), and
+    ``num_seats_taken`` counts their requests beside the decoding ones.
+    """
+
+    instance_id: InstanceId
+    role: Role
+    num_blocks: int
+    num_free_blocks: int
+    num_virtual_blocks: int
+    num_seats_taken: int
+    max_num_seqs: int
+    num_prefilling: int
+    num_decoding: int
+    num_queued_tokens: int  # of placed prompts, not yet computed
+    draining: bool
+    reachable: bool = True
+    suspected: bool = False  # silent for so long that nothing new is placed on it
+    num_resident_tokens: int = 0  # that its decoding requests attend to, as reported; else the room that they have
+    num_long_prefilling: int = 0
+    num_long_decoding: int = 0
+    shortest_long_prefill_tokens: int | None = None
+    slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
+    number: int = 0  # its place among those that joined, from 1 on; that of one that was lost is taken again
+    make: str = ""  # instances of one are equally fast
+
+
+@dataclass(slots=True)
+class PartialStep:
+    """A step plan that is being packed, as far as it is."""
+
+    now_s: float = 0.0
+    chunks: list[ChunkPlan] = field(default_factory=list[ChunkPlan])
+    shapes: list[ChunkShape] = field(default_factory=list[ChunkShape])
+    num_tokens: int = 0
+    longest_prompt_tokens: int = 0
+
+    def add(self, chunk: ChunkPlan, request: Request) -> None:
+        self.chunks.append(chunk)
+        self.shapes.append(ChunkShape(chunk.num_tokens, chunk.start))
+        self.num_tokens += chunk.num_tokens
+        self.longest_prompt_tokens = max(self.longest_prompt_tokens, request.num_prompt_tokens)
+
+
+class Rank(NamedTuple):
+    """Where a request stands in an order, apart from the time; it changes only as its prompt is computed.
+
+    Requests in one lane keep the order of their ``place`` whatever the time. So the line of those that wait stays
+    sorted as time passes, and only the first of each lane are ever compared.
+    """
+
+    place: float = 0.0
+    lane: float = 0.0
+    latest_start_s: float = 0.0  # when what is left of it must start to be in time, in the orders that ask
