@@ -5,12 +5,15 @@ Each service's ``main(config)`` calls `run_service` with its ``serve`` coroutine
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import json
 import os
 import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +23,7 @@ import structlog
 
 from pdmesh.config import MeshConfig, load_config
 from pdmesh.errors import ConfigError, leaves
+from pdmesh.failures import sentences
 from pdmesh.telemetry.logs import configure_logging
 from pdmesh.telemetry.tracing import NoTracing, Tracing, configure_tracing
 
@@ -51,10 +55,14 @@ class ServiceContext:
         They go to the log and, as one JSON line, to the pipe that the supervisor handed us.
         """
         log.info("serving", **facts)
-        if self.ready_fd is not None:
-            os.write(self.ready_fd, json.dumps({"pid": os.getpid(), **facts}).encode() + b"\n")
-            os.close(self.ready_fd)
-            self.ready_fd = None
+        _tell_supervisor(self.ready_fd, {"pid": os.getpid(), **facts})
+
+
+def _tell_supervisor(ready_fd: int | None, facts: dict[str, Any]) -> None:
+    """One JSON line on its pipe, which stays open: its other end may be gone, and learns of our own end by it."""
+    if ready_fd is not None:
+        with suppress(OSError):
+            os.write(ready_fd, json.dumps(facts).encode() + b"\n")
 
 
 Serve = Callable[[MeshConfig, ServiceContext], Awaitable[None]]
@@ -62,18 +70,27 @@ Serve = Callable[[MeshConfig, ServiceContext], Awaitable[None]]
 
 def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
     """Run ``serve`` to its end and return the exit code: 0 stopped, 1 failed, 2 the configuration is wrong."""
-    configure_logging(name, config.telemetry)
-    raise_descriptor_limit()
     try:
+        faulthandler.enable()
+        if config.ready_fd is not None:
+            os.set_inheritable(config.ready_fd, False)
+        configure_logging(name, config.telemetry)
+        raise_descriptor_limit()
         anyio.run(_run, name, config, serve, backend_options={"use_uvloop": True})
     except Exception as error:
-        config_errors = [leaf for leaf in leaves(error) if isinstance(leaf, ConfigError)]
-        if config_errors:
-            sys.stderr.write("".join(f"pdmesh {name}: {leaf}\n" for leaf in config_errors))
-            return EXIT_CONFIG
-        log.exception("service failed")
-        return 1
+        return _failed(name, error, config.ready_fd)
     return 0
+
+
+def _failed(name: str, error: Exception, ready_fd: int | None) -> int:
+    """Say why the service ends, on stderr and to the supervisor; return the exit code."""
+    why = sentences(error)
+    is_configuration = any(isinstance(leaf, ConfigError) for leaf in leaves(error))
+    if not is_configuration:
+        log.error("service failed", exc_info=error)
+    sys.stderr.write("".join(f"pdmesh {name}: {sentence}\n" for sentence in why))
+    _tell_supervisor(ready_fd, {"failed": why})
+    return EXIT_CONFIG if is_configuration else 1
 
 
 def raise_descriptor_limit() -> None:
@@ -84,13 +101,17 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def run_from_environment(name: str, main: Callable[[MeshConfig], int]) -> int:
-    """What ``python -m`` of a service package does: build the configuration from the environment, run, exit code."""
+def run_from_environment(name: str, module: str) -> int:
+    """What ``python -m`` of a service package does: configure by the environment, run ``module.main``, exit code.
+
+    The module is imported here, so that one which cannot be is told like any failure.
+    """
     try:
         config = load_config(None, os.environ, {})
-    except ConfigError as error:
-        sys.stderr.write(f"pdmesh {name}: {error}\n")
-        return EXIT_CONFIG
+        main: Callable[[MeshConfig], int] = importlib.import_module(module).main
+    except Exception as error:
+        ready_fd = os.environ.get("PDMESH_READY_FD", "")
+        return _failed(name, error, int(ready_fd) if ready_fd.isdigit() else None)
     return main(config)
 
 

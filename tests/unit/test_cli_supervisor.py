@@ -199,12 +199,44 @@ async def test_a_wrong_configuration_stops_the_start_and_is_told(tmp_path: Path,
     assert all(service.child is None for service in mesh.supervisor.services)
 
 
-async def test_a_child_that_dies_before_it_serves_stops_the_start(tmp_path: Path) -> None:
-    mesh = Mesh(tmp_path, {"decode-0": "crash"})
-    with anyio.fail_after(DEADLINE_S), pytest.raises(StartFailed, match="decode-0 exited with code 1") as failure:
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        ("error", "exited with code 1 before it served: memory ran out"),
+        ("crash", "exited with code 1 before it served: terminate called"),  # the last line of its log
+        ("illegal", "was killed by SIGILL (an instruction that this processor lacks; "),
+    ],
+)
+async def test_a_child_that_dies_before_it_serves_stops_the_start_and_says_why(
+    tmp_path: Path, behaviour: str, told: str
+) -> None:
+    mesh = Mesh(tmp_path, {"decode-0": behaviour})
+    with anyio.fail_after(DEADLINE_S), pytest.raises(StartFailed) as failure:
         await mesh.supervisor.run()
     assert failure.value.exit_code == 1
+    assert str(failure.value).startswith(f"decode-0 {told}")
     assert str(tmp_path / "decode-0.log") in str(failure.value)
+    assert all(service.child is None for service in mesh.supervisor.services)
+
+
+async def test_a_child_that_the_kernel_kills_for_want_of_memory_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter(range(100))
+    monkeypatch.setattr(supervisor_module, "num_oom_kills", lambda: next(kills))  # one more at each look
+    monkeypatch.setattr(supervisor_module, "memory_limit_bytes", lambda: 3 << 29)
+    monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.001)
+    mesh = Mesh(tmp_path)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
+            await mesh.until(lambda: "prefill-0 serves again" in mesh.said)
+            stop_ourselves()
+    assert (
+        "prefill-0 was killed by the kernel because the 1.5 GiB of its control group's memory ran out" in mesh.said[0]
+    )
 
 
 async def test_a_stop_while_starting_leaves_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from pdmesh.profiles import parse_latency
 from pdmesh.testing.checkpoints import TINY, write_config
 from pdmesh.worker.engines import EngineFacts, build_engine, engine_facts, num_blocks_of
 from pdmesh.worker.measuring import step_s
-from pdmesh.worker.memory import free_host_bytes
 
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 BLOCK_BYTES = 32 * 65536
@@ -40,26 +39,6 @@ def test_the_host_gives_a_share_of_what_is_free_and_never_more_than_is_of_use() 
     of = partial(num_blocks_of, worker, LAYOUT, free_bytes=None)
     assert of(max_model_len=1 << 20, host_bytes=1000 * BLOCK_BYTES) == 250
     assert of(max_model_len=10 * LAYOUT.block_size, host_bytes=1000 * BLOCK_BYTES) == 80
-
-
-def test_the_tightest_control_group_says_what_is_free(tmp_path: Path) -> None:
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    assert free_host_bytes(tmp_path) is None
-    write("proc/meminfo", "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
-    assert free_host_bytes(tmp_path) == 1000 * 1024
-    write("proc/self/cgroup", "4:memory:/a/b\n0::/c/d\n")
-    write("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "900000\n")
-    write("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "100000\n")
-    assert free_host_bytes(tmp_path) == 800_000
-    write("sys/fs/cgroup/c/d/memory.max", "max\n")
-    write("sys/fs/cgroup/c/d/memory.current", "7\n")
-    write("sys/fs/cgroup/c/memory.max", "500000\n")
-    write("sys/fs/cgroup/c/memory.current", "300000\n")
-    write("sys/fs/cgroup/c/memory.stat", "anon 5\ninactive_file 50000\n")
-    assert free_host_bytes(tmp_path) == 250_000
 
 
 @pytest.mark.parametrize("free_bytes", [None, 1 << 40])

@@ -14,9 +14,9 @@ import anyio.abc
 from pdmesh.cli.processes import is_gateway
 from pdmesh.cli.supervisor import Service, Supervisor
 from pdmesh.errors import PdmeshError
+from pdmesh.host import free_host_bytes
 from pdmesh.model import InstanceId, PoolMember
 from pdmesh.wire.messages import MAX_WAIT_S, FailedStart, FollowPools, PoolsWanted, ServiceProcess
-from pdmesh.worker.memory import free_host_bytes
 
 #: Between two questions to a scheduler that does not answer.
 AWAY_PAUSE_S = 1.0

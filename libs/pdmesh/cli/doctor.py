@@ -25,10 +25,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from pdmesh.cli.options import Output
-from pdmesh.cli.plan import num_cores
 from pdmesh.cli.state import state_root
 from pdmesh.config import MeshConfig
-from pdmesh.worker.memory import free_host_bytes
+from pdmesh.host import free_host_bytes, num_usable_cores
 
 _GIB = 1 << 30
 _TOOL_TIMEOUT_S = 30.0
@@ -84,7 +83,7 @@ def check_torch() -> Iterator[Check]:
     except (ImportError, OSError) as error:
         yield Check("torch", Severity.FAILURE, f"cannot be imported: {error}", "run `make up`, or pip install torch")
         return
-    cores = num_cores()
+    cores = num_usable_cores()
     yield Check("torch", Severity.OK, f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores")
     if not torch.cuda.is_available():
         built = "this torch is built without CUDA" if torch.version.cuda is None else "no device is visible"

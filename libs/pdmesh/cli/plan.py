@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from pdmesh.cli.processes import ChildSpec, is_gateway
 from pdmesh.cli.state import StateFolder
 from pdmesh.config import PREFIX, MeshConfig, WorkerConfig, environment_of
 from pdmesh.errors import ConfigError
+from pdmesh.host import num_usable_cores
 from pdmesh.model import PoolCounts, PoolMember, Role
 
 
@@ -27,11 +27,6 @@ def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCount
     if (why_not := pools.why_not) is not None:
         raise ConfigError(why_not)
     return pools
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def threads_per_worker(config: MeshConfig, num_workers: int, cores: int) -> int:
@@ -96,7 +91,7 @@ class WorkerSpecs:
         worker = self.config.worker
         return replace(
             worker,
-            num_threads=threads_per_worker(self.config, num_workers, num_cores()),
+            num_threads=threads_per_worker(self.config, num_workers, num_usable_cores()),
             kv_cache_host_share=2 * worker.kv_cache_host_share / max(2, num_workers),
         )
 

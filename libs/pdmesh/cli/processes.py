@@ -7,8 +7,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,8 +24,8 @@ _LAUNCHER = (
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
 
-#: A ready line is a few addresses; more than this is not one.
-_MAX_READY_BYTES = 64 * 1024
+#: What a child says are a few addresses and a sentence; more than this is neither.
+_MAX_SAID_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +80,48 @@ def is_gateway(name: str) -> bool:
 
 @dataclass(slots=True)
 class Child:
-    """A running child. It says on a pipe when it serves, and its output goes to its log file."""
+    """A running child. It says on a pipe when it serves and why it fails; its output goes to its log file."""
 
     name: str
     process: anyio.abc.Process
-    _ready_fd: int
-    _line: bytearray = field(default_factory=bytearray)
+    _pipe_fd: int
+    _said: bytearray = field(default_factory=bytearray)
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     async def ready(self) -> dict[str, Any] | None:
-        """What the child announces once it serves; None if it ended, or closed the pipe, without doing so."""
-        while b"\n" not in self._line:
-            await anyio.wait_readable(self._ready_fd)
-            data = os.read(self._ready_fd, 4096)
-            if not data or len(self._line) > _MAX_READY_BYTES:
+        """What the child announces once it serves; None if it closed the pipe, or said something else, before."""
+        while b"\n" not in self._said:
+            await anyio.wait_readable(self._pipe_fd)
+            if not self._hear():
                 return None
-            self._line += data
+        first = next(self._lines(), {})
+        return None if not first or "failed" in first else first
+
+    def last_words(self) -> tuple[str, ...]:
+        """Of a child that has ended: the sentences in which it said why; empty if it did not."""
+        while self._hear():
+            pass
+        failed = next((line["failed"] for line in self._lines() if "failed" in line), ())
+        return tuple(map(str, failed)) if isinstance(failed, list) else ()
+
+    def _hear(self) -> bool:
+        """Read what is in the pipe; False if there is nothing (more)."""
         try:
-            facts = json.loads(self._line.partition(b"\n")[0])
-        except ValueError:
-            return None
-        return facts if isinstance(facts, dict) else None
+            data = os.read(self._pipe_fd, 4096)
+        except BlockingIOError:
+            return False
+        self._said += data
+        return bool(data) and len(self._said) <= _MAX_SAID_BYTES
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        for line in self._said.splitlines():
+            with suppress(ValueError):
+                said = json.loads(line)
+                if isinstance(said, dict):
+                    yield said
 
     async def wait(self) -> int:
         return await self.process.wait()
@@ -130,6 +148,7 @@ def _open_log(path: Path) -> BinaryIO:
 async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
     """Start a child in a session of its own (Ctrl-C must reach its parent alone); leaving the block kills it."""
     read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
     try:
         with _open_log(spec.log_file) as log:
             process = await anyio.open_process(
@@ -156,11 +175,34 @@ async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
             await process.aclose()
 
 
+#: What usually stands behind a signal that no process sent.
+_MEANINGS = {
+    signal.SIGILL: "an instruction that this processor lacks; PDMESH_WORKER_CPU_LEVEL=baseline does without",
+    signal.SIGBUS: "a page of a file that is gone; is a disk or /dev/shm full?",
+    signal.SIGSEGV: "a crash in native code; its log says where",
+    signal.SIGFPE: "a crash in native code; its log says where",
+    signal.SIGSYS: "a system call that a seccomp filter forbids",
+    signal.SIGXCPU: "the limit of CPU time, `ulimit -t`",
+    signal.SIGXFSZ: "the limit of a file's size, `ulimit -f`",
+}
+
+
 def describe_exit(returncode: int) -> str:
     """How a process ended, in words."""
     if returncode >= 0:
         return f"exited with code {returncode}"
     try:
-        return f"was killed by {signal.Signals(-returncode).name}"
+        number = signal.Signals(-returncode)
     except ValueError:
         return f"was killed by signal {-returncode}"
+    meaning = f" ({_MEANINGS[number]})" if number in _MEANINGS else ""
+    return f"was killed by {number.name}{meaning}"
+
+
+def describe_oom(limit_bytes: int | None) -> str:
+    """How a process ended that the kernel killed for want of memory; ``limit_bytes`` of its control groups."""
+    whose = "the machine's" if limit_bytes is None else f"the {limit_bytes / (1 << 30):.1f} GiB of its control group's"
+    return (
+        f"was killed by the kernel because {whose} memory ran out: give more, or lower --kv-cache-bytes, "
+        "the number of instances, or the size of the model"
+    )

@@ -12,11 +12,12 @@ from pathlib import Path
 import typer
 
 from pdmesh import __version__
-from pdmesh.cli.plan import num_cores, threads_per_worker
+from pdmesh.cli.plan import threads_per_worker
 from pdmesh.cli.progress import progress_bar
 from pdmesh.config import MeshConfig
 from pdmesh.engine.base import Engine
 from pdmesh.errors import PdmeshError
+from pdmesh.host import num_usable_cores
 from pdmesh.model import PoolCounts
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
@@ -71,7 +72,7 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
     from pdmesh.worker.engines import build_engine, device_name, engine_facts, served_model_name
 
     configure_logging("profile", replace(config.telemetry, log_level="warning"))  # of the engine
-    num_threads = threads_per_worker(config, options.pools.total, num_cores())
+    num_threads = threads_per_worker(config, options.pools.total, num_usable_cores())
     typer.echo(f"pdmesh: measuring {config.model} with {num_threads} threads, as in {options.pools}", err=True)
     engine = build_engine(config, num_threads)
     facts, layout = engine_facts(config), engine.kv.layout

@@ -18,8 +18,9 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from pdmesh.cli.processes import Child, ChildSpec, describe_exit, is_gateway, start_child
+from pdmesh.cli.processes import Child, ChildSpec, describe_exit, describe_oom, is_gateway, start_child
 from pdmesh.errors import PdmeshError, leaves
+from pdmesh.host import memory_limit_bytes, num_oom_kills
 from pdmesh.model import PoolMember
 from pdmesh.service import ENDING_LIMIT_S
 from pdmesh.wire.messages import FollowPools, PoolsWanted
@@ -44,6 +45,9 @@ MIN_DRAIN_S = 5.0
 TELL_AGAIN_S = 1.0
 
 EXIT_CONFIG = 2
+
+#: Of a log, quoted on the terminal.
+_MAX_LINE = 500
 
 
 class StartFailed(PdmeshError):
@@ -71,10 +75,17 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """Of one child."""
+    """Of one child, which has ended."""
 
-    returncode: int
     served_s: float
+    returncode: int = 1
+    how: str = ""  # it ended, in words
+    last_words: tuple[str, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """How it ended, and why if it said so."""
+        return self.how + (f": {' '.join(self.last_words)}" if self.last_words else "")
 
 
 @dataclass(slots=True)
@@ -114,13 +125,13 @@ class Service:
         try:
             life = await self._run_child(lambda: task_status.started())
             if not self.facts:
-                raise self._start_failure(life.returncode)
+                raise self._start_failure(life)
             backoff = Backoff()
             while not self._stopping.is_set():
                 delay_s = backoff.after(life.served_s)
                 self.is_coming = life.served_s > 0
                 when = f"in {delay_s:g} s" if delay_s else "at once"
-                self.on_event(self, f"{describe_exit(life.returncode)}; starting it again {when}")
+                self.on_event(self, f"{life.why}; starting it again {when}")
                 with anyio.move_on_after(delay_s):
                     await self._stopping.wait()
                     return
@@ -129,13 +140,16 @@ class Service:
             self._ended.set()
 
     async def _run_child(self, serving: Callable[[], None]) -> _Life:
-        life = _Life(returncode=1, served_s=0.0)
+        life = _Life(served_s=0.0)
+        num_oom_kills_before = num_oom_kills()
         async with start_child(self.spec) as child, anyio.create_task_group() as tasks:
             self.child = child
             try:
                 facts: dict[str, Any] | None = None
                 with anyio.move_on_after(self.start_timeout_s) as starting:
                     facts = await child.ready()
+                    if facts is None:
+                        await child.wait()
                 if starting.cancelled_caught:
                     self.on_event(self, f"does not serve after {self.start_timeout_s:g} s and is killed")
                     child.send_signal(signal.SIGKILL)
@@ -147,7 +161,13 @@ class Service:
                     serving()
                     tasks.start_soon(self._watch, child)
                 returncode = await child.wait()
-                life = _Life(returncode, 0.0 if facts is None else anyio.current_time() - began_s)
+                by_kernel = returncode == -signal.SIGKILL and num_oom_kills() > num_oom_kills_before
+                life = _Life(
+                    served_s=0.0 if facts is None else anyio.current_time() - began_s,
+                    returncode=returncode,
+                    how=describe_oom(memory_limit_bytes()) if by_kernel else describe_exit(returncode),
+                    last_words=child.last_words(),
+                )
                 tasks.cancel_scope.cancel()
             finally:
                 self.child = None
@@ -206,21 +226,20 @@ class Service:
         self._stopping.set()
         self._signal(signal.SIGKILL)
 
-    def _start_failure(self, returncode: int) -> StartFailed:
-        if returncode == EXIT_CONFIG:
-            return StartFailed(self._last_words() or f"{self.name}: {self._see_log()}", EXIT_CONFIG)
-        return StartFailed(f"{self.name} {describe_exit(returncode)} before it served; {self._see_log()}")
+    def _start_failure(self, life: _Life) -> StartFailed:
+        if life.returncode == EXIT_CONFIG and life.last_words:
+            return StartFailed("\n".join(f"{self.name}: {words}" for words in life.last_words), EXIT_CONFIG)
+        why = " ".join(life.last_words) or self._last_line()
+        quoted = f": {why}" if why else ""
+        return StartFailed(f"{self.name} {life.how} before it served{quoted}\n(the log is {self.spec.log_file})")
 
-    def _last_words(self) -> str:
-        """The sentences a service writes to stderr when its configuration is wrong (`pdmesh.service`)."""
+    def _last_line(self) -> str:
+        """Of its log: what a process leaves that ends without a word to its supervisor."""
         try:
-            lines = self.spec.log_file.read_text(errors="replace").splitlines()
+            lines = self.spec.log_file.read_text(errors="replace").split("\n")
         except OSError:
             return ""
-        return "\n".join(line.removeprefix("pdmesh ") for line in lines if line.startswith("pdmesh "))
-
-    def _see_log(self) -> str:
-        return f"see {self.spec.log_file}"
+        return next((line.strip()[:_MAX_LINE] for line in reversed(lines) if line.strip()), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,6 @@ from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import (
     WorkerSpecs,
     gateway_specs,
-    num_cores,
     pinned_settings,
     scheduler_spec,
     threads_per_worker,
@@ -36,6 +35,7 @@ from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolde
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.host import num_usable_cores
 from pdmesh.model import InstanceId, PoolCounts
 from pdmesh.rotation import cut_off
 from pdmesh.telemetry.logs import UnfailingStream
@@ -68,10 +68,10 @@ class MeshRun:
     def run(self) -> None:
         """Start, serve until told to stop, drain. Raises ConfigError, StartFailed."""
         with self.state.lock():
-            threads = threads_per_worker(self.config, self.pools.total, num_cores())
+            threads = threads_per_worker(self.config, self.pools.total, num_usable_cores())
             _say(
                 f"starting {self.pools} for {self.config.model or 'the built-in demo model'}; "
-                f"{num_cores()} cores, {threads} engine {'thread' if threads == 1 else 'threads'} a worker"
+                f"{num_usable_cores()} cores, {threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
             self.config = _with_token(resolved(self.config))
             check_profile(self.config)

@@ -18,11 +18,20 @@ def note(what):
     with open(events, "a") as file:
         file.write(f"{name} {what}\\n")
 
+def tell(facts):
+    os.write(int(os.environ["PDMESH_READY_FD"]), json.dumps(facts).encode() + b"\\n")
+
 if behaviour == "config-error":
-    sys.stderr.write(f"pdmesh {name}: model 'nowhere' is no directory\\n")
+    tell({"failed": ["model 'nowhere' is no directory"]})
     sys.exit(2)
-if behaviour == "crash":
+if behaviour == "error":
+    tell({"failed": ["memory ran out"]})
     sys.exit(1)
+if behaviour == "crash":
+    print("terminate called", file=sys.stderr)
+    sys.exit(1)
+if behaviour == "illegal":
+    os.kill(os.getpid(), signal.SIGILL)
 facts = {"pid": os.getpid(), "address": f"127.0.0.1:{os.environ.get('PDMESH_SCHEDULER_PORT', 7001)}"}
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -40,9 +49,10 @@ else:
 note("starting")
 while os.path.exists(events + ".hold"):
     time.sleep(0.01)
-if behaviour != "silent":
-    os.write(int(os.environ["PDMESH_READY_FD"]), json.dumps(facts).encode() + b"\\n")
-os.close(int(os.environ["PDMESH_READY_FD"]))
+if behaviour == "silent":
+    os.close(int(os.environ["PDMESH_READY_FD"]))
+else:
+    tell(facts)
 while signal.sigwait({signal.SIGTERM}) and behaviour == "stubborn":
     note("ignored SIGTERM")
 note("stopped")
@@ -52,8 +62,8 @@ note("stopped")
 def write_stand_in(folder: Path) -> Path:
     """A script to run as ``script NAME EVENTS_FILE BEHAVIOUR``.
 
-    Behaviours: ``good``, ``config-error``, ``crash`` (before it serves), ``silent`` (never serves), ``stubborn``
-    (ignores SIGTERM).
+    Behaviours: ``good``; before it serves ``config-error`` and ``error`` (says why), ``crash``, ``illegal`` (SIGILL);
+    ``silent`` (never serves); ``stubborn`` (ignores SIGTERM).
     """
     script = folder / "stand_in.py"
     script.write_text(_STAND_IN)

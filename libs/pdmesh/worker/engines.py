@@ -10,9 +10,9 @@ from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model
 from pdmesh.errors import ConfigError
+from pdmesh.host import free_host_bytes
 from pdmesh.model import KvLayout, MeasuredStep, num_blocks_for
 from pdmesh.profiles import parse_latency
-from pdmesh.worker.memory import free_host_bytes
 
 #: Of the stand-in engine, unless configured.
 _FAKE_MODEL_LEN = 32_768

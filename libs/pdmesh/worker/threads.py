@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -13,6 +12,7 @@ import anyio
 from anyio import from_thread, to_thread
 from anyio.lowlevel import current_token
 
+from pdmesh.host import num_usable_cores
 from pdmesh.kv.presence import Bell
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def fair_num_threads(num_threads: int) -> int:
     """``num_threads``, or for 0 half of the cores this process may use: the other pool's instance gets the rest."""
-    return num_threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    return num_threads or max(1, num_usable_cores() // 2)
 
 
 class EngineThread:

@@ -3,6 +3,5 @@
 import sys
 
 from pdmesh.service import run_from_environment
-from pdmesh_decode.main import main
 
-sys.exit(run_from_environment("decode", main))
+sys.exit(run_from_environment("decode", "pdmesh_decode.main"))

@@ -1,7 +1,6 @@
 import sys
 
 from pdmesh.service import run_from_environment
-from pdmesh_gateway.main import main
 
 if __name__ == "__main__":
-    sys.exit(run_from_environment("gateway", main))
+    sys.exit(run_from_environment("gateway", "pdmesh_gateway.main"))

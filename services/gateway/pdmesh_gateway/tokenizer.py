@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 
 from pdmesh.engine.files import read_json_object
 from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh.host import num_usable_cores
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, check_nesting, compile_template
 
@@ -66,7 +66,7 @@ class ModelTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_level = _is_byte_level(tokenizer)
         self._texts: dict[int, str] = {}
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = num_usable_cores()
         self._light = anyio.CapacityLimiter(num_cores)
         self._heavy = anyio.CapacityLimiter(max(1, num_cores // 2))
 

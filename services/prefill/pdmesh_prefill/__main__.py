@@ -3,6 +3,5 @@
 import sys
 
 from pdmesh.service import run_from_environment
-from pdmesh_prefill.main import main
 
-sys.exit(run_from_environment("prefill", main))
+sys.exit(run_from_environment("prefill", "pdmesh_prefill.main"))

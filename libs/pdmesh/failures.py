@@ -1,0 +1,65 @@
+"""Why a process failed, as a sentence for whoever started it: what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+from pdmesh.errors import ConfigError, PdmeshError, leaves
+
+#: A message may quote what a peer or a file holds.
+_MAX_SENTENCE = 2000
+
+_NO_PROCESS = (
+    "no thread or process can be started: a limit is reached (`ulimit -u`, or pids.max of its control group); raise it"
+)
+_NO_MEMORY = "memory ran out; give more, or lower --kv-cache-bytes, the number of instances, or the size of the model"
+
+
+def sentences(error: BaseException) -> tuple[str, ...]:
+    """One sentence for each cause: all wrong settings, else the first failure that ``error`` holds."""
+    causes = leaves(error)
+    wrong_settings = tuple(str(cause) for cause in causes if isinstance(cause, ConfigError))
+    on_purpose = [cause for cause in causes if isinstance(cause, PdmeshError)]
+    return wrong_settings or (sentence((on_purpose or causes)[0]),)
+
+
+def sentence(error: BaseException) -> str:
+    """What to tell of one error that is no group."""
+    return _told(error)[:_MAX_SENTENCE]
+
+
+def _told(error: BaseException) -> str:
+    message = str(error).strip()
+    match error:
+        case PdmeshError():
+            return message
+        case OSError() if error.errno is not None:
+            return _of_system(error)
+        case ImportError():
+            return f"{message}; the installation is incomplete or does not fit: see `pdmesh doctor`"
+        case MemoryError():
+            return _NO_MEMORY
+        case RuntimeError() if "can't start new thread" in message:
+            return _NO_PROCESS
+        case RuntimeError() if "DefaultCPUAllocator" in message:  # torch's
+            return _NO_MEMORY
+        case _:
+            first = message.splitlines()[0] if message else "no message"
+            return f"{type(error).__name__}: {first}"
+
+
+def _of_system(error: OSError) -> str:
+    at = f" ({error.filename})" if error.filename else ""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"no space is left on the disk{at}: free some, or name another by XDG_STATE_HOME or TMPDIR"
+        case errno.EMFILE | errno.ENFILE:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"no more files can be opened{at}: the limit is {soft}; raise it, as with `ulimit -n 4096`"
+        case errno.EAGAIN:
+            return _NO_PROCESS
+        case errno.ENOMEM:
+            return _NO_MEMORY
+        case _:
+            return f"{error.strerror}{at}"

@@ -1,0 +1,108 @@
+"""What the host leaves this process: memory and cores, of the machine and of the control groups that it is in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # version 1 says "no limit" with a number as large
+
+
+def free_host_bytes(root: Path = Path("/")) -> int | None:
+    """The least memory that any of them leaves; what caches of files take counts as free. None if nobody says."""
+    found = [*_of_machine(root / "proc/meminfo"), *_of_groups(root)]
+    return max(0, min(found)) if found else None
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int | None:
+    """The tightest limit of the control groups; None where they set none."""
+    limits = [limit for group in _groups(root, "memory") if (limit := _memory_limit(group)) is not None]
+    return min(limits, default=None)
+
+
+def num_usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may keep busy: those of its affinity, or what control groups leave of them; at least 1.
+
+    A share of a core is left idle: threads that wait for each other all stand still when one is stopped.
+    """
+    quotas = [quota for group in _groups(root, "cpu") if (quota := _quota(group)) is not None]
+    return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
+
+
+def num_oom_kills(root: Path = Path("/")) -> int:
+    """Processes that the kernel killed for want of memory: of our control group, or of the machine if none says."""
+    for group in _groups(root, "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _field(group / name, "oom_kill")) is not None:
+                return count
+    return _field(root / "proc/vmstat", "oom_kill") or 0
+
+
+def _of_machine(meminfo: Path) -> Iterator[int]:
+    if (available_kib := _field(meminfo, "MemAvailable:")) is not None:
+        yield available_kib * 1024
+
+
+def _of_groups(root: Path) -> Iterator[int]:
+    """Each group's limit less what is used of it."""
+    for group in _groups(root, "memory"):
+        limit = _memory_limit(group)
+        usage = _number(group / "memory.current", group / "memory.usage_in_bytes")
+        if limit is not None and usage is not None:
+            stat = group / "memory.stat"
+            yield limit - usage + (_field(stat, "total_inactive_file") or _field(stat, "inactive_file") or 0)
+
+
+def _memory_limit(group: Path) -> int | None:
+    limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
+    return limit if limit is not None and limit < _UNLIMITED else None
+
+
+def _quota(group: Path) -> float | None:
+    """Cores' worth of time; None if the group sets no limit."""
+    quota, period = (*_words(group / "cpu.max"), "", "")[:2]
+    if not quota:
+        quota, period = (" ".join(_words(group / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the control groups that we are in, up to the root: the nearest need not be the tightest."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controllers
+            base = base if base.is_dir() else root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        group = base / path.lstrip("/")
+        while True:
+            yield group
+            if group == base:
+                break
+            group = group.parent
+
+
+def _field(file: Path, name: str) -> int | None:
+    """The number after ``name`` on its line."""
+    found = (line.split() for line in _lines(file))
+    return next((int(words[1]) for words in found if len(words) > 1 and words[0] == name and words[1].isdigit()), None)
+
+
+def _number(*files: Path) -> int | None:
+    """What the first of them that holds a number says."""
+    return next((int(text) for file in files if (text := " ".join(_words(file))).isdigit()), None)
+
+
+def _words(file: Path) -> list[str]:
+    return " ".join(_lines(file)).split()
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeError):
+        return []
