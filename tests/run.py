@@ -37,8 +37,9 @@ ALONE, MESHES = "gpu", "e2e"
 #: Each process loads torch.
 MAX_PROCESSES = 8
 
-#: pytest's exit codes: all passed, some failed, nothing was collected. Any other is an error of its own.
+#: pytest's exit codes: all passed, some failed, nothing was collected. Any other means that it broke off.
 PASSED, FAILED, NOTHING = 0, 1, 5
+COMPLETE = {PASSED, FAILED, NOTHING}
 
 #: CPU time that a test may take in `make test`, in seconds, and how many times that much fails the run: CPU time is
 #: nearly the same on a machine that is busy, but not on one that is slower.
@@ -123,18 +124,17 @@ def parts(arguments: Sequence[str], *, everything: bool) -> Iterator[Part]:
         yield Part("device", [*arguments, f"tests/{ALONE}"])
 
 
-def run(part: Part, outcomes: Outcomes, folder: Path) -> bool:
-    """Run a part beside its linters and count what became of them; False if pytest broke off."""
+def run(part: Part, outcomes: Outcomes, folder: Path) -> int:
+    """Run a part beside its linters, count what became of them, and return pytest's exit code."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     with linting(part.linters, outcomes):
         code = exit_code_of([*PYTEST, *part.pytest, f"--junitxml={report}"])
-    is_complete = code in (PASSED, FAILED, NOTHING)
     if report.exists():
         outcomes.add_report(report, part.budget_s)
-    if not is_complete:
+    if code not in COMPLETE:
         outcomes.add(f"{part.name}: pytest, with exit code {code},", passed=False)
-    return is_complete
+    return code
 
 
 @contextmanager
@@ -164,16 +164,18 @@ def exit_code_of(command: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 if anything failed, else 0."""
-    outcomes, took = Outcomes(), list[str]()
+    """1 if anything failed or no test was found, else 0."""
+    outcomes, codes, took = Outcomes(), set[int](), list[str]()
     chosen = parts([each for each in arguments if each != "--all"], everything="--all" in arguments)
     with tempfile.TemporaryDirectory() as folder:
         for part in chosen:
             began_s = time.monotonic()
-            goes_on = run(part, outcomes, Path(folder))
+            codes.add(run(part, outcomes, Path(folder)))
             took.append(f"{part.name}: {time.monotonic() - began_s:.0f} s")
-            if not goes_on:
+            if not codes <= COMPLETE:
                 break
+    if codes == {NOTHING}:
+        outcomes.add("choosing tests: none was found, which", passed=False)
     sys.stdout.write("\n".join(["; ".join(took), *outcomes.lines()]) + "\n")
     return int(outcomes.num_failed > 0)
 

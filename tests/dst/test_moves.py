@@ -14,6 +14,7 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Role
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, SCHEDULER, Ask, Fault, FaultKind, Plan
 from pdmesh.testing.dst.run import run
+from pdmesh.testing.examples import slow_beyond
 
 PREFILL, ONE, OTHER, GATEWAY = "i0", "i1", "i2", "g0"
 NUM_ASKS = 3
@@ -81,7 +82,7 @@ def a_plan(seed: int, *faults: Fault, delay_s: float = 0.002, copy_s: float = 0.
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_beyond(2, range(4)))
 def test_what_moves_to_and_fro_is_the_stream_of_an_undisturbed_run(seen: Counter[str], seed: int) -> None:
     result = run(a_plan(seed))
     assert result.broken is None
@@ -89,15 +90,15 @@ def test_what_moves_to_and_fro_is_the_stream_of_an_undisturbed_run(seen: Counter
     assert not seen["restarted"]
 
 
-def test_some_end_on_their_way(seen: Counter[str]) -> None:
-    for seed in range(6):
-        assert run(a_plan(seed, stop_early=True)).broken is None
+@pytest.mark.parametrize("seed", slow_beyond(2, range(6)))
+def test_some_end_on_their_way(seen: Counter[str], seed: int) -> None:
+    assert run(a_plan(seed, stop_early=True)).broken is None
     assert seen["sent"]
 
 
 @pytest.mark.parametrize("target", [ONE, PREFILL, SCHEDULER, GATEWAY])
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP, FaultKind.CUT, FaultKind.TERMINATE])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_beyond(1, range(3)))
 def test_and_whatever_fails_meanwhile(seen: Counter[str], kind: FaultKind, target: str, seed: int) -> None:
     if target == GATEWAY and kind is not FaultKind.CUT:
         pytest.skip("its clients go with it")
@@ -107,7 +108,7 @@ def test_and_whatever_fails_meanwhile(seen: Counter[str], kind: FaultKind, targe
     assert seen["sent"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_beyond(3, range(6)))
 def test_and_whatever_becomes_of_the_pieces(seen: Counter[str], seed: int) -> None:
     """Lost, damaged, repeated and late; copied slowly, so that what stands still goes on after a while."""
     fault = Fault(at_s=0.6, kind=FaultKind.PIECES, target=ONE, duration_s=END_S)
@@ -116,7 +117,7 @@ def test_and_whatever_becomes_of_the_pieces(seen: Counter[str], seed: int) -> No
     assert seen["failed before the commit"] + seen["failed after the commit"]
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", slow_beyond(1, [1, 3]))
 def test_what_moves_because_memory_is_short_is_the_stream_of_an_undisturbed_run(
     seen: Counter[str], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

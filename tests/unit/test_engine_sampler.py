@@ -106,7 +106,7 @@ def test_draws_follow_the_distribution_transformers_draws_from(params: dict[str,
         cast("torch.LongTensor", torch.zeros(1, 1, dtype=torch.long)), cast("torch.FloatTensor", logits.clone())
     )
     expected = torch.softmax(warped.double(), dim=-1)[0]
-    count = 20_000
+    count = 5_000
     drawn = draw_many(logits, count, **params)
     assert all(expected[token_id] > 0 for token_id in drawn)
     likely = [token_id for token_id in range(VOCAB_SIZE) if expected[token_id] * count >= 5]
@@ -156,7 +156,7 @@ FILTERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_noise_changes_a_draw_as_seldom_as_it_is_small(params: dict[str, Any]) -> None:
     """Thousands of nearly equal tokens, noise of 1e-4: a walk along the cumulative sum changed 15 % of the draws."""
-    count, noise = 4_000, 1e-4
+    count, noise = 1_000, 1e-4
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(1, 5_000, generator=generator) * 0.2
     sequences = [sequence_of(seed=seed, temperature=0.9, **params) for seed in range(count)]
@@ -166,7 +166,7 @@ def test_noise_changes_a_draw_as_seldom_as_it_is_small(params: dict[str, Any]) -
         noisy = logits + torch.randn(500, 5_000, generator=generator) * noise
         pairs = zip(sample(logits.expand(500, -1), part), sample(noisy, part), strict=True)
         changed += sum(a != b for a, b in pairs)
-    assert changed <= 20 * noise * count  # 8; measured: 0 to 3
+    assert changed <= 20 * noise * count  # 2; of 4,000 there were 0 to 3
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)

@@ -42,6 +42,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "unpacked"
 
 
+@pytest.mark.slow
 def test_every_source_file_is_in_the_wheel_and_no_other_package(unpacked: Path) -> None:
     for package, source in PACKAGES.items():
         wanted = {file.relative_to(source) for file in (source / package).rglob("*.py")}
@@ -50,6 +51,7 @@ def test_every_source_file_is_in_the_wheel_and_no_other_package(unpacked: Path) 
     assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == set(PACKAGES)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_without_the_source(unpacked: Path) -> None:
     modules = [*PACKAGES, *(f"{package}.main" for package in PACKAGES if package != "pdmesh"), "pdmesh.cli.app"]
     program = (
@@ -63,6 +65,7 @@ def test_the_wheel_works_without_the_source(unpacked: Path) -> None:
     subprocess.run([sys.executable, "-c", program], env=environ, cwd=unpacked, check=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_a_mesh_starts_from_the_wheel_outside_the_checkout(unpacked: Path, tmp_path: Path) -> None:
     """And answers: what the editable install has on the path must not be what makes it work."""
     program = (
@@ -124,6 +127,7 @@ def test_no_package_is_left_out_of_the_layers() -> None:
     assert found == set().union(*rows_of_the_docs())
 
 
+@pytest.mark.slow
 def test_the_license_is_in_the_wheel(unpacked: Path) -> None:
     (file,) = unpacked.glob("*.dist-info/licenses/LICENSE")
     assert "Apache License" in file.read_text()

@@ -31,6 +31,7 @@ from pdmesh.policy.batching_theory import (
     renewal_threshold,
     tried_threshold,
 )
+from pdmesh.testing.examples import slow_beyond
 
 FREE_TOKENS = StepCosts(switch_s=1.0, decode_step_s=1.0, mixed_step_s=1.0, prompt_token_s=0.0, decode_token_s=0.0)
 
@@ -110,8 +111,8 @@ def test_a_chain_takes_a_token_at_least() -> None:
 
 #: All 64 sets of `ebplus_math`, section 9 (b), with its worst: tokens cost nothing there. With realistic costs it was
 #: 0.9995 instead of 0.9968.
-@pytest.mark.parametrize("num_slots", [64, 128, 256, 512])
-@pytest.mark.parametrize("mean_output", [16, 64, 256, 1024])
+@pytest.mark.parametrize("num_slots", slow_beyond(2, [64, 128, 256, 512]))
+@pytest.mark.parametrize("mean_output", slow_beyond(3, [16, 64, 256, 1024]))
 def test_in_an_exact_chain_the_threshold_loses_next_to_nothing(num_slots: int, mean_output: int) -> None:
     for ratio in (0.15, 1.0, 5.0, 17.0):
         exact = chain_throughputs(num_slots, mean_output, ratio)
@@ -280,13 +281,16 @@ def step_s(of: StepCosts, decodes: int, tokens: int) -> float:
 
 @pytest.mark.parametrize(
     ("limit", "num_slots", "prompt", "mean_output"),
-    [
-        (StepLimit(0.05, 8192), 48, 1530, 195),  # steps are full, and decodes give way
-        (StepLimit(0.05, 8192), 24, 200, 200),  # steps are hardly ever full
-        (StepLimit(math.inf, 256), 48, 1530, 195),  # full by their number of tokens
-        (StepLimit(math.inf, 512), 32, 1000, 300),  # a third of the steps has a chunk
-        (StepLimit(0.041, 8192), 48, 600, 200),  # decodes alone nearly take the time
-    ],
+    slow_beyond(
+        3,
+        [
+            (StepLimit(0.05, 8192), 24, 200, 200),  # steps are hardly ever full
+            (StepLimit(math.inf, 256), 48, 1530, 195),  # full by their number of tokens
+            (StepLimit(math.inf, 512), 32, 1000, 300),  # a third of the steps has a chunk
+            (StepLimit(0.041, 8192), 48, 600, 200),  # decodes alone nearly take the time
+            (StepLimit(0.05, 8192), 48, 1530, 195),  # steps are full, and decodes give way
+        ],
+    ),
 )
 def test_mixed_throughput_under_a_limit_is_what_a_simulation_of_its_steps_gives(
     limit: StepLimit, num_slots: int, prompt: int, mean_output: int
@@ -383,11 +387,7 @@ def peaks_above(capacity: float, num_slots: int, k: int, lengths: LengthMoments,
 
 @pytest.mark.parametrize(
     ("capacity", "prompt", "mean_output", "idle_share"),
-    [
-        (200_000, 256, 512, 0.219),
-        (200_000, 1024, 256, 0.291),
-        (200_000, 256, 2048, 0.119),
-    ],
+    slow_beyond(1, [(200_000, 1024, 256, 0.291), (200_000, 256, 512, 0.219), (200_000, 256, 2048, 0.119)]),
 )
 def test_as_many_slots_as_are_said_to_be_safe_are(
     capacity: int, prompt: int, mean_output: int, idle_share: float
@@ -443,7 +443,7 @@ def seconds_a_request(num_slots: int, num_idle: int, of: StepCosts, outputs: Seq
 
 
 @pytest.mark.parametrize("switch_s", [1.5, 17.0])
-@pytest.mark.parametrize(("num_slots", "short", "long"), [(16, 10, 90), (32, 51, 461), (64, 51, 461)])
+@pytest.mark.parametrize(("num_slots", "short", "long"), slow_beyond(1, [(16, 10, 90), (32, 51, 461), (64, 51, 461)]))
 def test_where_many_outputs_are_of_one_length_a_tried_threshold_is_nearly_the_best_and_says_what_it_gives(
     num_slots: int, short: int, long: int, switch_s: float
 ) -> None:

@@ -1,70 +1,124 @@
-"""What ``make test`` runs: each test once."""
+"""What ``make test`` and ``make test-all`` run, and what they say at the end."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from xml.sax.saxutils import quoteattr
 
 import pytest
 
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def run() -> ModuleType:
     spec = importlib.util.spec_from_file_location("run_tests", TESTS / "run.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["run_tests"] = module  # its dataclasses look there for their annotations
     spec.loader.exec_module(module)
     return module
 
 
-def test_each_folder_of_tests_is_in_one_stage(run: ModuleType) -> None:
-    commands = run.stages(["-k", "relay or pools"]).values()
-    named = sorted(argument for command in commands for argument in command if argument.startswith("tests/"))
-    assert named == sorted({f"tests/{file.relative_to(TESTS).parts[0]}" for file in TESTS.rglob("test_*.py")})
-    for command in commands:
-        assert command[command.index("-k") + 1] == "relay or pools"
-    (alone,) = [command for command in commands if "tests/gpu" in command]
-    assert "-n" not in alone
-    (meshes,) = [command for command in commands if "tests/e2e" in command]
-    assert "tests/unit" not in meshes  # they have the machine to themselves
+def test_each_folder_of_tests_is_run_and_each_linter_once(run: ModuleType) -> None:
+    parts = list(run.parts(["-k", "relay or pools"], everything=True))
+    named = [argument for part in parts for argument in part.pytest if argument.startswith("tests/")]
+    assert set(named) == {f"tests/{file.relative_to(TESTS).parts[0]}" for file in TESTS.rglob("test_*.py")}
+    assert all(part.pytest[part.pytest.index("-k") + 1] == "relay or pools" for part in parts)
+    (alone,) = [part for part in parts if "tests/gpu" in part.pytest]
+    assert "-n" not in alone.pytest
+    assert all("tests/unit" not in part.pytest for part in parts if "tests/e2e" in part.pytest)
+    assert sorted(linter for part in parts for linter in part.linters) == ["imports", "mypy", "pyright", "ruff"]
+
+
+def test_what_is_slow_is_left_to_test_all(run: ModuleType) -> None:
+    fast, everything = (list(run.parts([], everything=chosen)) for chosen in (False, True))
+    assert everything[: len(fast)] == fast
+    assert all(part.pytest[part.pytest.index("-m") + 1] == "not slow" for part in fast)
+    slow = {part.pytest[part.pytest.index("-m") + 1] for part in everything[len(fast) :] if "-m" in part.pytest}
+    assert slow == {"slow", "slow or drawn"}
 
 
 @pytest.mark.parametrize("named", ["tests/unit/test_run.py", "tests/e2e", "tests/unit/test_run.py::test_nothing"])
 def test_who_names_files_has_them_run_alone(run: ModuleType, named: str) -> None:
-    (command,) = run.stages(["-x", named]).values()
-    assert command[-2:] == ["-x", named]
-    assert "-n" not in command
+    (part,) = run.parts(["-x", named], everything=False)
+    assert part.pytest == ["-x", named]
+    assert not part.linters
+
+
+def a_test(name: str, outcome: str = "", message: str = "", cpu_s: float = 0.1) -> str:
+    inner = f"<{outcome} message={quoteattr(message)}/>" if outcome else ""
+    note = f'<properties><property name="cpu_s" value="{cpu_s}"/></properties>'
+    return f'<testcase classname="tests.unit.test_it" name="{name}">{note}{inner}</testcase>'
+
+
+class Machine:
+    """Stands for pytest and for make: the reports and exit codes of the parts, one after the other."""
+
+    def __init__(self, *parts: tuple[int, Sequence[str]], broken_linter: str = "") -> None:
+        self.parts = list(parts)
+        self.broken_linter = broken_linter
+
+    def exit_code_of(self, command: Sequence[str]) -> int:
+        code, cases = self.parts.pop(0)
+        if cases:
+            Path(command[-1].partition("=")[2]).write_text(f"<testsuites>{''.join(cases)}</testsuites>")
+        return code
+
+    def lint(self, name: str) -> subprocess.CompletedProcess[str]:
+        is_broken = name == self.broken_linter
+        return subprocess.CompletedProcess([], int(is_broken), stdout=f"{name} complains\n" if is_broken else "")
+
+
+PASSES = (0, [a_test("one")])
 
 
 @pytest.mark.parametrize(
-    ("lint", "tests", "expected", "stages"),
+    ("machine", "code", "last", "said"),
     [
-        (0, (0, 0, 0), 0, 4),
-        (2, (0, 0, 0), 2, 1),  # lint has failed
-        (0, (1, 0, 0), 1, 4),
-        (0, (0, 1, 0), 1, 4),
-        (0, (0, 0, 1), 1, 4),
-        (0, (5, 5, 0), 0, 4),  # what was asked for is in one of them
-        (0, (5, 1, 5), 1, 4),
-        (0, (5, 5, 5), 5, 4),  # or in none
-        (0, (4, 0, 0), 4, 2),  # wrong usage
-        (0, (-9, 0, 0), 1, 2),  # killed
+        (Machine(PASSES, PASSES), 0, "5 passed, 0 failed, 0 skipped", ""),
+        (Machine(PASSES, (1, [a_test("a"), a_test("b", "failure")])), 1, "5 passed, 1 failed, 0 skipped", ""),
+        (Machine((1, [a_test("a", "error")]), PASSES), 1, "4 passed, 1 failed, 0 skipped", ""),
+        (
+            Machine(
+                PASSES, (0, [a_test("a", "skipped", "this processor lacks AMX"), a_test("b", "skipped", "no disk")])
+            ),
+            0,
+            "4 passed, 0 failed, 2 skipped",
+            "1 skipped: this processor lacks AMX\n",
+        ),
+        (Machine(PASSES, (5, [])), 0, "4 passed, 0 failed, 0 skipped", ""),  # what was asked for is in one of them
+        (Machine((5, []), (5, [])), 1, "3 passed, 1 failed, 0 skipped", "none was found"),
+        (Machine((4, [])), 1, "3 passed, 1 failed, 0 skipped", "exit code 4, failed"),  # wrong usage ends the run
+        (Machine((-9, [])), 1, "3 passed, 1 failed, 0 skipped", "exit code -9, failed"),
+        (Machine(PASSES, PASSES, broken_linter="mypy"), 1, "4 passed, 1 failed, 0 skipped", "mypy complains\n"),
+        (
+            Machine((0, [a_test("a", cpu_s=7.9), a_test("b", cpu_s=8.1)]), (0, [a_test("c", cpu_s=90.0)])),
+            1,
+            "5 passed, 1 failed, 0 skipped",
+            "test_it::b took 8.1 s of CPU time; its budget is 2 s",
+        ),
     ],
+    ids=["all", "failure", "error", "skipped", "some", "nothing", "usage", "killed", "lint", "budget"],
 )
-def test_a_failure_of_any_stage_is_one_of_all(
+def test_one_line_counts_all_parts(
     run: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    lint: int,
-    tests: tuple[int, int, int],
-    expected: int,
-    stages: int,
+    machine: Machine,
+    code: int,
+    last: str,
+    said: str,
 ) -> None:
-    codes = iter((lint, *tests))
-    monkeypatch.setattr(run, "exit_code_of", lambda _command: next(codes))
-    assert run.main([]) == expected
-    assert capsys.readouterr().out.count(": 0 s") == stages
+    monkeypatch.setattr(run, "exit_code_of", machine.exit_code_of)
+    monkeypatch.setattr(run, "lint", machine.lint)
+    assert run.main([]) == code
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == last
+    assert said in printed

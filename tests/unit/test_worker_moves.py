@@ -93,21 +93,22 @@ async def drawn(instance: RunningInstance, name: str, count: int) -> None:
 def stream(name: str, first: str, *instances: RunningInstance) -> list[int]:
     """The tokens as a gateway takes them: each from the instance that the word of the last one names."""
     said = {str(instance.instance.instance_id): instance for instance in instances}
+    tokens = {who: {token.index: token for token in instance.tokens_of(name)} for who, instance in said.items()}
+    turns = {
+        (who, each.index): each.next_instance_id
+        for who, instance in said.items()
+        for each in instance.tokens
+        if isinstance(each, TurnOver) and each.request_id == name
+    }
     whose, ids = first, list[int]()
     while True:
-        index = len(ids)
-        token = next((t for t in said[whose].tokens_of(name) if t.index == index), None)
-        assert token is not None, f"token {index} is not said by {whose}"
+        token = tokens[whose].get(len(ids))
+        assert token is not None, f"token {len(ids)} is not said by {whose}"
         assert token.token_id is not None
         ids.append(token.token_id)
         if token.finish_reason is not None:
             return ids
-        whose = _next(name, whose, token.next_instance_id, index + 1, said)
-
-
-def _next(name: str, whose: str, named: str | None, index: int, said: dict[str, RunningInstance]) -> str:
-    turns = [t for t in said[whose].tokens if isinstance(t, TurnOver) and (t.request_id, t.index) == (name, index)]
-    return turns[-1].next_instance_id if turns else named or whose
+        whose = turns.get((whose, len(ids)), token.next_instance_id) or whose
 
 
 def assert_one_speaker(name: str, *instances: RunningInstance) -> None:
@@ -162,8 +163,8 @@ async def test_a_stream_that_moves_to_and_fro_is_the_stream() -> None:
 
 
 async def test_many_move_at_once_while_others_stay() -> None:
-    params = SamplingParams(max_tokens=400, temperature=0)
-    async with pair(num_blocks=2048) as (source, target, _):
+    params = SamplingParams(max_tokens=150, temperature=0)
+    async with pair(num_blocks=1024) as (source, target, _):
         names = [f"r{number}" for number in range(12)]
         blocks = {name: start(source, name, [number + 1] * (number + 3), params) for number, name in enumerate(names)}
         for name in names:
@@ -211,8 +212,8 @@ async def ends_where_it_was(source: RunningInstance, target: RunningInstance, pa
 @pytest.mark.parametrize("is_stopped", [False, True])
 async def test_before_the_commit_it_goes_on_by_itself(is_stopped: bool) -> None:
     """The target cannot be reached, or takes nothing."""
-    params = SamplingParams(max_tokens=3000, temperature=0)
-    async with pair(num_blocks=1024) as (source, target, fabric):
+    params = SamplingParams(max_tokens=1000, temperature=0)
+    async with pair(num_blocks=512, step_s=0.001) as (source, target, fabric):
         num_blocks = start(source, "r", PROMPT, params)
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(gate=anyio.Event()) if is_stopped else MemoryFaults(refuse=True)
@@ -251,8 +252,8 @@ async def test_damaged_kv_is_asked_for_again_and_the_stream_moves() -> None:
 @pytest.mark.parametrize("kind", [PieceKind.KV, PieceKind.TRANSCRIPT])
 async def test_what_is_always_damaged_on_the_way_is_found_before_the_target_begins(kind: PieceKind) -> None:
     """And after the commit, if that is on its way by then: the target has said that it never began."""
-    params = SamplingParams(max_tokens=3000, temperature=0)
-    async with pair(num_blocks=1024) as (source, target, fabric):
+    params = SamplingParams(max_tokens=1000, temperature=0)
+    async with pair(num_blocks=512, step_s=0.001) as (source, target, fabric):
         num_blocks = start(source, "r", PROMPT, params)
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(corrupt=lambda header: is_kind(header, kind))
@@ -471,8 +472,8 @@ async def test_a_target_without_room_or_that_stops_refuses() -> None:
 
 
 async def test_a_source_that_registers_again_says_that_it_decodes() -> None:
-    params = SamplingParams(max_tokens=3000, temperature=0)
-    async with pair(num_blocks=1024) as (source, target, fabric):
+    params = SamplingParams(max_tokens=1000, temperature=0)
+    async with pair(num_blocks=512, step_s=0.001) as (source, target, fabric):
         num_blocks = start(source, "r", PROMPT, params)
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(gate=anyio.Event())

@@ -1,13 +1,23 @@
-"""How many examples a property test draws: as many as it asks for, or the share that hypothesis' profile says."""
+"""How much of what could be tried `make test` tries, and how much is left to `make test-all`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
-#: Of a profile that draws all that tests ask for.
+#: Examples of a profile that draws all that tests ask for.
 _ALL = 100
 
 
 def examples(number: int) -> int:
-    """``max_examples`` of a test that asks for ``number``, at least 1: the loaded profile's percentage of it."""
+    """``max_examples`` of a test that asks for ``number``: the loaded profile's percentage of it, at least 1."""
     return max(1, number * settings().max_examples // _ALL)
+
+
+def slow_beyond(num_fast: int, values: Iterable[Any]) -> Sequence[Any]:
+    """Values of a parameter of which all but the first ``num_fast`` are marked ``slow``."""
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (place >= num_fast)) for place, row in enumerate(rows)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -86,9 +87,13 @@ class RunningInstance:
     told_to_stop: anyio.Event = field(default_factory=anyio.Event)
     _plan_ids: itertools.count[int] = field(default_factory=itertools.count)
     _said: anyio.Event = field(default_factory=anyio.Event)
+    #: The same, looked up after each thing that is said: of a kind and a request, of a request and an epoch.
+    _reports: dict[tuple[type, str], list[InstanceEvent]] = field(default_factory=lambda: defaultdict(list))
+    _tokens: dict[tuple[str, int], list[TokenOut]] = field(default_factory=lambda: defaultdict(list))
 
     def report(self, message: InstanceEvent) -> None:
         self.reports.append(message)
+        self._reports[type(message), getattr(message, "request_id", "")].append(message)
         self.notify()
 
     def open(self, address: str) -> None:
@@ -96,6 +101,8 @@ class RunningInstance:
 
     def send(self, address: str, message: TokensUp) -> None:
         self.tokens.append(message)
+        if isinstance(message, TokenOut):
+            self._tokens[message.request_id, message.epoch].append(message)
         self.notify()
 
     def notify(self) -> None:
@@ -114,18 +121,10 @@ class RunningInstance:
         return self.reports_of(kind, request_id)[-1]
 
     def reports_of(self, kind: type[T], request_id: str) -> list[T]:
-        return [
-            report
-            for report in self.reports
-            if isinstance(report, kind) and getattr(report, "request_id", None) == request_id
-        ]
+        return [report for report in self._reports.get((kind, request_id), ()) if isinstance(report, kind)]
 
     def tokens_of(self, request_id: str, epoch: int = 0) -> list[TokenOut]:
-        return [
-            token
-            for token in self.tokens
-            if isinstance(token, TokenOut) and token.request_id == request_id and token.epoch == epoch
-        ]
+        return list(self._tokens.get((request_id, epoch), ()))
 
     def admit(
         self,
