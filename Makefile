@@ -12,10 +12,12 @@
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
 #
-# Both first two make .venv and install into it what constraints.txt pins, once for each state of that file, of
-# pyproject.toml and of the CPU kernels. TORCH says what pip is given for torch, for instance TORCH="--index-url URL torch==2.13.0".
+# The first of these makes .venv and installs into it what constraints.txt pins (deploy/install.py), once for each state of that
+# file, of pyproject.toml, of the CPU kernels and of the compiler. PYTHON says with which Python .venv is made, TORCH what pip is
+# given for torch, for instance TORCH="--index-url URL torch==2.13.0".
 
 PYTHON ?= python3
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "pdmesh needs Python 3.11 to 3.13; say which with make PYTHON=...")'
 TORCH ?= torch==2.13.0
 ARGS ?=
 SEEDS ?= 1000
@@ -24,8 +26,9 @@ FUZZ_SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt
-STATE := $(shell cat pyproject.toml constraints.txt libs/pdmesh/engine/csrc/* | sha256sum | cut -c1-16)
+# A compiler that was installed since is a reason to compile the kernels.
+STATE := $(shell { cat pyproject.toml constraints.txt; find libs/pdmesh/engine/csrc -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cat; \
+  command -v c++ g++; echo $$CXX; } | sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.run-$(STATE)
 TEST_STAMP := $(VENV)/.test-$(STATE)
 
@@ -72,7 +75,7 @@ fuzz: $(TEST_STAMP)
 
 # Nothing of this machine's own: no wheels beside the index, none that is installed. A tree that once did not resolve went
 # unseen, since all had it installed.
-resolve: $(VENV)/.base-$(STATE)
+resolve: $(RUN_STAMP)
 	$(BIN)/python -m pip --isolated --disable-pip-version-check --no-input install -q --dry-run --ignore-installed \
 	  --no-build-isolation --only-binary :all: -c constraints.txt $(TORCH) \
 	  $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; \
@@ -89,20 +92,15 @@ fmt: $(TEST_STAMP)
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# torch comes first and alone: a range would make pip take the newest build, with gigabytes of CUDA packages.
-$(VENV)/.base-$(STATE):
-	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "pdmesh needs Python 3.11 to 3.13; say which with make PYTHON=...")'
-	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing what constraints.txt pins into $(VENV); the first time takes a few minutes"
-	@rm -f $(VENV)/.base-* $(VENV)/.run-* $(VENV)/.test-*
-	@$(PIP) $(TORCH)
-	@$(PIP) hatchling editables
+# Says what it installs. A run that was interrupted is repaired by the next.
+$(RUN_STAMP):
+	@$(CHECK_PYTHON)
+	@$(PYTHON) deploy/install.py --torch "$(TORCH)"
+	@rm -f $(VENV)/.run-* $(VENV)/.test-*
 	@touch $@
 
-$(RUN_STAMP): $(VENV)/.base-$(STATE)
-	@$(PIP) --no-build-isolation --editable .
-	@touch $@
-
-$(TEST_STAMP): $(VENV)/.base-$(STATE)
-	@$(PIP) --no-build-isolation --editable '.[test,lint]'
+$(TEST_STAMP):
+	@$(CHECK_PYTHON)
+	@$(PYTHON) deploy/install.py --torch "$(TORCH)" --for test
+	@rm -f $(VENV)/.run-* $(VENV)/.test-*
 	@touch $@ $(RUN_STAMP)
