@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = ("attention.cpp", "linear.cpp", "rows.cpp")
-FOLDER = "libs/pdmesh/engine/csrc"
+FOLDER = "libs/pdmesh/engine/csrc/dot"
 LIBRARY = "libs/pdmesh/engine/_kernels.so"
 #: The library asks the processor before it uses what these allow.
 FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp"]

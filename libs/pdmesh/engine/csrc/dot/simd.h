@@ -1,11 +1,11 @@
-// What all kernels share: bf16 vectors, aligned buffers, 2^x, transposition.
+// What the dot kernels share: bf16 vectors, 2^x, transposition.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
+
+#include "../memory.h"
 
 namespace pdmesh {
 
@@ -13,18 +13,6 @@ using bf16 = uint16_t;
 
 constexpr int kTile = 16;  // rows, and 32-bit columns, of a tile
 constexpr float kLog2E = 1.4426950408889634f;
-
-struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-};
-template <class T>
-using Buffer = std::unique_ptr<T[], Free>;
-
-template <class T>
-Buffer<T> buffer(size_t size) {
-    const size_t bytes = (size * sizeof(T) + 63) / 64 * 64;
-    return Buffer<T>(static_cast<T*>(std::aligned_alloc(64, bytes)));
-}
 
 inline __m512 widen(const bf16* values) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values)));

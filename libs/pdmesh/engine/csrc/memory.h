@@ -1,0 +1,21 @@
+// Buffers of the kernels' threads: aligned to cache lines, uninitialized.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+
+namespace pdmesh {
+
+struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+};
+template <class T>
+using Buffer = std::unique_ptr<T[], Free>;
+
+template <class T>
+Buffer<T> buffer(size_t size) {
+    const size_t bytes = (size * sizeof(T) + 63) / 64 * 64;
+    return Buffer<T>(static_cast<T*>(std::aligned_alloc(64, bytes)));
+}
+
+}  // namespace pdmesh
