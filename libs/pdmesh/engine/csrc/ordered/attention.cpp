@@ -1,0 +1,290 @@
+// Attention over the paged cache: a step's spans as tasks for the threads.
+//
+// Query rows are those of all heads that share a key-value head; lanes are keys while scores are summed, dims while
+// values are. Products of a block of keys with a few rows stay in registers. What a row gets depends on its own context
+// alone: blocks and segments of keys begin at multiples of a constant, whatever the chunk, batch, lanes or threads.
+
+#include <omp.h>
+
+#include <vector>
+
+#include "../memory.h"
+#include "tile.h"
+
+namespace {
+
+using namespace pdmesh;
+
+constexpr int64_t kTaskRows = 384;  // query rows of one task: what is known of them stays in the second-level cache
+constexpr int64_t kSegment = 16 * kKeyBlock;  // keys that are attended to apart, then merged in order
+
+// Query rows first_row ... of one sequence's chunk, for one key-value head; row r is token r / group, head r % group.
+template <class Value>
+struct Task {
+    const int64_t* table;
+    int64_t start;  // position of the chunk's first token
+    int64_t first_row, num_rows, head;
+    const Value* query;  // of the chunk's first token and the head's first query head
+    int64_t query_stride;
+    Value* output;
+    float* lse;  // or null
+    int64_t num_heads;
+
+    int64_t position(const Cache<Value>& cache, int64_t row) const { return start + (first_row + row) / cache.group; }
+    // Keys that its last row sees.
+    int64_t end(const Cache<Value>& cache) const { return position(cache, num_rows - 1) + 1; }
+    int64_t num_segments(const Cache<Value>& cache) const { return (end(cache) + kSegment - 1) / kSegment; }
+    int64_t num_tiles() const { return (num_rows + kTileRows - 1) / kTileRows; }
+    // Tiles are of equal size, or one row more.
+    int64_t tile_begin(int64_t tile) const { return num_rows * tile / num_tiles(); }
+};
+
+// What attention has made of a task's rows so far.
+struct State {
+    int64_t num_rows, stride;
+    float* output;   // (num_rows x stride), to be divided by the sum
+    float* sums;     // of weights, (num_rows x 16)
+    float* maximum;  // of scores, (num_rows)
+
+    static int64_t stride_of(int64_t head_dim) { return std::max<int64_t>(head_dim, kLanes); }
+    static int64_t size(int64_t num_rows, int64_t head_dim) {
+        return num_rows * (stride_of(head_dim) + kTreeLanes + 1);
+    }
+
+    State(float* memory, int64_t num_rows, int64_t head_dim)
+        : num_rows(num_rows),
+          stride(stride_of(head_dim)),
+          output(memory),
+          sums(output + num_rows * stride),
+          maximum(sums + num_rows * kTreeLanes) {}
+
+    void clear() {
+        std::fill(output, maximum, 0.0f);
+        std::fill_n(maximum, num_rows, kLowest);
+    }
+
+    // Adds what was made of keys that come later.
+    void merge(const State& later, float factor) {
+        for (int64_t row = 0; row < num_rows; ++row) {
+            const float peak = std::max(maximum[row], later.maximum[row]);
+            const Floats before = exp2(splat((maximum[row] - peak) * factor));
+            const Floats after = exp2(splat((later.maximum[row] - peak) * factor));
+            maximum[row] = peak;
+            const auto add = [&](float* to, const float* from) {
+                store(to, load(to) * before + load(from) * after);
+            };
+            for (int64_t i = 0; i < kTreeLanes; i += kLanes)
+                add(sums + row * kTreeLanes + i, later.sums + row * kTreeLanes + i);
+            for (int64_t i = 0; i < stride; i += kLanes)
+                add(output + row * stride + i, later.output + row * stride + i);
+        }
+    }
+};
+
+// A thread's memory.
+template <class Value>
+struct Scratch {
+    Buffer<float> query, keys, state, segment;
+    KeyBlock<Value> block;
+    alignas(64) float scores[kTileRows * kKeyBlock];
+    alignas(64) float gathered[kTileRows * kMaxHeadDim];
+
+    Scratch(int64_t num_rows, int64_t head_dim)
+        : query(buffer<float>(num_rows * head_dim)),
+          keys(buffer<float>(kKeyBlock * head_dim)),
+          state(buffer<float>(State::size(num_rows, head_dim))),
+          segment(buffer<float>(State::size(num_rows, head_dim))) {}
+};
+
+// Query rows, widened: for each tile, (head_dim x rows).
+template <class Value>
+void turn_query(const Cache<Value>& cache, const Task<Value>& task, float* query) {
+    for (int64_t tile = 0; tile < task.num_tiles(); ++tile) {
+        const int64_t begin = task.tile_begin(tile), count = task.tile_begin(tile + 1) - begin;
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t row = task.first_row + begin + i;
+            const Value* from =
+                task.query + row / cache.group * task.query_stride + row % cache.group * cache.head_dim;
+            float* to = query + begin * cache.head_dim + i;
+            for (int64_t dim = 0; dim < cache.head_dim; ++dim) to[dim * count] = widen_one(from[dim]);
+        }
+    }
+}
+
+// weights (R x kKeyBlock) times values, to `output` (R x stride).
+template <int R, class Value>
+void gather_row(
+    const KeyBlock<Value>& block, int count, int64_t head_dim, const float* weights, float* output, int64_t stride) {
+    constexpr int64_t kWidth = kVectors<R> * kLanes;
+    if constexpr (kLanes > 8)
+        if (head_dim < kLanes)
+            return gather<R, 1, true>(block.values, count, 0, head_dim, weights, output, stride);
+    int64_t dim = 0;
+    for (; dim + kWidth <= head_dim; dim += kWidth)
+        gather<R, kVectors<R>, false>(block.values, count, dim, head_dim, weights, output, stride);
+    // The last vector may begin within the one before.
+    for (; dim < head_dim; dim += kLanes)
+        gather<R, 1, false>(
+            block.values, count, std::min(dim, head_dim - kLanes), head_dim, weights, output, stride);
+}
+
+// A tile's rows from `begin` on, against the block from `first_key` on.
+template <int R, class Value>
+void attend_tile(
+    const Cache<Value>& cache, const Task<Value>& task, int64_t begin, int64_t first_key, State& state,
+    Scratch<Value>& scratch) {
+    const int64_t last = task.position(cache, begin + R - 1);
+    const int count = static_cast<int>(std::min<int64_t>(last + 1 - first_key, scratch.block.count));
+    if (count <= 0) return;
+    constexpr int kWidth = kVectors<R> * kLanes;
+    for (int key = 0; key < count; key += kWidth)
+        score<R, kVectors<R>>(
+            scratch.query.get() + begin * cache.head_dim,
+            scratch.keys.get() + key / kPanel * kPanel * cache.head_dim + key % kPanel, cache.head_dim,
+            scratch.scores + key);
+    float shrink[R];
+    for (int row = 0; row < R; ++row) {
+        const int seen = static_cast<int>(
+            std::clamp<int64_t>(task.position(cache, begin + row) + 1 - first_key, 0, kKeyBlock));
+        shrink[row] = weigh(
+            scratch.scores + row * kKeyBlock, count, seen, cache.scale * kLog2E, state.maximum[begin + row],
+            state.sums + (begin + row) * kTreeLanes);
+    }
+    gather_row<R>(scratch.block, count, cache.head_dim, scratch.scores, scratch.gathered, state.stride);
+    for (int row = 0; row < R; ++row) {
+        float* output = state.output + (begin + row) * state.stride;
+        for (int64_t i = 0; i < state.stride; i += kLanes)
+            store(
+                output + i,
+                load(output + i) * splat(shrink[row]) + load(scratch.gathered + row * state.stride + i));
+    }
+}
+
+// A task's rows against one segment of keys; its query is in `scratch`.
+template <class Value>
+void attend_segment(
+    const Cache<Value>& cache, const Task<Value>& task, int64_t segment, State& state, Scratch<Value>& scratch) {
+    state.clear();
+    const int64_t end = std::min(task.end(cache), (segment + 1) * kSegment);
+    for (int64_t first_key = segment * kSegment; first_key < end; first_key += kKeyBlock) {
+        scratch.block.locate(cache, task.table, task.head, first_key, end);
+        for (int key = 0; key < scratch.block.count; key += kPanel)
+            turn_keys(scratch.block.keys + key, cache.head_dim, scratch.keys.get() + key * cache.head_dim);
+        for (int64_t tile = 0; tile < task.num_tiles(); ++tile) {
+            const int64_t begin = task.tile_begin(tile);
+            with_rows(static_cast<int>(task.tile_begin(tile + 1) - begin), [&](auto count) {
+                attend_tile<count>(cache, task, begin, first_key, state, scratch);
+            });
+        }
+    }
+}
+
+// Divides by the sums and writes rows.
+template <class Value>
+void write(const Cache<Value>& cache, const Task<Value>& task, const State& state) {
+    for (int64_t i = 0; i < task.num_rows; ++i) {
+        const int64_t row = task.first_row + i;
+        const int64_t head = row / cache.group * task.num_heads + row % cache.group;
+        Floats parts[kTreeLanes / kLanes];
+        for (int part = 0; part < kTreeLanes / kLanes; ++part)
+            parts[part] = load(state.sums + i * kTreeLanes + part * kLanes);
+        const float sum = sum16(parts);
+        const Floats share = splat(1.0f / sum);
+        for (int64_t dim = 0; dim < cache.head_dim; dim += kLanes) {
+            // + 0: levels disagree about the sign of a sum that underflowed.
+            const Floats values = load(state.output + i * state.stride + dim) * share + 0.0f;
+            Value* to = task.output + head * cache.head_dim + dim;
+            if (dim + kLanes <= cache.head_dim)
+                store(to, values);
+            else
+                store_part(to, values, cache.head_dim - dim);
+        }
+        if (task.lse != nullptr)
+            task.lse[head] = state.maximum[i] * cache.scale + static_cast<float>(std::log(static_cast<double>(sum)));
+    }
+}
+
+// Spans are (row, num_tokens, start, offset of the block table in `tables`), 4 numbers each.
+template <class Value>
+void attention(
+    const Value* query, int64_t query_stride, const Value* cache_data, Value* output, float* lse, const int64_t* spans,
+    int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t block_size,
+    int64_t head_dim, float scale, int64_t num_threads) {
+    const int64_t group = num_heads / num_kv_heads;
+    const Cache<Value> cache = {cache_data, num_kv_heads, block_size, head_dim, group, scale};
+    std::vector<Task<Value>> tasks;
+    int64_t most_rows = 0;
+    for (int64_t i = 0; i < num_spans; ++i) {
+        const int64_t row = spans[4 * i], num_rows = spans[4 * i + 1] * group;
+        // The last rows see most keys: they begin first.
+        for (int64_t first = (num_rows - 1) / kTaskRows * kTaskRows; first >= 0; first -= kTaskRows)
+            for (int64_t head = 0; head < num_kv_heads; ++head) {
+                tasks.push_back({
+                    tables + spans[4 * i + 3], spans[4 * i + 2], first, std::min(kTaskRows, num_rows - first), head,
+                    query + row * query_stride + head * group * head_dim, query_stride,
+                    output + (row * num_heads + head * group) * head_dim,
+                    lse == nullptr ? nullptr : lse + row * num_heads + head * group, num_heads});
+                most_rows = std::max(most_rows, tasks.back().num_rows);
+            }
+    }
+    // Segments are threads' work where there are fewer tasks than threads.
+    struct Part {
+        int64_t task, segment;
+    };
+    std::vector<Part> parts;
+    const bool splits = static_cast<int64_t>(tasks.size()) < num_threads;
+    for (int64_t task = 0; task < static_cast<int64_t>(tasks.size()); ++task)
+        for (int64_t segment = 0; segment < (splits ? tasks[task].num_segments(cache) : 1); ++segment)
+            parts.push_back({task, segment});
+    const int64_t num_parts = static_cast<int64_t>(parts.size()), state_size = State::size(most_rows, head_dim);
+    const auto states = buffer<float>(splits ? num_parts * state_size : 1);
+    const int threads = static_cast<int>(std::min(num_threads, num_parts));
+    const float factor = scale * kLog2E;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const auto scratch = std::make_unique<Scratch<Value>>(most_rows, head_dim);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_parts; ++i) {
+            const Task<Value>& task = tasks[parts[i].task];
+            turn_query(cache, task, scratch->query.get());
+            State state(splits ? states.get() + i * state_size : scratch->state.get(), task.num_rows, head_dim);
+            attend_segment(cache, task, parts[i].segment, state, *scratch);
+            if (splits) continue;
+            State later(scratch->segment.get(), task.num_rows, head_dim);
+            for (int64_t segment = 1; segment < task.num_segments(cache); ++segment) {
+                attend_segment(cache, task, segment, later, *scratch);
+                state.merge(later, factor);
+            }
+            write(cache, task, state);
+        }
+        if (splits) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < num_parts; ++i) {
+                if (parts[i].segment != 0) continue;
+                const Task<Value>& task = tasks[parts[i].task];
+                State state(states.get() + i * state_size, task.num_rows, head_dim);
+                for (int64_t segment = 1; segment < task.num_segments(cache); ++segment)
+                    state.merge(State(states.get() + (i + segment) * state_size, task.num_rows, head_dim), factor);
+                write(cache, task, state);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// head_dim is a multiple of 8 up to 1024. lse may be null.
+#define PDMESH_ATTENTION(Value, suffix)                                                                                \
+    void pdmesh_attention##suffix(                                                                                     \
+        const Value* query, int64_t query_stride, const Value* cache, Value* output, float* lse,                       \
+        const int64_t* spans, int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads,       \
+        int64_t block_size, int64_t head_dim, float scale, int64_t num_threads) {                                      \
+        attention(                                                                                                     \
+            query, query_stride, cache, output, lse, spans, num_spans, tables, num_heads, num_kv_heads, block_size,    \
+            head_dim, scale, num_threads);                                                                             \
+    }
+
+extern "C" {
+PDMESH_ATTENTION(Bf16, )
+PDMESH_ATTENTION(F16, _f16)
+}
