@@ -18,6 +18,13 @@ using namespace pdmesh;
 constexpr int64_t kTaskRows = 384;  // query rows of one task: what is known of them stays in the second-level cache
 constexpr int64_t kSegment = 16 * kKeyBlock;  // keys that are attended to apart, then merged in order
 
+constexpr int64_t kPair = 2 * kLanes;  // dims whose sums lie side by side
+
+// Where the dims begin that lie from `slot` on: the last ones may be among those before.
+inline int64_t dim_of(int64_t slot, int64_t head_dim) {
+    return std::clamp<int64_t>(slot, 0, std::max<int64_t>(head_dim - kPair, 0));
+}
+
 // Query rows first_row ... of one sequence's chunk, for one key-value head; row r is token r / group, head r % group.
 template <class Value>
 struct Task {
@@ -42,11 +49,11 @@ struct Task {
 // What attention has made of a task's rows so far.
 struct State {
     int64_t num_rows, stride;
-    float* output;   // (num_rows x stride), to be divided by the sum
+    float* output;   // (num_rows x stride), to be divided by the sum: head_dim in the order of `load_both`
     float* sums;     // of weights, (num_rows x 16)
     float* maximum;  // of scores, (num_rows)
 
-    static int64_t stride_of(int64_t head_dim) { return std::max<int64_t>(head_dim, kLanes); }
+    static int64_t stride_of(int64_t head_dim) { return (head_dim + kPair - 1) / kPair * kPair; }
     static int64_t size(int64_t num_rows, int64_t head_dim) {
         return num_rows * (stride_of(head_dim) + kTreeLanes + 1);
     }
@@ -85,9 +92,9 @@ struct State {
 template <class Value>
 struct Scratch {
     Buffer<float> query, keys, state, segment;
-    KeyBlock<Value> block;
-    alignas(64) float scores[kTileRows * kKeyBlock];
-    alignas(64) float gathered[kTileRows * kMaxHeadDim];
+    KeyBlock<Value> blocks[2];  // this one and the next, in turns
+    alignas(64) float scores[kTileRows * kScores];
+    alignas(64) float gathered[kTileRows * kMaxHeadDim];  // kMaxHeadDim is a multiple of kPair
 
     Scratch(int64_t num_rows, int64_t head_dim)
         : query(buffer<float>(num_rows * head_dim)),
@@ -98,65 +105,63 @@ struct Scratch {
 
 // Query rows, widened: for each tile, (head_dim x rows).
 template <class Value>
-void turn_query(const Cache<Value>& cache, const Task<Value>& task, float* query) {
+void turn_query(const Cache<Value>& cache, const Task<Value>& task, Scratch<Value>& scratch) {
+    const int64_t dims = cache.head_dim;
+    float* wide = scratch.gathered;
     for (int64_t tile = 0; tile < task.num_tiles(); ++tile) {
         const int64_t begin = task.tile_begin(tile), count = task.tile_begin(tile + 1) - begin;
         for (int64_t i = 0; i < count; ++i) {
             const int64_t row = task.first_row + begin + i;
-            const Value* from =
-                task.query + row / cache.group * task.query_stride + row % cache.group * cache.head_dim;
-            float* to = query + begin * cache.head_dim + i;
-            for (int64_t dim = 0; dim < cache.head_dim; ++dim) to[dim * count] = widen_one(from[dim]);
+            const Value* from = task.query + row / cache.group * task.query_stride + row % cache.group * dims;
+            for (int64_t dim = 0; dim < dims; dim += kLanes)
+                store(wide + dim, dim + kLanes <= dims ? load(from + dim) : load_part(from + dim, dims - dim));
+            float* to = scratch.query.get() + begin * dims + i;
+            for (int64_t dim = 0; dim < dims; ++dim) to[dim * count] = wide[dim];
         }
     }
 }
 
-// weights (R x kKeyBlock) times values, to `output` (R x stride).
+// weights (R x kScores) times values, to `output` (R x stride).
 template <int R, class Value>
-void gather_row(
-    const KeyBlock<Value>& block, int count, int64_t head_dim, const float* weights, float* output, int64_t stride) {
+void gather_rows(
+    const Value* const* values, int count, int64_t head_dim, const float* weights, float* output, int64_t stride,
+    const Value* const* ahead) {
     constexpr int64_t kWidth = kVectors<R> * kLanes;
-    if constexpr (kLanes > 8)
-        if (head_dim < kLanes)
-            return gather<R, 1, true>(block.values, count, 0, head_dim, weights, output, stride);
-    int64_t dim = 0;
-    for (; dim + kWidth <= head_dim; dim += kWidth)
-        gather<R, kVectors<R>, false>(block.values, count, dim, head_dim, weights, output, stride);
-    // The last vector may begin within the one before.
-    for (; dim < head_dim; dim += kLanes)
-        gather<R, 1, false>(
-            block.values, count, std::min(dim, head_dim - kLanes), head_dim, weights, output, stride);
+    if (head_dim < kPair)
+        return gather<R, 2, true>(values, count, 0, head_dim, weights, output, stride, ahead);
+    int64_t slot = 0;
+    for (; slot + kWidth <= head_dim; slot += kWidth)
+        gather<R, kVectors<R>, false>(values, count, slot, kWidth, weights, output + slot, stride, ahead);
+    for (; slot < head_dim; slot += kPair)
+        gather<R, 2, false>(
+            values, count, dim_of(slot, head_dim), kPair, weights, output + slot, stride, ahead);
 }
 
-// A tile's rows from `begin` on, against the block from `first_key` on.
+// A tile's rows from `begin` on, against the block from `first_key` on. Rows `ahead` (unless null) are read next.
 template <int R, class Value>
 void attend_tile(
-    const Cache<Value>& cache, const Task<Value>& task, int64_t begin, int64_t first_key, State& state,
-    Scratch<Value>& scratch) {
-    const int64_t last = task.position(cache, begin + R - 1);
-    const int count = static_cast<int>(std::min<int64_t>(last + 1 - first_key, scratch.block.count));
+    const Cache<Value>& cache, const Task<Value>& task, int64_t begin, int64_t first_key,
+    const KeyBlock<Value>& block, const Value* const* ahead, State& state, Scratch<Value>& scratch) {
+    const int64_t dims = cache.head_dim, last = task.position(cache, begin + R - 1);
+    const int count = static_cast<int>(std::min<int64_t>(last + 1 - first_key, block.count));
     if (count <= 0) return;
-    constexpr int kWidth = kVectors<R> * kLanes;
-    for (int key = 0; key < count; key += kWidth)
+    for (int key = 0; key < count; key += kVectors<R> * kLanes)
         score<R, kVectors<R>>(
-            scratch.query.get() + begin * cache.head_dim,
-            scratch.keys.get() + key / kPanel * kPanel * cache.head_dim + key % kPanel, cache.head_dim,
-            scratch.scores + key);
+            scratch.query.get() + begin * dims, scratch.keys.get() + key * dims, dims, scratch.scores + key);
     float shrink[R];
     for (int row = 0; row < R; ++row) {
         const int seen = static_cast<int>(
             std::clamp<int64_t>(task.position(cache, begin + row) + 1 - first_key, 0, kKeyBlock));
         shrink[row] = weigh(
-            scratch.scores + row * kKeyBlock, count, seen, cache.scale * kLog2E, state.maximum[begin + row],
+            scratch.scores + row * kScores, count, seen, cache.scale * kLog2E, state.maximum[begin + row],
             state.sums + (begin + row) * kTreeLanes);
     }
-    gather_row<R>(scratch.block, count, cache.head_dim, scratch.scores, scratch.gathered, state.stride);
+    gather_rows<R>(block.values, count, dims, scratch.scores, scratch.gathered, state.stride, ahead);
     for (int row = 0; row < R; ++row) {
         float* output = state.output + (begin + row) * state.stride;
+        const float* gathered = scratch.gathered + row * state.stride;
         for (int64_t i = 0; i < state.stride; i += kLanes)
-            store(
-                output + i,
-                load(output + i) * splat(shrink[row]) + load(scratch.gathered + row * state.stride + i));
+            store(output + i, load(output + i) * splat(shrink[row]) + load(gathered + i));
     }
 }
 
@@ -165,23 +170,31 @@ template <class Value>
 void attend_segment(
     const Cache<Value>& cache, const Task<Value>& task, int64_t segment, State& state, Scratch<Value>& scratch) {
     state.clear();
-    const int64_t end = std::min(task.end(cache), (segment + 1) * kSegment);
-    for (int64_t first_key = segment * kSegment; first_key < end; first_key += kKeyBlock) {
-        scratch.block.locate(cache, task.table, task.head, first_key, end);
-        for (int key = 0; key < scratch.block.count; key += kPanel)
-            turn_keys(scratch.block.keys + key, cache.head_dim, scratch.keys.get() + key * cache.head_dim);
+    const int64_t end = task.end(cache), segment_end = std::min(end, (segment + 1) * kSegment);
+    KeyBlock<Value>*block = &scratch.blocks[0], *next = &scratch.blocks[1];
+    block->locate(cache, task.table, task.head, segment * kSegment, end);
+    for (int64_t first_key = segment * kSegment; first_key < segment_end; first_key += kKeyBlock) {
+        next->locate(cache, task.table, task.head, first_key + kKeyBlock, end);
+        for (int key = 0; key < block->count; key += kPanel) {
+            for (int i = key; i < std::min(key + kPanel, block->count); ++i)
+                prefetch_values(block->values[i], cache.head_dim);
+            turn_keys(block->keys + key, cache.head_dim, scratch.keys.get() + key * cache.head_dim);
+        }
         for (int64_t tile = 0; tile < task.num_tiles(); ++tile) {
             const int64_t begin = task.tile_begin(tile);
             with_rows(static_cast<int>(task.tile_begin(tile + 1) - begin), [&](auto count) {
-                attend_tile<count>(cache, task, begin, first_key, state, scratch);
+                attend_tile<count>(
+                    cache, task, begin, first_key, *block, tile == 0 ? next->keys : nullptr, state, scratch);
             });
         }
+        std::swap(block, next);
     }
 }
 
 // Divides by the sums and writes rows.
 template <class Value>
 void write(const Cache<Value>& cache, const Task<Value>& task, const State& state) {
+    const int64_t dims = cache.head_dim;
     for (int64_t i = 0; i < task.num_rows; ++i) {
         const int64_t row = task.first_row + i;
         const int64_t head = row / cache.group * task.num_heads + row % cache.group;
@@ -190,14 +203,13 @@ void write(const Cache<Value>& cache, const Task<Value>& task, const State& stat
             parts[part] = load(state.sums + i * kTreeLanes + part * kLanes);
         const float sum = sum16(parts);
         const Floats share = splat(1.0f / sum);
-        for (int64_t dim = 0; dim < cache.head_dim; dim += kLanes) {
+        Value* to = task.output + head * dims;
+        for (int64_t slot = 0; slot < dims; slot += kPair) {
             // + 0: levels disagree about the sign of a sum that underflowed.
-            const Floats values = load(state.output + i * state.stride + dim) * share + 0.0f;
-            Value* to = task.output + head * cache.head_dim + dim;
-            if (dim + kLanes <= cache.head_dim)
-                store(to, values);
-            else
-                store_part(to, values, cache.head_dim - dim);
+            const float* from = state.output + i * state.stride + slot;
+            Value values[kPair];
+            store_both(values, load(from) * share + 0.0f, load(from + kLanes) * share + 0.0f);
+            std::memcpy(to + dim_of(slot, dims), values, std::min(kPair, dims) * sizeof(Value));
         }
         if (task.lse != nullptr)
             task.lse[head] = state.maximum[i] * cache.scale + static_cast<float>(std::log(static_cast<double>(sum)));
@@ -246,7 +258,7 @@ void attention(
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_parts; ++i) {
             const Task<Value>& task = tasks[parts[i].task];
-            turn_query(cache, task, scratch->query.get());
+            turn_query(cache, task, *scratch);
             State state(splits ? states.get() + i * state_size : scratch->state.get(), task.num_rows, head_dim);
             attend_segment(cache, task, parts[i].segment, state, *scratch);
             if (splits) continue;

@@ -8,7 +8,7 @@
 namespace pdmesh {
 
 constexpr int kKeyBlock = 128;       // keys between two settlements of the maximum; blocks begin at multiples of it
-constexpr int kPanel = 4 * kLanes;   // keys that lie side by side once they are turned
+constexpr int kPanel = 2 * kLanes;   // keys that lie side by side once they are turned
 constexpr int kMaxHeadDim = 1024;
 static_assert(kKeyBlock % kPanel == 0);
 
@@ -44,10 +44,14 @@ struct KeyBlock {
     }
 };
 
-// Asks for a row. Pages lie apart, so that the processor does not guess the next one.
+// Asks the second-level cache for `count` values of a row: pages lie apart, so that the processor does not guess the
+// next one.
 template <class Value>
-inline void prefetch_row(const Value* row, int64_t head_dim) {
-    for (int64_t i = 0; i < head_dim; i += 64 / static_cast<int64_t>(sizeof(Value))) prefetch(row + i);
+inline void prefetch_values(const Value* row, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(Value))) {
+        __builtin_prefetch(row + i, 0, 2);
+        __asm__ volatile("");  // GCC takes a function that only prefetches for one without effect, and drops calls of it
+    }
 }
 
 #if defined(__AVX512F__)
@@ -96,11 +100,38 @@ inline Floats widen_second(Words pairs, Bf16) { return (Floats)(pairs & 0xffff00
 inline Floats widen_first(Words pairs, F16) { return widen(__builtin_convertvector(pairs & 0xffff, Halves), F16()); }
 inline Floats widen_second(Words pairs, F16) { return widen(__builtin_convertvector(pairs >> 16, Halves), F16()); }
 
+// 2 * kLanes values, widened, in whichever order is cheapest: bf16 ones at even places, then at odd ones.
+inline void load_both(const Bf16* from, Floats& first, Floats& second) {
+    Words pairs;
+    std::memcpy(&pairs, from, sizeof(pairs));
+    first = widen_first(pairs, Bf16());
+    second = widen_second(pairs, Bf16());
+}
+inline void load_both(const F16* from, Floats& first, Floats& second) {
+    first = load(from);
+    second = load(from + kLanes);
+}
+
+// Stores what is in the order of `load_both`.
+inline void store_both(Bf16* to, Floats first, Floats second) {
+    Bf16 values[2][kLanes];
+    store(values[0], first);
+    store(values[1], second);
+    for (int i = 0; i < kLanes; ++i) {
+        to[2 * i] = values[0][i];
+        to[2 * i + 1] = values[1][i];
+    }
+}
+inline void store_both(F16* to, Floats first, Floats second) {
+    store(to, first);
+    store(to + kLanes, second);
+}
+
 // kPanel keys, widened and turned: `panel` is (head_dim x kPanel). head_dim is a multiple of 8.
 template <class Value>
 inline void turn_keys(const Value* const* keys, int64_t head_dim, float* panel) {
     for (int64_t dim = 0; dim < head_dim; dim += 8)
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int first = 0; first < kPanel; first += kLanes) {
             const Words a = load_quads(keys + first, dim), b = load_quads(keys + first + 1, dim);
             const Words c = load_quads(keys + first + 2, dim), d = load_quads(keys + first + 3, dim);

@@ -16,12 +16,45 @@ constexpr int kSums = 24;
 #else
 constexpr int kSums = 12;
 #endif
+// Scores of one row. Not a power of two: a row's weights would all lie in one bank of the first-level cache (Zen 3: a
+// quarter of the products' speed).
+constexpr int kScores = kKeyBlock + std::max(kLanes, 8);
 constexpr float kMasked = -3e38f;  // scores of keys that come later than the row; below any other
 constexpr float kLowest = -1e37f;  // a maximum before any key was seen
 
-// Vectors side by side, for R rows.
+// Vectors side by side, for R rows: factors need registers, too.
 template <int R>
-constexpr int kVectors = R * 4 <= kSums ? 4 : 2;
+constexpr int kVectors = R * 9 <= kSums ? 8 : R * 5 <= kSums ? 4 : 2;
+
+// sums (R x N) += factors (R) times vectors (N), two of which are loaded at once; whichever are fewer stay in registers.
+template <int R, int N, class Factor, class Load>
+inline void accumulate(const Factor& factor, const Load& load_two, Floats (&sums)[R][N]) {
+    if constexpr (R < N) {
+        Floats factors[R];
+#pragma GCC unroll 6
+        for (int row = 0; row < R; ++row) factors[row] = splat(factor(row));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n += 2) {
+            Floats first, second;
+            load_two(n, first, second);
+#pragma GCC unroll 6
+            for (int row = 0; row < R; ++row) {
+                sums[row][n] = multiply_add(factors[row], first, sums[row][n]);
+                sums[row][n + 1] = multiply_add(factors[row], second, sums[row][n + 1]);
+            }
+        }
+    } else {
+        Floats vectors[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n += 2) load_two(n, vectors[n], vectors[n + 1]);
+#pragma GCC unroll 6
+        for (int row = 0; row < R; ++row) {
+            const Floats value = splat(factor(row));
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) sums[row][n] = multiply_add(value, vectors[n], sums[row][n]);
+        }
+    }
+}
 
 // Calls with the number of rows, 1 ... kTileRows, as a constant.
 template <class Call>
@@ -36,58 +69,57 @@ inline void with_rows(int num_rows, const Call& call) {
     }
 }
 
-// scores (R x kKeyBlock), N vectors a row: query (head_dim x R) times keys (head_dim x kPanel).
+// scores (R x kScores), N vectors a row: query (head_dim x R) times panels of keys, (head_dim x kPanel) each.
 template <int R, int N>
 inline void score(const float* query, const float* keys, int64_t head_dim, float* scores) {
     Floats sums[R][N];
 #pragma GCC unroll 6
     for (int row = 0; row < R; ++row)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sums[row][n] = Floats{};
-    for (int64_t dim = 0; dim < head_dim; ++dim, query += R, keys += kPanel) {
-        Floats vectors[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) vectors[n] = load(keys + n * kLanes);
-#pragma GCC unroll 6
-        for (int row = 0; row < R; ++row) {
-            const Floats value = splat(query[row]);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sums[row][n] = multiply_add(value, vectors[n], sums[row][n]);
-        }
-    }
+    const int64_t panel_size = head_dim * kPanel;
+    for (int64_t dim = 0; dim < head_dim; ++dim, query += R, keys += kPanel)
+        accumulate<R, N>(
+            [&](int row) { return query[row]; },
+            [&](int n, Floats& first, Floats& second) {
+                first = load(keys + n / 2 * panel_size);
+                second = load(keys + n / 2 * panel_size + kLanes);
+            },
+            sums);
 #pragma GCC unroll 6
     for (int row = 0; row < R; ++row)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) store(scores + row * kKeyBlock + n * kLanes, sums[row][n]);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) store(scores + row * kScores + n * kLanes, sums[row][n]);
 }
 
-// output (R x stride), N vectors a row: weights (R x kKeyBlock) times `count` rows of values, from `dim` on. Part: a
-// row has fewer values than a vector.
+// output (R x stride), N vectors a row in the order of `load_both`: weights (R x kScores) times `count` rows of
+// values, from `dim` on, while the same dims of rows `ahead` (unless null) are on their way. Part: of two vectors, only
+// the first `num_dims` values are there.
 template <int R, int N, bool Part, class Value>
 inline void gather(
-    const Value* const* values, int count, int64_t dim, int64_t head_dim, const float* weights, float* output,
-    int64_t stride) {
+    const Value* const* values, int count, int64_t dim, int64_t num_dims, const float* weights, float* output,
+    int64_t stride, const Value* const* ahead) {
     Floats sums[R][N];
 #pragma GCC unroll 6
     for (int row = 0; row < R; ++row)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sums[row][n] = Floats{};
     for (int key = 0; key < count; ++key, ++weights) {
-        Floats vectors[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n)
-            vectors[n] = Part ? load_part(values[key], head_dim) : load(values[key] + dim + n * kLanes);
-#pragma GCC unroll 6
-        for (int row = 0; row < R; ++row) {
-            const Floats weight = splat(weights[row * kKeyBlock]);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sums[row][n] = multiply_add(weight, vectors[n], sums[row][n]);
+        const Value* from = values[key] + dim;
+        if (ahead != nullptr) prefetch_values(ahead[key] + dim, N * kLanes);
+        Value part[2 * kLanes] = {};
+        if (Part) {
+            std::memcpy(part, from, num_dims * sizeof(Value));
+            from = part;
         }
+        accumulate<R, N>(
+            [&](int row) { return weights[row * kScores]; },
+            [&](int n, Floats& first, Floats& second) { load_both(from + n * kLanes, first, second); }, sums);
     }
 #pragma GCC unroll 6
     for (int row = 0; row < R; ++row)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) store(output + row * stride + dim + n * kLanes, sums[row][n]);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) store(output + row * stride + n * kLanes, sums[row][n]);
 }
 
 // 2^x for x <= 0 to 3e-6, rounded to 13 bits: its product with a float16 or bf16 value is exact. 1 for 0; 0 below -60.
