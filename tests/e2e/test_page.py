@@ -52,11 +52,21 @@ async def test_one_sees_the_own_request_travel(mesh: RunningMesh, tmp_path: Path
         await page.until("pdmesh.timeline.steps.some((step) => step[3] > 0)")
         await page.until("pdmesh.timeline.steps.some((step) => step[3] === 0 && step[4] > 0)")  # and its decodes
         await page.until("document.getElementById('figures').textContent.includes('ms')")
+        # its way is drawn: it waited, was computed and decoded; charts have its first token
+        for kind in ("prefill", "decode"):
+            assert await page.run(f"document.querySelectorAll('#way rect.{kind}').length") >= 1
+        await page.until("pdmesh.charts.ttft[0].points.length > 0 && pdmesh.charts.output.points.length > 0")
+        # rows of the timeline fill their panel, and nothing scrolls sideways, on a small screen neither
+        await page.until("(r => r.children[1].clientHeight > 0.8 * r.clientHeight)(document.querySelector('.rows'))")
+        assert await page.run("document.documentElement.scrollWidth <= innerWidth")
         background = await page.run("getComputedStyle(document.body).backgroundColor")
         assert await page.run("(b => b.scrollWidth <= b.clientWidth)(document.querySelector('#life .scroll'))")
         assert background == ("rgb(15, 18, 22)" if dark else "rgb(255, 255, 255)")
         await page.screenshot(tmp_path / "page.png")
         assert (tmp_path / "page.png").stat().st_size > 10_000
+        await page.open(f"{mesh.base_url}/ui", width=390, height=800, dark=dark)
+        await page.until("document.querySelectorAll('.instance').length === 2")
+        assert await page.run("document.documentElement.scrollWidth <= innerWidth")
         assert page.console == []
 
 

@@ -16,7 +16,7 @@ from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh
 from pdmesh.wire.messages import Activity, RequestActivity, StepBar
 from pdmesh_gateway.activity import MAX_FRAMES_AHEAD, MAX_WATCHERS, ActivityHub
-from pdmesh_gateway.metrics import RecentLatencies
+from pdmesh_gateway.metrics import NUM_NEW, RecentLatencies
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 
 pytestmark = pytest.mark.anyio
@@ -97,6 +97,28 @@ async def test_percentiles_are_of_the_latest_tokens() -> None:
     for _ in range(4096):
         latencies.next_token(7.0)
     assert latencies.percentiles()["itl_s"] == pytest.approx({"p50": 7.0, "p99": 7.0})
+
+
+async def test_a_frame_has_what_is_new_since_the_last_one() -> None:
+    latencies = RecentLatencies()
+    latencies.first_token(9.0)  # before anybody watched
+    hub = ActivityHub("m", latencies, lambda: None)
+    async with hub.frames() as watcher:
+
+        async def frame() -> dict[str, Any]:
+            hub.publish(activity())
+            fields: dict[str, Any] = json.loads((await watcher.receive()).removeprefix(b"data: "))
+            return {name: fields[name] for name in ("ttfts_s", "tpots_s", "num_output_tokens")}
+
+        latencies.tokens_out(3)
+        latencies.first_token(0.5)
+        latencies.finished(0.25)
+        assert await frame() == {"ttfts_s": [0.5], "tpots_s": [0.25], "num_output_tokens": 3}
+        latencies.tokens_out(4)
+        assert await frame() == {"ttfts_s": [], "tpots_s": [], "num_output_tokens": 7}
+        for _ in range(NUM_NEW + 1):
+            latencies.finished(1.0)
+        assert len((await frame())["tpots_s"]) == NUM_NEW
 
 
 # --- over HTTP ---

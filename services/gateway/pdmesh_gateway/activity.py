@@ -55,6 +55,7 @@ class ActivityHub:
             "moves": activity.moves,
             "marks": activity.marks,
             **self._latencies.percentiles(),
+            **self._latencies.take_new(),
         }
         frame = b"data: " + msgspec.json.encode(fields) + b"\n\n"
         for watcher in tuple(self._watchers):
@@ -76,6 +77,7 @@ class ActivityHub:
         with send, receive:
             self._watchers[send] = None
             if len(self._watchers) == 1:
+                self._latencies.take_new()  # from before anybody watched
                 self._ask()
             try:
                 yield receive

@@ -31,19 +31,43 @@ _LENGTH_BUCKETS = tuple(scale * step for scale in (1, 10, 100, 1000, 10_000, 100
 #: Of the latest tokens, for the percentiles on the page. Dashboards read the histograms of ``/metrics``.
 NUM_LATENCIES = 2048
 
+#: Requests of one frame that the page draws a dot for.
+NUM_NEW = 256
+
 
 class RecentLatencies:
-    """The latest TTFTs and ITLs of this gateway, in seconds."""
+    """The latest TTFTs, ITLs and TPOTs of this gateway, in seconds, and how many output tokens it has delivered."""
 
     def __init__(self) -> None:
         self._ttft_s: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._itl_s: deque[float] = deque(maxlen=NUM_LATENCIES)
+        self._new_ttft_s: deque[float] = deque(maxlen=NUM_NEW)
+        self._new_tpot_s: deque[float] = deque(maxlen=NUM_NEW)
+        self._num_output_tokens = 0
+
+    def tokens_out(self, num_tokens: int) -> None:
+        self._num_output_tokens += num_tokens
 
     def first_token(self, ttft_s: float) -> None:
         self._ttft_s.append(ttft_s)
+        self._new_ttft_s.append(ttft_s)
 
     def next_token(self, itl_s: float) -> None:
         self._itl_s.append(itl_s)
+
+    def finished(self, tpot_s: float) -> None:
+        self._new_tpot_s.append(tpot_s)
+
+    def take_new(self) -> dict[str, list[float] | int]:
+        """Return TTFTs and TPOTs since the last call, at most `NUM_NEW` of each, and output tokens since the start."""
+        new: dict[str, list[float] | int] = {
+            "ttfts_s": list(self._new_ttft_s),
+            "tpots_s": list(self._new_tpot_s),
+            "num_output_tokens": self._num_output_tokens,
+        }
+        self._new_ttft_s.clear()
+        self._new_tpot_s.clear()
+        return new
 
     def percentiles(self) -> dict[str, dict[str, float] | None]:
         """Median and 99th percentile of each; None of what has not been measured."""
@@ -143,6 +167,7 @@ class GatewayMetrics:
     def tokens_out(self, num_tokens: int, now_s: float, started_s: float, last_s: float | None) -> None:
         """Tokens of one generation were delivered together; ``last_s`` is when the ones before were."""
         self._output_tokens.inc(num_tokens)
+        self.latencies.tokens_out(num_tokens)
         if last_s is None:
             self._ttft.observe(now_s - started_s)
             self.latencies.first_token(now_s - started_s)
@@ -168,6 +193,7 @@ class GatewayMetrics:
         self._decode.observe(e2e_s - ttft_s)
         if tpot_s is not None:
             self._tpot.observe(tpot_s)
+            self.latencies.finished(tpot_s)
 
     def refused(self, took_s: float) -> None:
         """A request was refused for want of room or time."""

@@ -119,5 +119,7 @@ def _life(record: RequestRecord) -> dict[str, object]:
     return {
         "title": f"{record.request_id}: {record.num_prompt_tokens} prompt tokens{output}, {state}",
         "ended": ended,
-        "steps": [[entry.at_s, entry.what, entry.instance_id or "", entry.detail] for entry in record.entries],
+        "steps": [
+            [entry.at_s, entry.what, entry.instance_id or "", entry.detail, entry.figures] for entry in record.entries
+        ],
     }

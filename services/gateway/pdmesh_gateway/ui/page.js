@@ -1,11 +1,14 @@
 // What the mesh does now: the page's parts, each redrawn from the last frame.
 
+import { Charts, seconds } from "./charts.js";
 import { openChat } from "./chat.js";
 import { follow, onKeyNeeded, reason, request } from "./feed.js";
 import { KINDS, Timeline } from "./timeline.js";
+import { drawWay } from "./way.js";
 
 const $ = (id) => document.getElementById(id);
 const timeline = new Timeline($("timeline"));
+const charts = new Charts($("charts"), () => timeline.colours);
 let frame = null;
 let chosen = null;
 let modelName = "";
@@ -17,13 +20,6 @@ function element(tag, className, text) {
   if (className) made.className = className;
   if (text !== undefined) made.textContent = text;
   return made;
-}
-
-function seconds(value) {
-  if (value === null || value === undefined) return "–";
-  if (value < 0.1) return `${(value * 1000).toFixed(1)} ms`;
-  if (value < 1) return `${(value * 1000).toFixed(0)} ms`;
-  return value < 100 ? `${value.toFixed(1)} s` : `${Math.round(value)} s`;
 }
 
 const count = (value) => (value < 10000 ? String(value) : `${(value / 1000).toFixed(0)}K`);
@@ -100,6 +96,7 @@ const requests = new Rows($("requests"), (item) => {
 
 function showRequests() {
   put($("work-count"), `${frame.num_running} running, ${frame.num_waiting} waiting`);
+  $("work-none").hidden = frame.requests.length > 0;
   requests.show(frame.requests, (item) => item.id, (row, item) => {
     const [id, where, prompt, progress, age] = row.children;
     row.classList.toggle("chosen", item.id === chosen);
@@ -119,10 +116,9 @@ function showFigures() {
   const good = frame.unready_reason === null;
   health.className = `health ${good ? "good" : "bad"}`;
   put(health, good ? "serving" : frame.unready_reason);
-  const [ttft, itl] = [frame.ttft_s, frame.itl_s];
+  const itl = frame.itl_s;
   const figures = [
-    ["policy", frame.bundle],
-    ["TTFT p50 / p99", ttft ? `${seconds(ttft.p50)} / ${seconds(ttft.p99)}` : "–"],
+    ["policy", frame.batching ? `${frame.bundle}, ${frame.batching}` : frame.bundle],
     ["ITL p50 / p99", itl ? `${seconds(itl.p50)} / ${seconds(itl.p99)}` : "–"],
     ["running", String(frame.num_running)],
     ["waiting", String(frame.num_waiting)],
@@ -138,6 +134,13 @@ function showFigures() {
 // --- one request's life ---
 
 let asking = 0;
+let steps = []; // of the request that is shown
+
+function showWay() {
+  const svg = $("way");
+  if (steps.length) drawWay(svg, steps, svg.parentElement.clientWidth - 20);
+  else svg.replaceChildren();
+}
 
 async function choose(id) {
   chosen = id;
@@ -157,9 +160,10 @@ async function showLife() {
     problem = error.message;
   }
   if (turn !== asking) return;
-  $("life").hidden = false;
-  put($("life-title"), life ? `${life.title}` : problem);
-  const rows = (life?.steps ?? []).map(([at_s, what, where, detail]) => {
+  put($("life-title"), life ? life.title : problem);
+  steps = life?.steps ?? [];
+  showWay();
+  const rows = steps.map(([at_s, what, where, detail]) => {
     const row = element("tr");
     row.append(element("td", "number", (at_s * 1000).toFixed(1)), element("td", "", what), element("td", "", where), element("td", "quiet", detail));
     return row;
@@ -191,7 +195,9 @@ onKeyNeeded(() => new Promise((resolve) => {
 }));
 openChat({ form: $("ask"), question: $("question"), log: $("chat"), model: () => modelName, choose });
 
-window.pdmesh = { timeline }; // for whoever looks into the page by its console, and for its test
+addEventListener("resize", () => { charts.draw(); showWay(); });
+
+window.pdmesh = { timeline, charts }; // for whoever looks into the page by its console, and for its test
 
 follow("ui/events", (next) => {
   if (!next.instances) { // the gateway has no news of the mesh, and says why
@@ -204,6 +210,7 @@ follow("ui/events", (next) => {
   modelName = next.model;
   put($("talk-model"), next.model);
   timeline.take(next);
+  charts.take(next);
   showFigures();
   showInstances();
   showRequests();

@@ -1,8 +1,10 @@
-// Steps as bars, one row an instance, and KV transfers as lines between rows. Only what is in sight is drawn.
+// Steps as bars, one row an instance, and KV transfers as lines between rows. Only what is in sight is drawn. The rows fill
+// the panel, and the list of instances beside them has rows of the same height (--row).
 
-const LABEL_WIDTH = 96;
-const MIN_ROW = 5;
-const MAX_ROW = 26;
+const LABEL_WIDTH = 8;
+const AXIS = 18;
+const MIN_ROW = 22;
+const MAX_ROW = 88;
 const KEPT_S = 70;
 const BEHIND_S = 0.4; // frames come a few times a second: draw a little behind, so that time runs smoothly
 
@@ -70,29 +72,24 @@ export class Timeline {
 
   draw() {
     const { canvas, pen, colours } = this;
-    const box = canvas.parentElement.getBoundingClientRect();
+    const panel = canvas.closest(".rows");
     const count = Math.max(this.rows.size, 1);
-    const row = Math.max(MIN_ROW, Math.min(MAX_ROW, Math.floor((box.height - 18) / count)));
-    const width = Math.max(box.width, 200), height = row * count + 16;
+    const row = Math.max(MIN_ROW, Math.min(MAX_ROW, Math.floor((panel.clientHeight - AXIS) / count)));
+    const width = Math.max(canvas.parentElement.clientWidth, 120), height = row * count + AXIS;
     const ratio = devicePixelRatio || 1;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(width * ratio);
       canvas.height = Math.round(height * ratio);
       canvas.style.height = `${height}px`;
+      panel.style.setProperty("--row", `${row}px`);
     }
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
     const to_s = this.now_s(), from_s = to_s - this.span_s;
     const x = (at_s) => LABEL_WIDTH + ((at_s - from_s) / this.span_s) * (width - LABEL_WIDTH);
 
-    pen.font = `${Math.min(11, row - 1)}px system-ui, sans-serif`;
-    pen.textBaseline = "middle";
-    const every = Math.ceil(9 / row); // names where there is room for them
-    if (every > 1) pen.font = "8px system-ui, sans-serif";
     for (const [name, number] of this.rows) {
       const y = number * row;
-      pen.fillStyle = colours.quiet;
-      if (number % every === 0) pen.fillText(name, 2, y + row / 2, LABEL_WIDTH - 8);
       if (this.decoding.get(name)) { // residents decode between the planned steps: a thin line says that there are some
         pen.fillStyle = colours.decode;
         pen.globalAlpha = 0.55;
@@ -143,6 +140,7 @@ export class Timeline {
     pen.restore();
     pen.fillStyle = colours.quiet;
     pen.textBaseline = "alphabetic";
+    pen.font = "11px system-ui, sans-serif";
     for (let back = 0; back <= 4; back += 1) {
       const at_s = to_s - (this.span_s * back) / 4;
       const text = back ? `−${((this.span_s * back) / 4).toFixed(this.span_s < 8 ? 1 : 0)} s` : "now";
