@@ -4,7 +4,7 @@
 const LABEL_WIDTH = 8;
 const AXIS = 18;
 const MIN_ROW = 22;
-const MAX_ROW = 88;
+const MAX_ROW = 180;
 const KEPT_S = 70;
 const BEHIND_S = 0.4; // frames come a few times a second: draw a little behind, so that time runs smoothly
 
