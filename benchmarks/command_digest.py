@@ -220,6 +220,8 @@ DECIDED_ANEW: Sequence[str] = (
     "no instances are put into a group as they start: of mooncake's mesh 4 had been, of the random workloads 75 of 600 "
     "(each eighth) and 375 of 3,000 of whose instances both were; long prompts are computed there as elsewhere. All "
     "others, taken together, have the digests that they had",
+    "a request that waited for room to decode and has gone keeps that room from nobody (586f690): one of 3,000 random "
+    "workloads, 129 of pdmesh, at its event 52, where a prompt that began without room now begins with it",
 )
 
 

@@ -14,10 +14,12 @@ from pdmesh.policy.bundles import BUNDLES
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "command_digest.py"
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bundle", sorted(BUNDLES))
-def test_random_workloads_give_the_commands_of_before(bundle: str) -> None:
+def test_random_workloads_give_the_commands_of_before(bundle: str, every: bool) -> None:
+    """All 200 workloads, too: of the first 40 alone, none saw what 586f690 decides otherwise."""
     known = json.loads(SCRIPT.with_suffix(".json").read_text())
-    ((name, digest),) = runpy.run_path(str(SCRIPT))["digests"]([bundle], None, None, every=False)
+    ((name, digest),) = runpy.run_path(str(SCRIPT))["digests"]([bundle], None, None, every=every)
     assert digest == known[name], f"{name}: another digest than the baseline's"
 
 
