@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.admission import HORIZON_S, MAX_CLOSED_S, MAX_RETRY_AFTER_S, Admission, Forecast, Margin, Pace, Refusal
+from pdmesh.core.admission import (
+    HORIZON_S,
+    MAX_CLOSED_S,
+    MAX_RETRY_AFTER_S,
+    ONE_LATE_IN,
+    Admission,
+    Forecast,
+    Margin,
+    Pace,
+    Refusal,
+)
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Reject
 from pdmesh.core.config import CoreConfig
@@ -118,7 +128,7 @@ def test_the_margin_learns_what_predictions_are_exceeded_by(spread: float) -> No
         took_s = 1.0 + rng.expovariate(1 / spread)
         late += seen >= 3000 and took_s > 1.0 + margin.margin_s
         margin.seen(1.0, took_s)
-    assert late / 3000 == pytest.approx(1 / Margin.LATE, rel=0.5)
+    assert late / 3000 == pytest.approx(1 / ONE_LATE_IN, rel=0.5)
 
 
 # --- fair shares ---

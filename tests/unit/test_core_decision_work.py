@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.commands import RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import BundleChangeRequested, RequestArrived
+from pdmesh.core.events import BundleChangeRequested, InstanceJoined, RequestArrived
 from pdmesh.model import Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.calls import num_calls
@@ -80,6 +80,17 @@ def test_a_request_that_waits_costs_no_more_in_a_larger_mesh(
     a_full_mesh: Callable[[int], CoreBench], prompt: int
 ) -> None:
     assert calls_of_an_arrival(a_full_mesh(LARGE), prompt) <= 1.5 * calls_of_an_arrival(a_full_mesh(SMALL), prompt)
+
+
+def calls_of_a_join(num_instances: int) -> int:
+    """By the last instance that joins a mesh of so many, as all do when a scheduler starts anew."""
+    bench = a_bench(num_instances, PolicyConfig(), num_seats=16)
+    late = modelled_profile("late", Role.DECODE, num_blocks=4096, block_size=16, max_model_len=1 << 16)
+    return num_calls(lambda: bench.core.handle(InstanceJoined(late, ()), bench.now_s))
+
+
+def test_a_join_costs_no_more_in_a_larger_mesh() -> None:
+    assert calls_of_a_join(LARGE) <= 1.1 * calls_of_a_join(SMALL)
 
 
 def test_a_prompt_that_begins_ahead_of_room_costs_no_more_behind_many_that_did() -> None:

@@ -29,6 +29,12 @@ PRIOR_S = 0.25
 #: How much one more first token says of how long they take once a request is placed.
 NEWS = 1 / 16
 
+#: First tokens that come later than predicted with the margin: one in so many.
+ONE_LATE_IN = 50
+
+#: By how much the margin grows for one of them, as a share of what was predicted.
+MARGIN_STEP = 0.2
+
 #: Nobody is told to stay away for longer.
 MAX_RETRY_AFTER_S = 60.0
 
@@ -80,24 +86,21 @@ class Pace:
 
 
 class Margin:
-    """What predictions are exceeded by, but for one in `LATE` of them: learnt, one first token at a time.
+    """What predictions are exceeded by, but for one in `ONE_LATE_IN` of them: learnt, one first token at a time.
 
     A step up for each that came later than predicted with the margin, and a small one down for each other, so that it
     comes to rest where they balance. Steps are a share of what was predicted.
     """
 
-    LATE = 50
-    STEP = 0.2
-
     def __init__(self) -> None:
         self.margin_s = 0.0
 
     def seen(self, predicted_s: float, took_s: float) -> None:
-        step_s = self.STEP * predicted_s
+        step_s = MARGIN_STEP * predicted_s
         if took_s > predicted_s + self.margin_s:
             self.margin_s += step_s
         else:
-            self.margin_s = max(0.0, self.margin_s - step_s / self.LATE)
+            self.margin_s = max(0.0, self.margin_s - step_s / ONE_LATE_IN)
 
 
 class Forecast:

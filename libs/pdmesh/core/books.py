@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import count
 
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import (
@@ -22,6 +21,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.growth import Growth
 from pdmesh.core.holds import HeldBlocks, HoldKind
+from pdmesh.core.numbers import Numbers
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.state import InstanceBooks
@@ -48,6 +48,8 @@ class Books:
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, InstanceBooks] = {}
+        self.numbers = Numbers()  # of the instances
+        self.suspected: dict[InstanceId, None] = {}  # have fallen silent
         self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
         self.holding: dict[InstanceId, InstanceBooks] = {}  # their residents wait for the end of a prefill phase
         self._kinds: list[InstanceBooks] | None = None
@@ -83,11 +85,27 @@ class Books:
             self._kinds = list({instance.kind: instance for instance in self.instances.values()}.values())
         return self._kinds
 
-    @property
-    def free_number(self) -> int:
-        """The least that no instance has: who joins takes the place of one that was lost."""
-        taken = {instance.number for instance in self.instances.values()}
-        return next(number for number in count(1) if number not in taken)
+    # --- instances come and go ---
+
+    def add_instance(self, instance: InstanceBooks) -> None:
+        """Enter an instance whose number comes from `numbers`, or is that of its predecessor."""
+        self.instances[instance.instance_id] = instance
+        self.regroup()
+
+    def remove_instance(self, instance_id: InstanceId) -> InstanceBooks | None:
+        """Take an instance out of the books and return it; None if there is none. It keeps its number."""
+        self.holding.pop(instance_id, None)
+        self.suspected.pop(instance_id, None)
+        self.regroup()
+        return self.instances.pop(instance_id, None)
+
+    def suspect(self, instance: InstanceBooks, suspected: bool) -> None:
+        """Note that an instance has fallen silent, or speaks again."""
+        instance.set_suspected(suspected)
+        if suspected:
+            self.suspected[instance.instance_id] = None
+        else:
+            self.suspected.pop(instance.instance_id, None)
 
     # --- a request begins ---
 
@@ -382,6 +400,9 @@ class Books:
         self.queue.check_integrity()
         self.broker.check_integrity()
         self.unreceived.check_integrity()
+        self.numbers.check_integrity([instance.number for instance in self.instances.values()])
+        suspected = {instance.instance_id for instance in self.instances.values() if instance.suspected}
+        assert suspected == set(self.suspected), f"{suspected} are suspected, books say {set(self.suspected)}"
         for instance in self.instances.values():
             instance.check_integrity()
             for key in self.broker.granted(instance.instance_id):

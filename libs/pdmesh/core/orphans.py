@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from math import inf
 from typing import Generic, TypeVar
 
@@ -12,12 +11,17 @@ from pdmesh.model import GatewayId, InstanceId, RequestId, RequestKey
 OwnerT = TypeVar("OwnerT", InstanceId, GatewayId)
 
 
-@dataclass(frozen=True, slots=True)
 class Orphan(Generic[OwnerT]):
-    key: RequestKey
-    owner: OwnerT
-    gateway_id: GatewayId  # whose request it is
-    deadline_s: float
+    """A request known from one side only."""
+
+    # Not a dataclass: mypyc cannot compile one that is generic (mypyc issue 827).
+    __slots__ = ("deadline_s", "gateway_id", "key", "owner")
+
+    def __init__(self, key: RequestKey, owner: OwnerT, gateway_id: GatewayId, deadline_s: float) -> None:
+        self.key = key
+        self.owner: OwnerT = owner
+        self.gateway_id = gateway_id  # whose request it is
+        self.deadline_s = deadline_s
 
 
 class Orphans(Generic[OwnerT]):

@@ -118,17 +118,16 @@ class Reunion:
         self, profile: InstanceProfile, residents: tuple[Resident, ...], now_s: float, *, stopping: bool = False
     ) -> None:
         books, instance_id = self._books, profile.instance_id
-        old = books.instances.pop(instance_id, None)
-        books.holding.pop(instance_id, None)  # what an instance was told of phases ends with its stream
-        instance = books.instances[instance_id] = InstanceBooks(
+        old = books.remove_instance(instance_id)  # what it was told of phases ends with its stream
+        instance = InstanceBooks(
             profile,
             changed=books.changed,
             growth=books.growth,
-            number=books.free_number if old is None else old.number,
+            number=books.numbers.take() if old is None else old.number,
             next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
             draining=stopping,
         )
-        books.regroup()
+        books.add_instance(instance)
         self._unclaimed.drop_owner(instance_id)
         books.broker.join(instance_id, profile.num_transfer_backends)
         for resident in residents:
@@ -157,13 +156,12 @@ class Reunion:
         books.queue.unpark()
 
     def instance_lost(self, instance_id: InstanceId) -> None:
-        instance = self._books.instances.pop(instance_id, None)
+        instance = self._books.remove_instance(instance_id)
         if instance is None:
             self._books.ignore("instance_lost")
             return
+        self._books.numbers.give_back(instance.number)
         self._books.changed[instance_id] = None
-        self._books.holding.pop(instance_id, None)
-        self._books.regroup()
         self._books.broker.leave(instance_id)
         self._unclaimed.drop_owner(instance_id)
         self._restart_without(instance_id, instance.holds, f"instance {instance_id} was lost")

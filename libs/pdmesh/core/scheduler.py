@@ -290,7 +290,7 @@ class SchedulerCore:
                     receive_elsewhere(self._books, instance)
             case InstanceSuspected():
                 if instance := self._instance(event.instance_id, event):
-                    instance.set_suspected(event.suspected)
+                    self._books.suspect(instance, event.suspected)
                     if event.suspected:
                         self._moves.suspected(event.instance_id)
                         go_on_without(self._books, instance)

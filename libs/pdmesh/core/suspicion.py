@@ -30,9 +30,9 @@ MAX_EPOCH = 1
 
 def start_elsewhere(books: Books, bundle: Bundle) -> None:
     """Restart the requests that need a suspected instance, would lose nothing, and can be placed on others."""
-    suspected = [instance for instance in books.instances.values() if instance.suspected]
-    if not suspected:
+    if not books.suspected:
         return
+    suspected = [instance for instance in books.instances.values() if instance.suspected]
     others = [instance for instance in books.instances.values() if instance.takes_new]
     for instance in suspected:
         for key in list(instance.holds):
