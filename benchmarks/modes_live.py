@@ -52,7 +52,8 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.eventlog import EventLogReader, core_of
-from pdmesh.model import OwnDecodeSteps, StepPlan
+from pdmesh.model import OwnDecodeSteps
+from pdmesh.plans import StepPlan
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.testing.checkpoints import LLAMA_82M, TINY, write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh

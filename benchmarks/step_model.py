@@ -30,7 +30,8 @@ from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
 from pdmesh.core.own_steps import OwnSteps
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.eventlog import EventLogReader, core_of, replay
-from pdmesh.model import OWN_STEPS_PER_REPORT, ChunkDone, Epoch, InstanceId, OwnDecodeSteps, RequestId, Role
+from pdmesh.model import OWN_STEPS_PER_REPORT, Epoch, InstanceId, OwnDecodeSteps, RequestId, Role
+from pdmesh.plans import ChunkDone
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import self_measured

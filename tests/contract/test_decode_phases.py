@@ -12,18 +12,8 @@ from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import DecodeStepsDone, Event, RequestFinished, StepDone
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.engine.fake import FakeEngine, reference_output
-from pdmesh.model import (
-    ChunkPlan,
-    Epoch,
-    GatewayId,
-    OwnDecodeSteps,
-    Request,
-    RequestId,
-    RequestKey,
-    Role,
-    SamplingParams,
-    StepPlan,
-)
+from pdmesh.model import Epoch, GatewayId, OwnDecodeSteps, Request, RequestId, RequestKey, Role, SamplingParams
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.instance import SimInstance

@@ -11,7 +11,8 @@ from pdmesh.core.credit import Credit
 from pdmesh.core.events import Event, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import RequestId, ResidentContext, Role
+from pdmesh.model import RequestId, Role
+from pdmesh.plans import ResidentContext
 from pdmesh.testing.core import FixedGrowth
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
 from pdmesh.testing.dst.run import run

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.transfers import Transfer
-from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, KvShard, RequestId, RequestKey, TransferPurpose
+from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, TransferPurpose
+from pdmesh.plans import KvShard
 from pdmesh.testing.examples import examples
 
 RECEIVER = InstanceId("d")

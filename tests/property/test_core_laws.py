@@ -84,11 +84,11 @@ from pdmesh.model import (
     RequestId,
     RequestKey,
     Role,
-    StepPlan,
     TransferId,
     TransferPurpose,
     num_blocks_for,
 )
+from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.bundles import BUNDLES, make_bundle

@@ -52,9 +52,9 @@ from pdmesh.model import (
     Request,
     RequestKey,
     SamplingParams,
-    TransferPlan,
     request_id_of,
 )
+from pdmesh.plans import TransferPlan
 from pdmesh.policy.bundles import BUNDLES
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.agenda import Agenda

@@ -21,17 +21,8 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import (
-    ChunkDone,
-    Epoch,
-    FinishReason,
-    GatewayId,
-    InstanceId,
-    OwnDecodeSteps,
-    Request,
-    RequestId,
-    Role,
-)
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, OwnDecodeSteps, Request, RequestId, Role
+from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.modelled import modelled_profile

@@ -37,7 +37,6 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError, leaves
 from pdmesh.eventlog import EventLogReader, replay
 from pdmesh.model import (
-    ChunkDone,
     Epoch,
     FinishReason,
     GatewayId,
@@ -49,6 +48,7 @@ from pdmesh.model import (
     Role,
     SamplingParams,
 )
+from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.profile import Subject
 from pdmesh.profiles import save_profile

@@ -16,7 +16,8 @@ from pdmesh.core.commands import AdmitPrefill, FreeKv, RunStep
 from pdmesh.core.events import DrainRequested, KvReleased, LoadReported, RequestDropped, RequestFinished, StepDone
 from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
 from pdmesh.errors import InstanceUnavailable, leaves
-from pdmesh.model import FinishReason, InstanceId, Role, SamplingParams, StepPlan, num_blocks_for
+from pdmesh.model import FinishReason, InstanceId, Role, SamplingParams, num_blocks_for
+from pdmesh.plans import StepPlan
 from pdmesh.service import ServiceContext
 from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
 from pdmesh.testing.worker import a_shard, chunk_plans, make_generation

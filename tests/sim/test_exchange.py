@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.model import ChunkPlan, Epoch, InstanceId, PrefillGroup, RequestId
+from pdmesh.model import Epoch, InstanceId, RequestId
+from pdmesh.plans import ChunkPlan, PrefillGroup
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.links import FlowId, SimulatedLinks

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdmesh.model import ChunkPlan, Epoch, RequestId
+from pdmesh.model import Epoch, RequestId
+from pdmesh.plans import ChunkPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.perfetto import chrome_trace

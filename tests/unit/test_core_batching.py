@@ -19,7 +19,8 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.errors import ConfigError
-from pdmesh.model import Epoch, FinishReason, InstanceId, Request, RequestId, Role, StepPlan
+from pdmesh.model import Epoch, FinishReason, InstanceId, Request, RequestId, Role
+from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig

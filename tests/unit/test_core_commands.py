@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdmesh.core.commands import AdmitPrefill, Command, WakeAt
-from pdmesh.model import ChunkDone, ChunkPlan, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan
+from pdmesh.plans import ChunkDone, ChunkPlan, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan
 
 RECORDS = (ChunkDone, ChunkPlan, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan)
 

@@ -10,7 +10,8 @@ from pdmesh.core.commands import AdmitPrefill, FreeKv, GrowKv, PlaceDecode, Reje
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import CreditLow, GatewayJoined, InstanceJoined, RequestArrived, Tick
 from pdmesh.core.growth import Growth
-from pdmesh.model import Epoch, InstanceId, RequestId, Resident, ResidentContext, Role
+from pdmesh.model import Epoch, InstanceId, RequestId, Resident, Role
+from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.credit import RemainingTokens, risk_score, safe_room
 from pdmesh.testing.core import GATEWAY, CoreBench, FixedGrowth, a_request, of

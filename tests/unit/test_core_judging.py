@@ -12,17 +12,8 @@ from pdmesh.core.events import BundleChangeRequested, OperationRequested, Reques
 from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, chance_of, is_told, why_worse
 from pdmesh.core.operations import OperationState, OperationView
 from pdmesh.core.requests import RequestState
-from pdmesh.model import (
-    IndexRange,
-    InstanceId,
-    InstanceProfile,
-    KvPart,
-    KvShard,
-    OperationId,
-    OperationKind,
-    Request,
-    Role,
-)
+from pdmesh.model import IndexRange, InstanceId, InstanceProfile, KvPart, OperationId, OperationKind, Request, Role
+from pdmesh.plans import KvShard
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.views import Rank

@@ -20,17 +20,8 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import (
-    ChunkDone,
-    Epoch,
-    FinishReason,
-    InstanceProfile,
-    KvLayout,
-    MeasuredStep,
-    OwnDecodeSteps,
-    RequestId,
-    Role,
-)
+from pdmesh.model import Epoch, FinishReason, InstanceProfile, KvLayout, MeasuredStep, OwnDecodeSteps, RequestId, Role
+from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, FreeKv, Outcome, Reject
 from pdmesh.core.events import Event, KvReleased, RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
 from pdmesh.core.lives import Chunk, Forgotten, Lives, Milestone
-from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, InstanceId, RejectReason, RequestId
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RejectReason, RequestId
+from pdmesh.plans import ChunkDone
 from pdmesh.testing.core import GATEWAY, a_request
 from pdmesh.testing.worker import a_shard
 

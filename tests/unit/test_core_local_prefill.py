@@ -9,7 +9,8 @@ import pytest
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BundleChangeRequested
-from pdmesh.model import Role, StepPlan
+from pdmesh.model import Role
+from pdmesh.plans import StepPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import CoreBench, of

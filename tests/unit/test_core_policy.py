@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.errors import ConfigError
-from pdmesh.model import ChunkPlan, Epoch, RequestId
+from pdmesh.model import Epoch, RequestId
+from pdmesh.plans import ChunkPlan
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.packing import StaticChunks

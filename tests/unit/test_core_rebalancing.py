@@ -20,7 +20,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.moves import MAX_FAILED
 from pdmesh.core.rebalancing import COOL_DOWN_S, LOOK_S
-from pdmesh.model import Epoch, InstanceId, RequestId, ResidentContext, Role, TransferPurpose
+from pdmesh.model import Epoch, InstanceId, RequestId, Role, TransferPurpose
+from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import CoreBench, FixedGrowth, of

@@ -35,7 +35,8 @@ from pdmesh.core.events import (
     RequestDropped,
     StepDone,
 )
-from pdmesh.model import ChunkDone, ChunkPlan, Epoch, InstanceId, RequestId, Role, StepPlan
+from pdmesh.model import Epoch, InstanceId, RequestId, Role
+from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape

@@ -42,7 +42,6 @@ from pdmesh.core.events import (
     TransferOffered,
 )
 from pdmesh.model import (
-    ChunkDone,
     Epoch,
     FinishReason,
     GatewayId,
@@ -54,6 +53,7 @@ from pdmesh.model import (
     Role,
     TransferId,
 )
+from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile

@@ -10,7 +10,8 @@ from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import FreeKv, GrantTransfer, Restart, RunStep
 from pdmesh.core.events import RequestDropped
 from pdmesh.core.transfers import Transfer
-from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, KvShard, RequestId, RequestKey, Role, TransferPurpose
+from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, Role, TransferPurpose
+from pdmesh.plans import KvShard
 from pdmesh.testing.core import CoreBench, of
 from pdmesh.testing.modelled import modelled_profile
 

@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from pdmesh.model import ChunkPlan, Epoch, Request, RequestId, Role
+from pdmesh.model import Epoch, Request, RequestId, Role
+from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer
 from pdmesh.policy.prediction import Prediction, RemainingTime

@@ -22,19 +22,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.lives import Lives
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import (
-    ChunkDone,
-    ChunkPlan,
-    Epoch,
-    FinishReason,
-    GatewayId,
-    InstanceId,
-    PrefillGroup,
-    Request,
-    RequestId,
-    SamplingParams,
-    StepPlan,
-)
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams
+from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
 from pdmesh.testing.worker import a_shard
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_scheduler.observing import Handled

@@ -20,7 +20,8 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import ExchangedBytes, TransferCounters
 from pdmesh.metrics import Slo
-from pdmesh.model import ChunkDone, Epoch, FinishReason, GatewayId, RejectReason, Request, RequestId, Role
+from pdmesh.model import Epoch, FinishReason, GatewayId, RejectReason, Request, RequestId, Role
+from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.telemetry.exposition import watch_event_loop

@@ -25,7 +25,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.kv.piece import PieceKind, unpack_header
-from pdmesh.model import ChunkPlan, Epoch, KvPart, Role, SamplingParams, StepPlan
+from pdmesh.model import Epoch, KvPart, Role, SamplingParams
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
 from pdmesh.testing.kv import TransportMaker
 from pdmesh.testing.worker import DECODE_INSTANCE, RunningInstance, make_generation, running_instance

@@ -16,7 +16,8 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep, SetRole
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
 from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
-from pdmesh.model import ChunkPlan, FinishReason, RequestId, Role, SamplingParams, StepPlan
+from pdmesh.model import FinishReason, RequestId, Role, SamplingParams
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.testing.worker import RunningInstance, a_shard, a_transfer, chunk_plans, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import Admit, ExpectKv, Generation, PromptLogprobs

@@ -11,7 +11,8 @@ from pdmesh.core.books import Books
 from pdmesh.core.lengths_seen import LengthsSeen
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import Role, StepPlan
+from pdmesh.model import Role
+from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from pdmesh.core.transfers import Transfer, TransferState
-from pdmesh.model import InstanceId, KvShard, RequestKey, TransferId, TransferPlan, TransferPurpose
+from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
+from pdmesh.plans import KvShard, TransferPlan
 
 _RANK = attrgetter("rank")
 

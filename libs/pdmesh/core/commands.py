@@ -6,20 +6,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from pdmesh.model import (
-    NO_TRANSFER,
-    Epoch,
-    GatewayId,
-    InstanceId,
-    KvShard,
-    PrefillGroup,
-    RejectReason,
-    RequestId,
-    Role,
-    StepPlan,
-    TransferId,
-    TransferPlan,
-)
+from pdmesh.model import NO_TRANSFER, Epoch, GatewayId, InstanceId, RejectReason, RequestId, Role, TransferId
+from pdmesh.plans import KvShard, PrefillGroup, StepPlan, TransferPlan
 
 
 class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -21,7 +21,8 @@ from pdmesh.core.placing import could_place
 from pdmesh.core.rebalancing import Rebalancer
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import InstanceId, RequestId, RequestKey, ResidentContext
+from pdmesh.model import InstanceId, RequestId, RequestKey
+from pdmesh.plans import ResidentContext
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.credit import granted_blocks, is_low
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from pdmesh.model import (
     NO_TRANSFER,
-    ChunkDone,
     Epoch,
     FinishReason,
     GatewayId,
@@ -22,10 +21,10 @@ from pdmesh.model import (
     Request,
     RequestId,
     Resident,
-    ResidentContext,
     Role,
     TransferId,
 )
+from pdmesh.plans import ChunkDone, ResidentContext
 from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS, Range
 
 #: No operator waits longer for requests to leave an instance by themselves.

@@ -15,7 +15,8 @@ from pdmesh.core.books import Books
 from pdmesh.core.requests import RequestState
 from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import InstanceId, RequestKey, StepPlan
+from pdmesh.model import InstanceId, RequestKey
+from pdmesh.plans import StepPlan
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.pacing import lag

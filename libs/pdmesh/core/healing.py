@@ -14,7 +14,8 @@ from pdmesh.core.books import Books
 from pdmesh.core.commands import SetGroup
 from pdmesh.core.events import GroupPrefix
 from pdmesh.core.requests import ComputedPart, RequestState
-from pdmesh.model import ChunkPlan, InstanceId
+from pdmesh.model import InstanceId
+from pdmesh.plans import ChunkPlan
 from pdmesh.policy.bundle import Bundle
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pdmesh.core.config import LatencyLearning
 from pdmesh.core.events import StepDone
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import InstanceProfile, OwnDecodeSteps, StepPlan
+from pdmesh.model import InstanceProfile, OwnDecodeSteps
+from pdmesh.plans import StepPlan
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import make_of, self_measured
 from pdmesh.policy.refine import Refinement

@@ -52,7 +52,8 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
-from pdmesh.model import ChunkPlan, Epoch, InstanceId, Request, RequestId, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, TransferId, TransferPurpose
+from pdmesh.plans import ChunkPlan
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,8 @@ Real workers, simulated and modelled instances all obey this one object, so they
 
 from __future__ import annotations
 
-from pdmesh.model import OWN_STEPS_PER_REPORT, OwnDecodeSteps, StepPlan
+from pdmesh.model import OWN_STEPS_PER_REPORT, OwnDecodeSteps
+from pdmesh.plans import StepPlan
 
 #: An instance that holds its decodes, and was planned nothing for so long after its last plan, goes on decoding: the
 #: scheduler has forgotten it, or hangs. Longer than a loaded control path takes, shorter than a lease.

@@ -27,7 +27,8 @@ from pdmesh.core.queue import in_order
 from pdmesh.core.relay import Relays
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import ChunkPlan, InstanceId, Role, StepPlan
+from pdmesh.model import InstanceId, Role
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape

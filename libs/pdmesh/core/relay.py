@@ -41,7 +41,8 @@ from pdmesh.core.queue import in_order
 from pdmesh.core.requests import ComputedPart, Phase, RequestState
 from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
-from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, Request, RequestKey, StepPlan
+from pdmesh.model import InstanceId, Request, RequestKey
+from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.improvement import RATES_BY_LOAD, ImprovementInForce

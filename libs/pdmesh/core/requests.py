@@ -8,7 +8,8 @@ from math import inf
 from typing import NamedTuple
 
 from pdmesh.core.transfers import Move, Transfer
-from pdmesh.model import InstanceId, KvShard, PrefillGroup, Request, RequestId, RequestKey
+from pdmesh.model import InstanceId, Request, RequestId, RequestKey
+from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
 

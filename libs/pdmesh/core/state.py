@@ -16,14 +16,13 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     KvPart,
-    KvShard,
     Request,
     RequestKey,
     Role,
-    StepPlan,
     TransferId,
     num_blocks_for,
 )
+from pdmesh.plans import KvShard, StepPlan
 from pdmesh.policy.credit import Room, first_tokens
 from pdmesh.policy.profile import make_of
 from pdmesh.policy.switching import SwitchTimes

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from pdmesh.model import InstanceId, RequestKey, TransferPlan, TransferPurpose
+from pdmesh.model import InstanceId, RequestKey, TransferPurpose
+from pdmesh.plans import TransferPlan
 
 
 class TransferState(Enum):

@@ -46,7 +46,8 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
 from pdmesh.kv.repair import DamageLimit, RefusalLimit
 from pdmesh.kv.store import KvStore
-from pdmesh.model import MAX_GROUP_MEMBERS, Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.plans import MAX_GROUP_MEMBERS
 from pdmesh.policy.pacing import ChunkPace, layers_a_piece
 
 log = structlog.get_logger()

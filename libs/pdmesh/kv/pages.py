@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from operator import or_
 
 from pdmesh.kv.outgoing import Blocks, marked, runs
-from pdmesh.model import MAX_GROUP_MEMBERS, IndexRange, KvPart
+from pdmesh.model import IndexRange, KvPart
+from pdmesh.plans import MAX_GROUP_MEMBERS
 
 #: Of the pages' audiences: those that are here.
 _IS_HERE = marked(*range(1, MAX_GROUP_MEMBERS + 1))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pdmesh.model import MAX_GROUP_MEMBERS
+from pdmesh.plans import MAX_GROUP_MEMBERS
 from pdmesh.policy.latency import PROFILES, LinearLatencyModel
 from pdmesh.ranges import ANY_COUNT, COUNT, SHARE, Range
 from pdmesh.settings import NO_SETTING, one_of

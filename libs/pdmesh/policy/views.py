@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdmesh.model import ChunkPlan, InstanceId, Request, Role
+from pdmesh.model import InstanceId, Request, Role
+from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.core.events import Event, TransferOffered, TransferPaused, TransferSent
-from pdmesh.model import NO_TRANSFER, ChunkPlan, InstanceId, InstanceProfile, RequestKey, TransferId, TransferPlan
+from pdmesh.model import NO_TRANSFER, InstanceId, InstanceProfile, RequestKey, TransferId
+from pdmesh.plans import ChunkPlan, TransferPlan
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.result import RequestRun

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey
+from pdmesh.model import InstanceId, RequestKey
+from pdmesh.plans import ChunkPlan, PrefillGroup
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.links import FlowId, SimulatedLinks
 

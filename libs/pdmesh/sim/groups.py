@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from pdmesh.core.events import Event, GroupPrefix
-from pdmesh.model import InstanceProfile, PrefillGroup, RequestKey, StepPlan
+from pdmesh.model import InstanceProfile, RequestKey
+from pdmesh.plans import PrefillGroup, StepPlan
 from pdmesh.policy.pacing import lag
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.departures import Prefill, SimulatedDepartures

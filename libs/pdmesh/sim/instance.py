@@ -46,18 +46,8 @@ from pdmesh.core.events import (
     TransferLanded,
 )
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
-from pdmesh.model import (
-    ChunkPlan,
-    FinishReason,
-    InstanceId,
-    InstanceProfile,
-    PrefillGroup,
-    RequestKey,
-    StepPlan,
-    TransferId,
-    TransferPlan,
-    TransferPurpose,
-)
+from pdmesh.model import FinishReason, InstanceId, InstanceProfile, RequestKey, TransferId, TransferPurpose
+from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan, TransferPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.departures import Prefill, SimulatedDepartures

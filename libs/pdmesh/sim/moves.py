@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.core.events import Event, MoveFailed, MoveSent
-from pdmesh.model import InstanceProfile, RequestKey, TransferId, TransferPlan
+from pdmesh.model import InstanceProfile, RequestKey, TransferId
+from pdmesh.plans import TransferPlan
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.residents import Residents

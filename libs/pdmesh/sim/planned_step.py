@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdmesh.core.events import StepDone
-from pdmesh.model import ChunkDone, ChunkPlan, InstanceId, OwnDecodeSteps, StepPlan
+from pdmesh.model import InstanceId, OwnDecodeSteps
+from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 from pdmesh.sim.agenda import Appointment
 from pdmesh.sim.result import StepSpan
 

@@ -23,7 +23,8 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.core.lives import Life, Lives
-from pdmesh.model import ChunkPlan, InstanceId, InstanceProfile, OwnDecodeSteps, RequestId, StepPlan
+from pdmesh.model import InstanceId, InstanceProfile, OwnDecodeSteps, RequestId
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult, StepSpan
 from pdmesh.sim.workload import Arrival
 

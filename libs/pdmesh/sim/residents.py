@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from pdmesh.model import Request, RequestKey, ResidentContext
+from pdmesh.model import Request, RequestKey
+from pdmesh.plans import ResidentContext
 from pdmesh.policy.credit import LOW_TOKENS
 from pdmesh.sim.result import RequestRun
 

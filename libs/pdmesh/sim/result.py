@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from pdmesh import metrics
 from pdmesh.core.commands import Outcome
-from pdmesh.model import ChunkPlan, Epoch, InstanceId, Request, Role
+from pdmesh.model import Epoch, InstanceId, Request, Role
+from pdmesh.plans import ChunkPlan
 
 
 @dataclass(slots=True)

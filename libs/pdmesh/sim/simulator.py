@@ -32,16 +32,8 @@ from pdmesh.core.commands import (
     WithdrawTransfer,
 )
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, InstanceLost, RequestArrived, Tick
-from pdmesh.model import (
-    Epoch,
-    GatewayId,
-    InstanceId,
-    InstanceProfile,
-    Request,
-    RequestId,
-    RequestKey,
-    TransferPlan,
-)
+from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey
+from pdmesh.plans import TransferPlan
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.exchange import SimulatedExchange

@@ -27,7 +27,6 @@ from pdmesh.core.operations import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     NO_TRANSFER,
-    ChunkDone,
     Epoch,
     FinishReason,
     GatewayId,
@@ -36,9 +35,9 @@ from pdmesh.model import (
     Request,
     RequestId,
     Role,
-    StepPlan,
     TransferId,
 )
+from pdmesh.plans import ChunkDone, StepPlan
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.views import InstanceView

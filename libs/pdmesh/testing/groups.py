@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, SetGroup
 from pdmesh.engine.base import Engine
-from pdmesh.model import ChunkPlan, PrefillGroup, Role, num_blocks_for
+from pdmesh.model import Role, num_blocks_for
+from pdmesh.plans import ChunkPlan, PrefillGroup
 from pdmesh.testing.worker import RunningInstance, a_transfer, running_instance
 from pdmesh.transport.base import KvTransport
 from pdmesh.wire.messages import Admit, Generation, Regroup

@@ -49,21 +49,18 @@ from pdmesh.core.events import (
 from pdmesh.core.own_steps import OwnSteps
 from pdmesh.model import (
     NO_TRANSFER,
-    ChunkDone,
     FinishReason,
     GatewayId,
     InstanceId,
     InstanceProfile,
     KvLayout,
-    PrefillGroup,
     RequestKey,
     Resident,
-    ResidentContext,
     Role,
-    StepPlan,
     TransferId,
     TransferPurpose,
 )
+from pdmesh.plans import ChunkDone, PrefillGroup, ResidentContext, StepPlan
 from pdmesh.testing.modelled_groups import ModelledMember, ModelledPieces, alone
 from pdmesh.testing.modelled_holds import ModelledHold
 

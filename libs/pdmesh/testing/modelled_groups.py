@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from pdmesh.model import ChunkPlan, InstanceId, PrefillGroup, RequestKey
+from pdmesh.model import InstanceId, RequestKey
+from pdmesh.plans import ChunkPlan, PrefillGroup
 
 
 class ModelledPiece(NamedTuple):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.model import NO_TRANSFER, ChunkPlan, TransferId, TransferPlan
+from pdmesh.model import NO_TRANSFER, TransferId
+from pdmesh.plans import ChunkPlan, TransferPlan
 from pdmesh.policy.credit import is_low
 from pdmesh.testing.modelled_groups import ModelledMember
 

@@ -29,23 +29,20 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.model import (
-    ChunkPlan,
     Epoch,
     GatewayId,
     IndexRange,
     InstanceId,
     KvLayout,
     KvPart,
-    KvShard,
     RequestId,
     Role,
     SamplingParams,
-    StepPlan,
     TransferId,
-    TransferPlan,
     TransferPurpose,
     num_blocks_for,
 )
+from pdmesh.plans import ChunkPlan, KvShard, StepPlan, TransferPlan
 from pdmesh.telemetry.tracing import NoTracing, Tracing
 from pdmesh.transport.base import KvTransport
 from pdmesh.wire.messages import (

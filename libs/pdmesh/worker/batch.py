@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.outgoing import Blocks
-from pdmesh.model import ChunkPlan, StepPlan, num_blocks_for
+from pdmesh.model import num_blocks_for
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh.worker.sequences import Hold
 

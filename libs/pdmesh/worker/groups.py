@@ -8,7 +8,8 @@ from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.presence import Bell
-from pdmesh.model import MAX_GROUP_MEMBERS, PrefillGroup, num_blocks_for
+from pdmesh.model import num_blocks_for
+from pdmesh.plans import MAX_GROUP_MEMBERS, PrefillGroup
 from pdmesh.wire.messages import Admit, Regroup
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.sequences import Hold, Stage

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pdmesh.core.commands import GrowKv
 from pdmesh.core.events import CreditLow
 from pdmesh.kv.blocks import OutOfBlocks
-from pdmesh.model import ResidentContext
+from pdmesh.plans import ResidentContext
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.sequences import Hold
 

@@ -16,7 +16,8 @@ import structlog
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.kv.presence import Bell
-from pdmesh.model import NO_TRANSFER, ChunkPlan, InstanceId, StepPlan
+from pdmesh.model import NO_TRANSFER, InstanceId
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.replies import step_done
 from pdmesh.worker.sequences import Hold, Sequences, Stage

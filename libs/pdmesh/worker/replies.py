@@ -8,7 +8,8 @@ from typing import Protocol
 
 from pdmesh.core.events import RequestFinished, StepDone
 from pdmesh.engine.base import Logprobs, SliceResult
-from pdmesh.model import ChunkDone, FinishReason, InstanceId, OwnDecodeSteps, StepPlan
+from pdmesh.model import FinishReason, InstanceId, OwnDecodeSteps
+from pdmesh.plans import ChunkDone, StepPlan
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TokensUp, TurnOver
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.sequences import Hold

@@ -18,17 +18,8 @@ from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.sender import KvSender
-from pdmesh.model import (
-    NO_TRANSFER,
-    ChunkPlan,
-    Epoch,
-    InstanceId,
-    RequestId,
-    Resident,
-    TransferId,
-    TransferPlan,
-    num_blocks_for,
-)
+from pdmesh.model import NO_TRANSFER, Epoch, InstanceId, RequestId, Resident, TransferId, num_blocks_for
+from pdmesh.plans import ChunkPlan, TransferPlan
 from pdmesh.policy.credit import is_low
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import HoldTrace
