@@ -1,12 +1,23 @@
-"""What the host leaves this process: memory and cores, of the machine and of the control groups that it is in."""
+"""The host of this process: memory and cores that the machine and control groups leave it, and its own addresses."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 _UNLIMITED = 1 << 60  # version 1 says "no limit" with a number as large
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches ``address``; a name other than ``localhost`` is not looked up."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.failures import sentence
 
 
 def main() -> int:
@@ -19,4 +20,7 @@ def main() -> int:
     except PdmeshError as error:
         sys.stderr.write(f"pdmesh: {error}\n")
         return int(getattr(error, "exit_code", 1))
+    except (OSError, MemoryError) as error:  # of the machine; any other would be a bug, whose traceback is wanted
+        sys.stderr.write(f"pdmesh: {sentence(error)}\n")
+        return 1
     return 0

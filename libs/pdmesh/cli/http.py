@@ -11,6 +11,7 @@ import httpx
 from pdmesh.cli.state import StateFolder
 from pdmesh.config import CLIENT_KEY_VARIABLE, MeshConfig, SecurityConfig
 from pdmesh.errors import PdmeshError
+from pdmesh.host import is_loopback
 
 _CONNECT_TIMEOUT_S = 5.0
 _FIRST_DELAY_S = 0.02
@@ -94,6 +95,7 @@ class Target:
             headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             verify=trust(security),
             timeout=httpx.Timeout(read_timeout_s, connect=_CONNECT_TIMEOUT_S),
+            trust_env=not is_loopback(httpx.URL(url).host),  # a proxy does not reach this machine
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -152,8 +154,30 @@ class StateFolder:
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", os.path.expanduser("~")), ".local/state")
-    return Path(base) / "pdmesh"
+    """Where meshes leave what they keep: below the home if that can be written, else in a private temporary folder.
+
+    Raises ConfigError if another user has taken that.
+    """
+    if given := environ.get("XDG_STATE_HOME"):
+        return Path(given) / "pdmesh"
+    below_home = Path(environ.get("HOME") or os.path.expanduser("~")) / ".local/state/pdmesh"
+    existing = next(folder for folder in (below_home, *below_home.parents) if folder.exists())
+    if below_home.is_absolute() and os.access(existing, os.W_OK):
+        return below_home
+    try:
+        return _private_folder(Path(tempfile.gettempdir()) / f"pdmesh-{os.geteuid()}")
+    except FileNotFoundError:  # nothing at all can be written: whoever tries says so
+        return below_home.absolute()
+
+
+def _private_folder(root: Path) -> Path:
+    """``root``, made if need be: where others may write too, only then it is sure to be ours."""
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()
+    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+        raise ConfigError(f"others can write {root}: set XDG_STATE_HOME to a folder of your own")
+    return root
 
 
 def state_folder(environ: Mapping[str, str], name: str) -> StateFolder:

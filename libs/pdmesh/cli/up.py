@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.request import getproxies_environment
 
 import anyio
 import anyio.to_thread
@@ -199,7 +200,10 @@ class MeshRun:
             self._record_is_stale = False
         except OSError as error:
             self._record_is_stale = True  # `_tend` tries again
-            self._complain(f"cannot write {self.state.record_file}, which the other commands read: {error.strerror}")
+            self._complain(
+                f"cannot write {self.state.record_file}: {error.strerror}; the mesh serves, but the other commands "
+                "do not find it: free some space, or start it with XDG_STATE_HOME at another place"
+            )
         if supervisor.ready and not self._announced:
             self._announced = True
             self._announce(record)
@@ -214,9 +218,10 @@ class MeshRun:
         key = ' -H "Authorization: Bearer $PDMESH_API_KEY"' if has_key else ""
         tls = self.config.security
         trusted = f" --cacert {shlex.quote(str(tls.tls_ca or tls.tls_cert))}" if tls.tls_cert else ""
+        direct = " --noproxy '*'" if getproxies_environment() else ""  # curl would ask a proxy for this machine, too
         _say(
             f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}\n\n"
-            f"  try   curl -N{trusted} {url}/v1/chat/completions{key} \\\n"
+            f"  try   curl -N{trusted}{direct} {url}/v1/chat/completions{key} \\\n"
             f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
             f"  look  {command} status{named}{page}\n"
             f"  logs  {self.state.folder}\n"

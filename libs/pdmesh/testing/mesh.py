@@ -49,7 +49,7 @@ class RunningMesh:
     def client(self) -> httpx.AsyncClient:
         """A client that opens as many connections as it is asked to."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        return httpx.AsyncClient(base_url=self.base_url, limits=limits, timeout=600)
+        return httpx.AsyncClient(base_url=self.base_url, limits=limits, timeout=600, trust_env=False)
 
     def pdmesh(self, *arguments: str) -> str:
         """Standard output of ``pdmesh ARGUMENTS --name …``; CalledProcessError if it fails."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hmac
-import ipaddress
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,17 +17,8 @@ import grpc.aio
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
+from pdmesh.host import is_loopback
 from pdmesh.wire.link import GRPC_OPTIONS
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``; a name other than ``localhost`` is not looked up."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool) -> None:
@@ -49,17 +40,38 @@ def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool)
 def bind_socket(host: str, port: int, *, setting: str) -> socket.socket:
     """A socket that holds a TCP port and does not listen yet. Raises ConfigError if it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Said to be TCP's: asyncio takes Nagle's algorithm from accepted connections of no other sockets.
-    holder = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        # Said to be TCP's: asyncio takes Nagle's algorithm from accepted connections of no other sockets.
+        holder = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise cannot_listen(host, port, error, setting=setting) from error
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))
     except OSError as error:
         holder.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; is another process using the port? ({setting})"
-        ) from error
+        raise cannot_listen(host, port, error, setting=setting) from error
     return holder
+
+
+def cannot_listen(host: str, port: int, error: OSError, *, setting: str) -> ConfigError:
+    """What to say where a port cannot be had, and what to do; ``setting`` names the port."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            advice = f"another process has this port; stop it (`pdmesh down` if it is a mesh), or set another {setting}"
+        case errno.EACCES:
+            advice = f"ports below 1024 are root's on most machines; set {setting} to 1024 or more"
+        case errno.EADDRNOTAVAIL:
+            advice = f"no network interface of this machine has that address; set another {setting.split('.')[0]}.host"
+        case errno.EAFNOSUPPORT:
+            advice = f"this system has no IPv{6 if ':' in host else 4}; set another {setting.split('.')[0]}.host"
+        case _:
+            advice = setting
+    return ConfigError(f"cannot listen on {_address(host, port)}: {error.strerror}; {advice}")
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 #: The metadata of every call between our services that carries the mesh token.
@@ -161,10 +173,13 @@ async def serving(
     host: str,
     port: int,
     security: SecurityConfig,
+    setting: str = "its port",
     grace_s: float | None = None,
     admits: Admits = lambda _method, _metadata: False,
 ) -> AsyncGenerator[int]:
     """Serve generic ``methods`` of ``service`` within the block; yields the port it got. Raises ConfigError.
+
+    ``setting`` names the port where it cannot be had.
 
     At its end no new call is taken, and those that run are cancelled, after ``grace_s`` if that is given. Who shows no
     mesh token comes in where ``admits`` says so.
@@ -172,7 +187,7 @@ async def serving(
     check_bind(host, security, what=service, has_key=bool(security.mesh_token))
     server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security, admits)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-    bound_port = bind(server, host, port, security)
+    bound_port = bind(server, host, port, security, setting=setting)
     await server.start()
     try:
         yield bound_port
@@ -181,9 +196,9 @@ async def serving(
             await server.stop(grace_s)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig) -> int:
-    """Add the listening port, with TLS if configured. Raises ConfigError if it cannot be had."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig, *, setting: str) -> int:
+    """Add the port that ``setting`` names, with TLS if configured. Raises ConfigError if it cannot be had."""
+    address = _address(host, port)
     try:
         if security.tls_cert is not None and security.tls_key is not None:
             credentials = grpc.ssl_server_credentials(
@@ -194,7 +209,8 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig
             return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}: is another process using the port? ({error})") from error
+        bind_socket(host, port, setting=setting).close()  # says why, which gRPC does not
+        raise ConfigError(f"cannot listen on {address}: {error} ({setting})") from error
 
 
 def open_channel(address: str, security: SecurityConfig) -> MeshChannel:

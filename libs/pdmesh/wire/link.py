@@ -47,6 +47,7 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),
+    ("grpc.enable_http_proxy", 0),  # a proxy of the environment is for the internet, not for our own services
     # gRPC's own waits between connection attempts; its defaults (1 s to 2 min) would outlast a restart's grace.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),

@@ -73,7 +73,7 @@ async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    port = bind(server, serving.config.host, serving.config.grpc_port, security)
+    port = bind(server, serving.config.host, serving.config.grpc_port, security, setting="gateway.grpc_port")
     await server.start()
     drained = anyio.Event()
 

@@ -38,7 +38,14 @@ async def serve_tokens(
         await _receive_tokens(link, peer, transcripts)
 
     methods = {"Tokens": serve_link(serve, TokensUp)}
-    async with serving(SERVICE, methods, host=config.token_host, port=config.token_port, security=security) as port:
+    async with serving(
+        SERVICE,
+        methods,
+        host=config.token_host,
+        port=config.token_port,
+        security=security,
+        setting="gateway.token_port",
+    ) as port:
         yield port
 
 

@@ -20,12 +20,13 @@ import structlog
 from pdmesh.apikeys import Operator
 from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, OperationCancelled, ResizeRequested
 from pdmesh.errors import ConfigError
+from pdmesh.host import is_loopback
 from pdmesh.model import OperationKind, PoolCounts, RequestId, Role
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.bundles import BATCHINGS, BUNDLES, make_batching, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.ranges import out_of_range
-from pdmesh.wire.endpoint import is_loopback, is_ours
+from pdmesh.wire.endpoint import is_ours
 from pdmesh.wire.messages import (
     AdminError,
     AdminRequest,

@@ -177,6 +177,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 host=settings.host,
                 port=settings.port,
                 security=config.security,
+                setting="scheduler.port",
                 grace_s=STOP_GRACE_S,
                 admits=lambda method, metadata: method == ADMIN_METHOD and operators.admits(metadata),
             ) as port:

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
-from pdmesh.wire.endpoint import bind_socket
+from pdmesh.wire.endpoint import bind_socket, cannot_listen
 from pdmesh_gateway.http.errors import error_json
 
 #: Longer than the idle time of usual load balancers (60 s), so that it is them who close.
@@ -47,10 +47,7 @@ def open_listener(config: GatewayConfig) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; is another process using the port? "
-            "(gateway.port)"
-        ) from error
+        raise cannot_listen(config.host, config.port, error, setting="gateway.port") from error
     listener.setblocking(False)
     return listener
 

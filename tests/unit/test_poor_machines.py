@@ -1,0 +1,104 @@
+"""What a newcomer's machine may lack: each is done without, or told in one sentence that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdmesh.cli.http import Target
+from pdmesh.cli.state import StateFolder, state_root
+from pdmesh.config import MeshConfig
+from pdmesh.errors import ConfigError
+from pdmesh.wire.endpoint import bind_socket
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files of a machine on which nothing else can be written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    return tmp_path
+
+
+def test_the_state_is_below_the_home_unless_told_otherwise(tmp_path: Path) -> None:
+    assert state_root({"HOME": str(tmp_path)}) == tmp_path / ".local/state/pdmesh"
+    assert state_root({"HOME": str(tmp_path), "XDG_STATE_HOME": "/s"}) == Path("/s/pdmesh")
+
+
+@pytest.mark.parametrize("home", ["/home/nobody", "~"])
+def test_without_a_home_the_state_is_in_a_private_temporary_folder(temporary: Path, home: str) -> None:
+    root = state_root({"HOME": home})
+    assert root == temporary / f"pdmesh-{os.geteuid()}"
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert state_root({"HOME": home}) == root, "every command finds the same"
+
+
+def linked_elsewhere(root: Path) -> None:
+    root.symlink_to(root.parent)
+
+
+def open_to_all(root: Path) -> None:
+    root.mkdir()
+    root.chmod(0o777)
+
+
+@pytest.mark.parametrize("take", [linked_elsewhere, open_to_all])
+def test_a_temporary_folder_that_others_can_change_is_refused(temporary: Path, take: Callable[[Path], None]) -> None:
+    take(temporary / f"pdmesh-{os.geteuid()}")
+    with pytest.raises(ConfigError, match="set XDG_STATE_HOME to a folder of your own"):
+        state_root({"HOME": "/proc/nonexistent"})
+
+
+def test_where_nothing_can_be_written_the_state_folder_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_folder() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    root = state_root({"HOME": "/proc/nonexistent"})
+    with pytest.raises(ConfigError, match="XDG_STATE_HOME may name another place"), StateFolder("x", root / "x").lock():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (
+            errno.EADDRINUSE,
+            "another process has this port; stop it (`pdmesh down` if it is a mesh), or set another a",
+        ),
+        (errno.EACCES, "ports below 1024 are root's on most machines; set a.port to 1024 or more"),
+        (errno.EADDRNOTAVAIL, "no network interface of this machine has that address; set another a.host"),
+        (errno.EAFNOSUPPORT, "this system has no IPv6; set another a.host"),
+    ],
+)
+def test_a_port_that_cannot_be_had_is_told_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, number: int, told: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(ConfigError) as failure:
+        bind_socket("::1", 80, setting="a.port")
+    assert str(failure.value).startswith(f"cannot listen on [::1]:80: {os.strerror(number)}; {told}")
+
+
+@pytest.mark.parametrize(("url", "num_proxies"), [("http://127.0.0.1:8000", 0), ("http://elsewhere:8000", 1)])
+def test_a_proxy_is_not_asked_for_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, num_proxies: int
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    target = Target(MeshConfig(), StateFolder("x", tmp_path), url)
+    with target.client(read_timeout_s=1.0) as client:
+        proxied = client._transport_for_url(httpx.URL(url)) is not client._transport
+    assert proxied == bool(num_proxies)
