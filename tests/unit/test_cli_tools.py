@@ -22,7 +22,7 @@ from rich.console import Console, RenderableType
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
 from pdmesh.cli.admin import group_line, instances_table, target
 from pdmesh.cli.chat import ChatOptions, run_chat
-from pdmesh.cli.doctor import Severity, check_memory, check_port, check_ptrace, check_transports
+from pdmesh.cli.doctor import Severity, check_memory, check_memory_reading, check_port, check_transports
 from pdmesh.cli.http import Target
 from pdmesh.cli.processes import process_id
 from pdmesh.cli.request_view import requests_table
@@ -357,11 +357,9 @@ def test_doctor_says_nothing_of_memory_that_nobody_tells_of() -> None:
     assert check_memory(MeshConfig(), None).verdict is Severity.OK
 
 
-def test_doctor_finds_restricted_attach(tmp_path: Path) -> None:
-    scope = tmp_path / "ptrace_scope"
-    assert check_ptrace(scope).verdict is Severity.OK
-    scope.write_text("3\n")
-    assert check_ptrace(scope).verdict is Severity.WARNING
+def test_doctor_finds_restricted_attach() -> None:
+    assert check_memory_reading(None).verdict is Severity.OK
+    assert check_memory_reading("ptrace_scope is 3").verdict is Severity.WARNING
 
 
 def test_a_group_is_a_line() -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from pdmesh.cli.http import Target
 from pdmesh.cli.state import StateFolder, state_root
-from pdmesh.config import MeshConfig
+from pdmesh.config import MeshConfig, TransferConfig
 from pdmesh.errors import ConfigError
+from pdmesh.transport import reading
+from pdmesh.transport.reading import why_unreadable
+from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import bind_socket
+from pdmesh.worker.runtime import transfer_for
 
 
 @pytest.fixture
@@ -89,6 +95,27 @@ def test_a_port_that_cannot_be_had_is_told_with_what_to_do(
     with pytest.raises(ConfigError) as failure:
         bind_socket("::1", 80, setting="a.port")
     assert str(failure.value).startswith(f"cannot listen on [::1]:80: {os.strerror(number)}; {told}")
+
+
+def test_where_no_process_may_read_another_kv_goes_through_ucx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = tmp_path / "ptrace_scope"
+    for value, is_readable in (("1", True), ("3", False)):
+        scope.write_text(f"{value}\n")
+        assert (why_unreadable(scope) is None) == is_readable
+    config = TransferConfig()
+    assert transfer_for("cpu", config, None) == config
+    told = transfer_for("cpu", config, why_unreadable(scope))
+    assert not names_shared_memory(ucx_tls(told))
+    assert ucx_devices(told) == "lo"
+    memory = TransferConfig(transport="memory")
+    assert transfer_for("cpu", memory, "ptrace_scope is 3") == memory
+
+    def refused(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(reading, "_libc", SimpleNamespace(process_vm_readv=refused))
+    assert "seccomp" in str(why_unreadable(tmp_path / "no-yama"))
 
 
 @pytest.mark.parametrize(("url", "num_proxies"), [("http://127.0.0.1:8000", 0), ("http://elsewhere:8000", 1)])

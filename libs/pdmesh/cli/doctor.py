@@ -28,6 +28,7 @@ from pdmesh.cli.options import Output
 from pdmesh.cli.state import state_root
 from pdmesh.config import MeshConfig
 from pdmesh.host import free_host_bytes, num_usable_cores
+from pdmesh.transport.reading import why_unreadable
 
 _GIB = 1 << 30
 _TOOL_TIMEOUT_S = 30.0
@@ -64,7 +65,7 @@ def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check
     yield check_python()
     yield from check_torch()
     yield from check_ucx(environ)
-    yield check_ptrace(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    yield check_memory_reading(why_unreadable())
     yield check_port(config.gateway.host, config.gateway.port)
     yield check_memory(config, free_host_bytes())
     yield check_disk("state", state_root(environ), "XDG_STATE_HOME")
@@ -136,16 +137,13 @@ def _ucx_info() -> str:
     return done.stdout
 
 
-def check_ptrace(scope_file: Path) -> Check:
-    """Reading a peer's memory needs what ptrace needs. Yama's scope 1 leaves it to the peer, which allows it."""
-    try:
-        scope = int(scope_file.read_text())
-    except (OSError, ValueError):
-        return Check("cross-memory attach", Severity.OK, "not restricted")
-    if scope <= 1 or (os.geteuid() == 0 and scope == 2):
-        return Check("cross-memory attach", Severity.OK, f"ptrace_scope {scope}")
-    advice = f"KV will move over TCP at about 1 GB/s; as root: echo 1 > {scope_file}, or start anew if it is 3"
-    return Check("cross-memory attach", Severity.WARNING, f"ptrace_scope {scope}", advice)
+def check_memory_reading(unreadable: str | None) -> Check:
+    """``unreadable``: why processes may not read each other's memory, if so."""
+    subject = "cross-memory attach"
+    if unreadable is None:
+        return Check(subject, Severity.OK, "processes may read each other's memory")
+    advice = "KV moves over TCP at about 1 GB/s; to change that, set ptrace_scope to 1 or allow process_vm_readv"
+    return Check(subject, Severity.WARNING, unreadable, advice)
 
 
 def check_port(host: str, port: int) -> Check:

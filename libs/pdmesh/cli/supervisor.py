@@ -234,12 +234,13 @@ class Service:
         return StartFailed(f"{self.name} {life.how} before it served{quoted}\n(the log is {self.spec.log_file})")
 
     def _last_line(self) -> str:
-        """Of its log: what a process leaves that ends without a word to its supervisor."""
+        """Of its log, but for events: what a process leaves that ends without a word to its supervisor."""
         try:
             lines = self.spec.log_file.read_text(errors="replace").split("\n")
         except OSError:
             return ""
-        return next((line.strip()[:_MAX_LINE] for line in reversed(lines) if line.strip()), "")
+        plain = [line.strip() for line in lines if line.strip() and not line.startswith("{")]
+        return plain[-1][:_MAX_LINE] if plain else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import errno
 import os
 from array import array
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class _IoVec(ctypes.Structure):
@@ -31,6 +32,22 @@ FORBIDDEN = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS})
 def allow_readers() -> None:
     """Let processes of the same user read this one's memory where Yama would only let its ancestors."""
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # fails where there is no Yama, and nothing to allow
+
+
+def why_unreadable(yama_scope_file: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str | None:
+    """Why no process of this host and user may read another's memory, by what the system says beforehand; else None."""
+    value = ctypes.c_uint64(1)
+    try:
+        read_memory(os.getpid(), ctypes.addressof(value), 8, ctypes.addressof(value))
+    except OSError as error:
+        return f"process_vm_readv fails here ({error.strerror}), as under a strict seccomp filter"
+    try:
+        scope = int(yama_scope_file.read_text())
+    except (OSError, ValueError):
+        return None
+    if scope <= 1 or (os.geteuid() == 0 and scope == 2):  # 1 leaves it to the process, which `allow_readers`
+        return None
+    return f"{yama_scope_file} is {scope}"
 
 
 def read_memory(pid: int, address: int, num_bytes: int, out_address: int) -> None:
