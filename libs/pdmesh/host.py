@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,24 @@ def num_usable_cores(root: Path = Path("/")) -> int:
     """
     quotas = [quota for group in _groups(root, "cpu") if (quota := _quota(group)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
+
+
+def num_startable_threads(root: Path = Path("/")) -> int | None:
+    """Threads and processes that control groups and `ulimit -u` let this user start; None where nothing limits them."""
+    left = [
+        limit - used
+        for group in _groups(root, "pids")
+        if (limit := _number(group / "pids.max")) is not None and (used := _number(group / "pids.current")) is not None
+    ]
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # which binds nobody with root's rights
+        left.append(limit - _num_threads_of_user(root))
+    return min(left, default=None)
+
+
+def _num_threads_of_user(root: Path) -> int:
+    status_files = (root / "proc").glob("[0-9]*/status")
+    return sum(_field(file, "Threads:") or 0 for file in status_files if _field(file, "Uid:") == os.getuid())
 
 
 def num_oom_kills(root: Path = Path("/")) -> int:

@@ -37,6 +37,9 @@ ENDING_LIMIT_S = 5.0
 #: Enough for a hundred thousand streams; more makes programs slow that look through all of them.
 MAX_DESCRIPTORS = 1 << 20
 
+#: With fewer a gateway starts, and hangs at its first requests.
+MIN_DESCRIPTORS = 64
+
 
 @dataclass(slots=True)
 class ServiceContext:
@@ -94,8 +97,16 @@ def _failed(name: str, error: Exception, ready_fd: int | None) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open descriptors to the hard one: each stream of a client takes one."""
+    """Raise the soft limit of open descriptors to the hard one: each stream of a client takes one.
+
+    Raises ConfigError if that leaves too few.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < MIN_DESCRIPTORS:
+        raise ConfigError(
+            f"a process may open only {hard} files: raise the limit to {MIN_DESCRIPTORS} or more, better 4096 "
+            "(`ulimit -Hn`, `docker run --ulimit nofile=4096`)"
+        )
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pdmesh.host import free_host_bytes, memory_limit_bytes, num_oom_kills, num_usable_cores
+from pdmesh.host import free_host_bytes, memory_limit_bytes, num_oom_kills, num_startable_threads, num_usable_cores
 
 Write = Callable[[str, str], None]
 
@@ -63,6 +64,27 @@ def test_no_more_threads_than_control_groups_give_cores(
     for name, text in quotas.items():
         write(f"sys/fs/cgroup/{name}", f"{text}\n")
     assert num_usable_cores(tmp_path) == num_cores
+
+
+def test_control_groups_and_the_user_limit_the_threads(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"user": resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (limits["user"], limits["user"]))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert num_startable_threads(tmp_path) is None
+    write("proc/self/cgroup", "7:pids:/a\n0::/c\n")
+    write("sys/fs/cgroup/pids/a/pids.max", "max\n")
+    write("sys/fs/cgroup/pids/a/pids.current", "3\n")
+    assert num_startable_threads(tmp_path) is None
+    write("sys/fs/cgroup/c/pids.max", "100\n")
+    write("sys/fs/cgroup/c/pids.current", "30\n")
+    assert num_startable_threads(tmp_path) == 70
+    limits["user"] = 50
+    write("proc/1/status", "Name: init\nUid:\t0\t0\t0\t0\nThreads:\t9\n")
+    write("proc/2/status", "Name: x\nUid:\t1000\t1000\t1000\t1000\nThreads:\t13\n")
+    assert num_startable_threads(tmp_path) == 37
 
 
 def test_kills_for_want_of_memory_are_counted_by_our_group_else_by_the_machine(tmp_path: Path, write: Write) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import pytest
 
 from pdmesh.cli.http import Target
 from pdmesh.cli.state import StateFolder, state_root
+from pdmesh.cli.up import check_thread_limit
 from pdmesh.config import MeshConfig, TransferConfig
 from pdmesh.errors import ConfigError
+from pdmesh.service import raise_descriptor_limit
 from pdmesh.transport import reading
 from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
@@ -78,11 +81,14 @@ def test_where_nothing_can_be_written_the_state_folder_says_so(monkeypatch: pyte
     [
         (
             errno.EADDRINUSE,
-            "another process has this port; stop it (`pdmesh down` if it is a mesh), or set another a",
+            "another process has it; stop that (`pdmesh down` if it is a mesh), or set a.port to another",
         ),
-        (errno.EACCES, "ports below 1024 are root's on most machines; set a.port to 1024 or more"),
-        (errno.EADDRNOTAVAIL, "no network interface of this machine has that address; set another a.host"),
-        (errno.EAFNOSUPPORT, "this system has no IPv6; set another a.host"),
+        (errno.EACCES, "ports below 1024 are root's on most machines; set a.port to a higher one"),
+        (
+            errno.EADDRNOTAVAIL,
+            "no network interface of this machine has that address; set the host beside a.port",
+        ),
+        (errno.EAFNOSUPPORT, "this system has no IPv6; set the host beside a.port"),
     ],
 )
 def test_a_port_that_cannot_be_had_is_told_with_what_to_do(
@@ -116,6 +122,19 @@ def test_where_no_process_may_read_another_kv_goes_through_ucx(tmp_path: Path, m
 
     monkeypatch.setattr(reading, "_libc", SimpleNamespace(process_vm_readv=refused))
     assert "seccomp" in str(why_unreadable(tmp_path / "no-yama"))
+
+
+def test_a_mesh_without_room_for_its_threads_is_refused() -> None:
+    check_thread_limit(5, None)
+    check_thread_limit(5, 75)
+    with pytest.raises(ConfigError, match=r"only 74 more processes .* takes about 75: raise the limit"):
+        check_thread_limit(5, 74)
+
+
+def test_a_process_that_may_open_too_few_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (24, 24))
+    with pytest.raises(ConfigError, match="may open only 24 files: raise the limit to 64 or more"):
+        raise_descriptor_limit()
 
 
 @pytest.mark.parametrize(("url", "num_proxies"), [("http://127.0.0.1:8000", 0), ("http://elsewhere:8000", 1)])

@@ -83,7 +83,7 @@ async def test_a_taken_port_is_a_wrong_configuration() -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with (
-            pytest.raises(ConfigError, match=f"cannot serve metrics on {LOOPBACK}:{port}"),
+            pytest.raises(ConfigError, match=f"cannot listen on {LOOPBACK}:{port}.*metrics_port"),
             serve_metrics(CollectorRegistry(), host=LOOPBACK, port=port, security=NONE),
         ):
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from pdmesh.errors import ConfigError, PdmeshError
@@ -12,6 +13,9 @@ def main() -> int:
     """Run the command line; the exit code is 0 done, 1 failed, 2 wrong usage or configuration."""
     from pdmesh.cli.app import app
 
+    for stream in (sys.stdout, sys.stderr):  # None where they are closed
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # with LANG=C, say, not every character can be shown
     try:
         app()
     except ConfigError as error:

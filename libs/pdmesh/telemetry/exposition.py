@@ -49,7 +49,7 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security
     try:
         server = make_server(host, port, app, _Server6 if ":" in host else _Server, handler_class=_Handler)
     except OSError as error:
-        raise cannot_listen(host, port, error, setting="the service's metrics_port") from error
+        raise cannot_listen(host, port, error, setting="metrics_port") from error
     if tls is not None:
         # The handshake is left to each connection's thread: a silent peer must not hold up the others.
         server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)

@@ -58,13 +58,13 @@ def cannot_listen(host: str, port: int, error: OSError, *, setting: str) -> Conf
     """What to say where a port cannot be had, and what to do; ``setting`` names the port."""
     match error.errno:
         case errno.EADDRINUSE:
-            advice = f"another process has this port; stop it (`pdmesh down` if it is a mesh), or set another {setting}"
+            advice = f"another process has it; stop that (`pdmesh down` if it is a mesh), or set {setting} to another"
         case errno.EACCES:
-            advice = f"ports below 1024 are root's on most machines; set {setting} to 1024 or more"
+            advice = f"ports below 1024 are root's on most machines; set {setting} to a higher one"
         case errno.EADDRNOTAVAIL:
-            advice = f"no network interface of this machine has that address; set another {setting.split('.')[0]}.host"
+            advice = f"no network interface of this machine has that address; set the host beside {setting}"
         case errno.EAFNOSUPPORT:
-            advice = f"this system has no IPv{6 if ':' in host else 4}; set another {setting.split('.')[0]}.host"
+            advice = f"this system has no IPv{6 if ':' in host else 4}; set the host beside {setting}"
         case _:
             advice = setting
     return ConfigError(f"cannot listen on {_address(host, port)}: {error.strerror}; {advice}")
