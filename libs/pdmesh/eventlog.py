@@ -199,11 +199,11 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
             least = Range(-math.inf if setting.range is None else setting.range.low)
             if isinstance(value, int | float) and value not in least:
                 raise EventLogError(
-                    f"{self._path} is damaged: {setting.name} in its header is {value}: wanted a number{least}"
+                    f"{self._path} is damaged: {setting.name} in its header is {value}: must be a number{least}"
                 )
         if header.config.kv_risk not in KV_RISK:
             raise EventLogError(
-                f"{self._path} is damaged: kv_risk in its header is {header.config.kv_risk}: wanted a number{KV_RISK}"
+                f"{self._path} is damaged: kv_risk in its header is {header.config.kv_risk}: must be a number{KV_RISK}"
             )
         policy = header.config.policy
         if not all(map(math.isfinite, (coefficients := policy.latency.coefficients))):

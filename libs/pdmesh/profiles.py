@@ -90,7 +90,7 @@ def _model(content: ProfileFile) -> LinearLatencyModel:
     if content.format == _FORMAT_1:
         wanted = [name for name in wanted if name not in _TERMS_SINCE_1]
     if sorted(coefficients) != sorted(wanted):
-        raise ValueError(f"coefficients are {', '.join(coefficients) or 'missing'}: wanted {', '.join(wanted)}")
+        raise ValueError(f"coefficients are {', '.join(coefficients) or 'missing'}: must be {', '.join(wanted)}")
     for name, value in coefficients.items():
         if not math.isfinite(value):
             raise ValueError(f"the coefficient {name} is {value}")

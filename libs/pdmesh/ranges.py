@@ -53,7 +53,7 @@ def out_of_range(value: Any) -> str | None:
     for name, allowed in ranges:
         number = getattr(value, name)
         if number is not None and number not in allowed:
-            return f"{name} is {number}: wanted a number{allowed}"
+            return f"{name} is {number}: must be a number{allowed}"
     for name in nested:
         inner = getattr(value, name)
         for item in inner if isinstance(inner, tuple) else (inner,):

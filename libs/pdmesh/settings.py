@@ -98,7 +98,7 @@ class Setting:
         if not fits or (self.choices and value not in self.choices):
             shown = "a secret of the wrong type" if self.secret else repr(value)
             article = "" if self.choices or self.type in (bool, str) else "a "
-            raise ConfigError(f"{where} is {shown}: wanted {article}{self.wanted}")
+            raise ConfigError(f"{where} is {shown}: must be {article}{self.wanted}")
         return value
 
 

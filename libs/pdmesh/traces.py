@@ -133,14 +133,14 @@ def _whole(row: _Row, name: str) -> int:
     try:
         return int(str(row[name]))
     except ValueError:
-        raise ValueError(f"{name} is {row[name]!r}: wanted a whole number") from None
+        raise ValueError(f"{name} is {row[name]!r}: must be a whole number") from None
 
 
 def _number(row: _Row, name: str) -> float:
     try:
         return float(str(row[name]))
     except ValueError:
-        raise ValueError(f"{name} is {row[name]!r}: wanted a number") from None
+        raise ValueError(f"{name} is {row[name]!r}: must be a number") from None
 
 
 def _checked(path: Path, number: int, row: _Row, read: Callable[[_Row], Arrival]) -> Arrival:

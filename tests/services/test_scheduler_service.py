@@ -595,7 +595,7 @@ async def test_strangers_are_refused() -> None:
         (RegisterWorker(profile=mixed(), residents=(), version=99), "protocol version 99"),
         (
             RegisterWorker(profile=replace(mixed(), num_blocks=0), residents=()),
-            "num_blocks is 0: wanted a number of at",
+            "num_blocks is 0: must be a number of at",
         ),
         (RegisterWorker(profile=replace(mixed(), num_transfer_backends=-1), residents=()), "num_transfer_backends"),
     ],

@@ -130,12 +130,12 @@ def test_the_help_of_each_command_has_an_example_that_can_be_typed_shows_default
 @pytest.mark.parametrize(
     ("arguments", "variables", "sentence"),
     [
-        (["up", "--port", "99999"], {}, "gateway.port is 99999: wanted a whole number from 0 to 65535"),
+        (["up", "--port", "99999"], {}, "gateway.port is 99999: must be a whole number from 0 to 65535"),
         (["up", "--set", "worker.dtyp=float32"], {}, "unknown setting worker.dtyp: did you mean worker.dtype?"),
-        (["up", "--set", "worker.dtype"], {}, "--set 'worker.dtype': wanted NAME=VALUE"),
+        (["up", "--set", "worker.dtype"], {}, "--set 'worker.dtype': must be NAME=VALUE"),
         (["up", "--prefill", "0"], {}, "no instance could prefill"),
         (["up"], {"PDMESH_SCHEDULER_BATCHING": "eb"}, "scheduler.batching is eb: no instance prefills and decodes"),
-        (["up"], {"PDMESH_POLICY_EB_THRESHOLD": "1"}, "PDMESH_POLICY_EB_THRESHOLD is 1.0: wanted a number from 0.001"),
+        (["up"], {"PDMESH_POLICY_EB_THRESHOLD": "1"}, "PDMESH_POLICY_EB_THRESHOLD is 1.0: must be a number from 0.001"),
         (["policy", "set", "mb", "--threshold", "0.3"], {}, "--threshold is the share of idle seats at which `eb`"),
         (["up", "--name", "../x"], {}, "--name is '../x'"),
         (["up", "--model", "./nowhere"], {}, "model './nowhere' is neither a directory nor a Hugging Face hub id"),

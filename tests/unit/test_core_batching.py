@@ -216,7 +216,7 @@ def test_a_mode_or_threshold_that_there_is_not_changes_nothing() -> None:
     assert bench.core.ignored == {"BatchingChangeRequested": 2}
     with pytest.raises(ConfigError, match="no batching mode is called 'best': use one of mb, eb, ebplus"):
         make_bundle("fcfs", PolicyConfig(batching="best"))
-    with pytest.raises(ConfigError, match=r"the threshold is 1\.5: wanted a share between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"the threshold is 1\.5: must be a share between 0 and 1"):
         make_bundle("fcfs", PolicyConfig(batching="eb", eb_threshold=1.5))
 
 

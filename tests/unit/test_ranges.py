@@ -32,11 +32,11 @@ class Whole:
     [
         (Whole(), None),
         (Whole(share=1.0, at_s=-1e9, part=Part(1), parts=(Part(1), Part(2))), None),
-        (Whole(share=1.5), "share is 1.5: wanted a number from 0 to 1"),
-        (Whole(at_s=math.nan), "at_s is nan: wanted a number that is finite"),
-        (Whole(at_s=-math.inf), "at_s is -inf: wanted a number that is finite"),
-        (Whole(part=Part(0)), "part: num is 0: wanted a number of at least 1"),
-        (Whole(parts=(Part(1), Part(-3))), "parts: num is -3: wanted a number of at least 1"),
+        (Whole(share=1.5), "share is 1.5: must be a number from 0 to 1"),
+        (Whole(at_s=math.nan), "at_s is nan: must be a number that is finite"),
+        (Whole(at_s=-math.inf), "at_s is -inf: must be a number that is finite"),
+        (Whole(part=Part(0)), "part: num is 0: must be a number of at least 1"),
+        (Whole(parts=(Part(1), Part(-3))), "parts: num is -3: must be a number of at least 1"),
         (replace(Whole(), free=-(2**70)), None),
     ],
 )

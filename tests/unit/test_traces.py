@@ -77,7 +77,7 @@ def test_what_was_drawn_can_be_written_and_read(tmp_path: Path) -> None:
     ("name", "text", "line", "says"),
     [
         ("t.csv", AZURE + "yesterday,1,1\n", 5, "yesterday"),
-        ("t.csv", AZURE + "2023-11-16 18:15:52,1.5,1\n", 5, "ContextTokens is '1.5': wanted a whole number"),
+        ("t.csv", AZURE + "2023-11-16 18:15:52,1.5,1\n", 5, "ContextTokens is '1.5': must be a whole number"),
         ("t.csv", AZURE + "2023-11-16 18:15:52,7\n", 5, "GeneratedTokens is None"),
         ("t.csv", AZURE + "2023-11-16 18:15:52,0,1\n", 5, "0 prompt and 1 output tokens"),
         ("t.csv", BURST_GPT + "nan,x,1,1,2,y\n", 4, "the arrival is at nan s"),

@@ -26,7 +26,7 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     record, address, security = target(config, state)
     answer = anyio.run(ask_scheduler, address, security, messages.GetStatus())
     if not isinstance(answer, messages.MeshState):
-        raise ProtocolError("the scheduler answered another question")
+        raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
         local = None if record is None else _public(record)
         typer.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
@@ -59,7 +59,7 @@ def show_request(config: MeshConfig, state: StateFolder, request_id: str, output
     question = messages.GetRequest(request_id=request_id.rstrip("…"))  # as a narrow terminal shows it
     answer = anyio.run(ask_scheduler, address, security, question)
     if not isinstance(answer, messages.RequestRecord | messages.RequestList):
-        raise ProtocolError("the scheduler answered another question")
+        raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     elif isinstance(answer, messages.RequestRecord):
@@ -73,7 +73,7 @@ def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Ou
     _, address, security = target(config, state)
     answer = anyio.run(ask_scheduler, address, security, messages.ListRequests(limit=limit))
     if not isinstance(answer, messages.RequestList):
-        raise ProtocolError("the scheduler answered another question")
+        raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:

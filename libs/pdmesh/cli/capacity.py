@@ -38,7 +38,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
     PdmeshError if the largest pools allowed do not.
     """
     if not 0 < options.attainment <= 1:
-        raise ConfigError(f"--attainment is {options.attainment}: wanted a share, more than 0 and at most 1")
+        raise ConfigError(f"--attainment is {options.attainment}: must be a share, more than 0 and at most 1")
     study = make_study(options, (options.bundle,))
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
     if slo == Slo() and all(arrival.slo_ttft_s is arrival.slo_tpot_s is None for arrival in study.arrivals):

@@ -117,7 +117,7 @@ def list_operations(asked: Asked) -> None:
     """Print the operations that the scheduler remembers. Raises PdmeshError if no mesh can be asked."""
     answer = anyio.run(_ask_patiently, asked, ListOperations(), FIRST_LIMIT_S)
     if not isinstance(answer, OperationList):
-        raise ProtocolError("the scheduler answered another question")
+        raise ProtocolError("the scheduler sent an unexpected answer")
     if asked.output is Output.JSON:
         _print_json(answer)
         return
@@ -153,7 +153,7 @@ def current_state(asked: Asked) -> MeshState:
     """Of the mesh. Raises PdmeshError if none can be asked."""
     answer = anyio.run(_ask_patiently, asked, GetStatus(), FIRST_LIMIT_S)
     if not isinstance(answer, MeshState):
-        raise ProtocolError("the scheduler answered another question")
+        raise ProtocolError("the scheduler sent an unexpected answer")
     return answer
 
 
@@ -188,7 +188,7 @@ def _compose(pools: PoolCounts) -> str:
 async def _ask(asked: Asked, question: AdminRequest, limit_s: float) -> OperationStatus:
     answer = await _ask_patiently(asked, question, limit_s)
     if not isinstance(answer, OperationStatus):
-        raise ProtocolError("the scheduler answered another question")
+        raise ProtocolError("the scheduler sent an unexpected answer")
     return answer
 
 

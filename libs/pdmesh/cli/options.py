@@ -73,7 +73,7 @@ def build_config(file: Path | None, settings: list[str] | None, **flags: object)
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals:
-            raise ConfigError(f"--set {setting!r}: wanted NAME=VALUE, such as gateway.port=8001")
+            raise ConfigError(f"--set {setting!r}: must be NAME=VALUE, such as gateway.port=8001")
         given[name.strip()] = value.strip()
     named = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
     return load_config(file, os.environ, given | named)

@@ -51,5 +51,5 @@ def _ask(config: MeshConfig, state: StateFolder, question: GetPolicies | SetPoli
     _, address, security = target(config, state)
     answer = anyio.run(ask_scheduler, address, security, question)
     if not isinstance(answer, Policies):
-        raise ProtocolError("the scheduler answered another question")
+        raise ProtocolError("the scheduler sent an unexpected answer")
     return answer

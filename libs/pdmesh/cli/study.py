@@ -65,14 +65,14 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
         make_bundle(name, PolicyConfig())
     for option, value in (("--slo-ttft", options.slo_ttft_s), ("--slo-tpot", options.slo_tpot_s)):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{option} is {value}: wanted seconds, more than 0")
+            raise ConfigError(f"{option} is {value}: must be a number of seconds above 0")
     for option, value in (
         ("--rate", options.rate),
         ("--rate-scale", options.rate_scale),
         ("--port-gbytes-per-s", options.port_gbytes_per_s),
     ):
         if not 0 < value < math.inf:
-            raise ConfigError(f"{option} is {value}: wanted a number, more than 0")
+            raise ConfigError(f"{option} is {value}: must be a number above 0")
     long_range = _long_range(options.long_range)
     profile = load_profile(options.profile)
     policy = PolicyConfig(latency=profile.latency)
@@ -115,9 +115,9 @@ def _long_range(text: str) -> tuple[int, int]:
     try:
         long_range = int(low), int(high)
     except ValueError:
-        raise ConfigError(f"--long-range {text!r}: wanted LOW,HIGH, such as 100000,500000") from None
+        raise ConfigError(f"--long-range {text!r}: must be LOW,HIGH, such as 100000,500000") from None
     if not comma or not 1 <= long_range[0] <= long_range[1]:
-        raise ConfigError(f"--long-range {text!r}: wanted 1 <= LOW <= HIGH")
+        raise ConfigError(f"--long-range {text!r}: must have 1 <= LOW <= HIGH")
     return long_range
 
 

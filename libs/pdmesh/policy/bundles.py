@@ -300,5 +300,5 @@ def make_batching(name: str, config: PolicyConfig) -> Batching:
     if build is None:
         raise ConfigError(f"no batching mode is called {name!r}: use one of {', '.join(BATCHINGS)}")
     if config.eb_threshold is not None and not 0 < config.eb_threshold < 1:
-        raise ConfigError(f"the threshold is {config.eb_threshold}: wanted a share between 0 and 1, without these")
+        raise ConfigError(f"the threshold is {config.eb_threshold}: must be a share between 0 and 1, both excluded")
     return build(config)

@@ -237,7 +237,7 @@ def _check_text(text: str, path: Path) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{path} holds text that is none: {error}") from error
+        raise ConfigError(f"{path} holds invalid text: {error}") from error
 
 
 def _read_template(directory: Path, config: dict[str, Any]) -> str | None:

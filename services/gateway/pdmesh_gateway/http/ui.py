@@ -92,7 +92,7 @@ class UiEndpoints:
             raise RequestRejected(f"{error}", status=404, code="not_found") from error
         record = answer.requests[0] if isinstance(answer, RequestList) and answer.requests else answer
         if not isinstance(record, RequestRecord):
-            raise RequestRejected("The scheduler answered another question.", status=500, type="server_error")
+            raise RequestRejected("The scheduler sent an unexpected answer.", status=500, type="server_error")
         await exchange.respond_json(_life(record))
 
     def _check_place(self, exchange: Exchange) -> None:
