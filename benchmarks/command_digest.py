@@ -51,7 +51,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, RequestId, RequestKey, Role
-from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.sim.mesh import MeshShape, study_core
@@ -540,7 +540,7 @@ class RandomWorkload:
         return self.rng.choice(sorted(self.profiles))
 
     def switch(self) -> None:
-        self.feed(BundleChangeRequested(self.rng.choice(sorted(BUNDLES))))
+        self.feed(BundleChangeRequested(self.rng.choice(BUNDLE_NAMES)))
 
     def drain(self) -> None:
         self.feed(DrainRequested(self.an_instance(), self.rng.random() < 0.5))
@@ -595,7 +595,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--azure", type=Path, help="azure_2023_conv.csv")
     parser.add_argument("--mooncake", type=Path, help="mooncake_conversation.jsonl")
-    parser.add_argument("--bundle", action="append", choices=sorted(BUNDLES), help="by default all")
+    parser.add_argument("--bundle", action="append", choices=BUNDLE_NAMES, help="by default all")
     parser.add_argument("--all", action="store_true", help="whole traces and 200 random workloads: half an hour")
     parser.add_argument("--write", type=Path, help="add the digests to this file instead of comparing")
     parser.add_argument("--compare", type=Path, default=BASELINE)
@@ -606,7 +606,7 @@ def main() -> None:
         known = json.loads(options.write.read_text())
     differing: list[str] = []
     began_s = time.perf_counter()
-    for name, digest in digests(options.bundle or sorted(BUNDLES), options.azure, options.mooncake, every=options.all):
+    for name, digest in digests(options.bundle or BUNDLE_NAMES, options.azure, options.mooncake, every=options.all):
         seconds = time.perf_counter() - began_s
         if options.write is not None:
             known[name] = digest

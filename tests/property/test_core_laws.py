@@ -91,7 +91,7 @@ from pdmesh.model import (
 from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
-from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.relay import Schedule
@@ -147,7 +147,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     @initialize(
         shape=st.sampled_from(sorted(MESHES)),
-        bundle=st.sampled_from(sorted(BUNDLES)),
+        bundle=st.sampled_from(BUNDLE_NAMES),
         schedule=st.sampled_from(tuple(Schedule)),
         reservation=st.sampled_from(tuple(KvReservation)),
         reckless=st.booleans(),
@@ -1130,7 +1130,7 @@ class MeshMachine(RuleBasedStateMachine):
         if instance := self.pick(data, list(self.mesh.instances.values())):
             instance.report_load()
 
-    @rule(bundle=st.sampled_from(sorted(BUNDLES)))
+    @rule(bundle=st.sampled_from(BUNDLE_NAMES))
     def operator_switches(self, bundle: str) -> None:
         self.chosen = make_bundle(bundle, self.policy)
         self.feed(BundleChangeRequested(bundle))

@@ -55,7 +55,7 @@ from pdmesh.model import (
     request_id_of,
 )
 from pdmesh.plans import TransferPlan
-from pdmesh.policy.bundles import BUNDLES
+from pdmesh.policy.bundles import BUNDLE_NAMES
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.exchange import SimulatedExchange
@@ -537,7 +537,7 @@ def test_records_and_gateways_are_told_what_was_simulated(bundle: str) -> None:
     assert sorted(rejected) == [run.request.request_id for run in runs if run.outcome is Outcome.REJECTED] != []
 
 
-@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+@pytest.mark.parametrize("bundle", BUNDLE_NAMES)
 def test_the_log_of_a_live_run_replays_to_the_same_commands_and_tells_of_the_run(tmp_path: Path, bundle: str) -> None:
     arrivals, profiles = an_overload(1), profiles_of({"prefill": 1, "decode": 1})
     path = tmp_path / "events.log"

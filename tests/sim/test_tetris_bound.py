@@ -13,7 +13,7 @@ import pytest
 
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B
 from pdmesh.policy.sequence_parallel import ElasticPlanner
-from pdmesh.sim.first_tokens import Prompt
+from pdmesh.studies.first_tokens import Prompt
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
 

@@ -14,9 +14,9 @@ from pdmesh.core.ranking import Decoders, Ranking
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, Role
-from pdmesh.policy.order import ShortFirst
 from pdmesh.policy.placement import Apart
 from pdmesh.policy.views import InstanceView
+from pdmesh.studies.order import ShortFirst
 from pdmesh.testing.core import FixedGrowth, a_request
 from pdmesh.testing.modelled import modelled_profile
 

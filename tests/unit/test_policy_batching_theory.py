@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdmesh.policy.batching_chain import exact_throughputs
 from pdmesh.policy.batching_theory import (
     LengthMoments,
     StepCosts,
@@ -31,6 +30,7 @@ from pdmesh.policy.batching_theory import (
     renewal_threshold,
     tried_threshold,
 )
+from pdmesh.testing.batching_chain import exact_throughputs
 from pdmesh.testing.examples import slow_beyond
 
 FREE_TOKENS = StepCosts(switch_s=1.0, decode_step_s=1.0, mixed_step_s=1.0, prompt_token_s=0.0, decode_token_s=0.0)

@@ -6,12 +6,17 @@ import random
 
 import pytest
 
-from pdmesh.policy.bundles import BUNDLES, make_bundle
+from pdmesh.policy.bundles import BUNDLE_NAMES, STUDIED, make_bundle
 from pdmesh.policy.config import PolicyConfig
+from pdmesh.studies.bundles import BUNDLES as STUDIES
 from pdmesh.testing.core import a_request
 
 
-@pytest.mark.parametrize("bundle", sorted(BUNDLES))
+def test_studies_build_all_that_is_asked_of_them() -> None:
+    assert tuple(sorted(STUDIES)) == STUDIED
+
+
+@pytest.mark.parametrize("bundle", BUNDLE_NAMES)
 def test_a_key_stays_as_it_is_for_as_long_as_its_order_says(bundle: str) -> None:
     rng, order = random.Random(0), make_bundle(bundle, PolicyConfig()).order
     num_kept = num_moved = 0

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.model import InstanceId, Request, Role
-from pdmesh.policy.order import ShortFirst
-from pdmesh.policy.placement import Apart, InGroups, LeastQueuedTokens, Reservation, ShortAroundLong
+from pdmesh.policy.placement import Apart, InGroups, LeastQueuedTokens, ShortAroundLong
 from pdmesh.policy.seams import PrefillPlacement
 from pdmesh.policy.views import InstanceView
+from pdmesh.studies.order import ShortFirst
+from pdmesh.studies.placement import Reservation
 from pdmesh.testing.core import a_request, a_view
 
 SHORT, LONG = a_request("short", prompt=100), a_request("long", prompt=4000)

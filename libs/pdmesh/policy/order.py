@@ -15,7 +15,7 @@ from pdmesh.policy.prediction import Prediction
 from pdmesh.policy.views import Rank
 
 
-class _ByPlace:
+class ByPlace:
     """An order that time does not change."""
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
@@ -26,7 +26,7 @@ class _ByPlace:
 
 
 @dataclass(frozen=True)
-class Fcfs(_ByPlace):
+class Fcfs(ByPlace):
     """First come, first served: the core's own tie-break, by arrival and then by id, is the whole order."""
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
@@ -34,17 +34,7 @@ class Fcfs(_ByPlace):
 
 
 @dataclass(frozen=True)
-class FcfsOfEachKind(_ByPlace):
-    """First come, first served, where neither short nor long prompts wait behind the other kind."""
-
-    long_prompt_tokens: int
-
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
-        return Rank(lane=float(request.num_prompt_tokens >= self.long_prompt_tokens))
-
-
-@dataclass(frozen=True)
-class ByPriority(_ByPlace):
+class ByPriority(ByPlace):
     """The request's own priority, lower first, as in vLLM."""
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
@@ -52,71 +42,23 @@ class ByPriority(_ByPlace):
 
 
 @dataclass(frozen=True)
-class ShortestFirst(_ByPlace):
+class ShortestFirst(ByPlace):
     """SJF: the least work left first. Long requests can starve."""
 
     prediction: Prediction
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
-        return Rank(_rounded(self.prediction.remaining_s(request, num_done_tokens)))
+        return Rank(rounded(self.prediction.remaining_s(request, num_done_tokens)))
 
 
 @dataclass(frozen=True)
-class EarliestDeadline(_ByPlace):
+class EarliestDeadline(ByPlace):
     """EDF."""
 
     prediction: Prediction
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
-        return Rank(_rounded(self.prediction.due_s(request)))
-
-
-@dataclass(frozen=True)
-class LeastSlack(_ByPlace):
-    """LRS, least remaining slack: the earliest latest start of what is left. Time takes the same from every slack."""
-
-    prediction: Prediction
-
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
-        return Rank(_rounded(_latest_start_s(self.prediction, request, num_done_tokens)))
-
-
-@dataclass(frozen=True)
-class LeastRelativeSlack:
-    """LARS, length-aware relative slack (Medha §4.1), strictly: the smallest first.
-
-    The whole work that slack is relative to is rounded to a class, at most 6 % off; a class is a lane.
-    """
-
-    prediction: Prediction
-
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
-        latest_s = _rounded(_latest_start_s(self.prediction, request, num_done_tokens))
-        return Rank(latest_s, _work_class_s(self.prediction.work_s(request)), latest_s)
-
-    def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
-        return [(round((latest_s - now_s) / work_s, 9),) for _, work_s, latest_s in ranks]
-
-    def keeps_key_until_s(self, rank: Rank) -> float:
-        return -inf
-
-
-@dataclass(frozen=True)
-class ShortFirst(_ByPlace):
-    """Short prompts before long ones, each kind first come, first served. Long ones can starve.
-
-    This is PecSched's preemption (§5.1), and its baseline "priority". Without ``preempts`` a long prompt that has been
-    placed is not passed over any more (its ablation /PE).
-    """
-
-    long_prompt_tokens: int
-    preempts: bool = True
-
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
-        if request.num_prompt_tokens < self.long_prompt_tokens:
-            return Rank(1.0, 1.0)
-        place = 0.0 if placed_s is not None and not self.preempts else 2.0
-        return Rank(place, place)
+        return Rank(rounded(self.prediction.due_s(request)))
 
 
 @dataclass(frozen=True)
@@ -150,7 +92,7 @@ class GuardedShortestFirst:
             if not can_keep_own:
                 due_s = since_s + prediction.slo_ttft_s + work_s / self.min_share
         latest_s = due_s - prediction.remaining_s(request, num_done_tokens)
-        return Rank(_rounded(due_s), _work_class_s(work_s), latest_s)
+        return Rank(rounded(due_s), work_class_s(work_s), latest_s)
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         starts_s = {work_s: latest_s for _, work_s, latest_s in ranks}  # of the most urgent in each lane
@@ -170,11 +112,7 @@ class GuardedShortestFirst:
         return rank.latest_start_s - self.spare_slack * rank.lane - 1e-3
 
 
-def _latest_start_s(prediction: Prediction, request: Request, num_done_tokens: int) -> float:
-    return prediction.due_s(request) - prediction.remaining_s(request, num_done_tokens)
-
-
-def _work_class_s(work_s: float) -> float:
+def work_class_s(work_s: float) -> float:
     """Rounded to one of eight classes in each doubling."""
     mantissa, exponent = frexp(max(work_s, 1e-6))
     return ldexp(round(mantissa * 16), exponent - 4)
@@ -185,6 +123,6 @@ def _scale(work_s: float) -> float:
     return (frexp(work_s)[1] - 1) // 2
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """To a nanosecond: what differs by rounding errors alone is equal, and falls to arrival and id."""
     return round(value, 9)

@@ -22,24 +22,6 @@ class LeastQueuedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """A static pool: the first ``num_reserved`` instances that joined are for long prompts, the others for short ones.
-
-    0: there is none, and each takes the fewest queued tokens that there are.
-    """
-
-    long_prompt_tokens: int
-    num_reserved: int = 0
-
-    def key(self, instance: InstanceView) -> tuple[float, ...]:
-        return (instance.num_queued_tokens,)
-
-    def takes(self, request: Request, instance: InstanceView) -> bool:
-        is_long = request.num_prompt_tokens >= self.long_prompt_tokens
-        return not self.num_reserved or is_long == (instance.number <= self.num_reserved)
-
-
-@dataclass(frozen=True, slots=True)
 class ShortAroundLong:
     """PecSched's (§5): an instance without long work, else one with a long decode, else one with a long prefill.
 

@@ -23,7 +23,13 @@ from itertools import accumulate, pairwise
 from pdmesh.model import InstanceId
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, ChunkSizer
-from pdmesh.policy.sequence_parallel import ChunkwisePlanner, ElasticPlanner, FreeAt, tokens_within
+from pdmesh.policy.sequence_parallel import (
+    ElasticPlanner,
+    FreeAt,
+    GroupLatency,
+    SequenceParallelPlanner,
+    tokens_within,
+)
 
 #: So fast chunks grow: 2 to 4 are alike for 4 to 16 members, and 5 % better for 8 than to begin with long ones.
 _GROWTH = 3
@@ -51,7 +57,8 @@ class Relay:
     bytes_per_s: float  # that an instance sends to others
     min_step_s: float  # a chunk is so long, but for a prompt's last
     step_overhead: float  # of the constant time of steps, as a share of them
-    planner: type[ElasticPlanner | ChunkwisePlanner] = ElasticPlanner
+    #: Makes the planner of groups with such latencies, an improvement rate, and the fewest tokens of a chunk.
+    planner: Callable[[GroupLatency, float, int], SequenceParallelPlanner] = ElasticPlanner
     doubles: bool = False  # 1, 2, 4, ... members, and not those between
     schedule: Schedule = Schedule.RELAY
     #: Of every group, formed as its prompt is placed, whatever that gains (PecSched); 1: the planner says.
@@ -59,8 +66,8 @@ class Relay:
     #: Members take chunks also while they decode, and their decodes into the same steps.
     beside_decodes: bool = False
     #: By bytes of a token's KV, the most members, and the improvement rate.
-    _planners: dict[tuple[float, int, float], ElasticPlanner | ChunkwisePlanner] = field(
-        default_factory=dict[tuple[float, int, float], ElasticPlanner | ChunkwisePlanner]
+    _planners: dict[tuple[float, int, float], SequenceParallelPlanner] = field(
+        default_factory=dict[tuple[float, int, float], SequenceParallelPlanner]
     )
 
     def helpers(
@@ -192,13 +199,13 @@ class Relay:
             CHUNK_UNIT_TOKENS, ChunkSizer(self.latency, num_left).largest(NOTHING, start, num_left, self.min_step_s)
         )
 
-    def _planner(self, token_bytes: float, most: int, rate: float) -> ElasticPlanner | ChunkwisePlanner:
+    def _planner(self, token_bytes: float, most: int, rate: float) -> SequenceParallelPlanner:
         known = self._planners.get((token_bytes, most, rate))
         if known is None:
             sizes = [size for size in range(1, most + 1) if not (self.doubles and size & (size - 1))]
             in_turn = self.schedule is Schedule.RELAY
             latency = {size: self._of_size(size, token_bytes, self._tail_s(size) if in_turn else 0.0) for size in sizes}
-            known = self.planner(latency, rate, min_chunk_tokens=CHUNK_UNIT_TOKENS)
+            known = self.planner(latency, rate, CHUNK_UNIT_TOKENS)
             self._planners[token_bytes, most, rate] = known
         return known
 

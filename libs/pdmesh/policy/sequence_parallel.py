@@ -5,9 +5,9 @@ are free and the chunk before it is done, and takes what Eq. 1 of Tetris (`pdmes
 Instances are taken in the order in which they become free; those that already hold a part of the prompt come first.
 They are taken as equal, and as equally far from each other (one host, or one switch).
 
-`ChunkwisePlanner` is Tetris's own search (Algorithms 1 to 3), kept as the reference. `ElasticPlanner` finds the best of
-all chains of sizes by a dynamic program: of two ways to have a group free at the same time, the one with more tokens
-done is never worse, so one number for each size is enough.
+`ElasticPlanner` finds the best of all chains of sizes by a dynamic program: of two ways to have a group free at the
+same time, the one with more tokens done is never worse, so one number for each size is enough. Tetris's own search and
+groups of a fixed size, which it is compared with, are in `pdmesh.studies.planners`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class PlannedChunk(NamedTuple):
 class SequenceParallelPlanner(Protocol):
     """Spreads the rest of a prompt over instances."""
 
+    @property
+    def latency(self) -> GroupLatency:
+        """By the sizes that groups may have."""
+        ...
+
     def plan(
         self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
     ) -> tuple[PlannedChunk, ...]:
@@ -51,24 +56,6 @@ class SequenceParallelPlanner(Protocol):
         every group contains these. Raises ValueError if none of the sizes can be had.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedPlanner:
-    """Always ``size`` instances (1: never together), or all where there are fewer of a size that is known."""
-
-    latency: GroupLatency
-    size: int = 1
-
-    def plan(
-        self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
-    ) -> tuple[PlannedChunk, ...]:
-        line = _line(held, pool)
-        sizes = _sizes(self.latency, len(held), len(line))
-        size = max((size for size in sizes if size <= self.size), default=sizes[0])
-        start_s = _free_s(line, size)
-        end_s = start_s + _chunk_s(self.latency[size], num_done_tokens, num_tokens - num_done_tokens)
-        return (PlannedChunk(num_tokens - num_done_tokens, _names(line, size), start_s, end_s),)
 
 
 class _Size(NamedTuple):
@@ -114,10 +101,10 @@ class ElasticPlanner:
     ) -> tuple[PlannedChunk, ...]:
         """As every planner; of sizes that are worth their instances, the one of the least cost.
 
-        That is its end, and ``price`` (`pdmesh.policy.price`) for each second that it keeps an instance from others:
+        That is its end, and ``price`` (`pdmesh.studies.price`) for each second that it keeps an instance from others:
         from when that is free. If any ends ``within_s``, it is one of those.
         """
-        line = _line(held, pool)
+        line = line_of(held, pool)
         num_instances, num_least = len(line), len(held) or 1
         held_s = line[num_least - 1][0]
         num_left, least_tokens, kept = num_tokens - num_done_tokens, self.min_chunk_tokens, 1 - self.improvement_rate
@@ -174,7 +161,7 @@ class ElasticPlanner:
             before.append(last)
             ends_s.append(end_s)
         if not sizes:
-            raise _no_size(self.latency, num_least, num_instances)
+            raise no_size(self.latency, num_least, num_instances)
         j = min(range(min(max(chain, single) + 1, len(sizes))), key=ends_s.__getitem__)
         if price:
             limit_s = within_s if ends_s[j] <= within_s else math.inf
@@ -200,55 +187,7 @@ class ElasticPlanner:
         return tuple(chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkwisePlanner:
-    """Chunk-wise dynamic sequence parallelism as Tetris has it (§5.1), the reference for `ElasticPlanner`."""
-
-    latency: GroupLatency
-    improvement_rate: float = 0.0
-    min_chunk_tokens: int = 1
-    single_chunk: bool = False  # the paper's ablation: Algorithm 2 alone
-
-    def plan(
-        self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
-    ) -> tuple[PlannedChunk, ...]:
-        line = _line(held, pool)
-        sizes = _sizes(self.latency, len(held), len(line))
-        return self._schedule(num_tokens, num_done_tokens, 0.0, line, sizes)
-
-    def _schedule(
-        self, num_tokens: int, done: int, now_s: float, line: Sequence[FreeAt], sizes: Sequence[int]
-    ) -> tuple[PlannedChunk, ...]:
-        """Algorithm 1. ``line`` has the queues that are left at ``now_s``, seconds from the plan's own start."""
-        single_s = [_free_s(line, size) + _chunk_s(self.latency[size], done, num_tokens - done) for size in sizes]
-        index = _worthwhile(single_s, self.improvement_rate)
-        best_s, best_size = single_s[index], sizes[index]
-        start_s = now_s + _free_s(line, best_size)
-        best: tuple[PlannedChunk, ...] = (
-            PlannedChunk(num_tokens - done, _names(line, best_size), start_s, now_s + best_s),
-        )
-        if self.single_chunk:
-            return best
-        candidates = [size for size in sizes if size <= best_size]
-        for index, current in enumerate(candidates):
-            for following in candidates[index + 1 :]:
-                queue_s = _free_s(line, current)  # Algorithm 3
-                budget_s = _free_s(line, following) - queue_s
-                chunk = min(tokens_within(self.latency[current], done, budget_s), num_tokens - done)
-                if chunk < self.min_chunk_tokens or done + chunk >= num_tokens:
-                    continue
-                chunk_s = _chunk_s(self.latency[current], done, chunk)
-                first = PlannedChunk(chunk, _names(line, current), now_s + queue_s, now_s + queue_s + chunk_s)
-                passed_s = queue_s + chunk_s
-                rest = [(max(0.0, free_s - passed_s), name) for free_s, name in line[:best_size]]
-                larger = [size for size in candidates if size >= following]
-                plan = (first, *self._schedule(num_tokens, done + chunk, now_s + passed_s, rest, larger))
-                if plan[-1].end_s < best[-1].end_s:
-                    best = plan
-        return best
-
-
-def _line(held: Collection[InstanceId], pool: Sequence[FreeAt]) -> list[FreeAt]:
+def line_of(held: Collection[InstanceId], pool: Sequence[FreeAt]) -> list[FreeAt]:
     """The instances in the order in which groups take them; of those that are free together, in the pool's."""
     if not held:
         return sorted(pool, key=_FREE_S)
@@ -256,28 +195,9 @@ def _line(held: Collection[InstanceId], pool: Sequence[FreeAt]) -> list[FreeAt]:
     return members + sorted([entry for entry in pool if entry[1] not in held], key=_FREE_S)
 
 
-def _sizes(latency: GroupLatency, num_held: int, num_instances: int) -> list[int]:
-    sizes = sorted(size for size in latency if max(num_held, 1) <= size <= num_instances)
-    if not sizes:
-        raise _no_size(latency, max(num_held, 1), num_instances)
-    return sizes
-
-
-def _no_size(latency: GroupLatency, least: int, most: int) -> ValueError:
+def no_size(latency: GroupLatency, least: int, most: int) -> ValueError:
+    """The error of a planner that knows no group of ``least`` to ``most`` instances."""
     return ValueError(f"no group of {least} to {most} instances has a latency model; sizes {sorted(latency)} do")
-
-
-def _free_s(line: Sequence[FreeAt], size: int) -> float:
-    """When the first ``size`` of the line are all free."""
-    return max(line[:size])[0]
-
-
-def _names(line: Sequence[FreeAt], size: int) -> tuple[InstanceId, ...]:
-    return tuple([name for _, name in line[:size]])
-
-
-def _chunk_s(model: LinearLatencyModel, history: int, num_tokens: int) -> float:
-    return model.a_s + num_tokens * (model.b_s + model.c_s * history + model.d_s * num_tokens)
 
 
 def tokens_within(model: LinearLatencyModel, history: int, budget_s: float) -> int:
@@ -291,12 +211,3 @@ def tokens_within(model: LinearLatencyModel, history: int, budget_s: float) -> i
     linear = model.b_s + model.c_s * history
     # 2 s / (b + sqrt(b² + 4 d s)) does not cancel where the square is small.
     return int(2 * spare_s / (linear + math.sqrt(linear * linear + 4 * model.d_s * spare_s)))
-
-
-def _worthwhile(ends_s: Sequence[float], rate: float) -> int:
-    """The index of the last end that is earlier than all before it by ``rate`` (Tetris, Algorithm 2)."""
-    best_s, best = math.inf, 0
-    for index, end_s in enumerate(ends_s):
-        if end_s < best_s * (1 - rate):
-            best_s, best = end_s, index
-    return best

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 
 from pdmesh.model import InstanceId
 from pdmesh.policy.improvement import ImprovementTable
-from pdmesh.policy.price import Demand
 from pdmesh.policy.sequence_parallel import FreeAt, PlannedChunk, SequenceParallelPlanner
+from pdmesh.studies.price import Demand
 
 
 class Prompt(NamedTuple):

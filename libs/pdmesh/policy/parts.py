@@ -1,0 +1,113 @@
+"""What bundles are put together from, as the configuration tunes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pdmesh.policy.batching import Batching, MixedBatching
+from pdmesh.policy.bundle import Bundle
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, AdaptiveChunks, ChunkSizer, StaticChunks
+from pdmesh.policy.placement import Freeness, InGroups, LeastQueuedTokens
+from pdmesh.policy.prediction import Prediction, RemainingTime
+from pdmesh.policy.relay import Relay, Schedule
+from pdmesh.policy.seams import Packing, PrefillOrder
+
+_ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
+
+
+def _prediction(config: PolicyConfig, chunk: Callable[[int, int], int]) -> Prediction:
+    return Prediction(
+        remaining=RemainingTime(config.latency, chunk),
+        long_prompt_tokens=config.long_prompt_tokens,
+        slo_ttft_s=config.slo_ttft_s,
+        slo_ttft_stretch=config.slo_ttft_stretch,
+    )
+
+
+def static(config: PolicyConfig) -> tuple[Packing, Prediction]:
+    """Steps of a fixed number of tokens, and the time that prompts take in them alone."""
+    packing = StaticChunks(config.chunk_tokens)
+    return packing, _prediction(config, packing.chunk_alone)
+
+
+def adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = False) -> tuple[Packing, Prediction]:
+    """Steps of a fixed time, and the time that prompts take in them alone.
+
+    ``efficient``: steps with chunks alone are long enough for their constant time to be a small part of them."""
+    sizer = ChunkSizer(config.latency, config.max_chunk_tokens)
+    prefill_step_s = config.prefill_step_s
+    if efficient:
+        prefill_step_s = max(prefill_step_s, config.latency.a_s / config.max_step_overhead)
+
+    def alone(start: int, num_left: int) -> int:
+        return sizer.largest(NOTHING, start, num_left, prefill_step_s) or min(num_left, CHUNK_UNIT_TOKENS)
+
+    prediction = _prediction(config, alone)
+    packing = AdaptiveChunks(
+        sizer=sizer,
+        prediction=prediction,
+        prefill_step_s=prefill_step_s,
+        slo_tpot_s=config.slo_tpot_s,
+        max_shared=config.max_shared,
+        local_step_share=config.local_step_share,
+        long_chunk_alone=long_chunk_alone,
+        sizer_of_make={
+            make: ChunkSizer(latency, config.max_chunk_tokens) for make, latency in config.latency_of_make.items()
+        },
+    )
+    return packing, prediction
+
+
+def mixed(config: PolicyConfig, *, colocates: bool = True) -> Batching:
+    """Chunks and decodes in the same steps."""
+    return MixedBatching(long_prompt_tokens=config.long_prompt_tokens, colocates=colocates)
+
+
+def with_order(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> Callable[[PolicyConfig], Bundle]:
+    """An order alone: everything else as in ``fcfs``."""
+
+    def build(config: PolicyConfig) -> Bundle:
+        packing, prediction = static(config)
+        return Bundle(
+            name=name,
+            order=make_order(prediction),
+            packing=packing,
+            prefill_placement=LeastQueuedTokens(),
+            decode_placement=Freeness(),
+            long_prompt_tokens=config.long_prompt_tokens,
+            batching=mixed(config),
+        )
+
+    return build
+
+
+def in_groups(config: PolicyConfig, bundle: Bundle, *, need_idle: bool = False) -> Bundle:
+    """The same with long prompts computed by groups, if these have more than one member: PecSched, and baselines."""
+    if config.group_size == 1:
+        return bundle
+    placement = InGroups(
+        bundle.prefill_placement,
+        bundle.long_prompt_tokens,
+        need_idle=need_idle,
+        interrupt=bundle.interruption is not None,
+    )
+    relay = replace(
+        make_relay(config), max_members=config.group_size, group_size=config.group_size, beside_decodes=True
+    )
+    return replace(bundle, prefill_placement=placement, relay=relay)
+
+
+def make_relay(config: PolicyConfig) -> Relay:
+    """Long prompts on several instances, as ``config.sequence_parallel`` says."""
+    return Relay(
+        latency=config.latency,
+        max_members=config.relay_members,
+        improvement_rate=config.relay_improvement,
+        bytes_per_s=config.relay_bytes_per_s,
+        min_step_s=config.latency.step_s(_ONE_TOKEN) / config.max_group_step_overhead,
+        step_overhead=config.max_step_overhead,
+        schedule=Schedule(config.sequence_parallel),
+    )

@@ -1,0 +1,74 @@
+"""Prefill orders of papers, and of what they are compared with (`pdmesh.policy.order` has the words)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from pdmesh.model import Request
+from pdmesh.policy.order import ByPlace, rounded, work_class_s
+from pdmesh.policy.prediction import Prediction
+from pdmesh.policy.views import Rank
+
+
+@dataclass(frozen=True)
+class FcfsOfEachKind(ByPlace):
+    """First come, first served, where neither short nor long prompts wait behind the other kind."""
+
+    long_prompt_tokens: int
+
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        return Rank(lane=float(request.num_prompt_tokens >= self.long_prompt_tokens))
+
+
+@dataclass(frozen=True)
+class LeastSlack(ByPlace):
+    """LRS, least remaining slack: the earliest latest start of what is left. Time takes the same from every slack."""
+
+    prediction: Prediction
+
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        return Rank(rounded(_latest_start_s(self.prediction, request, num_done_tokens)))
+
+
+@dataclass(frozen=True)
+class LeastRelativeSlack:
+    """LARS, length-aware relative slack (Medha §4.1), strictly: the smallest first.
+
+    The whole work that slack is relative to is rounded to a class, at most 6 % off; a class is a lane.
+    """
+
+    prediction: Prediction
+
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        latest_s = rounded(_latest_start_s(self.prediction, request, num_done_tokens))
+        return Rank(latest_s, work_class_s(self.prediction.work_s(request)), latest_s)
+
+    def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
+        return [(round((latest_s - now_s) / work_s, 9),) for _, work_s, latest_s in ranks]
+
+    def keeps_key_until_s(self, rank: Rank) -> float:
+        return -inf
+
+
+@dataclass(frozen=True)
+class ShortFirst(ByPlace):
+    """Short prompts before long ones, each kind first come, first served. Long ones can starve.
+
+    This is PecSched's preemption (§5.1), and its baseline "priority". Without ``preempts`` a long prompt that has been
+    placed is not passed over any more (its ablation /PE).
+    """
+
+    long_prompt_tokens: int
+    preempts: bool = True
+
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+        if request.num_prompt_tokens < self.long_prompt_tokens:
+            return Rank(1.0, 1.0)
+        place = 0.0 if placed_s is not None and not self.preempts else 2.0
+        return Rank(place, place)
+
+
+def _latest_start_s(prediction: Prediction, request: Request, num_done_tokens: int) -> float:
+    return prediction.due_s(request) - prediction.remaining_s(request, num_done_tokens)
