@@ -68,7 +68,6 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.openings import Openings
 from pdmesh.core.operations import OperationState
-from pdmesh.core.requests import Phase
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import (
@@ -984,7 +983,7 @@ class MeshMachine(RuleBasedStateMachine):
     def instance_is_silent(self, data: st.DataObject, suspected: bool) -> None:
         """Or only busy: it goes on with what it has. Nothing that decodes is lost by it."""
         if instance := self.pick(data, list(self.mesh.instances.values())):
-            decoding = {view.request_id for view in self.core.requests(1000) if view.phase is Phase.DECODING}
+            decoding = {view.request_id for view in self.core.requests(1000) if view.decodes}
             self.feed(InstanceSuspected(instance.instance_id, suspected))
             assert all(self.core.request(request_id) is not None for request_id in decoding)
 
@@ -1020,7 +1019,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), timeout_s=st.sampled_from((4.0, 60.0)))
     def operator_moves_a_request(self, data: st.DataObject, timeout_s: float) -> None:
-        decoding = [view.request_id for view in self.core.requests(1000) if view.phase is Phase.DECODING]
+        decoding = [view.request_id for view in self.core.requests(1000) if view.decodes]
         if decoding and (target := self.pick(data, list(self.mesh.instances.values()))):
             request_id, move = data.draw(st.sampled_from(decoding)), OperationKind.MOVE
             self.operate(move, target.instance_id, role=Role.MIXED, timeout_s=timeout_s, request_id=request_id)

@@ -12,13 +12,20 @@ from pdmesh.core.events import BundleChangeRequested, OperationRequested, Reques
 from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, chance_of, is_told, why_worse
 from pdmesh.core.operations import OperationState, OperationView
 from pdmesh.core.requests import RequestState
-from pdmesh.model import IndexRange, InstanceId, InstanceProfile, KvPart, OperationId, OperationKind, Request, Role
-from pdmesh.plans import KvShard
+from pdmesh.model import (
+    InstanceId,
+    InstanceProfile,
+    OperationId,
+    OperationKind,
+    Request,
+    Role,
+)
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.views import Rank
 from pdmesh.testing.core import CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
+from pdmesh.testing.worker import a_shard
 
 
 def profile(name: str) -> InstanceProfile:
@@ -164,13 +171,11 @@ def test_requests_that_wait_for_room_once_they_are_computed_wait_too() -> None:
 def test_what_waited_for_room_counts_when_it_has_ended() -> None:
     waited = RequestState(replace(a_request("r"), arrival_s=1.0), rank=Rank())
     assert waited.waited_s(3.0) == 2.0
-    waited.placed_s = 1.5
+    waited.place(a_shard("p", 1), 1.5, stays=False)
     assert waited.waited_s(3.0) == 0.5, "it is computed"
-    waited.first_token_s = 2.0
+    waited.draw_first_token(2.0)
     assert waited.waited_s(6.0) == 4.5, "it has no room yet"
-    waited.decode_shards = (
-        KvShard(instance_id=InstanceId("d"), part=KvPart(IndexRange(0, 1), IndexRange(0, 1), IndexRange(0, 1))),
-    )
+    waited.keep(a_shard("p", 1))
     assert waited.waited_s(6.0) == 0.5, "it had room from the beginning"
-    waited.roomed_s = 5.0
+    waited.find_room(5.0)
     assert waited.waited_s(6.0) == 3.5

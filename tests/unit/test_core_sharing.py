@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests import GroupState, RequestState
 from pdmesh.core.sharing import Sharing
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.bundles import make_bundle
@@ -14,6 +14,7 @@ from pdmesh.policy.relay import Relay, Schedule
 from pdmesh.policy.views import Rank
 from pdmesh.testing.core import CoreBench, a_request
 from pdmesh.testing.modelled import modelled_profile
+from pdmesh.testing.worker import a_shard
 
 MODEL = PROFILES["a100-llama3-8b"]
 
@@ -36,17 +37,20 @@ class Prompts:
         self.now_s = 0.0
 
     def next(self, stop_s: float = 0.0) -> bool:
-        state = new_state()
+        state, group = new_state()
         is_gang = self.sharing.is_gang(state, self.leader, 2, 1, self.relay, self.now_s)
-        assert state.shared is not None
-        self.now_s += self.factors[is_gang] * state.shared.predicted_s / 2 + stop_s
-        self.sharing.ended(state, self.now_s)
-        assert state.shared is None
+        assert group.shared is not None
+        self.now_s += self.factors[is_gang] * group.shared.predicted_s / 2 + stop_s
+        self.sharing.ended(group, self.now_s)
+        assert group.shared is None
         return is_gang
 
 
-def new_state() -> RequestState:
-    return RequestState(a_request("long", 32_000), Rank())
+def new_state() -> tuple[RequestState, GroupState]:
+    """A prompt that a helper was asked for."""
+    state = RequestState(a_request("long", 32_000), Rank())
+    state.place(a_shard("p0", 1), 0.0, stays=False)
+    return state, state.ask_helper(InstanceId("p1"), InstanceId("p0"), capability=1)
 
 
 def test_what_is_predicted_to_be_faster_is_chosen_as_long_as_it_is_as_predicted() -> None:
@@ -86,22 +90,22 @@ def test_one_prompt_that_was_stopped_says_nothing_of_how_it_was_shared(
 
 
 def test_a_prompt_stays_as_it_was_chosen_and_those_who_join_later_count_from_then_on() -> None:
-    prompts, state = Prompts(1.0, 1.0), new_state()
+    prompts, (state, group) = Prompts(1.0, 1.0), new_state()
     assert prompts.sharing.is_gang(state, prompts.leader, 2, 1, prompts.relay, 10.0)
     assert prompts.sharing.is_gang(state, prompts.leader, 2, 100, prompts.relay, 10.5), "in many steps it were slower"
-    assert state.shared is not None
-    predicted_s = state.shared.predicted_s
-    prompts.sharing.joined(state, 11.0)
-    state.shared.predicted_s = 2 * 1.0 + 3 * 0.5
-    prompts.sharing.ended(state, 11.5)
+    assert group.shared is not None
+    predicted_s = group.shared.predicted_s
+    group.shared.join(11.0)
+    group.shared.predicted_s = 2 * 1.0 + 3 * 0.5
+    prompts.sharing.ended(group, 11.5)
     assert prompts.sharing._taken[prompts.leader.make].gang.longer == pytest.approx(0.0)
     assert predicted_s > 0
 
 
 @pytest.mark.parametrize("schedule", [Schedule.RELAY, Schedule.GANG])
 def test_what_was_set_is_not_chosen(schedule: Schedule) -> None:
-    prompts, state = Prompts(1.0, 1.0), new_state()
+    prompts, (state, group) = Prompts(1.0, 1.0), new_state()
     is_gang = prompts.sharing.is_gang(state, prompts.leader, 2, 1, a_relay(schedule), 0.0)
     assert is_gang is (schedule is Schedule.GANG)
-    assert state.shared is None
-    prompts.sharing.ended(state, 5.0)
+    assert group.shared is None
+    prompts.sharing.ended(group, 5.0)

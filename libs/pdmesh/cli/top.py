@@ -159,12 +159,12 @@ def _requests(frame: Frame) -> Table:
     for title in ("prompt", "progress", "age"):
         table.add_column(title, justify="right", no_wrap=True)
     for item in frame["requests"][:MAX_REQUESTS]:
-        done = 1.0 if item["phase"] == "decoding" else item["num_planned_tokens"] / max(item["num_prompt_tokens"], 1)
+        done = item["num_planned_tokens"] / max(item["num_prompt_tokens"], 1)
         table.add_row(
             str(item.get("label") or item["id"])[:40],
             _where(item) or "waiting",
             str(item["num_prompt_tokens"]),
-            "decoding" if item["phase"] == "decoding" else f"{100 * done:.0f} %",
+            item["phase"].replace("_", " ") if done >= 1 else f"{100 * done:.0f} %",
             f"{item['age_s']:.1f} s",
         )
     return table

@@ -109,8 +109,8 @@ class Books:
 
     # --- a request begins ---
 
-    def open(self, request: Request, rank: Rank) -> RequestState:
-        state = RequestState(request, rank)
+    def open(self, request: Request, rank: Rank, work_us: int = 0) -> RequestState:
+        state = RequestState(request, rank, work_us)
         self.requests[request.request_id] = state
         self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None
         return state
@@ -119,10 +119,8 @@ class Books:
         """The request turns out to be decoding already."""
         if state.key in self.queue:
             self.queue.remove(state)
-        state.phase = Phase.DECODING
         instance = self.instances[instance_id]
-        state.prefill_shards = state.decode_shards = (instance.shard(instance.holds[state.key].num_blocks),)
-        state.num_planned_tokens = state.request.num_prompt_tokens
+        state.adopt(instance.shard(instance.holds[state.key].num_blocks))
 
     # --- it is placed ---
 
@@ -143,16 +141,13 @@ class Books:
         request, (request_id, epoch) = state.request, state.key
         self.queue.remove(state)
         self.queue.counters.placed(request)
-        state.phase, state.placed_s = Phase.PREFILLING, now_s
         stays, awaits_receiver = decode is prefill, decode is None
         num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
-        state.prefill_shards = (prefill.shard(num_blocks),)
+        state.place(prefill.shard(num_blocks), now_s, stays=stays)
         plan = None
-        if stays:
-            state.decode_shards = state.prefill_shards
-        elif decode is None:
+        if decode is None:
             self.unreceived.add(state, prefill.kv_group, prefill.num_first_blocks(request))
-        else:
+        elif not stays:
             plan = self.promise(state, decode, long_tokens).plan
         prefill.take(
             state.key,
@@ -178,14 +173,13 @@ class Books:
     def promise(self, state: RequestState, decode: InstanceBooks, long_tokens: int) -> Transfer:
         """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV."""
         request, (request_id, epoch) = state.request, state.key
-        state.decode_shards = (decode.shard(decode.num_first_blocks(request)),)
+        shard = decode.shard(decode.num_first_blocks(request))
         purpose = TransferPurpose.HAND_OVER
-        transfer = state.transfer = self.broker.open(
-            state.key, purpose, state.prefill_shards, state.decode_shards, state.rank_of_offer
-        )
+        transfer = self.broker.open(state.key, purpose, state.prefill_shards, (shard,), state.rank_of_offer)
+        state.receive(transfer)
         decode.take(
             state.key,
-            state.decode_shards[0].num_blocks,
+            shard.num_blocks,
             HoldKind.PROMISED,
             max_blocks=decode.num_decode_blocks(request),
             long_tokens=long_tokens,
@@ -204,12 +198,13 @@ class Books:
         if state.transfer is not None:
             self.grant(self.broker.offer(state.transfer))
         elif state.rank_of_offer is None:
-            state.rank_of_offer = self.broker.new_rank()
+            state.offer(self.broker.new_rank())
             self.unreceived.offered(state.key)
 
     def computed(self, state: RequestState) -> None:
         """Its prompt is, and its KV is to move on."""
-        self.disband(state)
+        self._free_helpers(state)
+        state.end_prompt()
         self.unreceived.is_ready(state.key)
         self.instances[state.prefill_ids[0]].let_wait(state.key, True)
 
@@ -251,19 +246,18 @@ class Books:
 
     def land(self, state: RequestState) -> None:
         """Its whole KV is where it decodes."""
-        state.phase = Phase.DECODING
-        self.disband(state)
+        self._free_helpers(state)
+        if not state.decodes:  # or this was heard before
+            state.land()
         for instance_id in state.decode_ids:
             self.instances[instance_id].settle(state.key)
             if state.transfer is not None:
                 self.grant(self.broker.land(state.transfer, instance_id))
 
-    def disband(self, state: RequestState) -> None:
+    def _free_helpers(self, state: RequestState) -> None:
         """Its prompt is computed: who helped is not needed any more."""
-        helper_ids, state.group, state.asked_ids = state.asked_ids, None, ()
-        state.is_healing, state.shared = False, None
         self.healing.pop(state.key, None)
-        for helper_id in helper_ids:
+        for helper_id in state.asked_ids:
             self.free(helper_id, state.key)
 
     def land_move(self, state: RequestState) -> None:
@@ -273,30 +267,28 @@ class Books:
         if move.given_up or state.key not in self.instances[move.target_id].holds:
             self.restart(state, f"it was lost on {move.target_id}, where it had moved")
             return
-        self.end_move(state, landed=True)
+        del self.moving[state.key]
         target = self.instances[move.target_id]
         if (source := self.instances.get(move.source_id)) is not None:
             if (before := source.holds.get(state.key)) is not None:
                 target.holds[state.key].num_tokens = before.num_tokens
             source.leave(state.key)
-        state.transfer, state.group = move.transfer, None
-        state.prefill_shards, state.decode_shards = move.transfer.plan.sources, move.transfer.plan.destinations
+        state.land_move()
         target.settle(state.key)
 
-    def end_move(self, state: RequestState, *, landed: bool = False) -> None:
+    def end_move(self, state: RequestState, *, failed: bool = False) -> None:
         """The request is on its way nowhere any more."""
         if state.move is not None:
             del self.moving[state.key]
-            if not landed:
-                self.broker.withdraw(state.move.transfer)
-            state.move = None
+            self.broker.withdraw(state.move.transfer)
+            state.end_move(failed=failed)
 
     def drop_plans(self, instance: InstanceBooks) -> None:
         """Nobody will report the plans that were in flight on an instance that has gone, or has begun anew."""
         for plan in instance.plans.values():
             for chunk in plan.chunks:
                 if state := self.find((chunk.request_id, chunk.epoch)):
-                    state.chunks_in_flight.discard((instance.instance_id, plan.plan_id))
+                    state.end_chunk(instance.instance_id, plan.plan_id)
                     self.note_preemption(state)
 
     def note_preemption(self, state: RequestState) -> None:
@@ -418,11 +410,13 @@ class Books:
         num_of_gateways = sum(len(requests) for requests in self.of_gateway.values())
         assert num_of_gateways == len(self.requests), f"gateways have {num_of_gateways} of {len(self.requests)}"
         for state in self.requests.values():
+            state.check_integrity()
+            assert state.is_healing == (state.key in self.healing), f"{state.key} is healing: {state.is_healing}"
             chunks, known = in_flight.get(state.key, set()), state.chunks_in_flight
             assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, books say {known}"
             lost = [each for each in chunks - known if each[0] in state.prefill_ids]
             assert not lost, f"chunks {lost} of {state.key} are in flight, and not in the books"
-            is_unreceived = state.phase is Phase.PREFILLING and not state.decode_shards
+            is_unreceived = state.is_in_prefill and not state.decode_shards
             assert is_unreceived == (state.key in self.unreceived), f"{state.key} has no receiver: {is_unreceived}"
             if state.phase is not Phase.WAITING and not is_unreceived:
                 assert state.decode_id is not None, f"{state.key} runs without a decode instance"

@@ -8,7 +8,6 @@ from pdmesh.core.books import Books
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested
 from pdmesh.core.learning import LatencyLearner
-from pdmesh.core.requests import Phase
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceProfile
 from pdmesh.policy.bundle import Bundle
@@ -71,5 +70,5 @@ class BundleChoice:
         self._books.broker.computed_first = self.bundle.sends_computed_first
         self._books.queue.reorder(self.bundle.order)
         for state in self._books.requests.values():
-            if state.phase is Phase.PREFILLING:
+            if state.is_in_prefill:
                 state.rank_by(self.bundle.order)

@@ -66,7 +66,7 @@ class HandOvers:
             else:
                 self._closed.add(kv_group)
                 continue
-            state.roomed_s = now_s
+            state.find_room(now_s)
             openings.refresh([source] if receiver is None else [source, receiver])
 
     def expire(self, now_s: float) -> None:

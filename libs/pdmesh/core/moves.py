@@ -41,10 +41,10 @@ class Moves:
 
         ``spare_blocks`` as for `InstanceBooks.can_take_over`.
         """
-        if state.phase is not Phase.DECODING:
-            return f"is {state.phase}, and only what decodes can move"
         if state.move is not None:
             return f"is on its way to {state.move.target_id} already"
+        if state.phase is not Phase.DECODING:
+            return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
         source, hold = self._where(state)
         if source is target:
             return f"decodes on {target.instance_id} already"
@@ -68,7 +68,7 @@ class Moves:
         transfer = books.broker.open(
             state.key, TransferPurpose.MOVE, (source.shard(hold.num_blocks),), (target.shard(num_blocks),)
         )
-        move = state.move = Move(transfer)
+        move = state.begin_move(transfer)
         books.moving[state.key] = state
         target.take(
             state.key,
@@ -156,8 +156,7 @@ class Moves:
 
     def _over(self, state: RequestState) -> None:
         """It stays where it is."""
-        state.num_failed_moves += 1
-        self._books.end_move(state)
+        self._books.end_move(state, failed=True)
 
     def _tell_source(self, state: RequestState, move: Move) -> None:
         request_id, epoch = state.key
@@ -258,9 +257,8 @@ class Moves:
     def check_integrity(self) -> None:
         for key, state in self._books.moving.items():
             assert self._books.find(key) is state, f"{key} moves, and is over"
-            assert state.move is not None, f"{key} moves nowhere"
-            assert state.phase is Phase.DECODING, f"{key} moves, and is {state.phase}"
-        num_moving = sum(state.move is not None for state in self._books.requests.values())
+            assert state.phase is Phase.MOVING, f"{key} moves, and is {state.phase}"
+        num_moving = sum(state.phase is Phase.MOVING for state in self._books.requests.values())
         assert num_moving == len(self._books.moving), f"{num_moving} move, books say {len(self._books.moving)}"
         gone = self._stopping.keys() - self._books.instances.keys()
         assert not gone, f"{gone} stop, and are gone"

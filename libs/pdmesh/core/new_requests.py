@@ -48,8 +48,7 @@ class NewRequests:
                 books.ignore("RequestArrived")  # sent again after a reconnect
                 return
             books.end(known, Outcome.SUPERSEDED)
-        state = books.open(request, bundle.order.rank(request, 0, None))
-        state.work_us = work_us(request, choice.learner.model)
+        state = books.open(request, bundle.order.rank(request, 0, None), work_us(request, choice.learner.model))
         instance_id = self._reunion.claim(state.key, request.gateway_id)
         if instance_id is not None:
             books.adopt(state, instance_id)

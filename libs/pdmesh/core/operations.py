@@ -22,7 +22,7 @@ from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Stand
 from pdmesh.core.moves import Moves
 from pdmesh.core.placing import have_pair
 from pdmesh.core.receivers import do_without
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import Move
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestId, RequestKey, Role
@@ -354,7 +354,7 @@ class Operations:
     def _takes_longer(self, key: RequestKey, limit_s: float) -> bool:
         """Whether what is left of its prompt is predicted to."""
         state = self._books.find(key)
-        if state is None or state.phase is not Phase.PREFILLING:
+        if state is None or not state.is_in_prefill:
             return False
         num_left = state.request.num_prompt_tokens - state.num_planned_tokens
         return state.work_us * num_left / state.request.num_prompt_tokens > 1e6 * limit_s

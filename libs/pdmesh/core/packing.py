@@ -284,8 +284,7 @@ class Round:
         if num_tokens <= 0:
             return
         opening.step.add(_next_chunk(state, num_tokens), state.request)
-        state.num_planned_tokens += num_tokens
-        state.chunks_in_flight.add((instance.instance_id, instance.next_plan_id))
+        state.plan_chunk(instance.instance_id, instance.next_plan_id, num_tokens)
         if state.is_planned:
             instance.prefills.remove(state)
         else:

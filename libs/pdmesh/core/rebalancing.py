@@ -156,7 +156,7 @@ class Rebalancer:
         ]
 
     def _begin(self, state: RequestState, source: InstanceBooks, target: InstanceBooks, now_s: float) -> None:
-        state.rebalanced_s = now_s
+        state.rebalance(now_s)
         self._last_s[source.instance_id, target.instance_id] = now_s
         self._moves.begin(state, target)
 

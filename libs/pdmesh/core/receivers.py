@@ -8,7 +8,7 @@ from __future__ import annotations
 from pdmesh.core.books import Books
 from pdmesh.core.commands import KeepKv, WithdrawTransfer
 from pdmesh.core.healing import lose_helper
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId
 
@@ -30,7 +30,7 @@ def has_all_kv(books: Books, state: RequestState) -> bool:
     """Whether all that is computed of a request that moves is where it was computed, for another receiver."""
     transfer = state.transfer
     too_often = state.num_lost_receivers >= books.max_lost_receivers
-    if state.phase is not Phase.PREFILLING or transfer is None or too_often:
+    if not state.is_in_prefill or transfer is None or too_often:
         return False
     source_ids = transfer.plan.source_ids
     holds = [books.hold_of(source_id, state.key) for source_id in source_ids]
@@ -55,9 +55,7 @@ def lose_receiver(books: Books, state: RequestState, *, told_by: InstanceId | No
             )
     for destination_id in transfer.plan.destination_ids:
         books.free(destination_id, state.key)
-    state.rank_of_offer = transfer.rank
-    state.num_lost_receivers += 1
-    state.transfer, state.decode_shards = None, ()
+    state.lose_receiver()
     source = books.instances[state.prefill_ids[0]]
     books.unreceived.add(state, source.kv_group, source.num_first_blocks(state.request))
     books.unreceived.is_ready(state.key)
@@ -79,7 +77,7 @@ def keep(books: Books, state: RequestState) -> None:
     request, instance = state.request, books.instances[state.prefill_ids[0]]
     num_blocks = instance.num_first_blocks(request)
     instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
-    state.prefill_shards = state.decode_shards = (instance.shard(num_blocks),)
+    state.keep(instance.shard(num_blocks))
     books.commands.append(
         KeepKv(instance_id=instance.instance_id, request_id=state.key[0], epoch=state.key[1], num_blocks=num_blocks)
     )

@@ -26,8 +26,6 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from math import inf
 
-from msgspec import structs
-
 from pdmesh.core.batching import Modes
 from pdmesh.core.books import Books
 from pdmesh.core.commands import AdmitPrefill, RunStep
@@ -38,7 +36,7 @@ from pdmesh.core.healing import Healing, tell_group
 from pdmesh.core.holds import HoldKind
 from pdmesh.core.openings import Openings
 from pdmesh.core.queue import in_order
-from pdmesh.core.requests import ComputedPart, Phase, RequestState
+from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, Request, RequestKey
@@ -107,7 +105,6 @@ class Relays:
         for state in self.healing.heal(bundle):
             self._open[state.key] = state
             self._considered.pop(state.key, None)
-            state.shared = None
             for lost_id in () if state.group is None else state.group.lost_ids:
                 self._helping.get(lost_id, {}).pop(state.key, None)
             for helper_id in state.prefill_ids[1:]:
@@ -126,16 +123,13 @@ class Relays:
         assert state.group is not None
         in_flight = [chunk.num_tokens for name in state.prefill_ids for chunk in self._in_flight(state, name)]
         num_computed_tokens = state.num_planned_tokens - sum(in_flight)
-        if not state.computed_parts:
-            state.computed_parts = [ComputedPart(0, num_computed_tokens, state.prefill_ids[0])]
-        state.group = structs.replace(state.group, member_ids=(*state.group.member_ids, event.instance_id))
+        state.group.join(event.instance_id, num_computed_tokens, now_s)
         copy_s = (
             0.0
             if bundle.relay is None
             else bundle.relay.copy_s(num_computed_tokens, instance.profile.kv_layout.token_bytes)
         )
         self._helping.setdefault(event.instance_id, {})[state.key] = now_s + copy_s
-        self.sharing.joined(state, now_s)
         tell_group(self._books, state)
 
     def _awaited(self, state: RequestState) -> list[InstanceId]:
@@ -314,9 +308,8 @@ class Relays:
         self, state: RequestState, leader: InstanceBooks, helper: InstanceBooks, *, long_tokens: int = 0
     ) -> None:
         books = self._books
-        if state.group is None:
-            state.group = PrefillGroup(member_ids=(leader.instance_id,), capability=books.broker.new_capability())
-        state.asked_ids = (*state.asked_ids, helper.instance_id)
+        capability = books.broker.new_capability() if state.group is None else state.group.told.capability
+        state.ask_helper(helper.instance_id, leader.instance_id, capability)
         shard = helper.shard(helper.num_prefill_blocks(state.request))
         helper.take(state.key, shard.num_blocks, HoldKind.PREFILL, long_tokens=long_tokens)
         books.commands.append(
@@ -326,9 +319,7 @@ class Relays:
                 epoch=state.key[1],
                 shards=(shard,),
                 transfer=None,
-                group=PrefillGroup(
-                    member_ids=(leader.instance_id, helper.instance_id), capability=state.group.capability
-                ),
+                group=PrefillGroup(member_ids=(leader.instance_id, helper.instance_id), capability=capability),
             )
         )
 
@@ -342,9 +333,9 @@ class Relays:
             start = state.num_planned_tokens
             if start % leader.block_size or state.is_planned or not self._may_relay(leader, relay):
                 continue
-            if state.is_healing:
+            if state.group is None or state.group.is_healing:
                 continue
-            if relay.schedule is Schedule.AUTO and state.shared is None and self._answers_soon(state):
+            if relay.schedule is Schedule.AUTO and state.group.shared is None and self._answers_soon(state):
                 continue  # how it is shared is known when all are here
             if self._gang(state, bundle, now_s) is not None:
                 continue
@@ -368,7 +359,7 @@ class Relays:
             return None
         if leader.prefills != [state] or not self._may_relay(leader, relay):
             return None
-        if relay.schedule is Schedule.AUTO and state.shared is None and self._answers_soon(state):
+        if relay.schedule is Schedule.AUTO and state.group.shared is None and self._answers_soon(state):
             return None
         begin_s = now_s + in_flight_s(leader, relay)
         helpers = [self._books.instances[name] for name in state.prefill_ids[1:]]
@@ -429,8 +420,7 @@ class Relays:
         member.begin_plan(plan)
         member.queue_tokens(num_tokens)
         leader.queue_tokens(-num_tokens)
-        state.num_planned_tokens += num_tokens
-        state.chunks_in_flight.add((member.instance_id, plan.plan_id))
+        state.plan_chunk(member.instance_id, plan.plan_id, num_tokens)
         if is_last:
             leader.prefills.remove(state)
         else:

@@ -1,4 +1,8 @@
-"""What the core knows of each request."""
+"""What the core knows of each request, and the one place where that changes.
+
+A request goes through `Phase`. Its methods are its transitions: `TRANSITIONS` says in which phases each may be called
+and where it leads, `FACTS` what is true of a request in each phase. Nobody else assigns a field of it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from math import inf
 from typing import NamedTuple
+
+from msgspec import structs
 
 from pdmesh.core.transfers import Move, Transfer
 from pdmesh.model import InstanceId, Request, RequestId, RequestKey
@@ -16,8 +22,61 @@ from pdmesh.policy.views import Rank
 
 class Phase(StrEnum):
     WAITING = auto()  # in the queue
-    PREFILLING = auto()  # placed; its KV is being computed or on its way
+    PREFILLING = auto()  # placed: its prompt is computed, and what is computed of its KV may move on meanwhile
+    AWAITING_DECODE = auto()  # its prompt is computed where it does not stay, and nobody receives its KV
+    TRANSFERRING = auto()  # its prompt is computed, and its KV on its way to where it decodes
     DECODING = auto()  # its whole KV is where it decodes
+    MOVING = auto()  # decodes, and is on its way to another instance
+
+
+_IN_PREFILL = (Phase.PREFILLING, Phase.AWAITING_DECODE, Phase.TRANSFERRING)
+_DECODES = (Phase.DECODING, Phase.MOVING)
+
+#: Of each transition: the phases in which it may begin, and those that it may lead to.
+TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
+    "place": ((Phase.WAITING,), (Phase.PREFILLING,)),
+    "adopt": ((Phase.WAITING,), (Phase.DECODING,)),
+    # while its prompt is computed
+    "ask_helper": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
+    "plan_chunk": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
+    "draw_first_token": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
+    "plan_again_from": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
+    "end_prompt": ((Phase.PREFILLING,), (Phase.AWAITING_DECODE, Phase.TRANSFERRING)),
+    # who receives its KV
+    "receive": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.TRANSFERRING)),
+    "lose_receiver": ((Phase.PREFILLING, Phase.TRANSFERRING), (Phase.PREFILLING, Phase.AWAITING_DECODE)),
+    "keep": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.AWAITING_DECODE)),
+    "land": (_IN_PREFILL, (Phase.DECODING,)),
+    # while it decodes
+    "begin_move": ((Phase.DECODING,), (Phase.MOVING,)),
+    "end_move": ((Phase.MOVING,), (Phase.DECODING,)),
+    "land_move": ((Phase.MOVING,), (Phase.DECODING,)),
+}
+
+
+class Facts(NamedTuple):
+    """What is true of a request in a phase; None: either."""
+
+    is_placed: bool
+    has_receiver: bool | None  # an instance where it decodes, or will
+    has_transfer: bool | None
+    has_group: bool | None
+    moves: bool
+    is_planned: bool | None  # its whole prompt
+
+
+FACTS: dict[Phase, Facts] = {
+    Phase.WAITING: Facts(False, False, False, False, False, False),
+    Phase.PREFILLING: Facts(True, None, None, None, False, None),
+    Phase.AWAITING_DECODE: Facts(True, False, False, False, False, True),
+    Phase.TRANSFERRING: Facts(True, True, True, False, False, True),
+    Phase.DECODING: Facts(True, True, None, False, False, True),
+    Phase.MOVING: Facts(True, True, None, False, True, True),
+}
+
+
+class IllegalTransition(AssertionError):
+    """A bug of the core: a request is in no phase in which this may be done to it."""
 
 
 class RequestView(NamedTuple):
@@ -30,6 +89,11 @@ class RequestView(NamedTuple):
     num_planned_tokens: int
     arrival_s: float
     helper_ids: tuple[InstanceId, ...] = ()  # that compute its prompt in turn with the first of those
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it draws tokens, wherever it is on its way to."""
+        return self.phase in _DECODES
 
 
 class ComputedPart(NamedTuple):
@@ -51,6 +115,82 @@ class Shared:
     since_s: float  # there are so many
     member_s: float = 0.0  # that passed before, summed over members
 
+    def join(self, now_s: float) -> None:
+        """One more member computes it."""
+        self.member_s, self.since_s = self.taken_s(now_s), now_s
+        self.num_members += 1
+
+    def taken_s(self, now_s: float) -> float:
+        """Seconds so far, summed over its members."""
+        return self.member_s + self.num_members * (now_s - self.since_s)
+
+
+@dataclass(slots=True, eq=False)
+class GroupState:
+    """The instances that compute a prompt together, from when the first helper is asked until all of it is computed."""
+
+    told: PrefillGroup  # as its members know it: the leader, the helpers that have joined, and those that were lost
+    asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
+    shared: Shared | None = None  # whether they take turns or compute at once, where that was to be chosen
+    computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
+    is_healing: bool = False  # a helper was lost, and what of the prompt is computed is not known yet
+    prefix_tokens: int | None = None  # of the prompt, that the leader said it had since then
+
+    @property
+    def member_ids(self) -> tuple[InstanceId, ...]:
+        """The leader and all helpers that ever joined."""
+        return self.told.member_ids
+
+    @property
+    def living_ids(self) -> tuple[InstanceId, ...]:
+        """Members that were not lost, the leader first."""
+        return self.told.living_ids
+
+    @property
+    def lost_ids(self) -> tuple[InstanceId, ...]:
+        return self.told.lost_ids
+
+    def join(self, instance_id: InstanceId, num_computed_tokens: int, now_s: float) -> None:
+        """A helper has room for the prompt, of which the leader has computed so many tokens."""
+        if not self.computed_parts:
+            self.computed_parts = [ComputedPart(0, num_computed_tokens, self.living_ids[0])]
+        self.told = structs.replace(self.told, member_ids=(*self.member_ids, instance_id))
+        if self.shared is not None:
+            self.shared.join(now_s)
+
+    def lose(self, instance_id: InstanceId) -> None:
+        """A helper is lost; what it computed is known when `hear_prefix` was called and nothing is in flight."""
+        self.told = structs.replace(self.told, lost_ids=(*self.lost_ids, instance_id))
+        self.asked_ids = tuple([helper_id for helper_id in self.asked_ids if helper_id != instance_id])
+        self.is_healing, self.prefix_tokens = True, None
+
+    def hear_prefix(self, num_tokens: int) -> None:
+        """The leader has so many tokens of the prompt, from the first on."""
+        self.prefix_tokens = num_tokens
+
+    def compute(self, instance_id: InstanceId, start: int, end: int) -> None:
+        """A member has computed a chunk. The leader then has all that the chunk attended to."""
+        if instance_id == self.living_ids[0]:
+            self.computed_parts = [ComputedPart(0, start, instance_id)]
+        self.computed_parts.append(ComputedPart(start, end, instance_id))
+
+    def heal(self, most_tokens: int) -> int:
+        """How many tokens, of ``most_tokens``, its members have computed from the first on: what it goes on from."""
+        leader_id = self.living_ids[0]
+        end = min(self.prefix_tokens or 0, most_tokens)
+        parts = [part for part in self.computed_parts if part.instance_id in self.living_ids]
+        self.computed_parts = [ComputedPart(0, end, leader_id)]
+        for part in sorted(parts):
+            if part.start <= end < part.end:
+                end = part.end
+                self.computed_parts.append(part)
+        self.is_healing, self.shared = False, None
+        return end
+
+    def share(self, shared: Shared | None) -> None:
+        """How its members share the prompt, or (None) that this is to be chosen again."""
+        self.shared = shared
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -58,6 +198,7 @@ class RequestState:
 
     request: Request
     rank: Rank
+    work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     phase: Phase = Phase.WAITING
     prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed; of a group, its leader
     decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
@@ -67,23 +208,29 @@ class RequestState:
     move: Move | None = None  # while it decodes: its way to another instance
     num_failed_moves: int = 0
     rebalanced_s: float = -inf  # when it last began to move because of where it was
-    work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
     placed_s: float | None = None
     first_token_s: float | None = None  # as its last chunk's step was reported
     roomed_s: float | None = None  # when it had room to decode, if that was after its place
     num_planned_tokens: int = 0
     #: The instance and the plan of each; not of helpers that were lost, though these may yet report them.
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
-    group: PrefillGroup | None = None  # that computes its chunks: its leader, and the helpers that have joined
-    asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
-    shared: Shared | None = None  # whether they take turns or compute at once, where that was to be chosen
-    computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
-    is_healing: bool = False  # a helper was lost, and what of its prompt is computed is not known yet
-    prefix_tokens: int | None = None  # of its prompt, that the leader said it had since then
+    group: GroupState | None = None  # that computes its prompt; None: its leader alone does
     key: RequestKey = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.request.request_id, self.request.epoch
+
+    # --- what is asked of it ---
+
+    @property
+    def is_in_prefill(self) -> bool:
+        """Whether it is placed, and its whole KV is not where it decodes."""
+        return self.phase in _IN_PREFILL
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it draws tokens: its whole KV is where it decodes."""
+        return self.phase in _DECODES
 
     @property
     def is_planned(self) -> bool:
@@ -96,12 +243,13 @@ class RequestState:
 
     @property
     def is_computed(self) -> bool:
-        """Whether its whole prompt is known to be.
+        """Whether its whole prompt is known to be computed: by its leader, which has all of it."""
+        return self.phase is not Phase.PREFILLING and self.phase is not Phase.WAITING
 
-        Of instances that compute it together the leader has it all; others may tell late, or never, of their chunks.
-        """
-        is_known = not self.chunks_in_flight or self.first_token_s is not None
-        return self.is_planned and is_known and not self.is_healing
+    @property
+    def is_healing(self) -> bool:
+        """Whether a helper was lost, and what of its prompt is computed is not known yet."""
+        return self.group is not None and self.group.is_healing
 
     def waited_s(self, now_s: float) -> float:
         """So far: in line, and for room to decode once its prompt was computed."""
@@ -115,16 +263,16 @@ class RequestState:
 
     @property
     def view(self) -> RequestView:
-        is_relayed = self.phase is Phase.PREFILLING and self.group is not None
-        leaders, helpers = (self.prefill_ids[:1], self.prefill_ids[1:]) if is_relayed else (self.prefill_ids, ())
+        prefill_ids = self.prefill_ids
+        num_leaders = len(prefill_ids) if self.group is None else 1
         return RequestView(
             request_id=self.request.request_id,
             phase=self.phase,
-            instance_ids=tuple(dict.fromkeys((*leaders, *self.decode_ids))),
+            instance_ids=tuple(dict.fromkeys((*prefill_ids[:num_leaders], *self.decode_ids))),
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_planned_tokens=self.num_planned_tokens,
             arrival_s=self.request.arrival_s,
-            helper_ids=helpers,
+            helper_ids=prefill_ids[num_leaders:],
         )
 
     @property
@@ -135,6 +283,11 @@ class RequestState:
         return tuple([shard.instance_id for shard in self.prefill_shards])
 
     @property
+    def asked_ids(self) -> tuple[InstanceId, ...]:
+        """Those that were asked to help with its prompt, and were not lost since."""
+        return () if self.group is None else self.group.asked_ids
+
+    @property
     def decode_ids(self) -> tuple[InstanceId, ...]:
         return tuple([shard.instance_id for shard in self.decode_shards])
 
@@ -143,14 +296,153 @@ class RequestState:
         """The instance that samples its tokens, once it is placed."""
         return self.decode_shards[0].instance_id if self.decode_shards else None
 
+    def is_helped_by(self, instance_id: InstanceId) -> bool:
+        """Whether this instance computes chunks of its prompt for another one, which leads."""
+        return self.group is not None and instance_id in self.group.living_ids[1:]
+
+    def needs(self, instance_id: InstanceId) -> bool:
+        """Whether it cannot go on without this instance."""
+        return instance_id in self.decode_ids or (self.is_in_prefill and instance_id in self.prefill_ids)
+
+    # --- it is placed, or found ---
+
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""
         self.rank = order.rank(self.request, self.num_planned_tokens, self.placed_s)
 
-    def is_helped_by(self, instance_id: InstanceId) -> bool:
-        """Whether this instance computes chunks of its prompt for another one, which leads."""
-        return self.phase is Phase.PREFILLING and self.group is not None and instance_id in self.prefill_ids[1:]
+    def place(self, prefill: KvShard, now_s: float, *, stays: bool) -> None:
+        """Its prompt is computed with this room; if it ``stays``, it decodes there."""
+        self._go("place", Phase.PREFILLING)
+        self.placed_s = now_s
+        self.prefill_shards = (prefill,)
+        if stays:
+            self.decode_shards = self.prefill_shards
 
-    def needs(self, instance_id: InstanceId) -> bool:
-        """Whether it cannot go on without this instance."""
-        return instance_id in self.decode_ids or (self.phase is Phase.PREFILLING and instance_id in self.prefill_ids)
+    def adopt(self, decode: KvShard) -> None:
+        """It turns out to be decoding already."""
+        self._go("adopt", Phase.DECODING)
+        self.prefill_shards = self.decode_shards = (decode,)
+        self.num_planned_tokens = self.request.num_prompt_tokens
+
+    # --- its prompt is computed ---
+
+    def plan_chunk(self, instance_id: InstanceId, plan_id: int, num_tokens: int) -> None:
+        """The next tokens of its prompt are in a plan of this instance."""
+        self._go("plan_chunk", Phase.PREFILLING)
+        self.num_planned_tokens += num_tokens
+        self.chunks_in_flight.add((instance_id, plan_id))
+
+    def end_chunk(self, instance_id: InstanceId, plan_id: int) -> None:
+        """A plan is not in flight any more; nothing if it had no chunk of it."""
+        self.chunks_in_flight.discard((instance_id, plan_id))
+
+    def draw_first_token(self, now_s: float) -> None:
+        """Its leader has computed the last chunk of its prompt."""
+        self._go("draw_first_token", Phase.PREFILLING)
+        self.first_token_s = now_s
+
+    def end_prompt(self) -> None:
+        """Its prompt is computed, and its KV is to move on."""
+        self._go("end_prompt", Phase.AWAITING_DECODE if self.transfer is None else Phase.TRANSFERRING)
+        self.group = None
+
+    def ask_helper(self, instance_id: InstanceId, leader_id: InstanceId, capability: int) -> GroupState:
+        """An instance is asked to help: its group, which begins with the first. ``capability`` is for a new one."""
+        self._go("ask_helper", Phase.PREFILLING)
+        if self.group is None:
+            self.group = GroupState(PrefillGroup(member_ids=(leader_id,), capability=capability))
+        self.group.asked_ids = (*self.group.asked_ids, instance_id)
+        return self.group
+
+    def lose_helper(self, instance_id: InstanceId) -> None:
+        """The rest of its group has most of what this one computed."""
+        assert self.group is not None, f"{self.key} has no helper to lose"
+        self.group.lose(instance_id)
+        self.chunks_in_flight = {each for each in self.chunks_in_flight if each[0] != instance_id}
+
+    def plan_again_from(self, num_tokens: int) -> None:
+        """What was planned of its prompt behind so many tokens is computed again."""
+        self._go("plan_again_from", Phase.PREFILLING)
+        self.num_planned_tokens = num_tokens
+
+    # --- its KV goes to where it decodes ---
+
+    def offer(self, rank: int) -> None:
+        """Its KV, which has no receiver, can be sent: its place among all that were offered."""
+        self.rank_of_offer = rank
+
+    def receive(self, transfer: Transfer) -> None:
+        """It gets room where it decodes, and a transfer of its KV."""
+        self._go("receive", Phase.TRANSFERRING if self.is_computed else Phase.PREFILLING)
+        self.transfer, self.decode_shards = transfer, transfer.plan.destinations
+
+    def lose_receiver(self) -> None:
+        """Its KV waits where it is computed for another one."""
+        assert self.transfer is not None, f"{self.key} has no receiver to lose"
+        self._go("lose_receiver", Phase.AWAITING_DECODE if self.is_computed else Phase.PREFILLING)
+        self.rank_of_offer = self.transfer.rank
+        self.num_lost_receivers += 1
+        self.transfer, self.decode_shards = None, ()
+
+    def keep(self, shard: KvShard) -> None:
+        """It decodes where its prompt is computed, with this room."""
+        self._go("keep", self.phase)
+        self.prefill_shards = self.decode_shards = (shard,)
+
+    def find_room(self, now_s: float) -> None:
+        """It has room to decode only now."""
+        self.roomed_s = now_s
+
+    def land(self) -> None:
+        """Its whole KV is where it decodes."""
+        self._go("land", Phase.DECODING)
+        self.group = None
+
+    # --- it moves ---
+
+    def rebalance(self, now_s: float) -> None:
+        """It is to move because of where it is."""
+        self.rebalanced_s = now_s
+
+    def begin_move(self, transfer: Transfer) -> Move:
+        """It goes to another instance, and decodes where it is meanwhile."""
+        self._go("begin_move", Phase.MOVING)
+        self.move = Move(transfer)
+        return self.move
+
+    def end_move(self, *, failed: bool) -> None:
+        """It stays where it is, because that ``failed`` or because it ends."""
+        self._go("end_move", Phase.DECODING)
+        self.move = None
+        self.num_failed_moves += failed
+
+    def land_move(self) -> None:
+        """It decodes where it has moved."""
+        self._go("land_move", Phase.DECODING)
+        assert self.move is not None, f"{self.key} lands without a move"
+        self.transfer, self.move = self.move.transfer, None
+        self.prefill_shards, self.decode_shards = self.transfer.plan.sources, self.transfer.plan.destinations
+
+    # --- the tables ---
+
+    def _go(self, transition: str, phase: Phase) -> None:
+        """Raises IllegalTransition."""
+        begins, leads = TRANSITIONS[transition]
+        if self.phase not in begins or phase not in leads:
+            raise IllegalTransition(f"{self.key}: {transition} from {self.phase} to {phase}")
+        self.phase = phase
+
+    def check_integrity(self) -> None:
+        """AssertionError names what is not as its phase has it."""
+        found = Facts(
+            is_placed=bool(self.prefill_shards),
+            has_receiver=bool(self.decode_shards),
+            has_transfer=self.transfer is not None,
+            has_group=self.group is not None,
+            moves=self.move is not None,
+            is_planned=self.is_planned,
+        )
+        for name, wanted, value in zip(Facts._fields, FACTS[self.phase], found, strict=True):
+            assert wanted is None or wanted == value, f"{self.key} is {self.phase}, and {name} is {value}"
+        if self.phase is Phase.PREFILLING and self.transfer is None and self.decode_shards:
+            assert self.decode_shards == self.prefill_shards, f"{self.key} decodes elsewhere, and has no transfer"

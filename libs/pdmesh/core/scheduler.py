@@ -111,9 +111,7 @@ class SchedulerCore:
         self._new_requests = NewRequests(
             self._books, config, self._admission, self._reunion, self._judge, self._packer.relays
         )
-        self._steps = StepReports(
-            self._books, self._choice, self._admission, self._packer.relays.healing, self._packer.relays.sharing
-        )
+        self._steps = StepReports(self._books, self._choice, self._admission, self._packer.relays.sharing)
         self._now_s = 0.0
         self._due_s = inf  # when the next time limit of a request ends
         self._wake_s = inf  # for when a Tick was asked for
@@ -248,7 +246,7 @@ class SchedulerCore:
     def may_change_receiver(self, key: RequestKey) -> bool:
         """Whether its KV has not landed, so that it may go to another instance yet."""
         state = self._books.find(key)
-        return state is not None and state.phase is Phase.PREFILLING
+        return state is not None and state.is_in_prefill
 
     # --- events in, commands out ---
 
@@ -389,7 +387,7 @@ class SchedulerCore:
         wait_s = None if state.placed_s is None else state.waited_s(self._now_s)
         self._judge.finished(state.request, wait_s, state.first_token_s, event.num_output_tokens, self._now_s)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
-        spare = (event.instance_id, *(state.prefill_ids if state.phase is Phase.DECODING and state.transfer else ()))
+        spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.transfer else ()))
         if state.move is not None:  # perhaps back to where it came from
             spare = tuple([name for name in spare if name != state.move.target_id])
         self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import exp, log
 
-from pdmesh.core.requests import RequestState, Shared
+from pdmesh.core.requests import GroupState, RequestState, Shared
 from pdmesh.core.state import InstanceBooks
 from pdmesh.policy.relay import Relay, Schedule
 
@@ -70,9 +70,13 @@ class Sharing:
         """Whether so many compute it at once, each in so many steps. What was said of a prompt once, stays so."""
         if relay.schedule is not Schedule.AUTO:
             return relay.schedule is Schedule.GANG
-        if state.shared is None:
-            state.shared = self._chosen(state, leader, num_members, num_steps, relay, now_s)
-        return state.shared.is_gang
+        group = state.group
+        assert group is not None, f"{state.key} is shared by nobody"
+        shared = group.shared
+        if shared is None:
+            shared = self._chosen(state, leader, num_members, num_steps, relay, now_s)
+            group.share(shared)
+        return shared.is_gang
 
     def _chosen(
         self, state: RequestState, leader: InstanceBooks, num_members: int, num_steps: int, relay: Relay, now_s: float
@@ -86,19 +90,11 @@ class Sharing:
         predicted_s = (at_once_s if is_gang else in_turn_s) * num_members
         return Shared(is_gang, leader.make, predicted_s, num_members, now_s)
 
-    def joined(self, state: RequestState, now_s: float) -> None:
-        """One more computes it."""
-        shared = state.shared
-        if shared is not None:
-            shared.member_s += shared.num_members * (now_s - shared.since_s)
-            shared.num_members, shared.since_s = shared.num_members + 1, now_s
-
-    def ended(self, state: RequestState, now_s: float) -> None:
+    def ended(self, group: GroupState, now_s: float) -> None:
         """All of its prompt is computed."""
-        shared = state.shared
+        shared = group.shared
         if shared is None:
             return
-        taken_s = shared.member_s + shared.num_members * (now_s - shared.since_s)
-        seen = min(max(log(max(taken_s, 1e-9) / shared.predicted_s), -_MOST), _MOST)
+        seen = min(max(log(max(shared.taken_s(now_s), 1e-9) / shared.predicted_s), -_MOST), _MOST)
         self._taken.setdefault(shared.make, _Taken()).took(seen, is_gang=shared.is_gang)
-        state.shared = None
+        group.share(None)

@@ -6,8 +6,6 @@ from pdmesh.core.admission import Admission
 from pdmesh.core.books import Books
 from pdmesh.core.bundle_choice import BundleChoice
 from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
-from pdmesh.core.healing import Healing
-from pdmesh.core.requests import Phase
 from pdmesh.core.sharing import Sharing
 from pdmesh.core.state import InstanceBooks
 
@@ -15,13 +13,10 @@ from pdmesh.core.state import InstanceBooks
 class StepReports:
     """Takes note of them; what does not fit the books is counted, and changes nothing."""
 
-    def __init__(
-        self, books: Books, choice: BundleChoice, admission: Admission, healing: Healing, sharing: Sharing
-    ) -> None:
+    def __init__(self, books: Books, choice: BundleChoice, admission: Admission, sharing: Sharing) -> None:
         self._books = books
         self._choice = choice
         self._admission = admission
-        self._healing = healing
         self._sharing = sharing
 
     def own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
@@ -50,17 +45,17 @@ class StepReports:
             state = self._books.find((chunk.request_id, chunk.epoch))
             if state is None:
                 continue
-            state.chunks_in_flight.discard((event.instance_id, event.plan_id))
-            if state.phase is not Phase.PREFILLING:
+            state.end_chunk(event.instance_id, event.plan_id)
+            if not state.is_in_prefill:
                 continue
             is_computed = done.get(state.key) == chunk.num_tokens
             if chunk.is_last and is_computed:
-                state.first_token_s = now_s
+                state.draw_first_token(now_s)
                 self._admission.first_token(state, now_s)
             if is_computed and state.group is not None:
-                self._healing.computed(state, event.instance_id, chunk)
+                state.group.compute(event.instance_id, chunk.start, chunk.start + chunk.num_tokens)
                 if chunk.is_last:
-                    self._sharing.ended(state, now_s)
+                    self._sharing.ended(state.group, now_s)
             if not is_computed and not state.is_healing:
                 if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
                     self._books.restart(state, f"instance {event.instance_id} dropped a chunk")

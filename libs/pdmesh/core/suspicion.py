@@ -15,7 +15,7 @@ from pdmesh.core.books import Books
 from pdmesh.core.healing import lose_helper
 from pdmesh.core.placing import could_place
 from pdmesh.core.receivers import has_all_kv, lose_receiver
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import TransferState
 from pdmesh.model import InstanceId
@@ -39,7 +39,7 @@ def start_elsewhere(books: Books, bundle: Bundle) -> None:
             state = books.find(key)
             if (
                 state is None
-                or state.phase is not Phase.PREFILLING
+                or not state.is_in_prefill
                 or not state.needs(instance.instance_id)
                 or not could_place(state.request, others)
             ):

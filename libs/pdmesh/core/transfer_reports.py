@@ -14,7 +14,6 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.receivers import has_all_kv, lose_receiver
-from pdmesh.core.requests import Phase
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.model import NO_TRANSFER
 
@@ -53,7 +52,7 @@ class TransferReports:
         state = self._books.find((event.request_id, event.epoch))
         if (
             state is not None
-            and state.phase is Phase.PREFILLING
+            and state.is_in_prefill
             and (state.num_lost_receivers or event.transfer_id == NO_TRANSFER)
             and (state.transfer is not None or state.key in self._books.unreceived)
             and event.instance_id in state.prefill_ids

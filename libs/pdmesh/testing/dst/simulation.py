@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from pdmesh.core.events import BundleChangeRequested, OperationRequested, RoleChangeRequested
-from pdmesh.core.requests import Phase
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
 from pdmesh.service import ServiceContext
@@ -264,7 +263,7 @@ class Simulation:
         driver: Driver | None = None if scheduler is None else scheduler.parts.get("driver")
         source, target = self._instance_id(fault.target), self._instance_id(fault.other)
         for view in () if driver is None else driver._core.requests(100):
-            if view.phase is Phase.DECODING and view.instance_ids[-1] == source != target:
+            if view.decodes and view.instance_ids[-1] == source != target:
                 self._ask_for(OperationKind.MOVE, target, view.request_id)
         if self.now_s + MOVE_EVERY_S < until_s:
             self._later(MOVE_EVERY_S, partial(self._move, fault, until_s))

@@ -104,9 +104,9 @@ function showRequests() {
     id.title = item.id;
     put(where, [[...item.where.slice(0, 1), ...(item.helpers ?? [])].join(" + "), ...item.where.slice(1)].join(" → ") || "waiting");
     put(prompt, count(item.num_prompt_tokens));
-    const done = item.phase === "decoding" ? 1 : item.num_planned_tokens / Math.max(item.num_prompt_tokens, 1);
+    const done = item.num_planned_tokens / Math.max(item.num_prompt_tokens, 1);
     progress.firstChild.value = done;
-    progress.title = item.phase === "decoding" ? "decoding" : `${Math.round(100 * done)} % of its prompt`;
+    progress.title = done < 1 ? `${Math.round(100 * done)} % of its prompt` : item.phase.replace("_", " ");
     put(age, seconds(item.age_s));
   });
 }
