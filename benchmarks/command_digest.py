@@ -33,7 +33,6 @@ import msgspec
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Reject, Restart, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
-    BundleChangeRequested,
     DrainRequested,
     Event,
     GatewayJoined,
@@ -45,10 +44,10 @@ from pdmesh.core.events import (
     RequestArrived,
     RequestCancelled,
     RequestFinished,
-    RoleChangeRequested,
     Tick,
     TransferFailed,
 )
+from pdmesh.core.operator_events import BundleChangeRequested, RoleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, RequestId, RequestKey, Role
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle

@@ -43,14 +43,8 @@ from report import Limits, heading
 from pdmesh.config import SecurityConfig
 from pdmesh.core.batching import BatchingView
 from pdmesh.core.commands import Command, RunStep
-from pdmesh.core.events import (
-    BatchingChangeRequested,
-    DecodeStepsDone,
-    Event,
-    InstanceJoined,
-    RequestFinished,
-    StepDone,
-)
+from pdmesh.core.events import DecodeStepsDone, Event, InstanceJoined, RequestFinished, StepDone
+from pdmesh.core.operator_events import BatchingChangeRequested
 from pdmesh.eventlog import EventLogReader, core_of
 from pdmesh.model import OwnDecodeSteps
 from pdmesh.plans import StepPlan

@@ -31,7 +31,7 @@ from report import heading
 from pdmesh.cli.admin import target
 from pdmesh.cli.state import state_folder
 from pdmesh.config import MeshConfig
-from pdmesh.core.events import OperationRequested
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint

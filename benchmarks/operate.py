@@ -32,7 +32,7 @@ from statistics import median
 from typing import NamedTuple
 
 from pdmesh.config import SecurityConfig
-from pdmesh.core.events import OperationRequested
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.model import InstanceId, OperationId, OperationKind, Role
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.load import StreamLoad, requests_of, running_load

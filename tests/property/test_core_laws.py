@@ -34,9 +34,6 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
-    ActuatorFacts,
-    BatchingChangeRequested,
-    BundleChangeRequested,
     DecodeReserved,
     DrainRequested,
     Event,
@@ -45,20 +42,14 @@ from pdmesh.core.events import (
     GroupPrefix,
     InstanceJoined,
     InstanceLost,
-    InstanceStartFailed,
     InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
     MoveSent,
-    OperationCancelled,
-    OperationRequested,
-    ProcessesReported,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
     RequestFinished,
-    ResizeRequested,
-    RoleChangeRequested,
     StepDone,
     Tick,
     TransferFailed,
@@ -68,6 +59,17 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.openings import Openings
 from pdmesh.core.operations import OperationState
+from pdmesh.core.operator_events import (
+    ActuatorFacts,
+    BatchingChangeRequested,
+    BundleChangeRequested,
+    InstanceStartFailed,
+    OperationCancelled,
+    OperationRequested,
+    ProcessesReported,
+    ResizeRequested,
+    RoleChangeRequested,
+)
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import (

@@ -27,6 +27,7 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     GrowKv,
+    InstanceCommand,
     Outcome,
     PauseTransfer,
     PlaceDecode,
@@ -36,12 +37,7 @@ from pdmesh.core.commands import (
     WakeAt,
 )
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.events import (
-    Event,
-    HelperJoined,
-    InstanceEvent,
-    LoadReported,
-)
+from pdmesh.core.events import Event, HelperJoined, InstanceEvent, LoadReported
 from pdmesh.core.lives import Lives
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import (
@@ -261,7 +257,7 @@ class Worker:
         self._link.post(EventMessage.of(event))
 
 
-def as_command(message: WorkerDown) -> Command:
+def as_command(message: WorkerDown) -> InstanceCommand:
     match message:
         case CommandMessage() | Admit():
             return message.command

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from pdmesh.apikeys import Operator, entry_of, hash_key
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.commands import SetRole
-from pdmesh.core.events import OperationRequested
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.testing.modelled import modelled_profile

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from pdmesh.cli.app import app
 from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.core.events import OperationRequested
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.testing.modelled import modelled_profile

@@ -12,14 +12,7 @@ import pytest
 
 from pdmesh.core.commands import Restart, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import (
-    DecodeStepsDone,
-    InstanceJoined,
-    InstanceLost,
-    RequestArrived,
-    RequestFinished,
-    StepDone,
-)
+from pdmesh.core.events import DecodeStepsDone, InstanceJoined, InstanceLost, RequestArrived, RequestFinished, StepDone
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, OwnDecodeSteps, Request, RequestId, Role
 from pdmesh.plans import ChunkDone

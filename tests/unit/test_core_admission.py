@@ -23,8 +23,9 @@ from pdmesh.core.admission import (
 from pdmesh.core.books import Books
 from pdmesh.core.commands import Reject
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import BundleChangeRequested, RequestArrived
+from pdmesh.core.events import RequestArrived
 from pdmesh.core.growth import Growth
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.queue import WaitingQueue
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks

@@ -8,16 +8,8 @@ import pytest
 
 from pdmesh.core.commands import Command, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import (
-    BatchingChangeRequested,
-    BundleChangeRequested,
-    InstanceJoined,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    RoleChangeRequested,
-    Tick,
-)
+from pdmesh.core.events import InstanceJoined, RequestArrived, RequestCancelled, RequestFinished, Tick
+from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested, RoleChangeRequested
 from pdmesh.errors import ConfigError
 from pdmesh.model import Epoch, FinishReason, InstanceId, Request, RequestId, Role
 from pdmesh.plans import StepPlan

@@ -8,7 +8,8 @@ import pytest
 
 from pdmesh.core.commands import RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import BundleChangeRequested, InstanceJoined, RequestArrived
+from pdmesh.core.events import InstanceJoined, RequestArrived
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.calls import num_calls

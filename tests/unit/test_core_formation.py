@@ -8,14 +8,8 @@ import pytest
 
 from pdmesh.core.commands import AdmitPrefill, Command
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import (
-    BundleChangeRequested,
-    HelperJoined,
-    InstanceJoined,
-    InstanceLost,
-    KvReleased,
-    RequestDropped,
-)
+from pdmesh.core.events import HelperJoined, InstanceJoined, InstanceLost, KvReleased, RequestDropped
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, InstanceProfile, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel

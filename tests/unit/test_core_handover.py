@@ -17,7 +17,6 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
-    BundleChangeRequested,
     Event,
     InstanceJoined,
     InstanceLost,
@@ -26,11 +25,11 @@ from pdmesh.core.events import (
     KvReleased,
     RequestCancelled,
     RequestDropped,
-    RoleChangeRequested,
     Tick,
     TransferFailed,
     TransferLanded,
 )
+from pdmesh.core.operator_events import BundleChangeRequested, RoleChangeRequested
 from pdmesh.model import Epoch, InstanceId, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel

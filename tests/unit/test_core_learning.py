@@ -10,7 +10,6 @@ import pytest
 from pdmesh.core.commands import RunStep
 from pdmesh.core.config import CoreConfig, LatencyLearning
 from pdmesh.core.events import (
-    BundleChangeRequested,
     DecodeStepsDone,
     Event,
     GatewayJoined,
@@ -19,6 +18,7 @@ from pdmesh.core.events import (
     RequestFinished,
     StepDone,
 )
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, FinishReason, InstanceProfile, KvLayout, MeasuredStep, OwnDecodeSteps, RequestId, Role
 from pdmesh.plans import ChunkDone

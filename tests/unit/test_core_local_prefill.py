@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import BundleChangeRequested
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Role
 from pdmesh.plans import StepPlan
 from pdmesh.policy.config import PolicyConfig

@@ -25,8 +25,6 @@ from pdmesh.core.events import (
     InstanceSuspected,
     MoveFailed,
     MoveSent,
-    OperationCancelled,
-    OperationRequested,
     RequestCancelled,
     RequestDropped,
     Tick,
@@ -34,6 +32,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.moves import MAX_AT_ONCE
 from pdmesh.core.operations import OperationState, OperationView
+from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.model import (
     Epoch,
     InstanceId,

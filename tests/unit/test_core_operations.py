@@ -17,8 +17,9 @@ from pdmesh.core.commands import (
     StopInstance,
     WakeAt,
 )
-from pdmesh.core.events import InstanceJoined, InstanceLost, OperationCancelled, OperationRequested, Tick
+from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operations import COME_BACK_S, MAX_ENDED, OperationState
+from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.model import InstanceId, OperationId, OperationKind, Role
 from pdmesh.testing.core import CoreBench, bench_of, named_profile, of
 

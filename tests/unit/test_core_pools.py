@@ -10,18 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.commands import SetRole
-from pdmesh.core.events import (
+from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
+from pdmesh.core.operations import OperationState
+from pdmesh.core.operator_events import (
     ActuatorFacts,
-    InstanceJoined,
-    InstanceLost,
     InstanceStartFailed,
     OperationCancelled,
     OperationRequested,
     ProcessesReported,
     ResizeRequested,
-    Tick,
 )
-from pdmesh.core.operations import OperationState
 from pdmesh.core.pools import GONE_S, plan_pools
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.testing.core import CoreBench, bench_of, named_profile, of

@@ -9,16 +9,9 @@ import pytest
 
 from pdmesh.core.commands import Command, FreeKv, GrowKv, PlaceDecode, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.events import (
-    BundleChangeRequested,
-    CreditLow,
-    InstanceJoined,
-    InstanceSuspected,
-    MoveFailed,
-    MoveSent,
-    Tick,
-)
+from pdmesh.core.events import CreditLow, InstanceJoined, InstanceSuspected, MoveFailed, MoveSent, Tick
 from pdmesh.core.moves import MAX_FAILED
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.rebalancing import COOL_DOWN_S, LOOK_S
 from pdmesh.model import Epoch, InstanceId, RequestId, Role, TransferPurpose
 from pdmesh.plans import ResidentContext

@@ -20,7 +20,6 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
-    BundleChangeRequested,
     DrainRequested,
     Event,
     GroupPrefix,
@@ -35,6 +34,7 @@ from pdmesh.core.events import (
     RequestDropped,
     StepDone,
 )
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, RequestId, Role
 from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 from pdmesh.policy.config import PolicyConfig

@@ -8,7 +8,8 @@ import pytest
 
 from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, Restart, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import BundleChangeRequested, InstanceLost, RequestArrived, TransferOffered
+from pdmesh.core.events import InstanceLost, RequestArrived, TransferOffered
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import NO_TRANSFER, Epoch, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import Decoding

@@ -23,7 +23,6 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
-    BundleChangeRequested,
     DecodeStepsDone,
     DrainRequested,
     Event,
@@ -35,12 +34,12 @@ from pdmesh.core.events import (
     RequestArrived,
     RequestCancelled,
     RequestFinished,
-    RoleChangeRequested,
     StepDone,
     Tick,
     TransferLanded,
     TransferOffered,
 )
+from pdmesh.core.operator_events import BundleChangeRequested, RoleChangeRequested
 from pdmesh.model import (
     Epoch,
     FinishReason,

@@ -19,7 +19,8 @@ from pdmesh.cli.progress import progress_bar
 from pdmesh.cli.replay import Replay
 from pdmesh.cli.terminal import terminal
 from pdmesh.core.commands import SetRole
-from pdmesh.core.events import BundleChangeRequested, InstanceJoined, InstanceLost
+from pdmesh.core.events import InstanceJoined, InstanceLost
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pdmesh.cli.options import Asked, SloTpot, SloTtft, asks_scheduler
-from pdmesh.core.events import MAX_OPERATION_S
+from pdmesh.core.operator_events import MAX_OPERATION_S
 from pdmesh.errors import ConfigError
 from pdmesh.model import OperationKind, Role
 

@@ -16,7 +16,8 @@ from pdmesh.cli.options import Output, write_file
 from pdmesh.cli.simulate import figures_table
 from pdmesh.cli.what_if import WhatIf, what_if
 from pdmesh.core.commands import Command
-from pdmesh.core.events import BundleChangeRequested, Event, Tick
+from pdmesh.core.events import Event, Tick
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import Entry, EventLogError, EventLogReader, commands_digest, core_of

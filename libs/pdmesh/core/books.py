@@ -330,8 +330,7 @@ class Books:
         for instance_id in dict.fromkeys(held_by):
             if instance_id not in spare:
                 self.free(instance_id, key)
-        goes_on = outcome in (Outcome.RESTARTED, Outcome.PREEMPTED, Outcome.SUPERSEDED)
-        self.queue.counters.ended(state.request, 0 if goes_on else num_output_tokens)
+        self.queue.counters.ended(state.request, 0 if outcome.goes_on else num_output_tokens)
         gateway_id = state.request.gateway_id
         self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pdmesh.core.books import Books
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested
 from pdmesh.core.learning import LatencyLearner
+from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceProfile
 from pdmesh.policy.bundle import Bundle

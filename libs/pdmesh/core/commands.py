@@ -1,4 +1,7 @@
-"""What the scheduling core wants done. The driver (service or simulator) carries each out, in order."""
+"""What the scheduling core wants done. The driver (service or simulator) carries each out, in order.
+
+A command knows to whom it goes by its base class, and what the record of its request says of it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,53 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from pdmesh.model import NO_TRANSFER, Epoch, GatewayId, InstanceId, RejectReason, RequestId, Role, TransferId
+from pdmesh.core.record_line import RecordLine
+from pdmesh.model import (
+    NO_TRANSFER,
+    Epoch,
+    GatewayId,
+    InstanceId,
+    RejectReason,
+    RequestId,
+    Role,
+    TransferId,
+    TransferPurpose,
+)
 from pdmesh.plans import KvShard, PrefillGroup, StepPlan, TransferPlan
 
 
-class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ToInstance(Struct, frozen=True, kw_only=True):
+    """For an instance."""
+
+    instance_id: InstanceId
+
+
+class ToInstanceOfRequest(ToInstance, frozen=True, kw_only=True):
+    """For an instance, of one request's life."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        """What the request's record says of it; None: nothing."""
+        return None
+
+
+class ToGateway(Struct, frozen=True, kw_only=True):
+    """For a gateway, of one of its requests."""
+
+    gateway_id: GatewayId
+    request_id: RequestId
+    epoch: Epoch
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        """What the request's record says of it; None: nothing."""
+        return None
+
+
+class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """Hold blocks on ``instance_id`` for a request whose chunks follow in later plans.
 
     ``shards`` say who holds what of its KV while its prompt is computed, the leader first; each is asked for its own.
@@ -20,9 +65,6 @@ class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunks, and passes their KV on to the other members.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     shards: tuple[KvShard, ...]
     transfer: TransferPlan | None
     group: PrefillGroup | None = None
@@ -49,36 +91,46 @@ class AdmitPrefill(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Where the KV goes; None if it stays, or is not known yet."""
         return None if self.transfer is None else self.transfer.destinations[0].instance_id
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        blocks = f"{self.num_blocks} blocks"
+        if self.group is not None and not self.leads:
+            return RecordLine("asked to help", f"{blocks}, led by {self.group.member_ids[0]}", self.instance_id)
+        if self.awaits_receiver:
+            return RecordLine("placed for prefill", f"{blocks}, ahead of room to decode", self.instance_id)
+        if self.decode_instance_id is None:
+            return RecordLine("placed", f"{blocks}, prefill and decode", self.instance_id)
+        return RecordLine("placed for prefill", blocks, self.instance_id)
 
-class SetGroup(Struct, frozen=True, kw_only=True):
+
+class SetGroup(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Tell a member of a request's group who its members are now: some were added, or lost. Absolute, and idempotent.
 
     Where some were lost, chunks that came before this and wait for KV, now or later, end without a token; the leader
     passes on what it has of the lost ones' KV, and answers with GroupPrefix.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     group: PrefillGroup
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        if self.group.lost_ids and self.instance_id == self.group.member_ids[0]:
+            return RecordLine("goes on without", f"{self.group.lost_ids[-1]}, which helped", self.instance_id)
+        return None  # the new members' own lines tell of it
 
-class RunStep(Struct, frozen=True, kw_only=True):
+
+class RunStep(ToInstance, frozen=True, kw_only=True):
     """Queue a step plan on an instance."""
 
-    instance_id: InstanceId
     plan: StepPlan
 
 
-class PlaceDecode(Struct, frozen=True, kw_only=True):
+class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Reserve blocks on a destination of ``transfer``, and expect the request's KV there.
 
     Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer: TransferPlan
 
     @property
@@ -87,110 +139,118 @@ class PlaceDecode(Struct, frozen=True, kw_only=True):
         shards = self.transfer.destinations
         return sum([shard.num_blocks for shard in shards if shard.instance_id == self.instance_id])
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        what = "moves here" if self.transfer.purpose is TransferPurpose.MOVE else "placed for decode"
+        return RecordLine(what, f"{self.num_blocks} blocks", self.instance_id)
 
-class GrantTransfer(Struct, frozen=True, kw_only=True):
+
+class GrantTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Let a source of ``transfer`` send: a transfer backend of every destination is taken.
 
     It may be another transfer than the source knew of: then all that is computed goes to its destinations.
     The source of a move decodes on while it sends, until little is left.
     """
 
-    instance_id: InstanceId  # the source
-    request_id: RequestId
-    epoch: Epoch
     transfer: TransferPlan
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("granted", f"to {', '.join(self.transfer.destination_ids)}", self.instance_id)
 
-class PauseTransfer(Struct, frozen=True, kw_only=True):
+
+class PauseTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Stop sending a preempted request's KV until the next grant; answered by TransferPaused."""
 
-    instance_id: InstanceId  # the source
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
 
 
-class CancelMove(Struct, frozen=True, kw_only=True):
+class CancelMove(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Stop moving a running decode away, and go on with it unless the other may have begun; answered by MoveFailed."""
 
-    instance_id: InstanceId  # the source
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
 
 
-class WithdrawTransfer(Struct, frozen=True, kw_only=True):
+class WithdrawTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
     """A receiver is lost or gave up: send no more of the request's KV, and keep it for whom a later grant names."""
 
-    instance_id: InstanceId  # the source
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("receiver lost", "its KV is kept for another one", self.instance_id)
 
-class KeepKv(Struct, frozen=True, kw_only=True):
+
+class KeepKv(ToInstanceOfRequest, frozen=True, kw_only=True):
     """The request decodes where its prompt is computed after all, and holds ``num_blocks`` there."""
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     num_blocks: int
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("stays to decode", f"{self.num_blocks} blocks", self.instance_id)
 
-class ResumeDecode(Struct, frozen=True, kw_only=True):
+
+class ResumeDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Go on decoding a request that was to move: the other instance never began, and never will."""
 
-    instance_id: InstanceId  # the source
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("decodes on", "its move is over", self.instance_id)
 
-class GrowKv(Struct, frozen=True, kw_only=True):
-    """Let a request hold ``num_blocks`` on the instance in all. Idempotent: it never takes any away."""
 
-    instance_id: InstanceId
+class GrowKv(ToInstance, frozen=True, kw_only=True):
+    """Let a request hold ``num_blocks`` on the instance in all. Idempotent: it never takes any away.
+
+    Of the instance's memory, not of the request's life: it comes every few tokens.
+    """
+
     request_id: RequestId
     epoch: Epoch
     num_blocks: int
 
 
-class FreeKv(Struct, frozen=True, kw_only=True):
+class FreeKv(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Stop whatever runs for the request on the instance and free its KV and reservations; answered by KvReleased.
 
     ``epoch`` and older. Idempotent: an instance that holds nothing answers all the same, for the ``transfer_id`` that
     was to bring it KV.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId = NO_TRANSFER
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("freed", "", self.instance_id)
 
-class Reject(Struct, frozen=True, kw_only=True):
+
+class Reject(ToGateway, frozen=True, kw_only=True):
     """Tell the gateway that the request will not be served."""
 
-    gateway_id: GatewayId
-    request_id: RequestId
-    epoch: Epoch
     reason: RejectReason
     message: str
     retry_after_s: float | None
     closed_s: float = 0.0  # others like it need not ask for so long: they would be refused too
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine(f"rejected: {self.reason}", self.message)
 
-class Restart(Struct, frozen=True, kw_only=True):
+
+class Restart(ToGateway, frozen=True, kw_only=True):
     """Tell the gateway that the request's KV is lost: it resumes it from the transcript under the next epoch.
 
     ``preempted``: it was given up for others. That is no failure, and does not count as one.
     """
 
-    gateway_id: GatewayId
-    request_id: RequestId
-    epoch: Epoch
     reason: str
     preempted: bool = False
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("preempted" if self.preempted else "restarted", self.reason)
 
 
 class Outcome(StrEnum):
@@ -204,27 +264,30 @@ class Outcome(StrEnum):
     SUPERSEDED = "superseded"  # the gateway itself began the next epoch
     GATEWAY_LOST = "gateway_lost"
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next epoch follows."""
+        return self in (Outcome.RESTARTED, Outcome.PREEMPTED, Outcome.SUPERSEDED)
 
-class ForgetRequest(Struct, frozen=True, kw_only=True):
+
+class ForgetRequest(ToGateway, frozen=True, kw_only=True):
     """Drop what is kept for the request: it ended. Comes exactly once for each accepted (request, epoch)."""
 
-    gateway_id: GatewayId
-    request_id: RequestId
-    epoch: Epoch
     outcome: Outcome
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return None if self.outcome.goes_on else RecordLine("ended", self.outcome)
 
-class SetRole(Struct, frozen=True, kw_only=True):
+
+class SetRole(ToInstance, frozen=True, kw_only=True):
     """Give an instance another role."""
 
-    instance_id: InstanceId
     role: Role
 
 
-class StopInstance(Struct, frozen=True, kw_only=True):
+class StopInstance(ToInstance, frozen=True, kw_only=True):
     """End an instance's process as SIGTERM does; whoever looks after it starts it again."""
-
-    instance_id: InstanceId
 
 
 class WakeAt(Struct, frozen=True, kw_only=True):

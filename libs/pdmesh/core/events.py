@@ -1,10 +1,24 @@
-"""What the scheduling core is told. Every event is a fact that has happened, in the past tense."""
+"""What the scheduling core is told. Every event is a fact that has happened, in the past tense.
+
+What operators ask for, and what starts and stops processes for them, is in `pdmesh.core.operator_events`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
 
+from pdmesh.core.operator_events import (
+    BatchingChangeRequested,
+    BundleChangeRequested,
+    InstanceStartFailed,
+    OperationCancelled,
+    OperationRequested,
+    ProcessesReported,
+    ResizeRequested,
+    RoleChangeRequested,
+)
+from pdmesh.core.record_line import RecordLine, ms
 from pdmesh.model import (
     NO_TRANSFER,
     Epoch,
@@ -13,22 +27,14 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     NumTokens,
-    OperationId,
-    OperationKind,
     OwnDecodeSteps,
-    PoolCounts,
-    PoolMember,
     Request,
     RequestId,
     Resident,
-    Role,
     TransferId,
 )
 from pdmesh.plans import ChunkDone, ResidentContext
-from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS, Range
-
-#: No operator waits longer for requests to leave an instance by themselves.
-MAX_OPERATION_S = 86_400.0
+from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,10 @@ class RequestCancelled:
     request_id: RequestId
     epoch: Epoch
     num_output_tokens: NumTokens | None = None  # delivered, in all epochs
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("cancelled", "by its gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,106 +126,6 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleChangeRequested:
-    """An operator gives an instance another role."""
-
-    instance_id: InstanceId
-    role: Role
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationRequested:
-    """An operator asks for an operation on an instance, or (``again``) a scheduler that is gone had taken it on.
-
-    A move brings ``request_id``, which decodes elsewhere, to the instance. Of others: what has not left the instance
-    ``timeout_s`` after it began starts again elsewhere. ``force`` is for the last instance of its kind.
-    """
-
-    operation_id: OperationId
-    kind: OperationKind
-    instance_id: InstanceId
-    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
-    role: Role | None = None  # of an operation that changes it
-    force: bool = False
-    again: bool = False
-    pid: int | None = None  # of the process that a restart is to end: once another one is there, it is done
-    stopped_pid: int | None = None  # of the process that a restart had stopped already
-    request_id: RequestId | None = None  # of a move
-    judged: bool = False  # a change of roles that makes things worse is taken back
-    role_before: Role | None = None  # of one that is asked for again: the instance may have its new role already
-
-
-@dataclass(frozen=True, slots=True)
-class OperationCancelled:
-    """An operator takes an operation back."""
-
-    operation_id: OperationId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActuatorFacts:
-    """Who starts and stops processes, as it was when an operator asked for something."""
-
-    instance_ids: tuple[InstanceId, ...]  # that it looks after
-    available_bytes: Annotated[int, ANY_COUNT]  # of the host's memory
-    instance_bytes: Annotated[int, ANY_COUNT]  # that another instance would take; 0: not known
-    name_prefix: str = ""  # of the ids of instances
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResizeRequested:
-    """An operator wants pools of other sizes, or (``again``) a scheduler that is gone had taken that on.
-
-    Instances that are to leave are drained as `OperationRequested` does, with ``timeout_s``. One that is to be started
-    has ``start_timeout_s`` to register. ``actuator`` is None where nobody starts and stops processes.
-    """
-
-    operation_id: OperationId
-    pools: PoolCounts
-    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
-    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
-    actuator: ActuatorFacts | None = None
-    again: bool = False
-    # What was decided, of one that is asked for again. Of another one ``leaves`` says who goes before others.
-    flips: tuple[PoolMember, ...] = ()
-    starts: tuple[PoolMember, ...] = ()
-    leaves: tuple[InstanceId, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceStartFailed:
-    """The actuator could not start an instance that is wanted."""
-
-    instance_id: InstanceId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessesReported:
-    """The actuator has another set of processes: of instances that run, are being started, or end."""
-
-    instance_ids: tuple[InstanceId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BundleChangeRequested:
-    """An operator switches the policy bundle."""
-
-    bundle: str
-
-
-@dataclass(frozen=True, slots=True)
-class BatchingChangeRequested:
-    """An operator switches the batching mode, until the next change of bundles; empty: the bundle's own.
-
-    ``threshold`` is the share of idle seats at which `eb` ends a decode phase; None: the best in theory.
-    """
-
-    batching: str
-    threshold: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StepDone:
     """An instance finished a planned step. ``duration_s`` is device time.
 
@@ -243,172 +153,203 @@ class DecodeStepsDone:
 
 
 @dataclass(frozen=True, slots=True)
-class HelperJoined:
-    """A helper took its `AdmitPrefill`: it can compute chunks of the request, and pieces of its KV may arrive."""
+class RequestReport:
+    """What an instance says of a request that is known already."""
 
     instance_id: InstanceId
     request_id: RequestId
     epoch: Epoch
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        """What the request's record says of it; None: nothing."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPrefix:
+class HelperJoined(RequestReport):
+    """A helper took its `AdmitPrefill`: it can compute chunks of the request, and pieces of its KV may arrive."""
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("helps", "", self.instance_id)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPrefix(RequestReport):
     """What the leader of a group has when it hears that ``num_lost`` members were lost in all: what it goes on from."""
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     num_tokens: Annotated[int, ANY_COUNT]  # of the prompt, from its first on, whose KV is here in all layers
     num_lost: Annotated[int, ANY_COUNT]
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("has", f"the first {self.num_tokens} tokens", self.instance_id)
+
 
 @dataclass(frozen=True, slots=True)
-class DecodeReserved:
+class DecodeReserved(RequestReport):
     """A destination took a `PlaceDecode`: it knows the request, and pieces of its KV may arrive.
 
     Without this, a fast prefill could be granted its transfer and send before the receiver has heard of it.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
-class TransferOffered:
+class TransferOffered(RequestReport):
     """A source began computing the first chunk that it has of a request whose KV must move.
 
     Once for each request: what it offers is offered to later transfers, too. ``transfer_id`` is the one it knew of,
     `NO_TRANSFER` if there was none.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("offered", "", self.instance_id)
 
 
 @dataclass(frozen=True, slots=True)
-class TransferPaused:
+class TransferPaused(RequestReport):
     """A source has stopped sending a request's KV, as PauseTransfer asked: no piece of it is under way."""
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("transfer paused", "", self.instance_id)
 
 
 @dataclass(frozen=True, slots=True)
-class TransferLanded:
+class TransferLanded(RequestReport):
     """A destination holds its part of a request's KV, checked; the first destination has begun to decode."""
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
     num_bytes: Annotated[int, ANY_COUNT]
     duration_s: Annotated[float, SECONDS]
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s}
+        return RecordLine("landed", f"{self.num_bytes} bytes in {ms(self.duration_s)}", self.instance_id, figures)
+
 
 @dataclass(frozen=True, slots=True)
-class TransferSent:
+class TransferSent(RequestReport):
     """All that a source sent was acknowledged; it frees its KV now.
 
     ``exposed_s`` was waited for after the prompt was computed.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
     num_bytes: Annotated[int, ANY_COUNT]
     duration_s: Annotated[float, SECONDS]
     exposed_s: Annotated[float, FINITE]
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, "exposed_s": self.exposed_s}
+        exposed = f"{ms(self.exposed_s)} after the prompt was computed"
+        detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, {exposed}"
+        return RecordLine("sent", detail, self.instance_id, figures)
+
 
 @dataclass(frozen=True, slots=True)
-class TransferFailed:
+class TransferFailed(RequestReport):
     """Either side gave a transfer up: a deadline, no progress, a checksum. A source keeps its KV.
 
     A destination does not.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
     reason: str
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("transfer failed", self.reason, self.instance_id)
+
 
 @dataclass(frozen=True, slots=True)
-class MoveSent:
+class MoveSent(RequestReport):
     """A running decode went on elsewhere, as its new instance acknowledged; the old one frees its KV now.
 
     ``frozen_s`` is how long the old one had stood still with it.
     """
 
-    instance_id: InstanceId  # the old one
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
     num_bytes: Annotated[int, ANY_COUNT]
     duration_s: Annotated[float, SECONDS]
     frozen_s: Annotated[float, FINITE]
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, "frozen_s": self.frozen_s}
+        detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, stood still for {ms(self.frozen_s)}"
+        return RecordLine("moved away", detail, self.instance_id, figures)
+
 
 @dataclass(frozen=True, slots=True)
-class MoveFailed:
+class MoveFailed(RequestReport):
     """An instance has stopped moving a running decode away.
 
     It decodes on by itself, unless the new instance may have begun: then (``committed``) it waits for ResumeDecode.
     """
 
-    instance_id: InstanceId  # the old one
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId
     committed: bool
     reason: str
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        where = "its target may have begun" if self.committed else "it goes on here"
+        return RecordLine("move failed", f"{self.reason}; {where}", self.instance_id)
+
 
 @dataclass(frozen=True, slots=True)
-class RequestDropped:
+class RequestDropped(RequestReport):
     """An instance does not take a request, or gives it up: it stops, has no room, or was told what cannot be.
 
     No transfer failed. The request is started again elsewhere.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     reason: str
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("dropped", self.reason, self.instance_id)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFinished:
+class RequestFinished(RequestReport):
     """The instance that held the generation ended it; the last token has been sent to the gateway."""
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     reason: FinishReason
     num_output_tokens: NumTokens
     own_steps: OwnDecodeSteps | None = None  # up to the one that ended it
 
+    @property
+    def record_line(self) -> RecordLine | None:
+        figures = {"num_output_tokens": float(self.num_output_tokens)}
+        detail = f"{self.reason}, {self.num_output_tokens} output tokens"
+        return RecordLine("finished", detail, self.instance_id, figures)
+
 
 @dataclass(frozen=True, slots=True)
-class KvReleased:
+class KvReleased(RequestReport):
     """An instance gave back the blocks (and the reservation) of a request. The core's books follow this alone.
 
     It may be told twice, and what was given back be promised anew in between: so it says which ``transfer_id`` that was
     for, where one was to bring the KV.
     """
 
-    instance_id: InstanceId
-    request_id: RequestId
-    epoch: Epoch
     transfer_id: TransferId = NO_TRANSFER
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("released", "", self.instance_id)
 
 
 @dataclass(frozen=True, slots=True)

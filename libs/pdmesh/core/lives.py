@@ -13,43 +13,26 @@ from typing import NamedTuple
 
 from pdmesh.core.commands import (
     AdmitPrefill,
-    CancelMove,
     Command,
     ForgetRequest,
-    FreeKv,
     GrantTransfer,
-    GrowKv,
     KeepKv,
     Outcome,
-    PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
-    ResumeDecode,
     RunStep,
-    SetGroup,
-    SetRole,
-    StopInstance,
-    WakeAt,
-    WithdrawTransfer,
+    ToGateway,
+    ToInstanceOfRequest,
 )
 from pdmesh.core.events import (
-    DecodeReserved,
     Event,
-    GroupPrefix,
-    HelperJoined,
-    KvReleased,
-    MoveFailed,
-    MoveSent,
     RequestArrived,
     RequestCancelled,
-    RequestDropped,
     RequestFinished,
+    RequestReport,
     StepDone,
-    TransferFailed,
     TransferLanded,
-    TransferOffered,
-    TransferPaused,
     TransferSent,
 )
 from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, TransferId, TransferPurpose
@@ -118,39 +101,10 @@ class Forgotten(NamedTuple):
 
 
 #: Events that name one request which is known already.
-RequestEvent = (
-    RequestCancelled
-    | HelperJoined
-    | GroupPrefix
-    | DecodeReserved
-    | TransferOffered
-    | TransferPaused
-    | TransferLanded
-    | TransferSent
-    | TransferFailed
-    | MoveSent
-    | MoveFailed
-    | RequestDropped
-    | RequestFinished
-    | KvReleased
-)
+RequestEvent = RequestCancelled | RequestReport
 
-#: Commands that name one request.
-RequestCommand = (
-    AdmitPrefill
-    | SetGroup
-    | PlaceDecode
-    | GrantTransfer
-    | PauseTransfer
-    | WithdrawTransfer
-    | KeepKv
-    | CancelMove
-    | ResumeDecode
-    | FreeKv
-    | Reject
-    | Restart
-    | ForgetRequest
-)
+#: Commands of one request's life.
+RequestCommand = ToInstanceOfRequest | ToGateway
 
 #: What can happen to a request: the event or the command that names it, or its part of one that names several.
 Happening = RequestArrived | RequestEvent | Chunk | RequestCommand | Forgotten
@@ -189,7 +143,7 @@ class Lives:
                 self._arrived(event, commands, now_s, found)
             case StepDone():
                 self._step_done(event, now_s, found)
-            case _ if isinstance(event, RequestEvent):
+            case RequestCancelled() | RequestReport():
                 self._told(event, now_s, found)
             case _:
                 pass
@@ -200,10 +154,10 @@ class Lives:
                         if (known := self._find(chunk.request_id, chunk.epoch)) is not None:
                             known[1].in_flight[instance_id, plan.plan_id] = chunk.start, plan.in_gang
                             known[1].planned(chunk)
-                case SetRole() | StopInstance() | WakeAt() | GrowKv():
-                    pass  # of no one request
-                case _:
+                case ToInstanceOfRequest() | ToGateway():
                     self._commanded(command, now_s, found)
+                case _:
+                    pass
         return found
 
     def _arrived(

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import SetRole, StopInstance
-from pdmesh.core.events import OperationRequested
 from pdmesh.core.holds import HoldKind
 from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, is_told, why_worse
 from pdmesh.core.moves import Moves
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.core.placing import have_pair
 from pdmesh.core.receivers import do_without
 from pdmesh.core.requests import RequestState

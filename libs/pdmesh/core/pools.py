@@ -16,8 +16,8 @@ from math import inf
 from typing import NamedTuple
 
 from pdmesh.core.books import Books
-from pdmesh.core.events import InstanceStartFailed, OperationRequested, ProcessesReported, ResizeRequested
 from pdmesh.core.operations import MAX_ENDED, Operations, OperationState, OperationView
+from pdmesh.core.operator_events import InstanceStartFailed, OperationRequested, ProcessesReported, ResizeRequested
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, PoolMember, Role
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import chain, islice
 from math import inf
-from typing import assert_never
+from typing import get_args
 
 from pdmesh.core.admission import Admission
 from pdmesh.core.batching import BatchingView, Modes
@@ -25,8 +25,6 @@ from pdmesh.core.commands import Command, Outcome, SetRole, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.credit import Credit
 from pdmesh.core.events import (
-    BatchingChangeRequested,
-    BundleChangeRequested,
     CreditLow,
     DecodeReserved,
     DecodeStepsDone,
@@ -38,22 +36,16 @@ from pdmesh.core.events import (
     HelperJoined,
     InstanceJoined,
     InstanceLost,
-    InstanceStartFailed,
     InstanceSuspected,
     InstanceUnreachable,
     KvReleased,
     LoadReported,
     MoveFailed,
     MoveSent,
-    OperationCancelled,
-    OperationRequested,
-    ProcessesReported,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
     RequestFinished,
-    ResizeRequested,
-    RoleChangeRequested,
     StepDone,
     Tick,
     TransferFailed,
@@ -64,12 +56,23 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.fairness import TenantView
 from pdmesh.core.growth import Growth
+from pdmesh.core.handlers import Handlers
 from pdmesh.core.handover import HandOvers
 from pdmesh.core.holds import HoldKind
 from pdmesh.core.judging import Judge
 from pdmesh.core.moves import Moves
 from pdmesh.core.new_requests import NewRequests
 from pdmesh.core.operations import Operations, OperationView
+from pdmesh.core.operator_events import (
+    BatchingChangeRequested,
+    BundleChangeRequested,
+    InstanceStartFailed,
+    OperationCancelled,
+    OperationRequested,
+    ProcessesReported,
+    ResizeRequested,
+    RoleChangeRequested,
+)
 from pdmesh.core.packing import Packer
 from pdmesh.core.placing import unready_reason
 from pdmesh.core.pools import DesiredPools, Pools
@@ -112,6 +115,7 @@ class SchedulerCore:
             self._books, config, self._admission, self._reunion, self._judge, self._packer.relays
         )
         self._steps = StepReports(self._books, self._choice, self._admission, self._packer.relays.sharing)
+        self._handlers = self._all_handlers()
         self._now_s = 0.0
         self._due_s = inf  # when the next time limit of a request ends
         self._wake_s = inf  # for when a Tick was asked for
@@ -261,103 +265,7 @@ class SchedulerCore:
             self._new_requests.expire(now_s)
             self._reunion.expire(now_s)
             self._handovers.expire(now_s)
-        match event:
-            case RequestArrived():
-                self._new_requests.arrived(event.request, self._choice, now_s)
-            case RequestCancelled():
-                self._new_requests.cancelled(event)
-            case GatewayJoined():
-                self._reunion.gateway_joined(
-                    event.gateway_id, dict(event.waiting), now_s, unbegun=frozenset(event.unbegun)
-                )
-            case GatewayLost():
-                self._reunion.gateway_lost(event.gateway_id)
-            case InstanceJoined():
-                before = self._books.instances.get(event.profile.instance_id)
-                is_another = before is None or not before.profile.is_process_of(event.profile)
-                self._reunion.instance_joined(event.profile, event.residents, now_s, stopping=event.stopping)
-                self._credit.joined(self._books.instances[event.profile.instance_id])
-                self._choice.joined(event.profile)
-                self._moves.joined(event.profile.instance_id, stopping=event.stopping, is_another=is_another)
-                self._operations.joined(event.profile.instance_id, now_s)
-                start_elsewhere(self._books, self._choice.bundle)
-            case InstanceUnreachable():
-                if instance := self._instance(event.instance_id, event):
-                    instance.set_reachable(False)
-                    go_on_without(self._books, instance)
-                    receive_elsewhere(self._books, instance)
-            case InstanceSuspected():
-                if instance := self._instance(event.instance_id, event):
-                    self._books.suspect(instance, event.suspected)
-                    if event.suspected:
-                        self._moves.suspected(event.instance_id)
-                        go_on_without(self._books, instance)
-                    start_elsewhere(self._books, self._choice.bundle)
-            case InstanceLost():
-                self._reunion.instance_lost(event.instance_id)
-                self._moves.lost(event.instance_id)
-                self._rebalancer.lost(event.instance_id)
-                self._operations.lost(event.instance_id, now_s)
-            case DrainRequested():
-                if instance := self._instance(event.instance_id, event):
-                    instance.set_draining(event.enabled)
-                    self._moves.stops(event.instance_id, event.enabled)
-            case RoleChangeRequested():
-                self._role_change_requested(event)
-            case OperationRequested():
-                self._operations.request(event, now_s)
-            case OperationCancelled():
-                owner = self._pools if self._pools.knows(event.operation_id) else self._operations
-                owner.cancel(event.operation_id, now_s)
-            case ResizeRequested():
-                self._pools.request(event, now_s)
-            case InstanceStartFailed():
-                self._pools.start_failed(event, now_s)
-            case ProcessesReported():
-                self._pools.processes_reported(event)
-            case BundleChangeRequested():
-                self._choice.change(event)
-            case BatchingChangeRequested():
-                self._choice.change_batching(event)
-            case StepDone():
-                if instance := self._instance(event.instance_id, event):
-                    self._steps.done(instance, event, now_s)
-            case DecodeStepsDone():
-                pass  # learnt from above
-            case HelperJoined():
-                self._packer.relays.joined(event, now_s, self._choice.bundle)
-            case GroupPrefix():
-                self._packer.relays.healing.told(event)
-            case (
-                DecodeReserved()
-                | TransferOffered()
-                | TransferPaused()
-                | TransferLanded()
-                | TransferSent()
-                | TransferFailed()
-            ):
-                self._transfers.handle(event)
-            case MoveSent():
-                self._moves.sent(event)
-                self._rebalancer.timed(event)
-            case MoveFailed():
-                self._moves.failed(event)
-            case RequestDropped():
-                self._dropped(event)
-            case RequestFinished():
-                self._finished(event)
-            case KvReleased():
-                self._released(event)
-            case CreditLow():
-                if instance := self._instance(event.instance_id, event):
-                    self._credit.is_low(instance, event.residents)
-            case LoadReported():
-                if instance := self._instance(event.instance_id, event):
-                    instance.set_quarantined(event.num_quarantined_blocks)
-            case Tick():
-                self._wake_s = inf  # what is due has been looked at
-            case _:
-                assert_never(event)
+        self._handlers.handle(event, now_s)
         self._operations.advance(now_s)
         while self._pools.advance(now_s):
             self._operations.advance(now_s)
@@ -373,7 +281,124 @@ class SchedulerCore:
         self._ask_for_wake_up()
         return commands
 
-    # --- requests end ---
+    # --- what is done about each event ---
+
+    def _all_handlers(self) -> Handlers:
+        handlers, transfers = Handlers(), self._transfers
+        handlers.on_timed(RequestArrived, self._request_arrived)
+        handlers.on(RequestCancelled, self._new_requests.cancelled)
+        handlers.on(RequestDropped, self._dropped)
+        handlers.on(RequestFinished, self._finished)
+        handlers.on_timed(GatewayJoined, self._gateway_joined)
+        handlers.on(GatewayLost, self._gateway_lost)
+        handlers.on_timed(InstanceJoined, self._instance_joined)
+        handlers.on(InstanceUnreachable, self._unreachable)
+        handlers.on(InstanceSuspected, self._suspected)
+        handlers.on_timed(InstanceLost, self._instance_lost)
+        handlers.on(DrainRequested, self._drain_requested)
+        handlers.on(LoadReported, self._load_reported)
+        handlers.on_timed(StepDone, self._step_done)
+        handlers.on(DecodeStepsDone, self._learnt_before)
+        handlers.on_timed(HelperJoined, self._helper_joined)
+        handlers.on(GroupPrefix, self._packer.relays.healing.told)
+        handlers.on(DecodeReserved, transfers.reserved)
+        handlers.on(TransferOffered, transfers.offered)
+        handlers.on(TransferPaused, transfers.paused)
+        handlers.on(TransferLanded, transfers.landed)
+        handlers.on(TransferSent, transfers.sent)
+        handlers.on(TransferFailed, transfers.failed)
+        handlers.on(MoveSent, self._move_sent)
+        handlers.on(MoveFailed, self._moves.failed)
+        handlers.on(KvReleased, self._released)
+        handlers.on(CreditLow, self._credit_low)
+        handlers.on_timed(OperationRequested, self._operations.request)
+        handlers.on_timed(OperationCancelled, self._operation_cancelled)
+        handlers.on(RoleChangeRequested, self._role_change_requested)
+        handlers.on_timed(ResizeRequested, self._pools.request)
+        handlers.on_timed(InstanceStartFailed, self._pools.start_failed)
+        handlers.on(ProcessesReported, self._pools.processes_reported)
+        handlers.on(BundleChangeRequested, self._choice.change)
+        handlers.on(BatchingChangeRequested, self._choice.change_batching)
+        handlers.on(Tick, self._ticked)
+        handlers.check(get_args(Event))
+        return handlers
+
+    # --- instances and gateways come and go ---
+
+    def _gateway_joined(self, event: GatewayJoined, now_s: float) -> None:
+        self._reunion.gateway_joined(event.gateway_id, dict(event.waiting), now_s, unbegun=frozenset(event.unbegun))
+
+    def _gateway_lost(self, event: GatewayLost) -> None:
+        self._reunion.gateway_lost(event.gateway_id)
+
+    def _instance_joined(self, event: InstanceJoined, now_s: float) -> None:
+        """First what it holds meets who waits for it; then what is learnt, moves and operations hear of it.
+
+        At last, what suspected instances have not begun may start on it.
+        """
+        instance_id = event.profile.instance_id
+        before = self._books.instances.get(instance_id)
+        is_another = before is None or not before.profile.is_process_of(event.profile)
+        self._reunion.instance_joined(event.profile, event.residents, now_s, stopping=event.stopping)
+        self._credit.joined(self._books.instances[instance_id])
+        self._choice.joined(event.profile)
+        self._moves.joined(instance_id, stopping=event.stopping, is_another=is_another)
+        self._operations.joined(instance_id, now_s)
+        start_elsewhere(self._books, self._choice.bundle)
+
+    def _unreachable(self, event: InstanceUnreachable) -> None:
+        if instance := self._instance(event.instance_id, event):
+            instance.set_reachable(False)
+            go_on_without(self._books, instance)
+            receive_elsewhere(self._books, instance)
+
+    def _suspected(self, event: InstanceSuspected) -> None:
+        if instance := self._instance(event.instance_id, event):
+            self._books.suspect(instance, event.suspected)
+            if event.suspected:
+                self._moves.suspected(event.instance_id)
+                go_on_without(self._books, instance)
+            start_elsewhere(self._books, self._choice.bundle)
+
+    def _instance_lost(self, event: InstanceLost, now_s: float) -> None:
+        self._reunion.instance_lost(event.instance_id)
+        self._moves.lost(event.instance_id)
+        self._rebalancer.lost(event.instance_id)
+        self._operations.lost(event.instance_id, now_s)
+
+    def _drain_requested(self, event: DrainRequested) -> None:
+        if instance := self._instance(event.instance_id, event):
+            instance.set_draining(event.enabled)
+            self._moves.stops(event.instance_id, event.enabled)
+
+    # --- instances report ---
+
+    def _step_done(self, event: StepDone, now_s: float) -> None:
+        if instance := self._instance(event.instance_id, event):
+            self._steps.done(instance, event, now_s)
+
+    def _learnt_before(self, _: DecodeStepsDone) -> None:
+        """`handle` has learnt from it before anything else."""
+
+    def _helper_joined(self, event: HelperJoined, now_s: float) -> None:
+        self._packer.relays.joined(event, now_s, self._choice.bundle)
+
+    def _move_sent(self, event: MoveSent) -> None:
+        self._moves.sent(event)
+        self._rebalancer.timed(event)
+
+    def _credit_low(self, event: CreditLow) -> None:
+        if instance := self._instance(event.instance_id, event):
+            self._credit.is_low(instance, event.residents)
+
+    def _load_reported(self, event: LoadReported) -> None:
+        if instance := self._instance(event.instance_id, event):
+            instance.set_quarantined(event.num_quarantined_blocks)
+
+    # --- requests come and end ---
+
+    def _request_arrived(self, event: RequestArrived, now_s: float) -> None:
+        self._new_requests.arrived(event.request, self._choice, now_s)
 
     def _finished(self, event: RequestFinished) -> None:
         if event.instance_id in self._books.instances:
@@ -433,7 +458,14 @@ class SchedulerCore:
             self._books.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
             self._books.queue.unpark()
 
+    def _operation_cancelled(self, event: OperationCancelled, now_s: float) -> None:
+        owner = self._pools if self._pools.knows(event.operation_id) else self._operations
+        owner.cancel(event.operation_id, now_s)
+
     # --- time ---
+
+    def _ticked(self, _: Tick) -> None:
+        self._wake_s = inf  # what is due has been looked at
 
     def _ask_for_wake_up(self) -> None:
         self._due_s = min(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from pdmesh.core.books import Books
 from pdmesh.core.events import (
     DecodeReserved,
@@ -17,8 +15,6 @@ from pdmesh.core.receivers import has_all_kv, lose_receiver
 from pdmesh.core.transfers import Side, Transfer, TransferState
 from pdmesh.model import NO_TRANSFER
 
-TransferReport = DecodeReserved | TransferOffered | TransferPaused | TransferLanded | TransferSent | TransferFailed
-
 
 class TransferReports:
     """Takes note of them; what does not fit the books is counted, and changes nothing."""
@@ -26,29 +22,11 @@ class TransferReports:
     def __init__(self, books: Books) -> None:
         self._books = books
 
-    def handle(self, event: TransferReport) -> None:
-        match event:
-            case DecodeReserved():
-                self._reserved(event)
-            case TransferOffered():
-                self._offered(event)
-            case TransferPaused():
-                self._paused(event)
-            case TransferLanded():
-                self._landed(event)
-            case TransferSent():
-                if transfer := self._find(event, Side.SOURCE):
-                    transfer.sent(event.instance_id)
-            case TransferFailed():
-                self._failed(event)
-            case _:
-                assert_never(event)
-
-    def _reserved(self, event: DecodeReserved) -> None:
+    def reserved(self, event: DecodeReserved) -> None:
         if transfer := self._find(event, Side.DESTINATION):
             self._books.grant(self._books.broker.reserve(transfer, event.instance_id))
 
-    def _offered(self, event: TransferOffered) -> None:
+    def offered(self, event: TransferOffered) -> None:
         state = self._books.find((event.request_id, event.epoch))
         if (
             state is not None
@@ -61,7 +39,7 @@ class TransferReports:
         elif transfer := self._find(event, Side.SOURCE):
             self._books.grant(self._books.broker.offer(transfer))
 
-    def _paused(self, event: TransferPaused) -> None:
+    def paused(self, event: TransferPaused) -> None:
         if transfer := self._find(event, Side.SOURCE):
             granted = self._books.broker.stopped(transfer, event.instance_id)
             if granted is None:
@@ -69,7 +47,7 @@ class TransferReports:
             else:
                 self._books.grant(granted)
 
-    def _landed(self, event: TransferLanded) -> None:
+    def landed(self, event: TransferLanded) -> None:
         if transfer := self._find(event, Side.DESTINATION):
             self._books.grant(self._books.broker.land(transfer, event.instance_id))
             state = self._books.requests[event.request_id]
@@ -78,7 +56,12 @@ class TransferReports:
             elif transfer.state is TransferState.LANDED and not transfer.is_move:
                 self._books.land(state)
 
-    def _failed(self, event: TransferFailed) -> None:
+    def sent(self, event: TransferSent) -> None:
+        """All that a source sent was acknowledged."""
+        if transfer := self._find(event, Side.SOURCE):
+            transfer.sent(event.instance_id)
+
+    def failed(self, event: TransferFailed) -> None:
         key = (event.request_id, event.epoch)
         state = self._books.find(key)
         if state is None or not state.needs(event.instance_id):

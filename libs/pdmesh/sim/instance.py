@@ -18,14 +18,15 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import ceil
+from typing import assert_never
 
 from pdmesh.core.commands import (
     AdmitPrefill,
     CancelMove,
-    Command,
     FreeKv,
     GrantTransfer,
     GrowKv,
+    InstanceCommand,
     KeepKv,
     PauseTransfer,
     PlaceDecode,
@@ -33,6 +34,7 @@ from pdmesh.core.commands import (
     RunStep,
     SetGroup,
     SetRole,
+    StopInstance,
     WithdrawTransfer,
 )
 from pdmesh.core.events import (
@@ -147,7 +149,7 @@ class SimInstance:
 
     # --- commands ---
 
-    def take(self, command: Command) -> None:
+    def take(self, command: InstanceCommand) -> None:
         if self._is_dead:
             return
         match command:
@@ -209,8 +211,10 @@ class SimInstance:
                     self._stir()
             case SetRole() | ResumeDecode():
                 pass  # what fails to move has gone on meanwhile
+            case StopInstance():
+                raise AssertionError("a simulated mesh has no operators")
             case _:
-                raise AssertionError(f"{command} is not for an instance")
+                assert_never(command)
 
     def _set_group(self, key: RequestKey, group: PrefillGroup) -> None:
         steps = [step for step in (self._step, self._interrupted) if step is not None]

@@ -10,26 +10,13 @@ from math import isfinite
 from typing import Protocol, assert_never
 
 from pdmesh.core.commands import (
-    AdmitPrefill,
-    CancelMove,
     Command,
     ForgetRequest,
-    FreeKv,
-    GrantTransfer,
-    GrowKv,
-    KeepKv,
     Outcome,
-    PauseTransfer,
-    PlaceDecode,
     Reject,
     Restart,
-    ResumeDecode,
-    RunStep,
-    SetGroup,
-    SetRole,
-    StopInstance,
+    ToInstance,
     WakeAt,
-    WithdrawTransfer,
 )
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, InstanceLost, RequestArrived, Tick
 from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey
@@ -217,23 +204,7 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case StopInstance():
-                raise AssertionError("a simulated mesh has no operators")
-            case (
-                AdmitPrefill()
-                | CancelMove()
-                | SetGroup()
-                | PlaceDecode()
-                | RunStep()
-                | GrantTransfer()
-                | PauseTransfer()
-                | WithdrawTransfer()
-                | KeepKv()
-                | GrowKv()
-                | FreeKv()
-                | ResumeDecode()
-                | SetRole()
-            ):
+            case ToInstance():
                 take = self._instances[command.instance_id].take
                 if self._config.control_delay_s:
                     self._agenda.at(self._agenda.now_s + self._config.control_delay_s, partial(take, command))

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import assert_never
 
 from pdmesh.core.commands import (
     AdmitPrefill,
     CancelMove,
-    Command,
     FreeKv,
     GrantTransfer,
     GrowKv,
+    InstanceCommand,
     KeepKv,
     PauseTransfer,
     PlaceDecode,
@@ -109,7 +110,7 @@ class ModelledInstance:
         self.pieces = ModelledPieces() if pieces is None else pieces
         self.max_total_of = {} if max_total_of is None else max_total_of
         self.instance_id = profile.instance_id
-        self.commands: deque[Command] = deque()  # on their way here
+        self.commands: deque[InstanceCommand] = deque()  # on their way here
         self.events: deque[Event] = deque()  # on their way to the scheduler
         self.plans: deque[StepPlan] = deque()  # not begun
         self.running: list[StepPlan] = []  # the last one between two layers of the one before it
@@ -246,7 +247,7 @@ class ModelledInstance:
             case StopInstance():
                 self.is_told_to_stop = True
             case command:
-                raise AssertionError(f"{command} is not for an instance")
+                assert_never(command)
 
     def _member(self, key: RequestKey, group: PrefillGroup) -> ModelledMember:
         return ModelledMember(self.instance_id, key, group, self.profile.kv_layout.block_size, self.pieces)

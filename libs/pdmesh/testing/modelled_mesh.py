@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pdmesh.core.commands import (
-    AdmitPrefill,
-    CancelMove,
     Command,
-    FreeKv,
-    GrantTransfer,
-    GrowKv,
-    KeepKv,
-    PauseTransfer,
-    PlaceDecode,
-    ResumeDecode,
-    RunStep,
-    SetGroup,
-    SetRole,
-    StopInstance,
-    WithdrawTransfer,
+    ToInstance,
 )
 from pdmesh.core.events import MoveSent, TransferFailed, TransferLanded, TransferSent
 from pdmesh.model import InstanceProfile, RequestKey
@@ -40,29 +27,10 @@ class ModelledMesh:
 
     def send(self, command: Command) -> bool:
         """Put a command for an instance on its way; False if it is not for an instance that is there."""
-        match command:
-            case (
-                AdmitPrefill()
-                | SetGroup()
-                | PlaceDecode()
-                | RunStep()
-                | GrantTransfer()
-                | PauseTransfer()
-                | WithdrawTransfer()
-                | KeepKv()
-                | CancelMove()
-                | ResumeDecode()
-                | GrowKv()
-                | FreeKv()
-                | SetRole()
-                | StopInstance()
-            ):
-                instance = self.instances.get(command.instance_id)
-                if instance is not None:
-                    instance.commands.append(command)
-                return instance is not None
-            case _:
-                return False
+        if not isinstance(command, ToInstance) or command.instance_id not in self.instances:
+            return False
+        self.instances[command.instance_id].commands.append(command)
+        return True
 
     def transfers(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
         """Granted transfers whose receiver expects them, as (sender, receiver, request)."""

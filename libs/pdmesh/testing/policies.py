@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.commands import AdmitPrefill
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import BundleChangeRequested, Event, GatewayJoined, InstanceJoined, RequestArrived
+from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import GatewayId, InstanceId, Request, RequestId, Role
 from pdmesh.policy.bundles import make_bundle

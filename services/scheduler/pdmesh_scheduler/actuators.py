@@ -14,8 +14,8 @@ import anyio
 import msgspec
 import structlog
 
-from pdmesh.core.events import ActuatorFacts, InstanceStartFailed, OperationRequested, ProcessesReported
 from pdmesh.core.operations import COME_BACK_S, MAX_ENDED, OperationState, OperationView
+from pdmesh.core.operator_events import ActuatorFacts, InstanceStartFailed, OperationRequested, ProcessesReported
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId
 from pdmesh.wire.messages import MAX_WAIT_S, AdminError, FollowPools, PoolsWanted, ServiceProcess

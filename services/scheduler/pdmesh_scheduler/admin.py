@@ -18,7 +18,12 @@ import msgspec
 import structlog
 
 from pdmesh.apikeys import Operator
-from pdmesh.core.events import BatchingChangeRequested, BundleChangeRequested, OperationCancelled, ResizeRequested
+from pdmesh.core.operator_events import (
+    BatchingChangeRequested,
+    BundleChangeRequested,
+    OperationCancelled,
+    ResizeRequested,
+)
 from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
 from pdmesh.model import OperationKind, PoolCounts, RequestId, Role

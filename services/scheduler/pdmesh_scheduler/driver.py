@@ -19,25 +19,16 @@ import structlog
 
 from pdmesh.core.commands import (
     AdmitPrefill,
-    CancelMove,
     Command,
     ForgetRequest,
-    FreeKv,
     GrantTransfer,
-    GrowKv,
-    KeepKv,
     Outcome,
-    PauseTransfer,
     PlaceDecode,
-    Reject,
-    Restart,
-    ResumeDecode,
-    RunStep,
     SetGroup,
     SetRole,
-    StopInstance,
+    ToGateway,
+    ToInstance,
     WakeAt,
-    WithdrawTransfer,
 )
 from pdmesh.core.events import (
     DrainRequested,
@@ -47,16 +38,13 @@ from pdmesh.core.events import (
     InstanceLost,
     InstanceUnreachable,
     LoadReported,
-    OperationCancelled,
-    OperationRequested,
     RequestArrived,
-    ResizeRequested,
-    RoleChangeRequested,
     StepDone,
     Tick,
     TransferLanded,
 )
 from pdmesh.core.lives import Lives
+from pdmesh.core.operator_events import OperationCancelled, OperationRequested, ResizeRequested, RoleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
@@ -318,10 +306,6 @@ class Driver:
             case SetRole():
                 self._workers.post(command.instance_id, CommandMessage.of(command))
                 self._tell_readiness()
-            case RunStep() | PauseTransfer() | WithdrawTransfer() | KeepKv() | CancelMove() | ResumeDecode():
-                self._workers.post(command.instance_id, CommandMessage.of(command))
-            case GrowKv() | FreeKv() | StopInstance():
-                self._workers.post(command.instance_id, CommandMessage.of(command))
             case SetGroup():
                 lost_ids = command.group.lost_ids
                 addresses = tuple(
@@ -337,8 +321,6 @@ class Driver:
             case GrantTransfer():
                 addresses = self._addresses(command.transfer.destination_ids)
                 self._workers.post(command.instance_id, Grant(command=command, destination_addresses=addresses))
-            case Reject() | Restart():
-                self._gateways.post(command.gateway_id, CommandMessage.of(command))
             case ForgetRequest():
                 if command.outcome is Outcome.FINISHED:
                     # Its last token goes to the gateway on another way, and may be lost there with its instance.
@@ -351,6 +333,10 @@ class Driver:
             case WakeAt():
                 self._wake_at_s = command.at_s
                 self._wake_changed.set()
+            case ToInstance():
+                self._workers.post(command.instance_id, CommandMessage.of(command))
+            case ToGateway():
+                self._gateways.post(command.gateway_id, CommandMessage.of(command))
             case _:
                 assert_never(command)
 

@@ -13,8 +13,8 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from pdmesh.core.events import BatchingChangeRequested, OperationRequested, ResizeRequested
 from pdmesh.core.operations import OperationState, OperationView
+from pdmesh.core.operator_events import BatchingChangeRequested, OperationRequested, ResizeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import OperationId
 from pdmesh.ranges import out_of_range

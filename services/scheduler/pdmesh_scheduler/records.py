@@ -6,51 +6,17 @@ import heapq
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, assert_never
 
 import msgspec
 
-from pdmesh.core.commands import (
-    AdmitPrefill,
-    CancelMove,
-    ForgetRequest,
-    FreeKv,
-    GrantTransfer,
-    KeepKv,
-    Outcome,
-    PauseTransfer,
-    PlaceDecode,
-    Reject,
-    Restart,
-    ResumeDecode,
-    SetGroup,
-    WithdrawTransfer,
-)
-from pdmesh.core.events import (
-    DecodeReserved,
-    GroupPrefix,
-    HelperJoined,
-    KvReleased,
-    MoveFailed,
-    MoveSent,
-    RequestArrived,
-    RequestCancelled,
-    RequestDropped,
-    RequestFinished,
-    TransferFailed,
-    TransferLanded,
-    TransferOffered,
-    TransferPaused,
-    TransferSent,
-)
+from pdmesh.core.commands import AdmitPrefill
+from pdmesh.core.events import RequestArrived
 from pdmesh.core.lives import Chunk, Forgotten, Happening, Life, Milestone
+from pdmesh.core.record_line import RecordLine, ms
 from pdmesh.metrics import NO_SLO, Slo, keeps_slo, tpot_between_s
-from pdmesh.model import InstanceId, RequestId, TransferPurpose
+from pdmesh.model import RequestId
 from pdmesh.wire.messages import RecordEntry, RequestRecord
 from pdmesh_scheduler.observing import Handled
-
-#: Outcomes after which the next epoch follows.
-_GOES_ON = (Outcome.RESTARTED, Outcome.PREEMPTED, Outcome.SUPERSEDED)
 
 #: What an edge puts before the id of a request to make that of a response.
 _OF_A_RESPONSE = re.compile(r"^(chatcmpl|cmpl)-")
@@ -102,15 +68,6 @@ class _Record:
 
     def _since_arrival_s(self, at_s: float | None) -> float | None:
         return None if at_s is None else at_s - self.life.first_arrival_s
-
-
-class _Line(NamedTuple):
-    """What a record says of a milestone."""
-
-    what: str
-    detail: str = ""
-    instance_id: InstanceId | None = None
-    figures: dict[str, float] | None = None
 
 
 class RequestRecords:
@@ -228,23 +185,21 @@ class RequestRecords:
         self._records[life.request.request_id] = record
 
 
-def _line(record: _Record, what: Happening) -> _Line | None:
+def _line(record: _Record, what: Happening) -> RecordLine | None:
     """None for what a record does not mention."""
     match what:
         case RequestArrived():
             request = what.request
             delivered = f" and {record.num_delivered} delivered before" if record.num_delivered else ""
             detail = f"{record.num_prompt_tokens} prompt tokens{delivered}, up to {request.max_tokens} to generate"
-            return _Line("queued" if request.epoch == 0 else f"queued again, epoch {request.epoch}", detail)
-        case RequestCancelled():
-            return _Line("cancelled", "by its gateway")
+            return RecordLine("queued" if request.epoch == 0 else f"queued again, epoch {request.epoch}", detail)
         case Chunk():
             end = what.start + what.num_tokens
-            detail = f"tokens {what.start} to {end - 1}, step {what.plan_id} of {_ms(what.step_s)}"
+            detail = f"tokens {what.start} to {end - 1}, step {what.plan_id} of {ms(what.step_s)}"
             if what.in_gang:
                 detail += " in a gang"
             if what.waited_s > 0:
-                detail += f" and {_ms(what.waited_s)} of waiting for KV"
+                detail += f" and {ms(what.waited_s)} of waiting for KV"
             if what.num_decodes:
                 detail += f" beside {what.num_decodes} decodes"
             if what.is_last:
@@ -256,81 +211,8 @@ def _line(record: _Record, what: Happening) -> _Line | None:
                 "num_decodes": float(what.num_decodes),
                 "waited_s": what.waited_s,
             }
-            return _Line("chunk", detail, what.instance_id, figures)
-        case HelperJoined():
-            return _Line("helps", "", what.instance_id)
-        case GroupPrefix():
-            return _Line("has", f"the first {what.num_tokens} tokens", what.instance_id)
-        case TransferOffered():
-            return _Line("offered", "", what.instance_id)
-        case TransferPaused():
-            return _Line("transfer paused", "", what.instance_id)
-        case TransferLanded():
-            figures = {"num_bytes": float(what.num_bytes), "duration_s": what.duration_s}
-            return _Line("landed", f"{what.num_bytes} bytes in {_ms(what.duration_s)}", what.instance_id, figures)
-        case TransferSent():
-            figures = {
-                "num_bytes": float(what.num_bytes),
-                "duration_s": what.duration_s,
-                "exposed_s": what.exposed_s,
-            }
-            exposed = f"{_ms(what.exposed_s)} after the prompt was computed"
-            detail = f"{what.num_bytes} bytes in {_ms(what.duration_s)}, {exposed}"
-            return _Line("sent", detail, what.instance_id, figures)
-        case MoveSent():
-            figures = {"num_bytes": float(what.num_bytes), "duration_s": what.duration_s, "frozen_s": what.frozen_s}
-            detail = f"{what.num_bytes} bytes in {_ms(what.duration_s)}, stood still for {_ms(what.frozen_s)}"
-            return _Line("moved away", detail, what.instance_id, figures)
-        case MoveFailed():
-            where = "its target may have begun" if what.committed else "it goes on here"
-            return _Line("move failed", f"{what.reason}; {where}", what.instance_id)
-        case TransferFailed():
-            return _Line("transfer failed", what.reason, what.instance_id)
-        case RequestDropped():
-            return _Line("dropped", what.reason, what.instance_id)
-        case RequestFinished():
-            figures = {"num_output_tokens": float(what.num_output_tokens)}
-            detail = f"{what.reason}, {what.num_output_tokens} output tokens"
-            return _Line("finished", detail, what.instance_id, figures)
-        case KvReleased():
-            return _Line("released", "", what.instance_id)
-        case PlaceDecode() if what.transfer.purpose is TransferPurpose.MOVE:
-            return _Line("moves here", f"{what.num_blocks} blocks", what.instance_id)
-        case PlaceDecode():
-            return _Line("placed for decode", f"{what.num_blocks} blocks", what.instance_id)
-        case AdmitPrefill(leads=False, group=group) if group is not None:
-            return _Line("asked to help", f"{what.num_blocks} blocks, led by {group.member_ids[0]}", what.instance_id)
-        case AdmitPrefill(awaits_receiver=True):
-            return _Line("placed for prefill", f"{what.num_blocks} blocks, ahead of room to decode", what.instance_id)
-        case AdmitPrefill(decode_instance_id=None):
-            return _Line("placed", f"{what.num_blocks} blocks, prefill and decode", what.instance_id)
-        case AdmitPrefill():
-            return _Line("placed for prefill", f"{what.num_blocks} blocks", what.instance_id)
-        case SetGroup(group=group) if group.lost_ids and what.instance_id == group.member_ids[0]:
-            return _Line("goes on without", f"{group.lost_ids[-1]}, which helped", what.instance_id)
-        case SetGroup():
-            return None  # the new members' own lines tell of it
-        case GrantTransfer():
-            return _Line("granted", f"to {', '.join(what.transfer.destination_ids)}", what.instance_id)
-        case WithdrawTransfer():
-            return _Line("receiver lost", "its KV is kept for another one", what.instance_id)
-        case KeepKv():
-            return _Line("stays to decode", f"{what.num_blocks} blocks", what.instance_id)
-        case FreeKv():
-            return _Line("freed", "", what.instance_id)
-        case Reject():
-            return _Line(f"rejected: {what.reason}", what.message)
-        case Restart():
-            return _Line("preempted" if what.preempted else "restarted", what.reason)
-        case ForgetRequest():
-            return None if what.outcome in _GOES_ON else _Line("ended", what.outcome)
-        case ResumeDecode():
-            return _Line("decodes on", "its move is over", what.instance_id)
-        case DecodeReserved() | PauseTransfer() | CancelMove() | Forgotten():
+            return RecordLine("chunk", detail, what.instance_id, figures)
+        case Forgotten():
             return None
         case _:
-            assert_never(what)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+            return what.record_line

@@ -15,15 +15,15 @@ from typing import Annotated
 
 import anyio
 
-from pdmesh.core.events import (
+from pdmesh.core.events import InstanceJoined
+from pdmesh.core.operations import MAX_ENDED, OperationState, OperationView
+from pdmesh.core.operator_events import (
     MAX_OPERATION_S,
-    InstanceJoined,
     OperationCancelled,
     OperationRequested,
     ProcessesReported,
     ResizeRequested,
 )
-from pdmesh.core.operations import MAX_ENDED, OperationState, OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.policy.views import InstanceView

@@ -8,13 +8,7 @@ import anyio
 import structlog
 
 from pdmesh.config import SchedulerConfig
-from pdmesh.core.events import (
-    InstanceJoined,
-    InstanceLost,
-    InstanceSuspected,
-    InstanceUnreachable,
-    LoadReported,
-)
+from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, InstanceUnreachable, LoadReported
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.policy.profile import Profile, Subject

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from pdmesh.core.events import BundleChangeRequested, OperationRequested, RoleChangeRequested
+from pdmesh.core.operator_events import BundleChangeRequested, OperationRequested, RoleChangeRequested
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
 from pdmesh.service import ServiceContext

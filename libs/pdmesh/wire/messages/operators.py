@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from pdmesh.core.events import MAX_OPERATION_S, OperationRequested
+from pdmesh.core.operator_events import MAX_OPERATION_S, OperationRequested
 from pdmesh.model import (
     InstanceId,
     OperationId,

@@ -1,0 +1,21 @@
+"""What the record of a request says of an event or a command (`pdmesh requests show`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pdmesh.model import InstanceId
+
+
+class RecordLine(NamedTuple):
+    """A line of a request's record: in few words what happened, then with what, where, and the figures in it."""
+
+    what: str
+    detail: str = ""
+    instance_id: InstanceId | None = None
+    figures: dict[str, float] | None = None
+
+
+def ms(seconds: float) -> str:
+    """A time in words."""
+    return f"{seconds * 1e3:.1f} ms"
