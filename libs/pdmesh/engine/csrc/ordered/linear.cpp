@@ -1,0 +1,243 @@
+// Linear layers: each output is one lane, summed over the inputs in order, whatever the number of rows, the blocks and
+// the level. Weights lie as csrc/dot/linear.cpp reads them, so that one packed weight serves every level.
+//
+// A packed weight holds, for each panel of 32 outputs and each step of 32 inputs, two tiles of 16 outputs; a row of a
+// tile holds a pair of neighbouring inputs for each of its outputs. Numbers of inputs and outputs are multiples of 32.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../memory.h"
+#include "vec.h"
+
+namespace {
+
+using namespace pdmesh;
+
+constexpr int kTile = 16;         // outputs of a tile, and pairs of inputs
+constexpr int kStep = 2 * kTile;  // inputs of a tile
+constexpr int kPanel = 2 * kTile;
+constexpr int kLine = 64;  // bytes
+constexpr int kTileValues = kTile * kStep;
+constexpr int kPanelStep = 2 * kTileValues;  // values of a panel that one step multiplies
+
+#if defined(__aarch64__)
+constexpr int kVectors = 4;
+#else
+constexpr int kVectors = 2;
+#endif
+constexpr int kWidth = kVectors * kLanes;          // outputs of one multiplication
+constexpr int kStrip = kLanes == 16 ? 12 : 6;      // its rows: all sums stay in registers
+constexpr int kChunkSteps = kLanes == 16 ? 4 : 8;  // their widened weights stay in the first-level cache
+constexpr int kChunk = kChunkSteps * kStep;
+constexpr int kStride = kChunk + 16;     // of widened inputs: rows lie in unlike sets of the cache
+constexpr int kBlockRows = 240;          // a chunk of their inputs stays in the second-level cache
+constexpr int kAheadBytes = 2048;        // between a weight's request and its use
+
+// A single row leaves registers free for a whole panel.
+constexpr int width(int num_rows) { return num_rows == 1 ? kPanel : kWidth; }
+
+// The first or second values of pairs, widened.
+inline Floats widen_first(Words pairs, Bf16) { return (Floats)(pairs << 16); }
+inline Floats widen_second(Words pairs, Bf16) { return (Floats)(pairs & 0xffff0000); }
+inline Floats widen_first(Words pairs, F16) { return widen(__builtin_convertvector(pairs, Halves), F16()); }
+inline Floats widen_second(Words pairs, F16) { return widen(__builtin_convertvector(pairs >> 16, Halves), F16()); }
+
+// A chunk of weights as they are packed.
+template <class Value>
+struct Packed {
+    const Value* tiles;
+
+    Words pairs(int number, int output) const {
+        Words pairs;
+        std::memcpy(
+            &pairs,
+            tiles + number / kTile * kPanelStep + output / kTile * kTileValues + number % kTile * kStep +
+                output % kTile * 2,
+            sizeof(pairs));
+        return pairs;
+    }
+    // Of a pair of inputs, for kLanes outputs.
+    Floats first(int number, int output) const { return widen_first(pairs(number, output), Value()); }
+    Floats second(int number, int output) const { return widen_second(pairs(number, output), Value()); }
+    void fetch(int number) const {
+        const auto* at = reinterpret_cast<const char*>(tiles) + 2 * number * kLine + kAheadBytes;
+        prefetch(at);
+        prefetch(at + kLine);
+    }
+};
+
+// The same widened, for kWidth outputs.
+struct Widened {
+    const float* weights;
+    const char* ahead;  // what to ask for meanwhile, a line for each pair
+
+    Floats first(int number, int output) const { return load(weights + 2 * number * kWidth + output); }
+    Floats second(int number, int output) const { return load(weights + (2 * number + 1) * kWidth + output); }
+    void fetch(int number) const { prefetch(ahead + number * kLine); }
+};
+
+// product (R rows of kPanel) [+]= inputs (R rows of kStride) * weights, for width(R) outputs from `output` on.
+template <int R, class Weights>
+void multiply(
+    const float* inputs, const Weights& weights, int output, float* product, int num_pairs, bool accumulate) {
+    constexpr int kSums = width(R) / kLanes;
+    Floats sums[R][kSums];
+#pragma GCC unroll 16
+    for (int row = 0; row < R; ++row)
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i)
+            sums[row][i] = accumulate ? load(product + row * kPanel + i * kLanes) : splat(0.0f);
+    for (int number = 0; number < num_pairs; ++number, inputs += 2) {
+        weights.fetch(number);
+        Floats values[kSums];
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) values[i] = weights.first(number, output + i * kLanes);
+#pragma GCC unroll 16
+        for (int row = 0; row < R; ++row)
+#pragma GCC unroll 16
+            for (int i = 0; i < kSums; ++i)
+                sums[row][i] = multiply_add(values[i], splat(inputs[row * kStride]), sums[row][i]);
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) values[i] = weights.second(number, output + i * kLanes);
+#pragma GCC unroll 16
+        for (int row = 0; row < R; ++row)
+#pragma GCC unroll 16
+            for (int i = 0; i < kSums; ++i)
+                sums[row][i] = multiply_add(values[i], splat(inputs[row * kStride + 1]), sums[row][i]);
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < R; ++row)
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) store(product + row * kPanel + i * kLanes, sums[row][i]);
+}
+
+// Calls with the number of rows as a constant.
+template <int R, class Call>
+inline void with_rows(int num_rows, const Call& call) {
+    if (num_rows == R)
+        call(std::integral_constant<int, R>());
+    else if constexpr (R > 1)
+        with_rows<R - 1>(num_rows, call);
+}
+
+// Rows in strips as equal as can be: call(first, count).
+template <class Call>
+inline void for_strips(int num_rows, const Call& call) {
+    const int num_strips = (num_rows + kStrip - 1) / kStrip;
+    for (int strip = 0; strip < num_strips; ++strip) {
+        const int first = num_rows * strip / num_strips;
+        call(first, num_rows * (strip + 1) / num_strips - first);
+    }
+}
+
+// product (num_rows x kPanel) [+]= inputs (num_rows x kStride) * a panel's chunk.
+template <class Value>
+void multiply_chunk(
+    const float* inputs, int num_rows, const Value* tiles, float* product, int num_pairs, bool accumulate) {
+    const Packed<Value> packed = {tiles};
+    if (num_rows <= kStrip) {
+        with_rows<kStrip>(num_rows, [&](auto rows) {
+            for (int output = 0; output < kPanel; output += width(rows))
+                multiply<rows>(inputs, packed, output, product + output, num_pairs, accumulate);
+        });
+        return;
+    }
+    alignas(64) float weights[kChunk * kWidth];
+    const char* ahead = reinterpret_cast<const char*>(tiles + num_pairs / kTile * kPanelStep);  // the next chunk
+    for (int output = 0; output < kPanel; output += kWidth, ahead += num_pairs * kLine) {
+        for (int number = 0; number < num_pairs; ++number)
+            for (int i = 0; i < kWidth; i += kLanes) {
+                store(weights + 2 * number * kWidth + i, packed.first(number, output + i));
+                store(weights + (2 * number + 1) * kWidth + i, packed.second(number, output + i));
+            }
+        for_strips(num_rows, [&](int first, int count) {
+            with_rows<kStrip>(count, [&](auto rows) {
+                multiply<rows>(
+                    inputs + first * kStride, Widened{weights, ahead}, 0, product + first * kPanel + output,
+                    num_pairs, accumulate);
+            });
+        });
+    }
+}
+
+template <class Value>
+void linear(
+    const Value* rows, const Value* packed, const Value* bias, Value* output, int64_t num_rows, int64_t num_outputs,
+    int64_t num_inputs, int64_t num_threads) {
+    const int64_t num_chunks = (num_inputs + kChunk - 1) / kChunk;
+    const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
+    const int64_t block_rows = (num_rows + num_blocks - 1) / num_blocks;
+    const auto inputs = buffer<float>(static_cast<size_t>(block_rows * num_chunks * kStride));
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        const auto product = buffer<float>(static_cast<size_t>(block_rows * kPanel));
+        for (int64_t block = 0; block < num_rows; block += block_rows) {
+            const int count = static_cast<int>(std::min(block_rows, num_rows - block));
+#pragma omp for
+            for (int64_t row = 0; row < count; ++row)
+                for (int64_t i = 0; i < num_inputs; i += kLanes)
+                    store(
+                        inputs.get() + (i / kChunk * count + row) * kStride + i % kChunk,
+                        load(rows + (block + row) * num_inputs + i));
+#pragma omp for
+            for (int64_t column = 0; column < num_outputs; column += kPanel) {
+                for (int64_t first = 0; first < num_inputs; first += kChunk)
+                    multiply_chunk(
+                        inputs.get() + first / kChunk * count * kStride, count,
+                        packed + column * num_inputs + first * kPanel, product.get(),
+                        static_cast<int>(std::min<int64_t>(kChunk, num_inputs - first)) / 2, first > 0);
+                for (int row = 0; row < count; ++row)
+                    for (int i = 0; i < kPanel; i += kLanes) {
+                        const Floats sum = load(product.get() + row * kPanel + i);
+                        store(
+                            output + (block + row) * num_outputs + column + i,
+                            bias == nullptr ? sum : sum + load(bias + column + i));
+                    }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// weight (num_outputs x num_inputs), packed.
+void pdmesh_pack_linear(const uint16_t* weight, uint16_t* packed, int64_t num_outputs, int64_t num_inputs) {
+    for (int64_t panel = 0; panel < num_outputs; panel += kPanel)
+        for (int64_t k = 0; k < num_inputs; k += kStep)
+            for (int64_t n = panel; n < panel + kPanel; n += kTile)
+                for (int64_t pair = 0; pair < kTile; ++pair)
+                    for (int64_t row = 0; row < kTile; ++row, packed += 2)
+                        std::memcpy(packed, weight + (n + row) * num_inputs + k + 2 * pair, 4);
+}
+
+// output (num_rows x num_inputs): rows `ids` of the weight that was packed.
+void pdmesh_unpack_rows(
+    const uint16_t* packed, const int64_t* ids, uint16_t* output, int64_t num_rows, int64_t num_inputs) {
+    for (int64_t i = 0; i < num_rows; ++i) {
+        const int64_t id = ids[i], tile = id % kPanel / kTile;
+        const uint16_t* from = packed + (id - id % kPanel) * num_inputs + tile * kTileValues + id % kTile * 2;
+        for (int64_t k = 0; k < num_inputs; k += kStep, from += kPanelStep)
+            for (int pair = 0; pair < kTile; ++pair)
+                std::memcpy(output + i * num_inputs + k + 2 * pair, from + pair * kStep, 4);
+    }
+}
+
+// output (num_rows x num_outputs) = rows (num_rows x num_inputs) * packed + bias (unless null).
+void pdmesh_linear(
+    const Bf16* rows, const Bf16* packed, const Bf16* bias, Bf16* output, int64_t num_rows, int64_t num_outputs,
+    int64_t num_inputs, int64_t num_threads) {
+    linear(rows, packed, bias, output, num_rows, num_outputs, num_inputs, num_threads);
+}
+
+void pdmesh_linear_f16(
+    const F16* rows, const F16* packed, const F16* bias, F16* output, int64_t num_rows, int64_t num_outputs,
+    int64_t num_inputs, int64_t num_threads) {
+    linear(rows, packed, bias, output, num_rows, num_outputs, num_inputs, num_threads);
+}
+
+}  // extern "C"
