@@ -160,13 +160,19 @@ class WorkerConfig:
     served_model_name: Annotated[str | None, "what clients call the model; default: its hub id or directory name"] = (
         None
     )
-    dtype: Annotated[str, one_of("auto", "float32", "bfloat16"), "auto: the checkpoint's"] = "auto"
+    dtype: Annotated[str, one_of("auto", "float32", "bfloat16", "float16"), "auto: the checkpoint's"] = "auto"
     load_format: Annotated[
         str,
         one_of("auto", "dummy"),
         "auto: the checkpoint's weights; dummy: random ones of the shape that its config.json tells, for benchmarks",
     ] = "auto"
     device: Annotated[str, "auto: cuda if there is one, else cpu"] = "auto"
+    cpu_level: Annotated[
+        str,
+        one_of("auto", "amx", "avx512_bf16", "avx512", "avx2", "baseline", "neon"),
+        "the highest level of compiled CPU kernels to use; auto: the processor's best. All but the first two give the "
+        "same bits",
+    ] = "auto"
     role: Annotated[str | None, one_of("prefill", "decode", "mixed"), "default: that of the service"] = None
     engine: Annotated[str, one_of("torch", "fake"), "fake: a stand-in without a model, for tests and benchmarks"] = (
         "torch"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,28 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.engine.attention import QuerySpan, TorchAttention
-from pdmesh.engine.native import load_kernels
+from pdmesh.engine.levels import CpuLevel
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.examples import examples
+from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 
-COMPUTES = ["float32", "bfloat16, plain torch", "bfloat16, AVX-512", "bfloat16, AMX"]
+COMPUTES = ["float32", "bfloat16, plain torch", *(f"bfloat16, {level}" for level in ARCHITECTURE_LEVELS)]
 
 
 @pytest.fixture(scope="module", params=COMPUTES)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     """Wide enough for libraries to sum differently by the number of rows."""
     dtype, _, how = request.param.partition(", ")
-    library = load_kernels()
-    if how in ("AVX-512", "AMX"):
-        if library is None:
-            pytest.skip("built without a compiler, or a processor without AVX-512 BF16")
-        if library.pdmesh_prepare() < 2 and how == "AMX":
-            pytest.skip("a processor without AMX")
-        library.pdmesh_use_amx(how == "AMX")
+    if how in ARCHITECTURE_LEVELS:
+        library_or_skip(CpuLevel(how))
     directory = write_checkpoint(
         tmp_path_factory.mktemp("model"),
         dtype=dtype,
@@ -43,11 +38,15 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         num_kv_heads=2,
         head_dim=64,
     )
-    yield TorchEngine(
-        directory, num_blocks=96, num_threads=1, device="cpu", deterministic=True, native=how != "plain torch"
+    return TorchEngine(
+        directory,
+        num_blocks=96,
+        num_threads=1,
+        device="cpu",
+        deterministic=True,
+        native=how != "plain torch",
+        cpu_level=how if how in ARCHITECTURE_LEVELS else "auto",
     )
-    if library is not None:
-        library.pdmesh_prepare()
 
 
 MAX_TOKENS = 4

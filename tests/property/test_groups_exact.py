@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.core.events import KvReleased, RequestFinished
-from pdmesh.engine.native import load_kernels
+from pdmesh.engine.levels import choose_kernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
@@ -41,8 +41,8 @@ PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=3, prom
 
 @pytest.fixture(scope="module", params=COMPUTES)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[TorchEngine]:
-    if request.param == "bfloat16" and load_kernels() is None:
-        pytest.skip("built without a compiler, or a processor without AVX-512 BF16")
+    if request.param == "bfloat16" and choose_kernels("bfloat16").library is None:
+        pytest.skip("built without a compiler")
     directory = write_checkpoint(
         tmp_path_factory.mktemp("model"),
         dtype=request.param,

@@ -9,7 +9,6 @@ from pdmesh.engine import linear
 from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.engine.linear import OneDnnLinear, WeightMemory, WidenedLinear, fastest_linear, fastest_vocabulary
 
-#: No multiple of 32, so no compiled kernel takes it.
 _SHAPE = (48, 40)
 
 
@@ -23,7 +22,7 @@ def test_a_bf16_layer_computes_on_this_processor(
     weight = torch.randn(_SHAPE, generator=generator).bfloat16()
     bias = torch.randn(_SHAPE[0], generator=generator).bfloat16() if has_bias else None
     rows = torch.randn(num_rows, _SHAPE[1], generator=generator).bfloat16()
-    layers = [fastest_linear(weight, bias, WeightMemory()), WidenedLinear(weight, bias)]
+    layers = [fastest_linear(weight, bias, WeightMemory(), None), WidenedLinear(weight, bias)]
     expected = rows.double() @ weight.double().t() + (0 if bias is None else bias.double())
     for layer in layers:
         product = layer(rows)
@@ -37,5 +36,5 @@ def test_onednn_is_used_only_where_it_multiplies_bf16(monkeypatch: pytest.Monkey
         pytest.skip("a processor on which oneDNN multiplies no bf16")
     monkeypatch.setattr(linear, "onednn_multiplies_bf16", lambda: works)
     weight = torch.ones(_SHAPE, dtype=torch.bfloat16)
-    assert isinstance(fastest_linear(weight, None, WeightMemory()), OneDnnLinear if works else WidenedLinear)
-    assert isinstance(fastest_vocabulary(weight, WeightMemory()), WidenedLinear) is not works
+    assert isinstance(fastest_linear(weight, None, WeightMemory(), None), OneDnnLinear if works else WidenedLinear)
+    assert isinstance(fastest_vocabulary(weight, WeightMemory(), None), WidenedLinear) is not works

@@ -50,7 +50,8 @@ Prefill = Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill i
 Decode = Annotated[int | None, typer.Option("--decode", min=0, help="Decode instances. [default: 1]")]
 Mixed = Annotated[int, typer.Option("--mixed", min=0, help="Instances that do both.")]
 
-Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+CpuLevel = Annotated[str | None, typer.Option("--cpu-level", help="Highest level of CPU kernels, such as avx2.")]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
 Dial = Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler to dial.")]
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.engine.files import read_json_object
+from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.errors import ConfigError
@@ -43,21 +44,33 @@ class ModelWeights:
 
 
 def load_weights(
-    directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, packed: bool = True
+    directory: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool = True,
+    library: KernelLibrary | None = None,
 ) -> ModelWeights:
     """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen.
 
-    ``packed`` allows projections in the order that their products read fastest.
+    ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
     """
     with _open_tensors(directory) as tensors:
-        return _Reader(config, tensors, dtype, device, packed).model()
+        return _Reader(config, tensors, dtype, device, packed, library).model()
 
 
 def random_weights(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, packed: bool = True, seed: int = 0
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool = True,
+    library: KernelLibrary | None = None,
+    seed: int = 0,
 ) -> ModelWeights:
     """Weights of the configuration's shape, drawn where they will be used: for benchmarks."""
-    return _Reader(config, _RandomTensors(dtype, device, seed), dtype, device, packed).model()
+    return _Reader(config, _RandomTensors(dtype, device, seed), dtype, device, packed, library).model()
 
 
 class _Tensors(Protocol):
@@ -148,6 +161,7 @@ class _Reader:
     dtype: torch.dtype
     device: torch.device
     packed: bool
+    library: KernelLibrary | None
     memory: WeightMemory = field(default_factory=WeightMemory)
 
     def model(self) -> ModelWeights:
@@ -194,11 +208,13 @@ class _Reader:
             if bias is not None:
                 bias[row : row + num_outputs] = self.tensors.read(f"{name}.bias", (num_outputs,))
             row += num_outputs
-        return fastest_linear(weight, bias, self.memory) if self.packed else PlainLinear(weight, bias)
+        return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
 
     def _vocabulary(self, name: str, shape: tuple[int, ...], *, multiplies: bool) -> Vocabulary:
         weight = self._tensor(name, shape)
-        return fastest_vocabulary(weight, self.memory) if self.packed and multiplies else PlainLinear(weight, None)
+        if self.packed and multiplies:
+            return fastest_vocabulary(weight, self.memory, self.library)
+        return PlainLinear(weight, None)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         # copy: the file's mapping is closed after loading

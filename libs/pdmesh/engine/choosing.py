@@ -9,8 +9,24 @@ from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TorchKvStore
-from pdmesh.engine.native import NativeAttention, NativeKernels, load_kernels, suits
+from pdmesh.engine.levels import KernelChoice, choose_kernels
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.native import NativeAttention, NativeKernels, suits
 from pdmesh.engine.tiled_attention import TiledAttention
+from pdmesh.model import KvLayout
+
+
+def choose_library(
+    config: ModelConfig, layout: KvLayout, device: torch.device, *, cpu_level: str, ordered: bool
+) -> KernelChoice:
+    """The compiled kernels for this model; ``cpu_level`` and ``ordered`` as in `choose_kernels`."""
+    if device.type != "cpu":
+        return KernelChoice(None, f"it computes on {device}")
+    choice = choose_kernels(layout.dtype, cpu_level=cpu_level, ordered=ordered)
+    if choice.library is None or suits(choice.library.level, config, layout):
+        return choice
+    slower = choose_kernels(layout.dtype, cpu_level=cpu_level, ordered=True)
+    return KernelChoice(slower.library, f"{choice.library.level} does not compute this model's shape")
 
 
 def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
@@ -24,13 +40,12 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         TiledAttention(layout, loaded.scale) if loaded.deterministic else TorchAttention(layout, loaded.scale, device)
     )
     kernels: Kernels = TorchKernels(config.rms_norm_eps)
-    name = "torch"
-    aligned = config.hidden_size % 16 == 0 and config.intermediate_size % 16 == 0
-    if native and aligned and suits(layout, device) and (library := load_kernels()) is not None:
+    name, library = "torch", loaded.kernels.library
+    if library is not None and suits(library.level, config, layout):
         attention = NativeAttention(library, layout, loaded.scale)
         kernels = NativeKernels(library, config.rms_norm_eps)
-        name = "native"
+        name = f"native {library.level}"
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(layout, loaded.num_blocks)
     forward = DirectForward(transformer, attention, store.layers, layout=layout, device=device)
-    return Compute(name=name, transformer=transformer, forward=forward, kv=store)
+    return Compute(name=name, reason=loaded.kernels.reason, transformer=transformer, forward=forward, kv=store)

@@ -12,6 +12,7 @@ from torch import Tensor
 from pdmesh.engine.checkpoint import ModelWeights
 from pdmesh.engine.forward import Forward
 from pdmesh.engine.kernels import Kernels
+from pdmesh.engine.levels import KernelChoice
 from pdmesh.engine.model import Transformer
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.kv.store import KvStore
@@ -39,6 +40,7 @@ class Loaded:
     max_num_seqs: int  # decodes of one step
     prefill_attention: str  # which of a device's ways, by name; "auto": by the chunk's length
     deterministic: bool
+    kernels: KernelChoice  # compiled ones, for the CPU
 
     @property
     def scale(self) -> float:
@@ -54,6 +56,7 @@ class Compute:
     """What computes a checkpoint on one device: the layers, how a step passes them, and the paged cache."""
 
     name: str  # for the log
+    reason: str = ""  # why this and nothing faster
     transformer: Transformer
     forward: Forward
     kv: PagedStore

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.engine.cuda import has_triton
-from pdmesh.engine.native import load_kernels
+from pdmesh.engine.levels import KernelLibrary
 
 #: Rows that oneDNN's order is tuned for; any number may follow.
 _PACKED_FOR_ROWS = 512
@@ -25,6 +24,7 @@ _PANEL_ELEMENTS = 1 << 19
 #: Elements of one piece of memory for packed weights, unless a weight has more.
 _PIECE_ELEMENTS = 1 << 25
 _LINE_ELEMENTS = 32  # of a cache line
+_TILE_SIZE = 32  # inputs and outputs of packed weights come in so many
 
 
 class Linear(Protocol):
@@ -98,22 +98,24 @@ class OneDnnLinear:
 
 @dataclass(frozen=True, slots=True)
 class TileLinear:
-    """bf16 on processors with AVX-512 BF16; ``weight`` is in the order of ``csrc/linear.cpp``.
+    """By compiled kernels, in bf16 or float16; ``weight`` is in the order of ``csrc``, see `tile_linear`.
 
     Decodes need it: it reads weights at the memory's speed, oneDNN at half of it (8 to 32 rows, Xeon, 2026-11).
     """
 
-    library: ctypes.CDLL
-    weight: Tensor
+    library: KernelLibrary
+    weight: Tensor  # packed, (outputs, inputs), each a multiple of 32
     bias: Tensor | None
+    num_outputs: int
+    num_inputs: int
     row_by_row = True
 
     def __call__(self, rows: Tensor) -> Tensor:
         num_outputs, num_inputs = self.weight.shape
         num_rows = rows.shape[0]
-        rows = rows.contiguous()
+        rows = _padded(rows, num_rows, num_inputs).contiguous()
         output = rows.new_empty(num_rows, num_outputs)
-        self.library.pdmesh_linear(
+        self.library.linear(
             rows.data_ptr(),
             self.weight.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
@@ -123,18 +125,34 @@ class TileLinear:
             num_inputs,
             torch.get_num_threads(),
         )
-        return output
+        return output[:, : self.num_outputs].contiguous()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        num_outputs, num_inputs = self.weight.shape
         lowest, highest = token_ids.aminmax()
-        if lowest < 0 or highest >= num_outputs:
-            raise IndexError(f"token ids {int(lowest)} … {int(highest)} in a vocabulary of {num_outputs}")
-        output = self.weight.new_empty(len(token_ids), num_inputs)
-        self.library.pdmesh_unpack_rows(
-            self.weight.data_ptr(), token_ids.data_ptr(), output.data_ptr(), len(token_ids), num_inputs
+        if lowest < 0 or highest >= self.num_outputs:
+            raise IndexError(f"token ids {int(lowest)} … {int(highest)} in a vocabulary of {self.num_outputs}")
+        output = self.weight.new_empty(len(token_ids), self.weight.shape[1])
+        self.library.unpack_rows(
+            self.weight.data_ptr(), token_ids.data_ptr(), output.data_ptr(), len(token_ids), self.weight.shape[1]
         )
-        return output
+        return output[:, : self.num_inputs].contiguous()
+
+
+def tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary) -> TileLinear:
+    """Packs a weight (outputs, inputs) of any shape, padded with zeros: these change no sum."""
+    num_outputs, num_inputs = weight.shape
+    padded = _padded(weight, *(-(-size // _TILE_SIZE) * _TILE_SIZE for size in weight.shape))
+    if bias is not None:
+        bias = functional.pad(bias, (0, padded.shape[0] - num_outputs))
+    packed = memory.like(padded)
+    library.pack_linear(padded.contiguous().data_ptr(), packed.data_ptr(), *padded.shape)
+    return TileLinear(library, packed, bias, num_outputs, num_inputs)
+
+
+def _padded(matrix: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """With zeros; ``matrix`` itself where nothing is missing."""
+    missing = (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0])
+    return functional.pad(matrix, missing) if any(missing) else matrix
 
 
 class WeightMemory:
@@ -144,31 +162,34 @@ class WeightMemory:
     """
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.bfloat16)
+        self._free = torch.empty(0, dtype=torch.int16)
 
     def like(self, weight: Tensor) -> Tensor:
-        """Uninitialized, of ``weight``'s shape, in bf16; begins at a cache line."""
+        """Uninitialized, of ``weight``'s shape and dtype, which has 16 bits; begins at a cache line."""
         num_elements = -(-weight.numel() // _LINE_ELEMENTS) * _LINE_ELEMENTS
         if num_elements > len(self._free):
             # what was not written yet has no pages, so nothing is lost with the rest of a piece
             raw = np.empty(max(num_elements, _PIECE_ELEMENTS) + _LINE_ELEMENTS, dtype=np.int16)
-            self._free = torch.from_numpy(raw[-raw.ctypes.data % 64 // 2 :]).view(torch.bfloat16)
+            self._free = torch.from_numpy(raw[-raw.ctypes.data % 64 // 2 :])
         taken, self._free = self._free[: weight.numel()], self._free[num_elements:]
-        return taken.view(weight.shape)
+        return taken.view(weight.dtype).view(weight.shape)
 
 
-def fastest_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) -> Linear:
-    """A layer that computes with ``weight`` as fast as this machine can; it need not keep the tensor it is given."""
-    if (own := _own_linear(weight, bias, memory)) is not None:
+def fastest_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary | None) -> Linear:
+    """A layer that computes with ``weight`` as fast as this machine can; it need not keep the tensor it is given.
+
+    ``library`` has kernels for the weight's dtype.
+    """
+    if (own := _own_linear(weight, bias, memory, library)) is not None:
         return own
     if weight.dtype == torch.bfloat16 and weight.is_cpu and onednn_multiplies_bf16():
         return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS), bias)
     return _torch_linear(weight, bias)
 
 
-def fastest_vocabulary(weight: Tensor, memory: WeightMemory) -> Vocabulary:
+def fastest_vocabulary(weight: Tensor, memory: WeightMemory, library: KernelLibrary | None) -> Vocabulary:
     """`fastest_linear` for a vocabulary: oneDNN's order does not give rows back."""
-    return _own_linear(weight, None, memory) or _torch_linear(weight, None)
+    return _own_linear(weight, None, memory, library) or _torch_linear(weight, None)
 
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
@@ -178,23 +199,12 @@ def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
     return PlainLinear(weight, bias)
 
 
-def _own_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) -> Vocabulary | None:
-    """By a kernel of our own; None where the machine or the shape does not suit."""
+def _own_linear(
+    weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary | None
+) -> Vocabulary | None:
+    """By a kernel of our own, if there is one."""
     if weight.is_cuda and has_triton():
         from pdmesh.engine.cuda.linear import row_linear  # only where there is a device
 
         return row_linear(weight, bias)
-    return _tile_linear(weight, bias, memory)
-
-
-def _tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory) -> TileLinear | None:
-    """None where the machine or the shape does not suit."""
-    num_outputs, num_inputs = weight.shape
-    if weight.dtype != torch.bfloat16 or not weight.is_cpu or num_outputs % 32 or num_inputs % 32:
-        return None
-    library = load_kernels()
-    if library is None:
-        return None
-    packed = memory.like(weight)
-    library.pdmesh_pack_linear(weight.data_ptr(), packed.data_ptr(), num_outputs, num_inputs)
-    return TileLinear(library, packed, bias)
+    return None if library is None else tile_linear(weight, bias, memory, library)

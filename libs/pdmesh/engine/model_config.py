@@ -13,6 +13,8 @@ from typing import Any
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 class Architecture(StrEnum):
     """The model families the engine computes; values are transformers' class names."""
@@ -91,11 +93,11 @@ class ModelConfig:
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
     def compute_dtype(self, dtype: str) -> str:
-        """The dtype to compute in when ``dtype`` (or "auto") is asked for. A float16 checkpoint runs as float32."""
+        """The dtype to compute in when ``dtype`` is asked for; "auto" is the checkpoint's."""
         if dtype == "auto":
-            return "bfloat16" if self.dtype == "bfloat16" else "float32"
-        if dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype is {dtype!r}: use auto, float32 or bfloat16")
+            return self.dtype
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype is {dtype!r}: use auto, {' or '.join(_DTYPES)}")
         return dtype
 
     def kv_layout(self, *, dtype: str, block_size: int) -> KvLayout:
@@ -111,7 +113,6 @@ class ModelConfig:
 
 _MODEL_TYPES = {"llama": Architecture.LLAMA, "qwen2": Architecture.QWEN2, "qwen3": Architecture.QWEN3}
 _MAX_POSITION_EMBEDDINGS = {Architecture.LLAMA: 2048, Architecture.QWEN2: 32768, Architecture.QWEN3: 32768}
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -119,7 +120,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     fields = _Fields(raw, where)
     architecture = _architecture(fields)
     if raw.get("quantization_config") is not None:
-        raise ConfigError(f"{where}: quantized checkpoints are not served; use the float32 or bfloat16 one")
+        raise ConfigError(f"{where}: quantized checkpoints are not served; use one in float32, bfloat16 or float16")
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"{where}: hidden_act is {activation!r}; only 'silu' is served")
     num_heads = fields.integer("num_attention_heads")

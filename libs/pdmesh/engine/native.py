@@ -1,17 +1,10 @@
-"""The compiled bf16 kernels of ``csrc``.
-
-They are there if a compiler was when the package was built, and run where the processor has AVX-512 BF16. Everywhere
-else `load_kernels` returns None and the engine runs on torch alone.
-"""
+"""Attention, and what lies between a layer's matrix products, by compiled kernels."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,45 +12,22 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.engine.kernels import Rotation
+from pdmesh.engine.levels import CpuLevel, KernelLibrary
+from pdmesh.engine.model_config import ModelConfig
 from pdmesh.model import KvLayout, num_blocks_for
 
-LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
-    "pdmesh_attention": [_POINTER, _INT, *[_POINTER] * 4, _INT, _POINTER, *[_INT] * 4, _FLOAT, _INT],
-    "pdmesh_add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
-    "pdmesh_rotate_and_store": [*[_POINTER] * 5, *[_INT] * 6],
-    "pdmesh_pack_linear": [_POINTER, _POINTER, _INT, _INT],
-    "pdmesh_unpack_rows": [*[_POINTER] * 3, _INT, _INT],
-    "pdmesh_linear": [*[_POINTER] * 4, *[_INT] * 4],
-    "pdmesh_gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
-}
-
-
-@cache
-def load_kernels(path: Path = LIBRARY_PATH) -> ctypes.CDLL | None:
-    """The library, ready for calls. Torch is loaded before it, so both use one pool of threads, torch's."""
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:
-        return None
-    if not library.pdmesh_prepare():
-        return None
-    for name, argument_types in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = argument_types, None
-    return library
-
-
-def suits(layout: KvLayout, device: torch.device) -> bool:
-    """Whether the kernels can compute on this cache."""
+def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:
+    """Whether a level's kernels can compute on this model and cache."""
+    if layout.dtype not in level.suffixes or layout.head_dim > 1024:
+        return False
+    if level.is_ordered:
+        return layout.head_dim % 8 == 0
     return (
-        device.type == "cpu"
-        and layout.dtype == "bfloat16"
-        and layout.head_dim % 32 == 0
-        and layout.head_dim <= 1024
+        layout.head_dim % 32 == 0
         and layout.block_size % 16 == 0
+        and config.hidden_size % 16 == 0
+        and config.intermediate_size % 16 == 0
     )
 
 
@@ -65,7 +35,7 @@ def suits(layout: KvLayout, device: torch.device) -> bool:
 class NativeAttention:
     """Results depend on a token's own context alone: not on the batch, nor on chunk boundaries."""
 
-    library: ctypes.CDLL
+    library: KernelLibrary
     layout: KvLayout
     scale: float
 
@@ -88,7 +58,7 @@ class _NativePlan:
         num_heads, head_dim = query.shape[1:]
         output = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
-        self.backend.library.pdmesh_attention(
+        self.backend.library.attention(
             query.data_ptr(),
             query.stride(0),
             cache.data_ptr(),
@@ -109,15 +79,15 @@ class _NativePlan:
 
 @dataclass(frozen=True, slots=True)
 class NativeKernels:
-    """Implements `pdmesh.engine.kernels.Kernels` in place, for contiguous bf16 rows of a multiple of 16 values."""
+    """Implements `pdmesh.engine.kernels.Kernels` in place, for contiguous rows of the library's dtype."""
 
-    library: ctypes.CDLL
+    library: KernelLibrary
     epsilon: float
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         normed = torch.empty_like(hidden)
         size = hidden.shape[-1]
-        self.library.pdmesh_add_norm(
+        self.library.add_norm(
             hidden.data_ptr(),
             None if delta is None else delta.data_ptr(),
             weight.data_ptr(),
@@ -131,7 +101,7 @@ class NativeKernels:
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         num_kv_heads, block_size, head_dim = cache.shape[2:]
-        self.library.pdmesh_rotate_and_store(
+        self.library.rotate_and_store(
             qkv.data_ptr(),
             rotation.cos.data_ptr(),
             rotation.sin.data_ptr(),
@@ -149,7 +119,7 @@ class NativeKernels:
     def gated_silu(self, gate_up: Tensor) -> Tensor:
         size = gate_up.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], size)
-        self.library.pdmesh_gated_silu(
+        self.library.gated_silu(
             gate_up.data_ptr(), output.data_ptr(), gate_up.numel() // (2 * size), size, torch.get_num_threads()
         )
         return output

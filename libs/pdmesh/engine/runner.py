@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -13,11 +14,12 @@ from torch import Tensor
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
 from pdmesh.engine.checkpoint import load_weights, random_weights
-from pdmesh.engine.choosing import choose_compute
+from pdmesh.engine.choosing import choose_compute, choose_library
 from pdmesh.engine.compute import Loaded, PagedStore
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.forward import StepOutput, step_spans
 from pdmesh.engine.kv_cache import TORCH_DTYPES
+from pdmesh.engine.levels import KernelChoice
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 
@@ -37,6 +39,8 @@ class TorchEngine:
     faster than plain torch: compiled kernels, reordered weights, on CUDA FlashInfer and graphs; without it, this is the
     reference. ``has_random_weights`` draws them on the device: of the checkpoint, only ``config.json`` is read.
     ``deterministic`` makes results on CPU bit-identical whatever the batch composition and chunk boundaries.
+    ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best; ``ordered`` allows only
+    those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class TorchEngine:
         deterministic: bool = False,
         native: bool = True,
         has_random_weights: bool = False,
+        cpu_level: str = "auto",
+        ordered: bool = False,
     ) -> None:
         if num_threads > 0:
             torch.set_num_threads(num_threads)
@@ -66,10 +72,11 @@ class TorchEngine:
         self._device = torch_device(device)
         layout = config.kv_layout(dtype=dtype, block_size=block_size)
         torch_dtype = TORCH_DTYPES[layout.dtype]
-        if has_random_weights:
-            weights = random_weights(config, dtype=torch_dtype, device=self._device, packed=native)
-        else:
-            weights = load_weights(checkpoint_dir, config, dtype=torch_dtype, device=self._device, packed=native)
+        chosen = KernelChoice(None, "the reference")
+        if native:
+            chosen = choose_library(config, layout, self._device, cpu_level=cpu_level, ordered=ordered)
+        load = random_weights if has_random_weights else partial(load_weights, checkpoint_dir)
+        weights = load(config, dtype=torch_dtype, device=self._device, packed=native, library=chosen.library)
         self._vocab_size = config.vocab_size
         loaded = Loaded(
             config=config,
@@ -80,9 +87,10 @@ class TorchEngine:
             max_num_seqs=max_num_seqs,
             prefill_attention=prefill_attention,
             deterministic=deterministic,
+            kernels=chosen,
         )
         compute = choose_compute(loaded, self._device, native=native)
-        log.info("compute path", kernels=compute.name)
+        log.info("compute path", kernels=compute.name, dtype=layout.dtype, reason=compute.reason)
         self._forward, self._kv = compute.forward, compute.kv
 
     @property

@@ -67,6 +67,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
         prefill_attention=worker.prefill_attention,
         deterministic=worker.deterministic,
         has_random_weights=worker.load_format == "dummy",
+        cpu_level=worker.cpu_level,
     )
 
 

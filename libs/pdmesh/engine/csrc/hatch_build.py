@@ -1,51 +1,151 @@
-"""Compiles the CPU kernels while the wheel is built; without a compiler it has none, and the engine uses torch."""
+"""Compiles the CPU kernels while the wheel is built: a library for each processor level, and one that asks for them.
+
+Without a compiler the wheel has none, and the engine computes with torch. ``CXX`` names the compiler, with options if
+need be; it is asked what it compiles for, so that a cross compiler makes a wheel of its target.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("attention.cpp", "linear.cpp", "rows.cpp")
-FOLDER = "libs/pdmesh/engine/csrc/dot"
-LIBRARY = "libs/pdmesh/engine/_kernels.so"
-#: The library asks the processor before it uses what these allow.
-FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp"]
-FLAGS += ["-mprfchw", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16"]
+SOURCE_FOLDER = "libs/pdmesh/engine/csrc"
+LIBRARY_FOLDER = "libs/pdmesh/engine"
+
+#: Torch brings its own libgomp, which is loaded first; what is needed of C++'s libraries comes along.
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-static-libstdc++", "-static-libgcc", "-s", "-Wno-psabi")
+#: Bits that no level changes: nothing is fused unless a kernel says so.
+ORDERED_FLAGS = ("-ffp-contract=off",)
+
+
+class LevelSources(NamedTuple):
+    """One library: a pattern of its sources below the source folder, and what the compiler may use for them."""
+
+    pattern: str
+    flags: tuple[str, ...] = ()
+
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl")
+#: By the machine that the compiler compiles for, each level's. The engine loads the probe first, which asks the
+#: processor.
+LIBRARIES = {
+    "x86_64": {
+        "probe": LevelSources("probe.cpp"),
+        "baseline": LevelSources("ordered/*.cpp", ORDERED_FLAGS),
+        "avx2": LevelSources("ordered/*.cpp", (*ORDERED_FLAGS, *_AVX2)),
+        "avx512": LevelSources("ordered/*.cpp", (*ORDERED_FLAGS, *_AVX2, *_AVX512, "-mavx512dq")),
+        "avx512_bf16": LevelSources("dot/*.cpp", ("-mprfchw", *_AVX512, "-mavx512bf16")),
+    },
+    "aarch64": {"probe": LevelSources("probe.cpp"), "neon": LevelSources("ordered/*.cpp", ORDERED_FLAGS)},
+}
+
+
+class BuildError(Exception):
+    """Says what could not be compiled, and why."""
 
 
 class KernelsHook(BuildHookInterface[Any]):
     """Compiles the kernels into the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        library = Path(self.root, LIBRARY)
-        # An engine that is starting finds the old one or the new one, whole; two builds do not meet.
-        fresh = library.with_suffix(f".{os.getpid()}.new")
-        if problem := _compile(Path(self.root), fresh):
-            library.unlink(missing_ok=True)  # a library of other sources is worse than none
-            self.app.display_warning(f"the CPU engine will be slower: {problem}")
+        root = Path(self.root)
+        try:
+            machine, built, problems = compile_kernels(root, only_here=version == "editable")
+        except BuildError as error:
+            machine, built, problems = "", [], [f"the CPU engine will compute with torch, more slowly: {error}"]
+            for path in Path(root, LIBRARY_FOLDER).glob("_kernels.*"):
+                path.unlink(missing_ok=True)  # a library of other sources is worse than none
+        for problem in problems:
+            self.app.display_warning(problem)
+        if not built:
             return
-        fresh.replace(library)
-        build_data["artifacts"].append(LIBRARY)
+        build_data["artifacts"] += [f"{LIBRARY_FOLDER}/{name}" for name in built]
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        system = sysconfig.get_platform() if machine == platform.machine() else f"linux-{machine}"
+        build_data["tag"] = f"py3-none-{system.replace('-', '_').replace('.', '_')}"
 
 
-def _compile(root: Path, output: Path) -> str:
-    """What went wrong, or nothing."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or ""]
-    if platform.system() != "Linux" or platform.machine() != "x86_64" or not compiler[0]:
-        return "there is no C++ compiler for x86-64 Linux"
-    command = [*compiler, *FLAGS, *(f"{FOLDER}/{source}" for source in SOURCES), "-o", str(output)]
+def compile_kernels(root: Path, *, only_here: bool = False) -> tuple[str, list[str], list[str]]:
+    """The compiler's target machine, names of its libraries, and why others are missing. Raises BuildError.
+
+    A library that lies there already is left as it is if it was made from the same sources in the same way.
+    ``only_here`` leaves out levels that this machine's processor lacks.
+    """
+    compiler = _compiler()
+    machine = _target(compiler)
+    libraries = LIBRARIES[machine]
+    results = [_compile(compiler, "probe", libraries["probe"], root)]
+    levels = [level for level in libraries if level != "probe"]
+    if only_here and machine == platform.machine() and not results[0][1]:
+        probe = ctypes.CDLL(str(root / LIBRARY_FOLDER / results[0][0]))
+        probe.pdmesh_levels.restype = ctypes.c_char_p
+        here = probe.pdmesh_levels().decode().split()
+        levels = [level for level in levels if level in here]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results += pool.map(lambda level: _compile(compiler, level, libraries[level], root), levels)
+    return machine, [name for name, problem in results if not problem], [problem for _, problem in results if problem]
+
+
+def _compile(compiler: list[str], level: str, library: LevelSources, root: Path) -> tuple[str, str]:
+    """The library's file name, and what went wrong."""
+    sources = root / SOURCE_FOLDER
+    path = root / LIBRARY_FOLDER / f"_kernels.{level}.so"
+    made_from = path.with_suffix(".stamp")
+    command = [*compiler, *FLAGS, *library.flags, *sorted(str(source) for source in sources.glob(library.pattern))]
+    digest = hashlib.sha256(repr([part.replace(str(root), "") for part in command]).encode())
+    for source in sorted([*sources.glob("*.h"), *sources.glob(f"{Path(library.pattern).parent}/*")]):
+        digest.update(source.read_bytes() if source.is_file() else b"")
+    stamp = digest.hexdigest()
+    if path.exists() and made_from.exists() and made_from.read_text() == stamp:
+        return path.name, ""
+    made_from.unlink(missing_ok=True)
+    # An engine that is starting finds the old library or the new one, whole; two builds do not meet.
+    fresh = path.with_suffix(f".{os.getpid()}.new")
     try:
-        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        _run([*command, "-o", str(fresh)])
+    except BuildError as error:
+        path.unlink(missing_ok=True)
+        return path.name, f"the CPU kernels of level {level} are left out: {error}"
+    fresh.replace(path)
+    made_from.write_text(stamp)
+    return path.name, ""
+
+
+def _compiler() -> list[str]:
+    if configured := shlex.split(os.environ.get("CXX", "")):
+        return configured
+    for name in ("c++", "g++"):
+        if path := shutil.which(name):
+            return [path]
+    raise BuildError("there is no C++ compiler: install g++, or name one in CXX")
+
+
+def _target(compiler: list[str]) -> str:
+    """The machine that it compiles for."""
+    triple = _run([*compiler, "-dumpmachine"]).strip()
+    machine = triple.partition("-")[0]
+    if machine not in LIBRARIES or "linux" not in triple:
+        raise BuildError(f"{shlex.join(compiler)} compiles for {triple}, not for Linux on {' or '.join(LIBRARIES)}")
+    return machine
+
+
+def _run(command: list[str]) -> str:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        return str(error)
-    return f"{shlex.join(command)}\n{result.stderr}" if result.returncode else ""
+        raise BuildError(f"{command[0]} cannot be run: {error.strerror}") from error
+    if result.returncode:
+        raise BuildError(f"{shlex.join(command)} failed\n{result.stderr}")
+    return result.stdout

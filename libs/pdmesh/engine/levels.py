@@ -1,0 +1,153 @@
+"""Compiled CPU kernels: a library for each processor level, and which of them computes here.
+
+Every library of the *ordered* kind is made from one source, and all give the same bits. Those of the *dot* kind use the
+processor's own bf16 products, which are faster and round otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pdmesh.errors import ConfigError
+
+#: Where the libraries lie, ``_kernels.LEVEL.so``.
+FOLDER = Path(__file__).parent
+
+#: Of each kind's arithmetic: one more whenever a change of the kernels changes a bit of any result.
+_ORDERED_VERSION, _DOT_VERSION = 1, 1
+
+
+class CpuLevel(StrEnum):
+    """What a library needs of the processor, the fastest first."""
+
+    AMX = "amx"
+    AVX512_BF16 = "avx512_bf16"
+    AVX512 = "avx512"
+    AVX2 = "avx2"
+    BASELINE = "baseline"  # any x86-64
+    NEON = "neon"  # any aarch64
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether its results are those of every other such level, bit for bit."""
+        return self not in (CpuLevel.AMX, CpuLevel.AVX512_BF16)
+
+    @property
+    def kind(self) -> str:
+        """Name of its arithmetic; levels of one name give the same bits."""
+        if self.is_ordered:
+            return f"ordered-{_ORDERED_VERSION}"
+        return f"dot-{'amx' if self is CpuLevel.AMX else 'avx512bf16'}-{_DOT_VERSION}"
+
+    @property
+    def suffixes(self) -> Mapping[str, str]:
+        """By dtype that it computes with, what the names of its functions end with."""
+        return {"bfloat16": "", "float16": "_f16"} if self.is_ordered else {"bfloat16": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLibrary:
+    """One level's functions for one dtype, ready for calls; ``csrc`` tells their arguments."""
+
+    level: CpuLevel
+    dtype: str
+    attention: Callable[..., None]
+    add_norm: Callable[..., None]
+    rotate_and_store: Callable[..., None]
+    gated_silu: Callable[..., None]
+    linear: Callable[..., None]
+    pack_linear: Callable[..., None]
+    unpack_rows: Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """The compiled kernels that compute here, None where torch does, and why."""
+
+    library: KernelLibrary | None
+    reason: str
+
+
+@cache
+def processor_levels() -> tuple[CpuLevel, ...]:
+    """What this processor has, the fastest first; nothing where no kernels were compiled."""
+    try:
+        probe = ctypes.CDLL(str(_path("probe")))
+    except OSError:
+        return ()
+    probe.pdmesh_levels.restype = ctypes.c_char_p
+    return tuple(CpuLevel(name) for name in probe.pdmesh_levels().decode().split())
+
+
+def choose_kernels(dtype: str, *, cpu_level: str = "auto", ordered: bool = False) -> KernelChoice:
+    """The fastest kernels for ``dtype`` that this processor has and that were compiled.
+
+    ``cpu_level`` names the highest level to use; ``ordered`` leaves out levels that round otherwise. Raises ConfigError
+    for a level that the processor lacks.
+    """
+    available = processor_levels()
+    if not available:
+        return KernelChoice(None, "no kernels were compiled when pdmesh was installed")
+    reason = "the processor's best level"
+    if cpu_level != "auto":
+        if cpu_level not in available:
+            raise ConfigError(f"worker.cpu_level is {cpu_level}, but this processor has only {', '.join(available)}")
+        available = available[available.index(CpuLevel(cpu_level)) :]
+        reason = f"worker.cpu_level is {cpu_level}"
+    for level in available:
+        if dtype not in level.suffixes:
+            reason = f"{level} does not compute {dtype}"
+        elif ordered and not level.is_ordered:
+            reason = f"{level} does not sum in order"
+        elif (library := load_library(level, dtype)) is not None:
+            return KernelChoice(library, reason)
+        else:
+            reason = f"{level} kernels were not compiled"
+    return KernelChoice(None, reason)
+
+
+def load_library(level: CpuLevel, dtype: str = "bfloat16", folder: Path = FOLDER) -> KernelLibrary | None:
+    """One level's kernels; None if they were not compiled, or the system grants no AMX. The processor must have it."""
+    importlib.import_module("torch")  # before the library: both use one pool of threads, torch's
+    try:
+        library = ctypes.CDLL(str(_path("avx512_bf16" if level is CpuLevel.AMX else level, folder)))
+    except OSError:
+        return None
+    if not level.is_ordered:
+        granted = library.pdmesh_prepare()
+        if granted < (2 if level is CpuLevel.AMX else 1):
+            return None
+        library.pdmesh_use_amx(level is CpuLevel.AMX)
+    return KernelLibrary(level, dtype, **dict(_functions(library, level.suffixes[dtype])))
+
+
+def _path(level: str, folder: Path = FOLDER) -> Path:
+    return folder / f"_kernels.{level}.so"
+
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS: Mapping[str, list[Any]] = {
+    "attention": [_POINTER, _INT, *[_POINTER] * 4, _INT, _POINTER, *[_INT] * 4, _FLOAT, _INT],
+    "add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
+    "rotate_and_store": [*[_POINTER] * 5, *[_INT] * 6],
+    "gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
+    "linear": [*[_POINTER] * 4, *[_INT] * 4],
+    "pack_linear": [_POINTER, _POINTER, _INT, _INT],
+    "unpack_rows": [*[_POINTER] * 3, _INT, _INT],
+}
+#: They move 16 bits of any dtype.
+_MOVES = ("pack_linear", "unpack_rows")
+
+
+def _functions(library: ctypes.CDLL, suffix: str) -> Iterator[tuple[str, Callable[..., None]]]:
+    for name, arguments in _ARGUMENTS.items():
+        function = library[f"pdmesh_{name}{'' if name in _MOVES else suffix}"]  # an object of its own each time
+        function.argtypes, function.restype = arguments, None
+        yield name, function

@@ -1,0 +1,30 @@
+"""Compiled kernels for tests: each level that this processor has."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from pdmesh.engine.levels import CpuLevel, KernelLibrary, load_library, processor_levels
+
+#: What a processor of this machine's architecture can have.
+ARCHITECTURE_LEVELS = [level for level in CpuLevel if (level is CpuLevel.NEON) is (platform.machine() == "aarch64")]
+
+
+def library_or_skip(level: CpuLevel, dtype: str = "bfloat16") -> KernelLibrary:
+    """One level's kernels; skips the test where the processor lacks it, or nothing was compiled."""
+    available = processor_levels()
+    if not available:
+        pytest.skip("no kernels: built without a compiler")
+    if level not in available:
+        pytest.skip(f"a processor without {level}")
+    library = load_library(level, dtype)
+    if library is None:
+        pytest.skip(f"{level} kernels were not compiled, or the system does not grant their registers")
+    return library
+
+
+def ordered_levels() -> list[CpuLevel]:
+    """Levels of this machine that give the same bits."""
+    return [level for level in processor_levels() if level.is_ordered]
