@@ -24,7 +24,7 @@ class PagedStore(KvStore, Protocol):
 
     @property
     def layers(self) -> Sequence[Tensor]:
-        """Per layer (blocks, 2, num_kv_heads, block_size, head_dim)."""
+        """One tensor a layer: (blocks, 2, num_kv_heads, block_size, head_dim)."""
         ...
 
 
@@ -44,7 +44,7 @@ class Loaded:
 
     @property
     def scale(self) -> float:
-        """Of attention scores."""
+        """The factor of attention scores."""
         return 1 / math.sqrt(self.config.head_dim)
 
     def transformer(self, kernels: Kernels) -> Transformer:

@@ -39,12 +39,12 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchKernels:
-    """For any device and dtype; computes as transformers does."""
+    """Kernels for any device and dtype, which compute as transformers does."""
 
     epsilon: float
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """In fp32, rounded before the weight is applied."""
+        """Normalise in fp32 and round before the weight is applied."""
         if delta is not None:
             hidden = hidden + delta
         wide = hidden.float()

@@ -163,7 +163,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Of the device's memory; None of the host's."""
+    """Return the device's free memory in bytes; None for the host."""
     if device.type == "cpu":
         return None
     torch.cuda.empty_cache()  # what loading needed for a moment
@@ -172,7 +172,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: Mapping[int, int]) -> dict[int, Logprobs]:
-    """By row, of the rows that want ``num_top`` of them."""
+    """Return log-probabilities by row, for the rows that want ``num_top`` of them."""
     rows = list(num_top)
     found = token_logprobs(logits[rows], [token_ids[row] for row in rows], list(num_top.values()))
     return dict(zip(rows, found, strict=True))

@@ -66,7 +66,7 @@ class DrawSettings(NamedTuple):
 
 
 def draw_settings(sequences: Sequence[EngineSequence], vocab_size: int, device: torch.device) -> DrawSettings:
-    """By one copy, which does not wait for the device."""
+    """Return settings for each row, sent to the device in one copy that does not wait for it."""
     params = [sequence.params for sequence in sequences]
     values = np.empty((len(params), 6), dtype=np.float64)  # which holds integers of 32 bits as they are
     values[:, 0] = [p.temperature if p.temperature > 0 else 1.0 for p in params]
@@ -81,7 +81,7 @@ def draw_settings(sequences: Sequence[EngineSequence], vocab_size: int, device: 
 
 
 def noise_keys(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Of `noise_bits`: 64 bits of a hash of seed and output index (SplitMix64), (rows, 2)."""
+    """Return keys of `noise_bits`: 64 bits of a hash of seed and output index (SplitMix64), (rows, 2)."""
     golden = 0x9E3779B97F4A7C15
     hashed = (_mix(_mix(seed + golden) + (i + 1) * golden) for seed, i in zip(seeds, indices, strict=True))
     return np.array(list(hashed), dtype=np.uint64).view(np.int32).reshape(-1, 2)
@@ -182,7 +182,7 @@ def is_filtered(sequence: EngineSequence) -> bool:
 
 
 def kept_tokens(scores: Tensor, settings: DrawSettings) -> Tensor:
-    """Which tokens min_p, top_k and top_p leave, (rows, vocab_size); the most likely one always stays.
+    """Mark the tokens that min_p, top_k and top_p leave, (rows, vocab_size); the most likely one always stays.
 
     Tokens are ordered by step, then by id, the most likely one before all. Each filter leaves so many first ones.
     """

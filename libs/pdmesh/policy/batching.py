@@ -39,7 +39,7 @@ class Mode(StrEnum):
 
 
 def other_mode(mode: Mode) -> Mode:
-    """Of the two that an instance can be in."""
+    """Return the other of the two modes."""
     return Mode.MIXED if mode is Mode.EXCLUSIVE else Mode.EXCLUSIVE
 
 
@@ -95,7 +95,7 @@ class Batching(Protocol):
 
     @property
     def first(self) -> ModeChoice:
-        """While nothing is known."""
+        """Return the choice while nothing is known."""
         ...
 
     @property
@@ -113,7 +113,7 @@ class Batching(Protocol):
         ...
 
     def prefills_from_s(self, choice: ModeChoice, phase: DecodePhase) -> float:
-        """When a decode phase may end if nothing else happens: not after ``phase.now_s`` if it may now."""
+        """Return when a decode phase may end if nothing else happens; not after ``phase.now_s`` if it may now."""
         ...
 
     def carries_decodes(self, longest_prompt_tokens: int) -> bool:
@@ -260,7 +260,7 @@ class SwitchingBatching:
         )
 
     def _share_of_stall(self, load: Load, least_share: float) -> float:
-        """Of idle seats, with which a prefill phase is as long as it may be."""
+        """Return the share of idle seats at which a prefill phase is as long as it may be."""
         return self._tokens_within(load, self.max_stall_s) / load.lengths.mean_prompt_tokens * least_share
 
     @staticmethod
@@ -278,7 +278,7 @@ class SwitchingBatching:
 
 
 class ModePrediction(NamedTuple):
-    """Of exclusive batching at a threshold against mixed batching, with so many seats as there are requests for."""
+    """Exclusive batching at a threshold compared with mixed batching, for the seats that there are requests for."""
 
     threshold: Threshold
     num_slots: float
@@ -309,7 +309,7 @@ class ModePrediction(NamedTuple):
         return self.num_slots * self.threshold.idle_share / self.throughput
 
     def decodes_s(self, load: Load) -> float:
-        """Of a decode phase: what is left of a cycle."""
+        """Return the seconds of a decode phase: the rest of a cycle."""
         num_prompts = self.num_slots * self.threshold.idle_share
         prompts_s = load.costs.prompt_token_s * load.lengths.mean_prompt_tokens * num_prompts
         return max(0.0, self.cycle_s - load.costs.switch_s - prompts_s)

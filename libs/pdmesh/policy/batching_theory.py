@@ -54,7 +54,7 @@ class LengthMoments:
 
     @property
     def num_tokens(self) -> float:
-        """Of a request, prompt and output."""
+        """Mean number of tokens of a request, prompt and output."""
         return self.mean_prompt_tokens + self.mean_output_tokens
 
 
@@ -83,7 +83,7 @@ class MixedState(NamedTuple):
 
 
 class Threshold(NamedTuple):
-    """When a decode phase ends: with ``idle_share`` of the slots idle, after about ``num_steps`` steps."""
+    """The end of a decode phase: ``idle_share`` of the slots idle, after about ``num_steps`` steps."""
 
     idle_share: float
     num_steps: float
@@ -317,7 +317,7 @@ def _decodes_that_leave_room(most: float, costs: StepCosts, lengths: LengthMomen
 
 
 def crossover_s(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: LengthMoments) -> float:
-    """By how many seconds a token mixed steps may be slower than exclusive ones before exclusive batching wins: (7).
+    """Return the seconds a token by which mixed steps may be slower before exclusive batching wins: (7).
 
     ``num_slots`` are requests, not tokens. It is very sensitive to ``mixed_step_s``, which has to be measured.
     """

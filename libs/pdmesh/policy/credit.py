@@ -88,7 +88,7 @@ class Room(NamedTuple):
 
 
 def safe_room(room: float, number: int, blocks: float, squares: float, mean_growth: float, score: float) -> Room:
-    """With how many blocks one more request may join ``number`` that may grow; negative if with none.
+    """Return with how many blocks one more request may join ``number`` growing ones; negative if with none.
 
     These hold ``blocks``, with this sum of ``squares``; ``room`` is for them and the new one. Each grows by a block in
     the same time, and ends after ``mean_growth`` blocks more in the mean, at any time alike. At each horizon t, where a

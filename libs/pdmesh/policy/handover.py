@@ -53,7 +53,7 @@ class RunAhead:
     latency_of_make: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
     def tokens_per_s(self, instance: InstanceView) -> float:
-        """That the requests on an instance draw, once all of them decode."""
+        """Return the tokens a second that an instance's requests draw once all of them decode."""
         latency = self.latency_of_make.get(instance.make, self.latency)
         shape = StepShape((), max(1, instance.num_seats_taken), instance.num_resident_tokens)
         return instance.num_seats_taken / max(1e-6, latency.step_s(shape))

@@ -24,7 +24,7 @@ def _one() -> float:
 
 @dataclass(frozen=True, slots=True)
 class ImprovementTable:
-    """For so much a second, in ascending order, the best improvement rate. Raises ValueError if it has no row.
+    """Rows of (load a second, best improvement rate), in ascending order. Raises ValueError if there is no row.
 
     So many requests, or so much work for each instance.
     """

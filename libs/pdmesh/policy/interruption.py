@@ -19,10 +19,10 @@ class StepInFlight(NamedTuple):
 
 
 class Interruption(Protocol):
-    """Which of the requests that are more urgent than all that an instance has in flight are worth an interruption."""
+    """Decides which more urgent requests are worth an interruption of an instance's steps in flight."""
 
     def max_prompt_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
-        """No prompt longer than this may interrupt these steps; 0 if none may."""
+        """Return the length of the longest prompt that may interrupt these steps; 0 if none may."""
         ...
 
 

@@ -28,7 +28,7 @@ class StepShape(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of all chunks."""
+        """Number of tokens in all chunks."""
         return sum([chunk.num_tokens for chunk in self.chunks])
 
 
@@ -68,7 +68,7 @@ class LinearLatencyModel:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """In the order of the fields, as `features` has what they are multiplied with."""
+        """The coefficients in the order of the fields, which is that of `features`."""
         return (
             self.a_s,
             self.b_s,

@@ -13,7 +13,7 @@ from pdmesh.policy.views import InstanceView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPrefill:
-    """Where its first token is predicted to come earlier, with its KV in place.
+    """Prefers the decode instance where a prompt's first token is predicted to come earlier, with its KV in place.
 
     What the residents there can bear is kept by the packing: no step with a chunk takes longer than a share of the
     smallest target of theirs.

@@ -108,7 +108,7 @@ class GuardedShortestFirst:
         return keys
 
     def keeps_key_until_s(self, rank: Rank) -> float:
-        """Until it may be urgent: a little early, for rounding errors."""
+        """Return the time until which the request cannot be urgent, a little early for rounding errors."""
         return rank.latest_start_s - self.spare_slack * rank.lane - 1e-3
 
 
@@ -124,5 +124,5 @@ def _scale(work_s: float) -> float:
 
 
 def rounded(value: float) -> float:
-    """To a nanosecond: what differs by rounding errors alone is equal, and falls to arrival and id."""
+    """Round to a nanosecond, so that values that differ by rounding errors tie and fall to arrival and id."""
     return round(value, 9)

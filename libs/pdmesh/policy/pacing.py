@@ -21,7 +21,7 @@ GANG_LAG = 0.5
 
 
 class ChunkPace(StrEnum):
-    """Of a chunk, when other members need its KV."""
+    """When other members need a chunk's KV."""
 
     IN_TURN = "in turn"
     IN_GANG = "in gang"
@@ -29,7 +29,7 @@ class ChunkPace(StrEnum):
 
 
 def layers_a_piece(pace: ChunkPace, num_layers: int, num_members: int, behind: int) -> int:
-    """So many layers go at once to a member that is ``behind`` by so many chunks of those that run now.
+    """Return how many layers go at once to a member that is ``behind`` by so many of the running chunks.
 
     0: by more. At least one layer, and no more than half of them.
     """
@@ -48,7 +48,7 @@ def layers_a_piece(pace: ChunkPace, num_layers: int, num_members: int, behind: i
 
 
 def lag(num_layers: int, num_members: int) -> float:
-    """Of a step: so much later than the slice before it a slice may end, where more of the prompt follows."""
+    """Return by what share of a step a slice may end later than the one before it, where more of the prompt follows."""
     if num_members < 2:
         return 0.0
     num_layers_behind = layers_a_piece(ChunkPace.IN_GANG, num_layers, num_members, num_members - 1) - 1

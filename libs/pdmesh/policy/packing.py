@@ -55,7 +55,7 @@ class ChunkSizer:
     max_tokens: int
 
     def largest(self, beside: StepShape, start: int, num_left: int, budget_s: float) -> int:
-        """At most ``num_left`` tokens at ``start``, in a step that has ``beside``; 0 if not even a unit fits."""
+        """Return the size of the largest chunk at ``start`` that fits ``beside``; 0 if not even a unit fits."""
 
         step_s = self.model.with_chunk_s(beside, start)
         limit_s = budget_s + 1e-9  # nanoseconds are rounding errors

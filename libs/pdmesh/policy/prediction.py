@@ -67,14 +67,14 @@ class Prediction:
         return request.num_prompt_tokens >= self.long_prompt_tokens
 
     def work_s(self, request: Request) -> float:
-        """Of its whole prompt."""
+        """Return the predicted work of the whole prompt in seconds."""
         return self.remaining.total_s(request.num_prompt_tokens)
 
     def remaining_s(self, request: Request, num_done_tokens: int) -> float:
         return self.remaining.remaining_s(request.num_prompt_tokens, num_done_tokens)
 
     def due_s(self, request: Request) -> float:
-        """When its first token is due: by its own target, or by the work that its client asked for up to it."""
+        """Return when the first token is due: by its own target, or by the work that its client asked for up to it."""
         if request.slo_ttft_s is not None and self.has_target(request):
             return request.arrival_s + request.slo_ttft_s
         due_s = request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)

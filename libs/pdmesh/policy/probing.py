@@ -42,7 +42,7 @@ _WRONG, _NOISE, _NOISE_WORTH = 0.01, 0.015, 2.0
 
 
 class Correction(NamedTuple):
-    """To the log ratio of throughputs, exclusive over mixed, that is predicted; and how far off it may still be."""
+    """A correction of the predicted log ratio of throughputs, exclusive over mixed, and its standard deviation."""
 
     log_gain: float = 0.0
     deviation: float = 0.0  # standard; 0 while nothing was probed
@@ -119,7 +119,7 @@ class Meter:
             sums[7] += num_begun > 0
 
     def forget(self) -> None:
-        """Nobody is there: what comes next follows on nothing."""
+        """Forget the present cycle, because no request is there to continue it."""
         self._began_s = None
 
     def take(self) -> Tally:
@@ -139,14 +139,14 @@ class Together:
         self._begun = self._steps = self._with_begun = 0.0
 
     def note(self, tally: Tally) -> None:
-        """Of a cycle in which it was mixed; earlier ones fade."""
+        """Add a cycle of mixed batching; earlier ones fade."""
         self._begun = _FADING * self._begun + tally.num_begun
         self._steps = _FADING * self._steps + tally.num_steps
         self._with_begun = _FADING * self._with_begun + tally.num_with_begun
 
     @property
     def number(self) -> float:
-        """As many as give a Poisson law of the observed mean the observed share of steps in which some begin."""
+        """Return how many requests begin together, as the observed share of steps in which some begin explains it."""
         if not _ENOUGH_STEPS <= self._with_begun < self._steps:
             return 1.0
         number = -self._begun / self._steps / math.log1p(-self._with_begun / self._steps)
@@ -154,7 +154,7 @@ class Together:
 
 
 class Probing:
-    """When an instance probes the mode that is not its *home*, and what came of it.
+    """Decides when an instance probes the mode that is not its *home*, and keeps what came of it.
 
     A residual is what was measured beyond what was predicted, as log ratios. The correction is their mean, drawn to 0
     as far as their spread leaves room for chance.
@@ -206,7 +206,7 @@ class Probing:
 
     @property
     def at_home(self) -> Tally:
-        """Of the last cycles before a probe."""
+        """Return the tally of the last cycles before a probe."""
         total = Tally()
         for tally in self._at_home:
             total = total.plus(tally)

@@ -39,7 +39,7 @@ class Rebalancing:
         return OVERHEAD_S + num_bytes / (bytes_per_s or self.bytes_per_s)
 
     def spare_blocks(self, instance: InstanceView) -> int:
-        """That are to be left free on an instance to which something moves for memory."""
+        """Return the blocks to leave free on an instance that a request moves to for memory."""
         return int(SPARE_MEMORY * instance.num_blocks)
 
     def again_s(self, num_tokens: int) -> float:
@@ -62,7 +62,7 @@ class Rebalancing:
         return self.step_s(instance, 1, num_tokens) <= SPARE * wanted_s
 
     def gain(self, instance: InstanceView, num_tokens: int, num_bytes: int, bytes_per_s: float | None) -> float:
-        """By how much its steps get shorter without one of its residents, for each second that the move takes."""
+        """Return how much shorter an instance's steps get without a resident, for each second that the move takes."""
         saved_s = self.step_s(instance) - self.step_s(instance, -1, -num_tokens)
         return saved_s / self.move_s(num_bytes, bytes_per_s)
 

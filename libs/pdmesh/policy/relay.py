@@ -48,7 +48,7 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relay:
-    """Who computes a prompt together with its leader, and how long the chunks are."""
+    """Chooses the helpers of a prompt's leader, and the lengths of the chunks."""
 
     latency: LinearLatencyModel  # of one instance
     max_members: int  # of a group; 1: never together
@@ -80,7 +80,7 @@ class Relay:
         max_members: int,
         rate_for_load: float,
     ) -> tuple[InstanceId, ...]:
-        """Who of the ``pool`` should help ``members``, which are in it, with the rest of a prompt.
+        """Return the instances of the ``pool`` that should help ``members``, also in it, with the rest of a prompt.
 
         Instances of the pool are free in so many seconds. A token's KV has ``token_bytes``. ``rate_for_load`` is the
         improvement rate that the load of the mesh suggests, for where none is set. Those named are worth their
@@ -96,7 +96,7 @@ class Relay:
         return tuple([name for name in largest if name not in members])
 
     def copy_s(self, num_tokens: int, token_bytes: float) -> float:
-        """Until who joins has the KV of so many tokens."""
+        """Return the seconds until a member that joins has the KV of so many tokens."""
         return num_tokens * token_bytes / self.bytes_per_s
 
     def chunk_tokens(self, start: int, num_left: int, num_members: int, most: int) -> int:
@@ -122,7 +122,7 @@ class Relay:
         return min(most, max(self._least_tokens(0, num_tokens), most // num_members))
 
     def most_members(self, num_layers: int) -> int:
-        """Of those in turn, one for each layer can compute at a time."""
+        """Return the largest useful number of members; in turn, one for each layer can compute at a time."""
         return num_layers if self.schedule is Schedule.RELAY else self.max_members
 
     def in_turn_s(self, start: int, num_left: int, num_members: int, token_bytes: float) -> float:
@@ -160,7 +160,7 @@ class Relay:
     def slices(
         self, start: int, num_tokens: int, begin_s: Sequence[float], unit: int, lag_s: float, most: int
     ) -> list[int]:
-        """Of ``num_tokens`` or a little more, at most ``most``, that others follow: slices for which nobody waits.
+        """Cut ``num_tokens`` or a little more, at most ``most``, into slices for which no member waits.
 
         They begin in ``begin_s`` seconds, in their order, and each ends ``lag_s`` or more after the one before it, by
         up to a unit's time: whoever ends sooner begins the next ones sooner. Multiples of ``unit`` tokens; the last
@@ -210,7 +210,7 @@ class Relay:
         return known
 
     def _tail_s(self, size: int) -> float:
-        """Of a relay: at its end, not everyone has a chunk."""
+        """Return the seconds lost at a relay's end, where not every member has a chunk."""
         return self.min_step_s * (1 - 1 / size)
 
     def _of_size(self, size: int, token_bytes: float, more_s: float) -> LinearLatencyModel:

@@ -15,7 +15,7 @@ from pdmesh.policy.views import InstanceView, PartialStep, Rank
 
 
 class PrefillOrder(Protocol):
-    """Who is served first."""
+    """The order in which prompts are served."""
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
         """``placed_s`` is when an instance took it; None while it waits."""
@@ -30,7 +30,7 @@ class PrefillOrder(Protocol):
         ...
 
     def keeps_key_until_s(self, rank: Rank) -> float:
-        """Until when one of this rank, alone of its lane, keeps its key; -inf if that changes with the time."""
+        """Return how long a request of this rank, alone in its lane, keeps its key; -inf if that changes with time."""
         ...
 
 
@@ -47,7 +47,7 @@ class Packing(Protocol):
         ...
 
     def step_limit(self, instance: InstanceView) -> StepLimit:
-        """Of a step of ``instance`` that has chunks beside its decodes."""
+        """Return the limit of a step of ``instance`` that has chunks beside its decodes."""
         ...
 
     def takes_local(self, instance: InstanceView) -> bool:
@@ -60,7 +60,7 @@ class Packing(Protocol):
 
 
 class PrefillPlacement(Protocol):
-    """Where a prompt is computed: on the first instance that has room and an opening for it, and `takes` it.
+    """Chooses where a prompt is computed: the first instance that has room and an opening for it, and `takes` it.
 
     The core keeps the instances sorted by their keys, which so depend on nothing but the view.
     """
@@ -75,7 +75,7 @@ class PrefillPlacement(Protocol):
 
 
 class DecodePlacement(Protocol):
-    """Where the output is generated: on the first instance with room for it, or where its prompt is computed."""
+    """Chooses where output is generated: the first instance with room for it, or the one that computes the prompt."""
 
     def key(self, instance: InstanceView) -> tuple[float, ...]:
         """Smaller is earlier; equal keys are in the order of instance ids."""

@@ -44,7 +44,7 @@ class SequenceParallelPlanner(Protocol):
 
     @property
     def latency(self) -> GroupLatency:
-        """By the sizes that groups may have."""
+        """Latency models by the sizes that groups may have."""
         ...
 
     def plan(
@@ -99,7 +99,7 @@ class ElasticPlanner:
         price: float = 0.0,
         within_s: float = math.inf,
     ) -> tuple[PlannedChunk, ...]:
-        """As every planner; of sizes that are worth their instances, the one of the least cost.
+        """Plan like every planner, with the size of the least cost among those that are worth their instances.
 
         That is its end, and ``price`` (`pdmesh.studies.price`) for each second that it keeps an instance from others:
         from when that is free. If any ends ``within_s``, it is one of those.

@@ -57,7 +57,7 @@ class PartialStep:
 
 
 class Rank(NamedTuple):
-    """Where a request stands in an order, apart from the time; it changes only as its prompt is computed.
+    """A request's position in an order, independent of time; it changes only as its prompt is computed.
 
     Requests in one lane keep the order of their ``place`` whatever the time. So the line of those that wait stays
     sorted as time passes, and only the first of each lane are ever compared.

@@ -90,7 +90,7 @@ def ranked(outlooks: Sequence[Foretold], now: Foretold, limit_s: float) -> list[
 
 
 def splits(total: int) -> Iterator[PoolCounts]:
-    """So many instances shared out in other ways: apart, or all together."""
+    """Yield other ways to share out a number of instances: apart, or all mixed."""
     step = max(1, total // MAX_SPLITS)
     for prefill in range(1, total, step):
         yield PoolCounts(prefill=prefill, decode=total - prefill)
@@ -98,7 +98,7 @@ def splits(total: int) -> Iterator[PoolCounts]:
 
 
 def recent(arrivals: Sequence[Arrival], last_s: float) -> list[Arrival]:
-    """Those of the last ``last_s`` seconds, from 0 on."""
+    """Return the arrivals of the last ``last_s`` seconds, moved to begin at 0."""
     if not arrivals:
         return []
     end_s = max(arrival.arrival_s for arrival in arrivals)

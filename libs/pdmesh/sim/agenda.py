@@ -34,7 +34,7 @@ class Agenda:
 
     @property
     def next_s(self) -> float | None:
-        """When the next appointment is; None if there is none."""
+        """Time of the next appointment; None if there is none."""
         while self._heap and self._heap[0][2].action is None:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None

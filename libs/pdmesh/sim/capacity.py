@@ -115,7 +115,7 @@ def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, num_kv_tokens
 
 
 def _least_prefill_s(model: LinearLatencyModel, num_tokens: int) -> float:
-    """In one chunk, or in however many: cut small, tokens before a chunk stand for those in it."""
+    """Return the least time of a prefill in any number of chunks: cut small, earlier tokens stand for a chunk's."""
     whole_s = model.step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))
     saved_s = max(0.0, model.d_s - model.c_s / 2) * num_tokens**2
     return whole_s - saved_s

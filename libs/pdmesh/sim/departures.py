@@ -34,7 +34,7 @@ class Prefill:
 
 
 class SimulatedDepartures:
-    """Of one instance. ``land`` is told of what has moved as a whole, ``release`` of what is here no more."""
+    """Transfers that leave an instance. ``land`` hears of those that moved whole, ``release`` of KV gone from here."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class SimulatedDepartures:
         self._move(key, self.prefills[key], num_tokens * self.token_bytes)
 
     def forget(self, key: RequestKey) -> None:
-        """It ends, or decodes, where it is."""
+        """Forget a prompt that ends, or decodes, where it is."""
         prefill = self.prefills.pop(key)
         if prefill.transfer is not None:
             self._links.drop(self._flow(key, prefill.transfer))

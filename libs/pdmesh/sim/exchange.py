@@ -45,13 +45,13 @@ class _Present:
         return end <= self.frontier or self.ends.get(start, 0) >= end
 
     def wake(self) -> None:
-        """Whoever waits is told, whatever is here."""
+        """Wake the waiting step, whatever is here."""
         if self.waiting is not None:
             (_, go_on), self.waiting = self.waiting, None
             go_on()
 
     def since_s(self, start: int) -> float | None:
-        """Since when all before ``start`` is here; None if it is not."""
+        """Return the time at which all KV before ``start`` had come; None if some is missing."""
         if self.frontier < start:
             return None
         index = bisect_left(self.reached, (start, -inf))
@@ -74,7 +74,7 @@ class _Prompt:
 
 
 class SimulatedExchange:
-    """Between all members of all groups."""
+    """Simulates the exchange of KV between the members of all groups."""
 
     def __init__(self, agenda: Agenda, links: SimulatedLinks) -> None:
         self._agenda = agenda
@@ -130,7 +130,7 @@ class SimulatedExchange:
             self._send(key, prompt, member_id, other_id, num_bytes, None)
 
     def ended(self, key: RequestKey, chunk: ChunkPlan, member_id: InstanceId) -> None:
-        """It has computed it: what is left of it may move, to those who joined meanwhile all of it."""
+        """End a chunk: its remaining KV may move, all of it to members that joined meanwhile."""
         prompt = self._prompts[key]
         if chunk.is_last:
             self._end(key, prompt)
@@ -183,12 +183,12 @@ class SimulatedExchange:
                     self._send(key, prompt, prompt.leader_id, receiver_id, num_bytes, (start, end))
 
     def prefix_tokens(self, key: RequestKey) -> int:
-        """Of a shared prompt: so many tokens from its start on the leader has."""
+        """Return how many tokens of a shared prompt, from its start, the leader has."""
         prompt = self._prompts[key]
         return prompt.members[prompt.leader_id].frontier
 
     def since_s(self, key: RequestKey, member_id: InstanceId, start: int) -> float | None:
-        """Since when a member has all KV of the tokens before ``start``; None if it has not."""
+        """Return the time at which a member had all KV before ``start``; None if some is missing."""
         return self._prompts[key].members[member_id].since_s(start)
 
     def wait(self, key: RequestKey, member_id: InstanceId, start: int, go_on: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from pdmesh.sim.planned_step import PlannedStep
 
 
 class SimulatedGroups:
-    """Of one instance. ``end`` ends the step that is running."""
+    """The prefill groups of one instance. ``end`` ends the step that is running."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SimulatedGroups:
                     self._exchange.began(key, chunk, self._profile.instance_id)
 
     def forget(self, key: RequestKey) -> None:
-        """It is computed, or freed."""
+        """Forget a prompt that is computed, or freed."""
         self._num_lost.pop(key, None)
 
     def began(self, step: PlannedStep) -> None:

@@ -32,7 +32,7 @@ class Holdings:
         self._take(num_blocks, key)
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
-        """To ``num_blocks``. False if it ended meanwhile, or has as many."""
+        """Grow to ``num_blocks``. False if the request ended meanwhile, or has as many."""
         num_more = num_blocks - self._blocks.get(key, num_blocks)
         if num_more <= 0:
             return False

@@ -133,7 +133,7 @@ class SimInstance:
         self._is_dead = False
 
     def die(self) -> None:
-        """It ends with all that it has: it does nothing any more, and nothing is heard of it."""
+        """End the instance with all that it has; it does and reports nothing from now on."""
         self._is_dead = self._busy = True
         self._moves.end()
         running_s = self._decode_run if self._end_of_run is not None else ()
@@ -227,7 +227,7 @@ class SimInstance:
             self._moves.cancel(key, transfer_id)
 
     def drawn_s(self, key: RequestKey) -> Sequence[float]:
-        """When the tokens of a request that decodes here came, up to now."""
+        """Return the times of the tokens, up to now, of a request that decodes here."""
         if self._is_dead:
             return self._runs[key].token_times_s
         return self._residents.drawn_s(key, self._agenda.now_s, self._decode_run if self._end_of_run else ())
@@ -235,7 +235,7 @@ class SimInstance:
     # --- steps ---
 
     def _stir(self) -> None:
-        """There is something new to do: now if idle, else when the step that is running has ended."""
+        """Take up new work: now if idle, else when the running step has ended."""
         if not self._busy:
             self._want_turn(self.instance_id)
         elif self._end_of_run is not None:
@@ -263,7 +263,7 @@ class SimInstance:
             self._begin_decodes()
 
     def _decode_on(self) -> None:
-        """Nothing was planned since it was held."""
+        """Decode on, because nothing was planned since the hold began."""
         self._release_of_hold = None
         self._own.held = False
         self._stir()
@@ -288,7 +288,7 @@ class SimInstance:
         step.end = self._agenda.at(step.end_s, self._end_step)
 
     def _plan_interruption(self) -> None:
-        """At the end of the layer that is being computed, if it is not the last one."""
+        """Plan an interruption at the end of the layer that is being computed, unless that is the last one."""
         step, now_s = self._step, self._agenda.now_s
         if step is None or step.plan.urgent:
             return

@@ -19,7 +19,7 @@ FlowId = tuple[RequestKey, InstanceId, InstanceId]
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """It has bytes to move."""
+    """A transfer that has bytes to move."""
 
     flow_id: FlowId
     num_bytes: float

@@ -18,7 +18,7 @@ _NO_LIMIT = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """So many instances of each role, all of one make."""
+    """A mesh of so many instances of each role, all of one make."""
 
     num_prefill: int
     num_decode: int

@@ -32,7 +32,7 @@ class _Departure:
 
 
 class SimulatedMoves:
-    """Of one instance. ``stir`` has it look at its residents between two steps; ``release`` gives blocks back."""
+    """Moves from an instance. ``stir`` lets it look at its residents between steps; ``release`` gives blocks back."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class SimulatedMoves:
         self._all.clear()
 
     def cancel(self, key: RequestKey, transfer_id: TransferId) -> None:
-        """It goes on here, unless it may have begun at its target."""
+        """Cancel a move: the request goes on here, unless it may have begun at its target."""
         departure = self._all.get(key)
         is_of = departure is not None and departure.plan.transfer_id == transfer_id
         committed = departure is not None and is_of and departure.is_committed
@@ -113,7 +113,7 @@ class SimulatedMoves:
             self._stir()
 
     def left(self, key: RequestKey) -> None:
-        """It takes part in no step any more: the rest follows."""
+        """Send the rest of a request that takes part in no step any more."""
         departure, run = self._all[key], self._runs[key]
         departure.stands_since_s = self._agenda.now_s
         num_tokens = run.request.num_prompt_tokens + len(run.token_times_s)

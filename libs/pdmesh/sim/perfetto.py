@@ -63,7 +63,7 @@ def _requests(group: int, result: SimResult) -> Iterator[_Event]:
 
 
 def _members(group: int, result: SimResult) -> Iterator[_Event]:
-    """Of a prompt that several instances computed: a track for each with its chunks.
+    """Yield a track with its chunks for each instance that computed a shared prompt.
 
     How long a chunk waited for the others' KV stands at its beginning: it waited at each layer for a part of that.
     """
@@ -106,7 +106,7 @@ def _spans(track: Mapping[str, Any], phases: Sequence[tuple[str, Sequence[_Span]
 
 
 def _preemptions(result: SimResult) -> dict[RequestId, list[_Span]]:
-    """When a running prompt was passed over: between two of its chunks, with another planned step in between."""
+    """Return when running prompts were passed over: between two of their chunks, with another planned step between."""
     spans: dict[RequestId, list[_Span]] = {}
     for instance in result.instances:
         latest: dict[RequestId, tuple[int, float]] = {}  # its last chunk's step: which one, and its end

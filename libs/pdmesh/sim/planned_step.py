@@ -30,7 +30,7 @@ class PlannedStep:
     undone: tuple[ChunkPlan, ...] = ()  # of its chunks: given up, or freed before they began
 
     def span(self, now_s: float) -> StepSpan:
-        """It ends now."""
+        """Return the step's span, which ends now."""
         waited_s = max(0.0, now_s - self.started_s - self.nested_s - self._computed_s(now_s))
         return StepSpan(
             self.started_s, now_s, self.plan.chunks, self.num_decodes, nested_s=self.nested_s, waited_s=waited_s
@@ -62,5 +62,5 @@ class PlannedStep:
         )
 
     def _computed_s(self, now_s: float) -> float:
-        """Without what it waited for KV."""
+        """Return the seconds that the step computed, without those it waited for KV."""
         return self.duration_s if self.waits else now_s - self.started_s - self.nested_s

@@ -85,7 +85,7 @@ class _Tracked:
     last_turn: int | None = None
 
     def run(self) -> RequestRun:
-        """As far as it is known. The request is as it first arrived."""
+        """The request's run as far as it is known; the request is as it first arrived."""
         life = self.life
         run = RequestRun(
             replace(life.request, arrival_s=life.first_arrival_s),
@@ -204,7 +204,7 @@ class _Recorder:
                 tracked.num_preemptions += len(nested)
 
     def _count_urgent_turns(self, tracks: _Tracks) -> None:
-        """Those that found nothing to interrupt."""
+        """Count the turns of urgent steps that found nothing to interrupt."""
         for span in tracks.urgent:
             self._count_turn(tracks, span)
         tracks.urgent.clear()

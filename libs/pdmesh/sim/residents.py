@@ -39,7 +39,7 @@ class _Resident:
 
     @property
     def num_total_tokens(self) -> int:
-        """Of its prompt, and of all that it draws."""
+        """Number of tokens of its prompt and of all that it will draw."""
         return self.run.request.num_prompt_tokens + self.run.num_output_tokens
 
     @property
@@ -56,7 +56,7 @@ class Told(NamedTuple):
 
 
 class Residents:
-    """Of one instance, in the order in which they came."""
+    """The residents of one instance, in order of arrival."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -70,24 +70,24 @@ class Residents:
         self.num_context_tokens = 0  # of all that decode
 
     def __len__(self) -> int:
-        """Those that decode in the next step."""
+        """Number of residents that decode in the next step."""
         return len(self._decoding)
 
     @property
     def steps_left(self) -> int:
-        """Until something is due. Only while somebody decodes."""
+        """Steps until something is due. Only while a resident decodes."""
         self._drop_old_entries()
         return self._due[0][0] - len(self._ends_s)
 
     def join(self, run: RequestRun, num_blocks: int) -> None:
-        """It has its KV here, in so many blocks, and decodes from the next step on."""
+        """Add a request whose KV is here, in so many blocks; it decodes from the next step on."""
         num_tokens = run.request.num_prompt_tokens + len(run.token_times_s)
         resident = _Resident(run, run.current, num_blocks, num_tokens)
         assert num_tokens <= resident.num_total_tokens, f"{run.request.request_id} has been drawn twice"
         self._all[resident.key] = self._joining[resident.key] = resident
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
-        """It has so many blocks now. Whether it can go on, and could not."""
+        """Set a resident's number of blocks. Whether it can go on now, and could not before."""
         resident = self._all.get(key)
         if resident is None:
             return False
@@ -99,7 +99,7 @@ class Residents:
         return True
 
     def free(self, key: RequestKey) -> bool:
-        """It leaves before the next step; `seat` tells of it. False if it does not decode here."""
+        """Let a resident leave before the next step; `seat` returns it. False if it does not decode here."""
         if key not in self._all:
             return False
         self._leaving[key] = False
@@ -110,12 +110,12 @@ class Residents:
         self._leaving.setdefault(key, True)
 
     def num_tokens(self, key: RequestKey) -> int | None:
-        """Of its prompt, and drawn, up to the last step whose end was told; None if it does not decode here."""
+        """Return tokens of prompt and output up to the last reported step; None if it does not decode here."""
         resident = self._all.get(key)
         return None if resident is None else resident.num_tokens + self._num_made(resident)
 
     def seat(self) -> list[RequestKey]:
-        """Between two steps: those that joined take part, those that were freed do not, and are returned."""
+        """Seat residents that joined, between two steps, and return those that were freed."""
         left = list(self._leaving)
         for key in left:
             self._joining.pop(key, None)
@@ -144,7 +144,7 @@ class Residents:
         return told
 
     def _look_at(self, resident: _Resident, told: Told) -> Told:
-        """It ends, or needs more."""
+        """Note whether a resident ends, or needs more blocks."""
         key, run = resident.key, resident.run
         num_tokens = resident.num_tokens + self._num_made(resident)
         if num_tokens == resident.num_total_tokens:
@@ -166,7 +166,7 @@ class Residents:
         return told._replace(low=(*told.low, context))
 
     def drawn_s(self, key: RequestKey, now_s: float, running_s: Sequence[float]) -> Sequence[float]:
-        """When its tokens came, all of them up to now; ``running_s``: when the steps end that are being made."""
+        """Return the times of a resident's tokens up to now; ``running_s`` are the ends of the steps under way."""
         resident = self._all[key]
         times_s = [*resident.run.token_times_s]
         if resident.joined_step is not None:
@@ -191,7 +191,7 @@ class Residents:
         return 0 if resident.joined_step is None else len(self._ends_s) - resident.joined_step
 
     def _stand(self, resident: _Resident) -> None:
-        """It takes part no more."""
+        """Let a resident stand still: it takes part in no step any more."""
         if self._decoding.pop(resident.key, None) is None:
             return
         num_made = self._num_made(resident)

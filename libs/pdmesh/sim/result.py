@@ -52,7 +52,7 @@ class RequestRun:
 
     @property
     def current(self) -> Request:
-        """As its newest epoch has it."""
+        """The request of the newest epoch."""
         return self.resumed or self.request
 
     @property

@@ -65,7 +65,7 @@ class Simulator:
         *,
         closed_loop: ClosedLoop | None = None,
     ) -> None:
-        """Under a ``closed_loop`` its clients send ``arrivals``, each the next when it has time for it."""
+        """Simulate ``arrivals``; under a ``closed_loop`` each client sends the next one when it has time."""
         self._config = config = config or SimConfig()
         self._check_deaths({profile.instance_id: profile for profile, _ in instances})
         self._core = core
@@ -139,7 +139,7 @@ class Simulator:
             return
 
     def _let_clients_send(self, think_s: float) -> None:
-        """As many as have time send a request each, after ``think_s``: those are open from now on."""
+        """Let each client that has time send a request after ``think_s``."""
         assert self._closed_loop is not None
         while self._num_open < self._closed_loop.clients_at(self._num_sent):
             found = next(self._arrivals, None)
