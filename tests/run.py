@@ -114,13 +114,13 @@ def parts(arguments: Sequence[str], *, everything: bool) -> Iterator[Part]:
     others = [f"tests/{folder}" for folder in folders if folder not in {ALONE, MESHES}]
     num_processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     spread = ("-n", str(num_processes), "--dist", "worksteal", f"--hypothesis-seed={datetime.now(UTC):%Y%m%d}")
-    fast, slow, drawn = ((*spread, "-m", marks) for marks in ("not slow", "slow", "slow or drawn"))
+    fast, drawn = ((*spread, "-m", marks) for marks in ("not slow", "slow or drawn"))
     yield Part("tests", [*fast, *arguments, *others], linters=["ruff", "imports", "mypy"], budget_s=BUDGET_S)
     yield Part("meshes", [*fast, *arguments, f"tests/{MESHES}"])
     if everything:
         all_examples = "--hypothesis-profile=all"
         yield Part("slow and drawn tests", [*drawn, all_examples, *arguments, *others], linters=["pyright"])
-        yield Part("slow meshes", [*slow, *arguments, f"tests/{MESHES}"])
+        yield Part("slow meshes", [*drawn, all_examples, *arguments, f"tests/{MESHES}"])
         yield Part("device", [*arguments, f"tests/{ALONE}"])
 
 

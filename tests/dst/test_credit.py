@@ -16,6 +16,7 @@ from pdmesh.plans import ResidentContext
 from pdmesh.testing.core import FixedGrowth
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
 from pdmesh.testing.dst.run import run
+from pdmesh.testing.examples import slow_beyond
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.transcripts import Transcript
 
@@ -66,7 +67,7 @@ def test_tokens_are_those_of_an_undisturbed_run(preemptions: Counter[RequestId],
     assert preemptions.total() >= 5
 
 
-@pytest.mark.parametrize("roles", ROLES, ids=str)
+@pytest.mark.parametrize("roles", slow_beyond(1, ((roles,) for roles in ROLES)), ids=str)
 def test_and_through_twenty_preemptions_of_each_request(
     preemptions: Counter[RequestId], roles: tuple[Role, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pdmesh.testing.mesh import RunningMesh
 from pdmesh.testing.timed import TimedRequest, poisson, send, timed_mesh
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: A prompt token takes a millisecond, a step of decodes a fiftieth of a second.
 COSTS = "a_s=0.01,b_s=0.001,decode_a_s=0.02"

@@ -9,6 +9,7 @@ import pytest
 
 from pdmesh.testing.checkpoints import CheckpointShape, Family, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh.testing.examples import slow_beyond
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx]
@@ -32,11 +33,11 @@ class Case:
 
 
 CASES = [
-    Case("llama", 1, 1, 0, "fcfs", 512),
-    Case("qwen2", 2, 2, 0, "fcfs", 7, over_ucx=True),
-    Case("qwen3", 0, 0, 2, "fcfs", 64),
     # Long from 1,000 tokens on: the prompts of 4,000 are interrupted between layers, and preempted, by the others.
     Case("llama", 1, 1, 0, "pdmesh", 0),
+    Case("qwen3", 0, 0, 2, "fcfs", 64),
+    Case("llama", 1, 1, 0, "fcfs", 512),
+    Case("qwen2", 2, 2, 0, "fcfs", 7, over_ucx=True),
     # Residents stand still in every prefill phase, and decode on after it.
     Case("qwen2", 0, 0, 1, "pdmesh", 0, batching="eb"),
 ]
@@ -66,7 +67,7 @@ def reference_of(checkpoint: Path, prompt: tuple[int, ...]) -> Reference:
 
 @pytest.fixture(
     scope="module",
-    params=CASES,
+    params=slow_beyond(2, CASES),
     ids=lambda case: f"{case.architecture}-{case.bundle}{case.batching}-{case.chunk_tokens}",
 )
 def served(

@@ -16,8 +16,8 @@ from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 
-NUM_STREAMS = 8
-MAX_TOKENS = 400
+NUM_STREAMS = 6
+MAX_TOKENS = 240
 
 
 @dataclass(frozen=True)

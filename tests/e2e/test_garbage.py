@@ -8,17 +8,15 @@ import anyio
 import psutil
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.exactness import complete
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
-    folder = tmp_path_factory.mktemp("garbage")
-    with running_mesh(folder, model=write_checkpoint(folder / "model")) as mesh:
+    with running_mesh(tmp_path_factory.mktemp("garbage"), model=None, settings=STAND_IN) as mesh:
         yield mesh
 
 

@@ -13,8 +13,7 @@ import anyio
 import httpx
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(900)]
 
@@ -32,8 +31,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
     folder = tmp_path_factory.mktemp("isolation")
     keys = folder / "keys"
     keys.write_text("key-of-a\nkey-of-b\n")
-    checkpoint = write_checkpoint(folder / "model", seed=3)
-    with running_mesh(folder, model=checkpoint, settings={"SECURITY_API_KEYS_FILE": str(keys)}) as mesh:
+    with running_mesh(folder, model=None, settings={**STAND_IN, "SECURITY_API_KEYS_FILE": str(keys)}) as mesh:
         yield mesh
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.testing.examples import slow_beyond
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +26,7 @@ with running_mesh(Path(sys.argv[1]), model=None, settings={"WORKER_ENGINE": "fak
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", slow_beyond(1, [signal.SIGKILL, signal.SIGTERM]))
 def test_a_killed_benchmark_takes_its_mesh_along(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:

@@ -1,4 +1,4 @@
-"""Nothing leaks: after a thousand requests, a third of them cancelled at random moments, all is as it was."""
+"""Nothing leaks: after hundreds of requests, a third of them cancelled at random moments, all is as it was."""
 
 import random
 from collections.abc import Generator
@@ -8,20 +8,19 @@ import httpx
 import psutil
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.examples import examples
+from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx]
 
-NUM_REQUESTS = 1000
+NUM_REQUESTS = examples(1000)
 CANCELLED_SHARE = 0.3
 
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
-    folder = tmp_path_factory.mktemp("leaks")
-    checkpoint = write_checkpoint(folder / "model")
-    with running_mesh(folder, model=checkpoint, settings={"POLICY_LONG_PROMPT_TOKENS": "300"}) as mesh:
+    settings = {**STAND_IN, "POLICY_LONG_PROMPT_TOKENS": "300"}
+    with running_mesh(tmp_path_factory.mktemp("leaks"), model=None, settings=settings) as mesh:
         yield mesh
 
 
@@ -57,7 +56,8 @@ def descriptors(mesh: RunningMesh) -> dict[str, int]:
 
 
 @pytest.mark.timeout(300)
-async def test_a_thousand_requests_leave_nothing_behind(mesh: RunningMesh) -> None:
+@pytest.mark.drawn
+async def test_hundreds_of_requests_leave_nothing_behind(mesh: RunningMesh) -> None:
     rng = random.Random(5)
     ended: list[str] = []
     limiter = anyio.CapacityLimiter(32)
@@ -78,7 +78,7 @@ async def test_a_thousand_requests_leave_nothing_behind(mesh: RunningMesh) -> No
     after, tasks_after = descriptors(mesh), mesh.event_loop_tasks()
 
     assert len(ended) == 50 + NUM_REQUESTS
-    assert 0.2 < ended.count("cancelled") / len(ended) < 0.4
+    assert 0.15 < ended.count("cancelled") / len(ended) < 0.45
     assert after == before
     assert set(tasks_after) == set(mesh.pids())
     assert tasks_after == tasks_before

@@ -12,9 +12,8 @@ from collections.abc import Generator
 
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.load import requests_of, running_load
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(600)]
 
@@ -24,15 +23,13 @@ REQUESTS = requests_of(5, [20, 45, 70, 130], max_tokens=120)
 @pytest.fixture(scope="module")
 def wide_mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
     folder = tmp_path_factory.mktemp("wide")
-    checkpoint = write_checkpoint(folder / "model", seed=3)
-    with running_mesh(folder, model=checkpoint, prefill=2, decode=2, gateways=2) as mesh:
+    with running_mesh(folder, model=None, prefill=2, decode=2, gateways=2, settings=STAND_IN) as mesh:
         yield mesh
 
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
-    folder = tmp_path_factory.mktemp("pools")
-    with running_mesh(folder, model=write_checkpoint(folder / "model", seed=3)) as mesh:
+    with running_mesh(tmp_path_factory.mktemp("pools"), model=None, settings=STAND_IN) as mesh:
         yield mesh
 
 

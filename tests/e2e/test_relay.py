@@ -14,6 +14,7 @@ import pytest
 from pdmesh.cli.request_view import computed_again
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh.testing.examples import slow_beyond
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.messages import GroupStatus, RequestRecord
 
@@ -54,7 +55,7 @@ GROUPS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(GROUPS.values()), ids=list(GROUPS))
+@pytest.fixture(scope="module", params=slow_beyond(1, ((group,) for group in GROUPS.values())), ids=list(GROUPS))
 def together(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[RunningMesh]:
@@ -67,7 +68,8 @@ def together(
 
 
 def groups(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("together", [GROUPS[name] for name in names], indirect=True, ids=names)
+    slow = slow_beyond(0, ((GROUPS[name],) for name in names))
+    return pytest.mark.parametrize("together", slow, indirect=True, ids=names)
 
 
 three, either = groups("3"), groups("3", "3 at once", "3 at once that lend")

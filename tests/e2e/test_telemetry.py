@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.collector import CollectedSpan, Collector, collecting
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ucx]
 
@@ -49,6 +48,7 @@ def id_of(response: dict[str, Any]) -> str:
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Generator[Observed]:
     folder = tmp_path_factory.mktemp("telemetry")
     settings = {
+        **STAND_IN,
         "SCHEDULER_BUNDLE": "fcfs",
         "POLICY_CHUNK_TOKENS": "48",
         "TELEMETRY_LOG_LEVEL": "debug",
@@ -57,7 +57,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Generator[Observed]:
     with collecting() as collector, pytest.MonkeyPatch.context() as environ:
         environ.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds; the services' exporters read it
         settings["TELEMETRY_OTLP_ENDPOINT"] = collector.endpoint
-        with running_mesh(folder, model=write_checkpoint(folder / "model"), settings=settings) as mesh:
+        with running_mesh(folder, model=None, settings=settings) as mesh:
             yield Observed(mesh, collector)
 
 

@@ -43,7 +43,7 @@ def floods(draw: st.DrawFn) -> list[Request]:
         now_s += draw(st.floats(0.0, 8.0))
         prompt = draw(st.sampled_from([1, 16, 64, 255, 256, 512, 2048]))
         gap_s = draw(st.sampled_from([0.0, 0.02, 0.1, 0.25, 0.5])) * max(1, prompt / 64)
-        for index in range(draw(st.integers(1, 40))):
+        for index in range(draw(st.integers(1, 20))):
             requests.append(a_request(f"r{len(requests):04}", prompt=prompt, output=1, arrival_s=now_s + index * gap_s))
     return requests
 

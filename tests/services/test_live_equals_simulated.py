@@ -63,6 +63,7 @@ from pdmesh.sim.simulator import GATEWAY, SimConfig, Simulator
 from pdmesh.sim.workload import Arrival
 from pdmesh.telemetry.tracing import NoTracing
 from pdmesh.testing.decisions import RememberingCore
+from pdmesh.testing.examples import slow_beyond
 from pdmesh.testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
 from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.wire.link import FrameLink
@@ -432,7 +433,7 @@ def tokens_of(runs: Sequence[RequestRun]) -> list[list[float]]:
     return [list(run.token_times_s) for run in runs]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_beyond(1, range(3)))
 @pytest.mark.parametrize("bundle", ["fcfs", "sjf", "lars", "medha", "pdmesh"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_service_decides_as_the_simulator_does(mesh: InstanceCounts, bundle: str, seed: int) -> None:
@@ -480,7 +481,7 @@ def test_the_same_by_credit_and_in_phases(mesh: InstanceCounts, batching: str) -
     assert kinds >= {GrowKv, Restart}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", slow_beyond(1, range(2)))
 @pytest.mark.parametrize("mesh", [{"prefill": 3, "decode": 1}, {"mixed": 3}], ids=str)
 def test_the_same_where_instances_compute_prompts_in_turn(mesh: InstanceCounts, seed: int) -> None:
     """Helpers join late, are sent what was computed before, and wait for each other's KV on shared links."""

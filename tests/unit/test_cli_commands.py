@@ -25,6 +25,7 @@ from pdmesh.config import COMPOSE_VARIABLES, MeshConfig, variable_of
 from pdmesh.profiles import load_profile
 from pdmesh.settings import settings_of
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.command import pdmesh_here
 from pdmesh.testing.processes import is_running, write_stand_in_packages
 
 TIMEOUT_S = 60.0
@@ -45,6 +46,10 @@ class Machine:
             text=True,
             timeout=TIMEOUT_S,
         )
+
+    def run_here(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """The same in the test's own process, of what starts no other."""
+        return pdmesh_here(*arguments, environ=self.environ | variables)
 
     def record(self, name: str = "default") -> dict[str, object]:
         loaded = json.loads((self.folder / "state/pdmesh" / name / "mesh.json").read_text())
@@ -149,7 +154,7 @@ def test_the_help_of_each_command_has_an_example_that_can_be_typed_shows_default
 def test_a_wrong_configuration_is_one_sentence_and_code_2(
     machine: Machine, arguments: list[str], variables: dict[str, str], sentence: str
 ) -> None:
-    done = machine.run(*arguments, **variables)
+    done = machine.run_here(*arguments, **variables)
     assert done.returncode == 2
     assert done.stderr.startswith(f"pdmesh: {sentence}")
     assert "Traceback" not in done.stderr
@@ -197,7 +202,7 @@ def test_a_record_that_cannot_be_written_ends_nothing(machine: Machine) -> None:
 
 
 def test_what_compose_takes_does_not_break_the_command(machine: Machine) -> None:
-    done = machine.run("config", "show", PDMESH_PORT="9000", PDMESH_MODELS="/models")
+    done = machine.run_here("config", "show", PDMESH_PORT="9000", PDMESH_MODELS="/models")
     assert done.returncode == 0, done.stderr
 
 
@@ -222,8 +227,8 @@ def test_the_shell_completes(machine: Machine) -> None:
 
 
 def test_wrong_usage_is_code_2(machine: Machine) -> None:
-    assert machine.run("no-such-command").returncode == 2
-    assert machine.run("up", "--no-such-option").returncode == 2
+    assert machine.run_here("no-such-command").returncode == 2
+    assert machine.run_here("up", "--no-such-option").returncode == 2
 
 
 def test_config_show_tells_what_is_in_force(machine: Machine) -> None:
@@ -234,13 +239,13 @@ def test_config_show_tells_what_is_in_force(machine: Machine) -> None:
 
 @pytest.mark.parametrize("command", [["status"], ["chat", "-m", "Hi"], ["requests", "show", "x"]])
 def test_without_a_mesh_the_others_say_so(machine: Machine, command: list[str]) -> None:
-    done = machine.run(*command)
+    done = machine.run_here(*command)
     assert done.returncode == 1
     assert done.stderr.startswith("pdmesh: no mesh named 'default' is running: start one with `pdmesh up`")
 
 
 def test_down_without_a_mesh_is_no_error(machine: Machine) -> None:
-    done = machine.run("down")
+    done = machine.run_here("down")
     assert (done.returncode, done.stdout) == (0, "pdmesh: mesh 'default' is not running\n")
 
 

@@ -1,21 +1,13 @@
-"""`pdmesh plan`, as a process, on workloads whose answer is known."""
+"""`pdmesh plan` on workloads whose answer is known."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-TIMEOUT_S = 60.0
-
-
-def pdmesh(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pdmesh.cli", *map(str, arguments)], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+from pdmesh.testing.command import pdmesh_here
 
 
 def trace_of(folder: Path, rows: list[dict[str, object]]) -> Path:
@@ -32,7 +24,7 @@ def test_as_many_prefill_instances_as_prompts_come_at_once(tmp_path: Path, toget
         for burst in range(3)
         for _ in range(together)
     ]
-    done = pdmesh(
+    done = pdmesh_here(
         "plan", "--trace", trace_of(tmp_path, rows), "--slo-ttft", "1.0", "--bundle", "fcfs", "--chunk-tokens", "8192",
         "--max-instances", "8", "-o", "json",
     )  # fmt: skip
@@ -50,13 +42,13 @@ def test_as_many_decode_instances_as_the_pace_asks_for(tmp_path: Path) -> None:
     ]
     trace = trace_of(tmp_path, rows)
     for tpot_s, num_decode in (("0.02", 2), ("0.05", 1)):
-        done = pdmesh("plan", "--trace", trace, "--slo-tpot", tpot_s, "--max-instances", "4", "-o", "json")
+        done = pdmesh_here("plan", "--trace", trace, "--slo-tpot", tpot_s, "--max-instances", "4", "-o", "json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["pools"] == {"num_prefill": 1, "num_decode": num_decode}
 
 
 def test_a_table_says_what_was_tried() -> None:
-    done = pdmesh("plan", "--limit", "30", "--slo-ttft", "2", "--slo-tpot", "0.1", "--max-instances", "4")
+    done = pdmesh_here("plan", "--limit", "30", "--slo-ttft", "2", "--slo-tpot", "0.1", "--max-instances", "4")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     instances, header, *_ = done.stdout.splitlines()
@@ -82,7 +74,7 @@ def test_a_table_says_what_was_tried() -> None:
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(arguments: list[str], code: int, says: str) -> None:
-    done = pdmesh("plan", "--limit", "20", *arguments)
+    done = pdmesh_here("plan", "--limit", "20", *arguments)
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith("pdmesh: ")
     assert done.stderr.count("\n") == 1
@@ -95,8 +87,8 @@ def test_a_bad_row_is_named(tmp_path: Path) -> None:
         {"arrival_s": 0.0, "num_prompt_tokens": 1, "num_output_tokens": 1, "slo_ttft_s": -1},
     ]
     trace = trace_of(tmp_path, rows)
-    done = pdmesh("plan", "--trace", trace, "--slo-ttft", "1")
+    done = pdmesh_here("plan", "--trace", trace, "--slo-ttft", "1")
     assert (done.returncode, done.stderr) == (2, f"pdmesh: {trace}:2: slo_ttft_s is -1.0\n")
     trace.write_text("")
-    done = pdmesh("plan", "--trace", trace, "--slo-ttft", "1")
+    done = pdmesh_here("plan", "--trace", trace, "--slo-ttft", "1")
     assert (done.returncode, done.stderr) == (2, f"pdmesh: the trace {trace} has no rows\n")

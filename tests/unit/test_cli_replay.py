@@ -1,11 +1,9 @@
-"""`pdmesh replay`, as a process over recorded runs."""
+"""`pdmesh replay`, over recorded runs."""
 
 from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +11,8 @@ import pytest
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogReader, EventLogWriter, replay
 from pdmesh.policy.bundles import make_bundle
+from pdmesh.testing.command import pdmesh_here
 from pdmesh.testing.recorded import record_run
-
-TIMEOUT_S = 60.0
-
-
-def pdmesh(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pdmesh.cli", *map(str, arguments)], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
 
 
 @pytest.fixture
@@ -33,7 +24,7 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def test_a_recorded_run_replays_to_the_same_commands(recorded: Path) -> None:
-    done = pdmesh("replay", recorded)
+    done = pdmesh_here("replay", recorded)
     assert done.returncode == 0, done.stderr
     assert "identical to the recorded run (fcfs)" in done.stdout
     with EventLogReader(recorded) as log:
@@ -42,12 +33,12 @@ def test_a_recorded_run_replays_to_the_same_commands(recorded: Path) -> None:
 
 
 def test_another_bundle_says_where_it_would_differ(recorded: Path) -> None:
-    done = pdmesh("replay", recorded, "--bundle", "sjf", "-o", "json")
+    done = pdmesh_here("replay", recorded, "--bundle", "sjf", "-o", "json")
     assert done.returncode == 0, done.stderr
     difference = json.loads(done.stdout)["difference"]
     assert difference["recorded"] != difference["instead"]
-    assert "sjf would have decided otherwise from event" in pdmesh("replay", recorded, "--bundle", "sjf").stdout
-    assert "fcfs would have decided the same" in pdmesh("replay", recorded, "--bundle", "fcfs").stdout
+    assert "sjf would have decided otherwise from event" in pdmesh_here("replay", recorded, "--bundle", "sjf").stdout
+    assert "fcfs would have decided the same" in pdmesh_here("replay", recorded, "--bundle", "fcfs").stdout
 
 
 def test_other_commands_than_recorded_are_found(tmp_path: Path, recorded: Path) -> None:
@@ -57,14 +48,14 @@ def test_other_commands_than_recorded_are_found(tmp_path: Path, recorded: Path) 
         for entry in log:
             copy.record(entry.now_s, entry.event)
             copy.record_commands(core.handle(entry.event, entry.now_s))
-    done = pdmesh("replay", changed)
+    done = pdmesh_here("replay", changed)
     assert done.returncode == 1
     assert "the commands are not those recorded" in done.stdout
 
 
 def test_the_last_event_before_a_crash_has_no_commands(recorded: Path) -> None:
     recorded.write_bytes(recorded.read_bytes()[:-3])
-    done = pdmesh("replay", recorded)
+    done = pdmesh_here("replay", recorded)
     assert done.returncode == 0, done.stderr
     assert "1 events have no recorded commands to compare with" in done.stdout
 
@@ -73,7 +64,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.log"
     other.write_text("hello")
     for path, says in ((other, "other.log"), (tmp_path / "missing.log", "cannot read the event log")):
-        done = pdmesh("replay", path)
+        done = pdmesh_here("replay", path)
         assert done.returncode == 2
         assert says in done.stderr
         assert done.stderr.count("\n") == 1
@@ -84,7 +75,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
 
 def test_what_if_is_figures_side_by_side(recorded: Path) -> None:
     """The record, its own bundle simulated (the same, for it was simulated), and the other one."""
-    done = pdmesh("replay", recorded, "--bundle", "sjf")
+    done = pdmesh_here("replay", recorded, "--bundle", "sjf")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -95,7 +86,7 @@ def test_what_if_is_figures_side_by_side(recorded: Path) -> None:
     assert finished[2:5] == finished[5:8] == finished[8:]
     assert "simulated with a latency model fitted to this log" in done.stdout
 
-    what_if = json.loads(pdmesh("replay", recorded, "--bundle", "sjf", "-o", "json").stdout)["what_if"]
+    what_if = json.loads(pdmesh_here("replay", recorded, "--bundle", "sjf", "-o", "json").stdout)["what_if"]
     runs = what_if["runs"]
     assert list(runs) == ["recorded", "fcfs, simulated", "sjf, simulated"]
     for group in ("short", "long"):
@@ -107,7 +98,7 @@ def test_what_if_is_figures_side_by_side(recorded: Path) -> None:
 
 
 def test_what_if_with_a_profile(recorded: Path) -> None:
-    done = pdmesh("replay", recorded, "--bundle", "fcfs", "--profile", "h100-llama3-8b", "-o", "json")
+    done = pdmesh_here("replay", recorded, "--bundle", "fcfs", "--profile", "h100-llama3-8b", "-o", "json")
     assert done.returncode == 0, done.stderr
     runs = json.loads(done.stdout)["what_if"]["runs"]
     assert list(runs) == ["recorded", "fcfs, simulated"]
@@ -116,7 +107,7 @@ def test_what_if_with_a_profile(recorded: Path) -> None:
 
 def test_the_recorded_timeline(tmp_path: Path, recorded: Path) -> None:
     timeline = tmp_path / "timeline.json"
-    done = pdmesh("replay", recorded, "--perfetto", timeline)
+    done = pdmesh_here("replay", recorded, "--perfetto", timeline)
     assert done.returncode == 0, done.stderr
     events = json.loads(timeline.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"recorded", "prefill-000"}
@@ -132,7 +123,7 @@ def test_the_recorded_timeline(tmp_path: Path, recorded: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(recorded: Path, arguments: list[str], says: str) -> None:
-    done = pdmesh("replay", recorded, *arguments)
+    done = pdmesh_here("replay", recorded, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("pdmesh: ")
     assert done.stderr.count("\n") == 1
@@ -144,7 +135,7 @@ def test_a_log_without_a_finished_request_has_nothing_to_simulate(tmp_path: Path
     with EventLogReader(recorded) as log, EventLogWriter(begun, log.header) as copy:
         for entry in list(log)[:6]:
             copy.record(entry.now_s, entry.event)
-    done = pdmesh("replay", begun, "--bundle", "sjf")
+    done = pdmesh_here("replay", begun, "--bundle", "sjf")
     assert (done.returncode, done.stderr) == (
         2,
         "pdmesh: no request of the log finished: there is nothing to simulate\n",

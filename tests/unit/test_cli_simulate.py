@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,14 @@ from pdmesh.policy.batching import Mode
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES
 from pdmesh.profiles import save_profile
+from pdmesh.testing.command import pdmesh_here
 from pdmesh.testing.profiles import COEFFICIENTS, SUBJECT, profile_file
 
-TIMEOUT_S = 60.0
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:46.75,3960,9\n"
 
 
-def pdmesh(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pdmesh.cli", *map(str, arguments)], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-
-
 def test_bundles_side_by_side() -> None:
-    done = pdmesh("simulate", "--limit", "20", "--bundle", "fcfs", "--bundle", "sjf", "--prefill", "2")
+    done = pdmesh_here("simulate", "--limit", "20", "--bundle", "fcfs", "--bundle", "sjf", "--prefill", "2")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     profile, header, *rows = done.stdout.splitlines()
@@ -38,14 +30,14 @@ def test_bundles_side_by_side() -> None:
     assert all(len(row) <= 80 for row in rows)
     assert "makespan, s" in done.stdout
     assert "goodput" not in done.stdout  # of which there is none without targets
-    with_target = pdmesh("simulate", "--limit", "20", "--slo-ttft", "10")
+    with_target = pdmesh_here("simulate", "--limit", "20", "--slo-ttft", "10")
     assert "goodput, requests/s" in with_target.stdout
 
 
 def test_json_is_the_same_bytes_for_the_same_seed() -> None:
     arguments = ("simulate", "--limit", "20", "--mixed", "2", "--long-share", "0.2", "--long-range", "9000,9999")
     once, again, other = (
-        pdmesh(*arguments, "-o", "json", "--slo-ttft", "1", "--seed", seed) for seed in ("3", "3", "4")
+        pdmesh_here(*arguments, "-o", "json", "--slo-ttft", "1", "--seed", seed) for seed in ("3", "3", "4")
     )
     assert once.returncode == 0, once.stderr
     assert once.stdout == again.stdout
@@ -63,8 +55,8 @@ def test_json_is_the_same_bytes_for_the_same_seed() -> None:
 def test_deaths_and_noise() -> None:
     """All requests end well; those whose prompts were lost began again."""
     arguments = ("simulate", "--limit", "60", "--prefill", "3", "--bundle", "pdmesh", "-o", "json")
-    calm = pdmesh(*arguments)
-    once, again = (pdmesh(*arguments, "--noise", "0.2", "--deaths", "6", "--away", "2") for _ in range(2))
+    calm = pdmesh_here(*arguments)
+    once, again = (pdmesh_here(*arguments, "--noise", "0.2", "--deaths", "6", "--away", "2") for _ in range(2))
     assert once.returncode == 0, once.stderr
     assert once.stdout == again.stdout
     before, after = (json.loads(done.stdout)["bundles"]["pdmesh"] for done in (calm, once))
@@ -76,7 +68,7 @@ def test_deaths_and_noise() -> None:
 def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
     trace, timeline = tmp_path / "azure.csv", tmp_path / "timeline.json"
     trace.write_text(AZURE)
-    done = pdmesh("simulate", "--trace", trace, "--bundle", "fcfs", "--perfetto", timeline, "-o", "json")
+    done = pdmesh_here("simulate", "--trace", trace, "--bundle", "fcfs", "--perfetto", timeline, "-o", "json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["bundles"]["fcfs"]["all"]["num_finished"] == 2
     steps = [event for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "X"]
@@ -84,10 +76,11 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
     assert steps[0]["args"]["chunks"] == ["r0000000 0+374"]
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run, modes = tmp_path / "run.png", tmp_path / "modes.png"
-    done = pdmesh("simulate", "--limit", "20", "--plot", run, "--plot-modes", modes)
+    done = pdmesh_here("simulate", "--limit", "20", "--plot", run, "--plot-modes", modes)
     assert done.returncode == 0, done.stderr
     assert run.read_bytes().startswith(b"\x89PNG")
     assert modes.read_bytes().startswith(b"\x89PNG")
@@ -136,7 +129,7 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(arguments: list[str], code: int, says: str) -> None:
-    done = pdmesh("simulate", *arguments)
+    done = pdmesh_here("simulate", *arguments)
     assert done.returncode == code
     assert done.stderr.startswith("pdmesh: ")
     assert done.stderr.count("\n") == 1
@@ -148,7 +141,7 @@ def test_a_profile_without_the_terms_of_mixed_steps_is_one_sentence(tmp_path: Pa
     terms = {name: seconds for name, seconds in COEFFICIENTS.items() if name != "mixed_a_s"}
     profile = tmp_path / "old.json"
     save_profile(profile, structs.replace(content, coefficients=terms))
-    done = pdmesh("simulate", "--limit", "5", "--profile", profile)
+    done = pdmesh_here("simulate", "--limit", "5", "--profile", profile)
     assert done.returncode == 2
     assert done.stderr.startswith("pdmesh: ")
     assert str(profile) in done.stderr
@@ -159,7 +152,7 @@ def test_a_profile_without_the_terms_of_mixed_steps_is_one_sentence(tmp_path: Pa
 def test_memory_by_credit_has_many_more_at_once_where_answers_are_shorter_than_asked_for() -> None:
     arguments = ("simulate", "--mixed", "1", "--prefill", "0", "--decode", "0", "--bundle", "pdmesh", "--limit", "60")
     load = ("--clients", "30", "--max-tokens", "4000", "--kv-tokens", "12000", "--long-share", "0", "-o", "json")
-    runs = {how: pdmesh(*arguments, *load, "--kv-reservation", how) for how in ("full", "credit")}
+    runs = {how: pdmesh_here(*arguments, *load, "--kv-reservation", how) for how in ("full", "credit")}
     records = {how: json.loads(done.stdout) for how, done in runs.items()}
     for how, record in records.items():
         assert record["options"]["kv_reservation"] == how
@@ -171,6 +164,6 @@ def test_memory_by_credit_has_many_more_at_once_where_answers_are_shorter_than_a
 def test_a_bad_row_is_named(tmp_path: Path) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text(AZURE + "2023-11-16 18:15:47,12,none\n")
-    done = pdmesh("simulate", "--trace", trace)
+    done = pdmesh_here("simulate", "--trace", trace)
     assert done.returncode == 2
     assert f"{trace}:4: GeneratedTokens is 'none'" in done.stderr

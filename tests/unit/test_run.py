@@ -42,7 +42,7 @@ def test_what_is_slow_is_left_to_test_all(run: ModuleType) -> None:
     assert everything[: len(fast)] == fast
     assert all(part.pytest[part.pytest.index("-m") + 1] == "not slow" for part in fast)
     slow = {part.pytest[part.pytest.index("-m") + 1] for part in everything[len(fast) :] if "-m" in part.pytest}
-    assert slow == {"slow", "slow or drawn"}
+    assert slow == {"slow or drawn"}
 
 
 @pytest.mark.parametrize("named", ["tests/unit/test_run.py", "tests/e2e", "tests/unit/test_run.py::test_nothing"])
