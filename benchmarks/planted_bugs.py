@@ -1,7 +1,9 @@
-"""Whether simulation finds bugs: plants those of ``planted_bugs.toml`` one by one and says how many seeds each took.
+"""Whether tests find bugs: plants those of ``planted_bugs.toml`` one by one and says how many seeds each took.
 
     python benchmarks/planted_bugs.py                      # all of them; exit code 1 if more than two are not found
     python benchmarks/planted_bugs.py --only "freed under"
+    python benchmarks/planted_bugs.py --seeds 100 --tests tests/unit tests/contract tests/services
+                                                           # as `make test`: by seeds, or else by a test of these
 
 Each is planted in a copy of the sources, and looked for by ``benchmarks/dst.py`` in a process of its own.
 """
@@ -23,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUGS = Path(__file__).with_suffix(".toml")
+COPIED = ("libs", "services", "benchmarks", "tests")
 SOURCES = ("libs", "services/gateway", "services/scheduler", "services/prefill", "services/decode")
 
 #: So many may stay hidden.
@@ -54,9 +57,7 @@ def main() -> int:
     chosen = [bug for bug in bugs() if arguments.only in bug.what]
     num_found = 0
     with ThreadPoolExecutor(arguments.processes) as executor:
-        for bug, found in zip(
-            chosen, executor.map(lambda bug: _search(bug, arguments.seeds, arguments.limit_s), chosen), strict=True
-        ):
+        for bug, found in zip(chosen, executor.map(lambda bug: _search(bug, arguments), chosen), strict=True):
             num_found += found.law is not None
             print(
                 f"{found.num_seeds:5} seeds {found.duration_s:5.0f} s  {found.law or 'NOT FOUND':<40.40} {bug.what}",
@@ -68,30 +69,47 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search came to; ``law`` is None if no seed broke one."""
+    """What a search came to; ``law`` is the one that broke, or the test that failed, or None."""
 
     num_seeds: int
     duration_s: float
     law: str | None
 
 
-def _search(bug: Bug, num_seeds: int, limit_s: float) -> Found:
+def _search(bug: Bug, arguments: argparse.Namespace) -> Found:
     """Plant a bug in a copy of the sources, and look for it there."""
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("libs", "services", "benchmarks"):
+        for name in COPIED:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
         (copy / bug.file).write_text(bug.planted((ROOT / bug.file).read_text()))
-        num_run, law = _look(copy, num_seeds, limit_s)
+        num_run, law = _look(copy, arguments.seeds, arguments.limit_s)
+        if law is None and arguments.tests:
+            law = _failing_test(copy, arguments.tests)
     return Found(num_run, time.monotonic() - began_s, law)
+
+
+def _environ(copy: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(copy / source) for source in SOURCES)}
+
+
+def _failing_test(copy: Path, tests: list[str]) -> str | None:
+    """The first that fails of those that `make test` runs; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *tests]
+    ended = subprocess.run(command, cwd=copy, env=_environ(copy), capture_output=True, text=True, check=False)
+    if ended.returncode == 0:
+        return None
+    if (failed := re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", ended.stdout, re.M)) is None:
+        raise RuntimeError(f"tests broke off:\n{ended.stdout}{ended.stderr}")
+    return failed[1]
 
 
 def _look(copy: Path, num_seeds: int, limit_s: float) -> tuple[int, str | None]:
     """How many seeds it took, and the law that broke; None if none did."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(str(copy / source) for source in SOURCES)}
     command = [sys.executable, "benchmarks/dst.py", "--seeds", str(num_seeds), "--no-shrink", "--limit-s", str(limit_s)]
-    ended = subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=copy, env=_environ(copy), capture_output=True, text=True, check=False)
     if (match := re.search(r"^seed (\d+): ([^:]*)", ended.stdout, re.M)) is not None:
         return int(match[1]) + 1, match[2]
     if ended.returncode != 0 or (run := re.search(r"^(\d+) seeds from", ended.stdout, re.M)) is None:
@@ -104,6 +122,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=2000, help="to look for each bug in")
     parser.add_argument("--limit-s", type=float, default=120.0, help="to look for each bug")
     parser.add_argument("--processes", type=int, default=1, help="bugs looked for at once")
+    parser.add_argument("--tests", nargs="*", default=[], help="to look for what no seed showed, files and folders")
     parser.add_argument("--only", default="", help="bugs whose description has this in it")
     return parser.parse_args()
 

@@ -17,19 +17,22 @@ from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(600)]
 
+#: Steps as slow as those of a large model: the load costs little, and an operation has streams to disturb.
+SETTINGS = {**STAND_IN, "WORKER_FAKE_LATENCY": "a_s=0.005,b_s=2e-5,decode_a_s=0.01"}
+
 REQUESTS = requests_of(5, [20, 45, 70, 130], max_tokens=120)
 
 
 @pytest.fixture(scope="module")
 def wide_mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
     folder = tmp_path_factory.mktemp("wide")
-    with running_mesh(folder, model=None, prefill=2, decode=2, gateways=2, settings=STAND_IN) as mesh:
+    with running_mesh(folder, model=None, prefill=2, decode=2, gateways=2, settings=SETTINGS) as mesh:
         yield mesh
 
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
-    with running_mesh(tmp_path_factory.mktemp("pools"), model=None, settings=STAND_IN) as mesh:
+    with running_mesh(tmp_path_factory.mktemp("pools"), model=None, settings=SETTINGS) as mesh:
         yield mesh
 
 
@@ -98,6 +101,7 @@ async def test_what_cannot_be_changes_nothing_and_says_why(mesh: RunningMesh) ->
     assert mesh.pids() == before
 
 
+@pytest.mark.slow
 async def test_what_is_asked_while_the_scheduler_is_killed_is_done_once(wide_mesh: RunningMesh) -> None:
     mesh, before = wide_mesh, wide_mesh.pids()
     async with running_load(mesh.base_url, mesh.model, REQUESTS, at_once=4) as load:
@@ -113,6 +117,7 @@ async def test_what_is_asked_while_the_scheduler_is_killed_is_done_once(wide_mes
     assert not load.differ
 
 
+@pytest.mark.slow
 async def test_everything_is_restarted_and_the_mesh_stopped_and_no_stream_breaks(wide_mesh: RunningMesh) -> None:
     mesh, before = wide_mesh, wide_mesh.pids()
     assert {"gateway-0", "gateway-1"} < set(before)

@@ -233,10 +233,8 @@ async def test_who_hangs_up_in_the_middle_leaves_no_blocks_at_any_member(meshes:
     assert_same_choices(*await meshes.answers(temperature=0, logprobs=1))
 
 
-@either
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["leader", "helper", "other helper"])
-async def test_a_member_that_dies_in_the_middle_changes_no_answer(meshes: Meshes, place: int) -> None:
-    """Without a helper the others go on in the same epoch; without its leader a prompt begins again."""
+async def killed_meanwhile(meshes: Meshes, place: int) -> RequestRecord:
+    """What became of a request one of whose group was killed; its answer is that of a mesh in which nobody helps."""
     mesh = meshes.together
     got: list[dict[str, Any]] = []
 
@@ -250,9 +248,25 @@ async def test_a_member_that_dies_in_the_middle_changes_no_answer(meshes: Meshes
         os.kill(pid, signal.SIGKILL)
         await anyio.to_thread.run_sync(mesh.wait_until_replaced, name, pid)
     assert_same_choices(await ask(meshes.alone, logprobs=1, **SEEDED), got[0])
-    record = mesh.request_record(got[0]["id"])
-    happened = {entry.what for entry in record.entries}
-    assert ("restarted" in happened) == (place == 0), happened
-    if place:
-        assert computed_again(record) <= num_done_in_vain(record), "more than what was behind a hole"
     await anyio.to_thread.run_sync(mesh.wait_until_idle)
+    return mesh.request_record(got[0]["id"])
+
+
+def whats(record: RequestRecord) -> set[str]:
+    return {entry.what for entry in record.entries}
+
+
+@either
+async def test_a_prompt_whose_leader_dies_in_the_middle_begins_again(meshes: Meshes) -> None:
+    records = [await killed_meanwhile(meshes, 0)]
+    while "restarted" not in whats(records[-1]) and len(records) < 5:
+        records.append(await killed_meanwhile(meshes, 0))  # on a busy machine a kill may come after the last chunk
+    assert "restarted" in whats(records[-1]), records
+
+
+@either
+@pytest.mark.parametrize("place", [1, 2], ids=["helper", "other helper"])
+async def test_without_a_helper_that_dies_in_the_middle_the_others_go_on(meshes: Meshes, place: int) -> None:
+    record = await killed_meanwhile(meshes, place)
+    assert "restarted" not in whats(record)
+    assert computed_again(record) <= num_done_in_vain(record), "more than what was behind a hole"

@@ -160,6 +160,7 @@ def test_a_wrong_configuration_is_one_sentence_and_code_2(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_profile_is_measured_and_refused_for_another_model(machine: Machine) -> None:
     small = write_checkpoint(machine.folder / "small", max_position_embeddings=2048)
     large = write_checkpoint(machine.folder / "large", num_layers=3)

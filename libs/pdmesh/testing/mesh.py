@@ -23,10 +23,10 @@ from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetStatus, MeshState, RequestRecord
 
 #: Settings of a mesh without a model for tests that are not about numbers: instances start without torch, a decode step
-#: takes 2 ms, and a token follows from the last one and its position.
+#: takes 5 ms, and a token follows from the last one and its position.
 STAND_IN: Mapping[str, str] = {
     "WORKER_ENGINE": "fake",
-    "WORKER_FAKE_LATENCY": "a_s=0.002,b_s=2e-5,decode_a_s=0.002",
+    "WORKER_FAKE_LATENCY": "a_s=0.003,b_s=2e-5,decode_a_s=0.005",
 }
 
 START_TIMEOUT_S = 240.0
