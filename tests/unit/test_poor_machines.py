@@ -16,15 +16,18 @@ import httpx
 import pytest
 
 from pdmesh.cli.http import Target
+from pdmesh.cli.preflight import check_checkpoint, check_loopback, check_machine, check_thread_limit
 from pdmesh.cli.state import StateFolder, state_root
-from pdmesh.cli.up import check_thread_limit
 from pdmesh.config import MeshConfig, TransferConfig
+from pdmesh.engine.model_config import parse_model_config
 from pdmesh.errors import ConfigError
 from pdmesh.service import raise_descriptor_limit
+from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.transport import reading
 from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import bind_socket
+from pdmesh.worker.engines import check_weights_fit
 from pdmesh.worker.runtime import transfer_for
 
 
@@ -131,10 +134,80 @@ def test_a_mesh_without_room_for_its_threads_is_refused() -> None:
         check_thread_limit(5, 74)
 
 
+def test_a_machine_that_cannot_reach_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_machine(MeshConfig(), num_processes=5)
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(ConfigError, match=r"cannot reach itself at 127\.0\.0\.1, .* Network is unreachable; bring"):
+        check_loopback("127.0.0.1")
+
+
 def test_a_process_that_may_open_too_few_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (24, 24))
     with pytest.raises(ConfigError, match="may open only 24 files: raise the limit to 64 or more"):
         raise_descriptor_limit()
+
+
+def checkpoint(folder: Path, *, without: str = "") -> Path:
+    """A whole one but for the file ``without``."""
+    directory = write_checkpoint(folder / "model")
+    if without:
+        (directory / without).unlink()
+    return directory
+
+
+def test_a_whole_checkpoint_is_no_mistake(tmp_path: Path) -> None:
+    check_checkpoint(MeshConfig(), checkpoint(tmp_path), num_instances=2)
+
+
+@pytest.mark.parametrize(
+    ("missing", "instead", "told"),
+    [
+        ("config.json", "", "config.json is missing"),
+        ("tokenizer.json", "", "has no tokenizer.json: save the checkpoint with its fast tokenizer"),
+        ("model.safetensors", "", "is it downloaded completely?"),
+        ("model.safetensors", "pytorch_model.bin", "but pytorch_model.bin: save the checkpoint as safetensors"),
+    ],
+)
+def test_an_incomplete_checkpoint_is_told_before_anything_starts(
+    tmp_path: Path, missing: str, instead: str, told: str
+) -> None:
+    directory = checkpoint(tmp_path, without=missing)
+    if instead:
+        (directory / instead).touch()
+    with pytest.raises(ConfigError) as failure:
+        check_checkpoint(MeshConfig(), directory, num_instances=2)
+    assert told in str(failure.value)
+
+
+def test_a_pointer_of_git_lfs_is_not_taken_for_weights(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path)
+    (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ConfigError, match="run `git lfs pull`"):
+        check_checkpoint(MeshConfig(), directory, num_instances=2)
+
+
+def test_a_model_too_large_for_memory_is_refused() -> None:
+    model = parse_model_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "vocab_size": 32000,
+            "torch_dtype": "bfloat16",
+        },
+        "config.json",
+    )
+    layout = model.kv_layout(dtype="auto", block_size=16)
+    check_weights_fit(model, layout, num_instances=2, free_bytes=26 << 30)
+    check_weights_fit(model, layout, num_instances=2, free_bytes=None)
+    with pytest.raises(ConfigError, match=r"take 12\.3 GiB in bfloat16, in each of 2 instances, and 24\.0 GiB"):
+        check_weights_fit(model, layout, num_instances=2, free_bytes=24 << 30)
 
 
 @pytest.mark.parametrize(("url", "num_proxies"), [("http://127.0.0.1:8000", 0), ("http://elsewhere:8000", 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 from pdmesh.errors import ConfigError, PdmeshError
@@ -11,11 +12,9 @@ from pdmesh.failures import sentence
 
 def main() -> int:
     """Run the command line; the exit code is 0 done, 1 failed, 2 wrong usage or configuration."""
+    _mend_standard_streams()
     from pdmesh.cli.app import app
 
-    for stream in (sys.stdout, sys.stderr):  # None where they are closed
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # with LANG=C, say, not every character can be shown
     try:
         app()
     except ConfigError as error:
@@ -28,3 +27,18 @@ def main() -> int:
         sys.stderr.write(f"pdmesh: {sentence(error)}\n")
         return 1
     return 0
+
+
+def _mend_standard_streams() -> None:
+    """Open those that are closed, so that no file or pipe of ours gets their numbers; replace what cannot be shown."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # with LANG=C, say, not every character can be shown

@@ -31,15 +31,15 @@ from pdmesh.cli.plan import (
     scheduler_spec,
     threads_per_worker,
 )
+from pdmesh.cli.preflight import check_checkpoint, check_machine
 from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.host import num_startable_threads, num_usable_cores
+from pdmesh.host import num_usable_cores
 from pdmesh.model import InstanceId, PoolCounts
 from pdmesh.rotation import cut_off
-from pdmesh.service import raise_descriptor_limit
 from pdmesh.telemetry.logs import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import bind_socket
@@ -47,9 +47,6 @@ from pdmesh.wire.messages import ExpectInstances, FollowPools, PoolsWanted
 
 #: Where no limit is set and none is told.
 LONGEST_DRAIN_S = 7 * 24 * 3600.0
-
-#: Of one of our processes (10 to 13 in a mesh of four that answers, 2026-11), and some to spare.
-THREADS_PER_PROCESS = 15
 
 _stdout = UnfailingStream(1)
 
@@ -78,9 +75,9 @@ class MeshRun:
                 f"starting {self.pools} for {self.config.model or 'the built-in demo model'}; "
                 f"{num_usable_cores()} cores, {threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
-            raise_descriptor_limit()  # before each service finds that it has too few
-            check_thread_limit(2 + self.num_gateways + self.pools.total, num_startable_threads())
+            check_machine(self.config, num_processes=2 + self.num_gateways + self.pools.total)
             self.config = _with_token(resolved(self.config))
+            check_checkpoint(self.config, Path(str(self.config.model)), num_instances=self.pools.total)
             check_profile(self.config)
             self.state.forget_wishes()
             gateway = self.config.gateway
@@ -267,16 +264,6 @@ def _with_token(config: MeshConfig) -> MeshConfig:
     """With a token of this run's own, if it has none."""
     token = config.security.mesh_token or secrets.token_hex(16)
     return replace(config, security=replace(config.security, mesh_token=token))
-
-
-def check_thread_limit(num_processes: int, num_startable: int | None) -> None:
-    """Refuse a mesh that has not room for its threads: it would crash here and there. Raises ConfigError."""
-    wanted = num_processes * THREADS_PER_PROCESS
-    if num_startable is not None and num_startable < wanted:
-        raise ConfigError(
-            f"only {num_startable} more processes and threads may be started here, and a mesh of {num_processes} "
-            f"processes takes about {wanted}: raise the limit (`ulimit -u`, `docker run --pids-limit`)"
-        )
 
 
 def check_profile(config: MeshConfig) -> None:

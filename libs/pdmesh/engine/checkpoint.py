@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pdmesh.engine.files import read_json_object
+from pdmesh.engine.files import weight_files
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
 from pdmesh.engine.model_config import ModelConfig
@@ -130,26 +130,13 @@ class _FileTensors:
 
 @contextmanager
 def _open_tensors(directory: Path) -> Iterator[_FileTensors]:
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.exists():
-        paths = [single]
-    elif index.exists():
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ConfigError(f"{index} holds no weight_map of tensor names to file names")
-        # Names of plain files only: an index cannot point outside its directory.
-        paths = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
-    else:
-        raise ConfigError(f"{directory} holds no model.safetensors and no model.safetensors.index.json")
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in paths:
+        for path in weight_files(directory):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
-            except FileNotFoundError as error:
-                raise ConfigError(f"{path} is missing, but {index.name} names it") from error
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path} is no readable safetensors file: {error}") from error
+                raise ConfigError(f"{path} is no readable safetensors file: {error}; download it again") from error
             files |= dict.fromkeys(file.keys(), file)
         yield _FileTensors(directory, files)
 

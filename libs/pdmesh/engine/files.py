@@ -13,6 +13,9 @@ from pdmesh.errors import ConfigError
 #: What a hub snapshot needs for serving; weights in other formats stay where they are.
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]
 
+#: What a file begins with where Git has not fetched it.
+_LFS_POINTER = b"version https://git-lfs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultSampling:
@@ -75,6 +78,34 @@ def load_model_config(directory: Path) -> ModelConfig:
     """Read and check ``config.json``."""
     path = directory / "config.json"
     return parse_model_config(read_json_object(path), str(path))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises ConfigError for one that is missing or not its content."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        paths = [single]
+    elif index.exists():
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(f"{index} holds no weight_map of tensor names to file names")
+        # Names of plain files only: an index cannot point outside its directory.
+        paths = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
+    else:
+        others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
+        found = f" but {others[0]}: save the checkpoint as safetensors" if others else ": is it downloaded completely?"
+        raise ConfigError(f"{directory} holds no model.safetensors and no model.safetensors.index.json{found}")
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path} is missing, but {index.name} names it: download it again") from error
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        if is_pointer:
+            raise ConfigError(f"{path} is a pointer of Git LFS and not the weights: run `git lfs pull` in {directory}")
+    return paths
 
 
 def load_model_info(directory: Path) -> ModelInfo:

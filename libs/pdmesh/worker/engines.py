@@ -9,6 +9,7 @@ from pathlib import Path
 from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model
+from pdmesh.engine.model_config import ModelConfig
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes
 from pdmesh.model import KvLayout, MeasuredStep, num_blocks_for
@@ -53,6 +54,8 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
     model = load_model_config(directory)
     layout = model.kv_layout(dtype=worker.dtype, block_size=worker.block_size)
     max_model_len = worker.max_model_len or model.max_model_len
+    if device_name(config) == "cpu":
+        check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
     return TorchEngine(
         directory,
         num_blocks=lambda free_bytes: num_blocks_of(
@@ -68,6 +71,19 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
         deterministic=worker.deterministic,
         has_random_weights=worker.load_format == "dummy",
         cpu_level=worker.cpu_level,
+    )
+
+
+def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:
+    """Raise ConfigError if so many instances cannot hold the model in the host's memory: the kernel would kill them."""
+    weight_bytes = model.num_parameters * (4 if layout.dtype == "float32" else 2)
+    if free_bytes is None or num_instances * weight_bytes <= free_bytes:
+        return
+    each = "" if num_instances == 1 else f", in each of {num_instances} instances"
+    raise ConfigError(
+        f"the model's weights take {weight_bytes / (1 << 30):.1f} GiB in {layout.dtype}{each}, and "
+        f"{free_bytes / (1 << 30):.1f} GiB of memory are free: give more, take a smaller model, or fewer instances "
+        "(`pdmesh up --mixed 1` is one)"
     )
 
 
