@@ -279,6 +279,18 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePath:
+    """What an instance computes with, for people: it decides nothing."""
+
+    kernels: str  # whose, and of which processor level, such as "native avx2" or "torch"
+    dtype: str
+    reason: str = ""  # why these, and nothing faster
+
+    def __str__(self) -> str:
+        return f"{self.kernels} kernels in {self.dtype}" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceProfile:
     """What an instance says of itself when it joins."""
 
@@ -298,6 +310,7 @@ class InstanceProfile:
     num_heads: Annotated[int, ANY_COUNT] = 0
     measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
     relays: bool = False  # it can be a member of a `PrefillGroup`
+    compute: ComputePath | None = None
 
     def is_process_of(self, other: InstanceProfile) -> bool:
         """Whether that one registers again. Containers may count pids each for itself, so addresses count, too."""

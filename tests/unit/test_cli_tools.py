@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
-from pdmesh.cli.admin import group_line, instances_table, target
+from pdmesh.cli.admin import compute_lines, group_line, instances_table, target
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import Severity, check_memory, check_memory_reading, check_port, check_transports
 from pdmesh.cli.http import Target
@@ -30,7 +30,7 @@ from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.cli.terminal import terminal
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
-from pdmesh.model import InstanceId, RequestId, Role
+from pdmesh.model import ComputePath, InstanceId, RequestId, Role
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import serving
@@ -360,6 +360,18 @@ def test_doctor_says_nothing_of_memory_that_nobody_tells_of() -> None:
 def test_doctor_finds_restricted_attach() -> None:
     assert check_memory_reading(None).verdict is Severity.OK
     assert check_memory_reading("ptrace_scope is 3").verdict is Severity.WARNING
+
+
+def test_what_computes_is_a_line_for_each_way() -> None:
+    (row,) = STATE.instances[:1]
+    avx2 = ComputePath(kernels="native avx2", dtype="bfloat16", reason="the processor's best level")
+    torch = ComputePath(kernels="torch", dtype="float32")
+    one, two = (msgspec.structs.replace(row, compute=avx2, instance_id=InstanceId(f"decode-{n}")) for n in range(2))
+    told = "compute  native avx2 kernels in bfloat16 (the processor's best level)"
+    assert compute_lines([row]) == [], "an instance of before says nothing"
+    assert compute_lines([one, two]) == [told]
+    other = msgspec.structs.replace(one, compute=torch)
+    assert compute_lines([other, two]) == ["compute  torch kernels in float32: decode-0", f"{told}: decode-1"]
 
 
 def test_a_group_is_a_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -43,6 +44,8 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     for row in messages.in_order(answer.instances):
         if row.batching is not None:
             console.print(f"{row.instance_id}  {batching_line(row.batching)}")
+    for line in compute_lines(answer.instances):
+        console.print(line)
     for group in answer.groups:
         console.print(group_line(group))
     if answer.tenants:
@@ -141,6 +144,15 @@ def batching_line(batching: messages.BatchingStatus) -> str:
     if batching.reason:
         parts.append(f"not eb: {batching.reason}")
     return "  ".join(parts)
+
+
+def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
+    """What computes, each way once, with the instances that take it where they differ."""
+    ways: dict[str, list[str]] = {}
+    for row in messages.in_order(instances):
+        if row.compute is not None:
+            ways.setdefault(str(row.compute), []).append(row.instance_id)
+    return [f"compute  {way}" + (f": {', '.join(ids)}" if len(ways) > 1 else "") for way, ids in ways.items()]
 
 
 def group_line(group: messages.GroupStatus) -> str:

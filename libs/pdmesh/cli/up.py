@@ -221,9 +221,11 @@ class MeshRun:
         key = ' -H "Authorization: Bearer $PDMESH_API_KEY"' if has_key else ""
         tls = self.config.security
         trusted = f" --cacert {shlex.quote(str(tls.tls_ca or tls.tls_cert))}" if tls.tls_cert else ""
+        ways = sorted({str(service.facts["compute"]) for service in record.services if "compute" in service.facts})
+        computed = f", computed by {'; '.join(ways)}" if ways else ""
         direct = " --noproxy '*'" if getproxies_environment() else ""  # curl would ask a proxy for this machine, too
         _say(
-            f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}\n\n"
+            f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}{computed}\n\n"
             f"  try   curl -N{trusted}{direct} {url}/v1/chat/completions{key} \\\n"
             f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
             f"  look  {command} status{named}{page}\n"

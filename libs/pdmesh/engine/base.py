@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdmesh.kv.store import KvStore
-from pdmesh.model import FinishReason, RequestId, SamplingParams
+from pdmesh.model import ComputePath, FinishReason, RequestId, SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +93,9 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def compute_path(self) -> ComputePath: ...
 
     def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
         """One forward pass; results in the order of ``batch``. Does not change the sequences.

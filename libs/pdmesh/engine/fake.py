@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
+from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 
 #: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
@@ -132,6 +132,7 @@ class FakeEngine:
     ) -> None:
         self.kv = FakeKvStore(layout, num_blocks)
         self.max_model_len = max_model_len
+        self.compute_path = ComputePath(kernels="stand-in", dtype=layout.dtype)
         self.batches: list[tuple[tuple[RequestId, int, int], ...]] = []  # (request, start, tokens), kept if checks_kv
         self._checks_kv = checks_kv
         self._gate = gate

@@ -22,6 +22,7 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelChoice
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
+from pdmesh.model import ComputePath
 
 log = structlog.get_logger()
 
@@ -90,6 +91,7 @@ class TorchEngine:
             kernels=chosen,
         )
         compute = choose_compute(loaded, self._device, native=native)
+        self.compute_path = ComputePath(kernels=compute.name, dtype=layout.dtype, reason=compute.reason)
         log.info("compute path", kernels=compute.name, dtype=layout.dtype, reason=compute.reason)
         self._forward, self._kv = compute.forward, compute.kv
 

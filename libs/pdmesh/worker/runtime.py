@@ -99,6 +99,7 @@ async def serve_instance(
             num_heads=facts.num_heads,
             measured_steps=facts.measured_steps,
             relays=True,
+            compute=engine.compute_path,
         )
         return RegisterWorker(profile=profile, residents=instance.residents(), stopping=not instance.admits)
 
@@ -154,6 +155,7 @@ async def serve_instance(
                 "instance_id": instance_id,
                 "role": str(role),
                 "transport": config.transfer.transport,
+                "compute": str(engine.compute_path),
                 "metrics_port": metrics_port,
             }
             links.start_soon(scheduler.run)

@@ -441,6 +441,7 @@ class Driver:
                     num_queued_tokens=view.num_queued_tokens,
                     num_taken_blocks=view.num_blocks - view.num_free_blocks,
                     batching=self._batching(view.instance_id) if view.role is Role.MIXED else None,
+                    compute=profile.compute,
                 )
             )
         return tuple(statuses)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from pdmesh.model import (
+    ComputePath,
     InstanceId,
     PoolCounts,
     RequestId,
@@ -48,6 +49,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     reachable: bool = True  # its stream is open; else it is given up once its lease ends
     suspected: bool = False  # its stream is open, and silent
     batching: BatchingStatus | None = None  # of one that prefills and decodes
+    compute: ComputePath | None = None
 
     @property
     def state(self) -> str:
