@@ -6,12 +6,14 @@ import http.server
 import io
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,16 +22,25 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
+from pdmesh.cli import doctor
 from pdmesh.cli.admin import compute_lines, group_line, instances_table, target
 from pdmesh.cli.chat import ChatOptions, run_chat
-from pdmesh.cli.doctor import Severity, check_memory, check_memory_reading, check_port, check_transports
+from pdmesh.cli.doctor import (
+    Severity,
+    check_memory,
+    check_memory_reading,
+    check_port,
+    check_processor,
+    check_transports,
+)
 from pdmesh.cli.http import Target
 from pdmesh.cli.processes import process_id
 from pdmesh.cli.request_view import requests_table
 from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.cli.terminal import terminal
-from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
+from pdmesh.config import MeshConfig, SecurityConfig, WorkerConfig
+from pdmesh.engine.levels import CpuLevel, KernelChoice
+from pdmesh.errors import ConfigError, InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.model import ComputePath, InstanceId, RequestId, Role
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
@@ -355,6 +366,35 @@ def test_doctor_judges_memory(available_mib: int, kv_cache_bytes: int | None, ve
 
 def test_doctor_says_nothing_of_memory_that_nobody_tells_of() -> None:
     assert check_memory(MeshConfig(), None).verdict is Severity.OK
+
+
+def test_doctor_says_which_kernels_compute_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "processor_levels", lambda: (CpuLevel.AVX2, CpuLevel.BASELINE))
+    avx2 = KernelChoice(SimpleNamespace(level=CpuLevel.AVX2), "the processor's best level")  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "choose_kernels", lambda _dtype, *, cpu_level: avx2)
+    processor, *kernels = check_processor(WorkerConfig())
+    assert processor.found.endswith(": avx2, baseline")
+    assert [(check.verdict, check.found) for check in kernels] == [
+        (Severity.OK, "avx2: the processor's best level")
+    ] * 2
+
+
+def test_doctor_finds_that_no_kernels_were_compiled_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "processor_levels", lambda: ())
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    _, kernels = check_processor(WorkerConfig())
+    assert kernels.verdict is Severity.WARNING
+    assert kernels.advice.startswith("install a C++ compiler")
+
+
+def test_doctor_refuses_a_level_that_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(_dtype: str, *, cpu_level: str) -> KernelChoice:
+        raise ConfigError(f"worker.cpu_level is {cpu_level}, but this processor has only baseline")
+
+    monkeypatch.setattr(doctor, "processor_levels", lambda: (CpuLevel.BASELINE,))
+    monkeypatch.setattr(doctor, "choose_kernels", lacking)
+    assert {check.verdict for check in list(check_processor(WorkerConfig(cpu_level="amx")))[1:]} == {Severity.FAILURE}
 
 
 def test_doctor_finds_restricted_attach() -> None:

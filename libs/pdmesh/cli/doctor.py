@@ -26,9 +26,12 @@ from rich.table import Table
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.state import state_root
-from pdmesh.config import MeshConfig
+from pdmesh.config import MeshConfig, WorkerConfig
+from pdmesh.engine.levels import choose_kernels, processor_levels
+from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes, num_usable_cores
 from pdmesh.transport.reading import why_unreadable
+from pdmesh.worker.engines import hardware_name
 
 _GIB = 1 << 30
 _TOOL_TIMEOUT_S = 30.0
@@ -64,6 +67,7 @@ def run_doctor(config: MeshConfig, output: Output, environ: Mapping[str, str]) -
 def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check]:
     yield check_python()
     yield from check_torch()
+    yield from check_processor(config.worker)
     yield from check_ucx(environ)
     yield check_memory_reading(why_unreadable())
     yield check_port(config.gateway.host, config.gateway.port)
@@ -95,6 +99,35 @@ def check_torch() -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         yield Check("gpu", Severity.OK, f"{index}: {device.name}, {device.total_memory / _GIB:.0f} GiB")
+
+
+def check_processor(worker: WorkerConfig) -> Iterator[Check]:
+    """What the processor can do, and which kernels compute on it, by dtype."""
+    name, levels = hardware_name("cpu"), processor_levels()
+    yield Check("processor", Severity.OK, f"{name}: {', '.join(levels)}" if levels else name)
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not levels:
+        advice = (
+            f"{compiler} is a compiler: install pdmesh again, which compiles them"
+            if compiler
+            else "install a C++ compiler (such as g++), and pdmesh again, which compiles them"
+        )
+        found = "none were compiled when pdmesh was installed: torch computes, and bf16 and float16 are slow"
+        yield Check("kernels", Severity.WARNING, found, advice)
+        return
+    for dtype in ("bfloat16", "float16"):
+        yield check_kernels(dtype, worker.cpu_level)
+
+
+def check_kernels(dtype: str, cpu_level: str) -> Check:
+    subject = f"{dtype} kernels"
+    try:
+        choice = choose_kernels(dtype, cpu_level=cpu_level)
+    except ConfigError as error:
+        return Check(subject, Severity.FAILURE, str(error), "unset PDMESH_WORKER_CPU_LEVEL")
+    if choice.library is None:
+        return Check(subject, Severity.WARNING, f"torch computes: {choice.reason}", "install pdmesh again")
+    return Check(subject, Severity.OK, f"{choice.library.level}: {choice.reason}")
 
 
 def check_ucx(environ: Mapping[str, str]) -> Iterator[Check]:
