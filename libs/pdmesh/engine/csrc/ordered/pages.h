@@ -130,20 +130,22 @@ inline void store_both(F16* to, Floats first, Floats second) {
 // kPanel keys, widened and turned: `panel` is (head_dim x kPanel). head_dim is a multiple of 8.
 template <class Value>
 inline void turn_keys(const Value* const* keys, int64_t head_dim, float* panel) {
-    for (int64_t dim = 0; dim < head_dim; dim += 8)
-#pragma GCC unroll 2
-        for (int first = 0; first < kPanel; first += kLanes) {
-            const Words a = load_quads(keys + first, dim), b = load_quads(keys + first + 1, dim);
-            const Words c = load_quads(keys + first + 2, dim), d = load_quads(keys + first + 3, dim);
+    for (int first = 0; first < kPanel; first += kLanes) {
+        const Value* rows[kLanes];
+        std::copy_n(keys + first, kLanes, rows);
+        float* to = panel + first;
+        for (int64_t dim = 0; dim < head_dim; dim += 8, to += 8 * kPanel) {
+            const Words a = load_quads(rows, dim), b = load_quads(rows + 1, dim);
+            const Words c = load_quads(rows + 2, dim), d = load_quads(rows + 3, dim);
             const Words ab = zip_low32(a, b), cd = zip_low32(c, d), ef = zip_high32(a, b), gh = zip_high32(c, d);
             const Words pairs[4] = {zip_low64(ab, cd), zip_high64(ab, cd), zip_low64(ef, gh), zip_high64(ef, gh)};
-            float* to = panel + dim * kPanel + first;
 #pragma GCC unroll 4
             for (int pair = 0; pair < 4; ++pair) {
                 store(to + 2 * pair * kPanel, widen_first(pairs[pair], Value()));
                 store(to + (2 * pair + 1) * kPanel, widen_second(pairs[pair], Value()));
             }
         }
+    }
 }
 
 }  // namespace pdmesh

@@ -1,0 +1,133 @@
+"""What only the ordered attention promises, and the contexts that are hardest for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdmesh.engine.attention import AttentionOutput, QuerySpan
+from pdmesh.engine.kv_cache import TORCH_DTYPES
+from pdmesh.engine.levels import KernelLibrary
+from pdmesh.engine.native import NativeAttention
+from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.testing.examples import examples
+from pdmesh.testing.levels import library_or_skip, ordered_levels
+
+SEGMENT = 2048  # keys that `csrc/ordered/attention.cpp` attends to apart
+SCALE = 0.1
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def library(request: pytest.FixtureRequest) -> KernelLibrary:
+    """The best level's; test_cpu_levels.py compares the others with it."""
+    levels = ordered_levels()
+    if not levels:
+        pytest.skip("no kernels: built without a compiler")
+    return library_or_skip(levels[0], request.param)
+
+
+def attend(
+    library: KernelLibrary, spans: list[QuerySpan], query: torch.Tensor, cache: torch.Tensor, *, num_threads: int = 1
+) -> AttentionOutput:
+    num_kv_heads, block_size, head_dim = cache.shape[2:]
+    layout = KvLayout(
+        num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=library.dtype
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return NativeAttention(library, layout, SCALE).plan(spans).attend(query, cache, with_lse=True)
+    finally:
+        torch.set_num_threads(before)
+
+
+def reference(span: QuerySpan, query: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of one span in fp64; ``query`` is its rows."""
+    keys, values = cache[list(span.block_table)].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.end]
+    group = query.shape[1] // len(keys)
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scores = query.double().transpose(0, 1) @ keys.transpose(1, 2) * SCALE
+    positions = torch.arange(span.end)
+    scores.masked_fill_(positions > positions[span.start :, None], -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1).t()
+
+
+def pages(start: int, num_tokens: int, block_size: int, seed: int) -> QuerySpan:
+    """One sequence's rows, its blocks in any order."""
+    num_blocks = num_blocks_for(start + num_tokens, block_size)
+    return QuerySpan(0, num_tokens, start, random.Random(seed).sample(range(num_blocks), num_blocks))
+
+
+def draw(library: KernelLibrary, seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(TORCH_DTYPES[library.dtype])
+
+
+@settings(deadline=None, max_examples=examples(25))
+@given(
+    num_tokens=st.integers(1, 40),
+    start=st.one_of(st.integers(0, 300), st.integers(SEGMENT - 40, SEGMENT + 5)),
+    heads=st.tuples(st.integers(1, 2), st.integers(1, 8)),
+    head_dim=st.integers(1, 20).map(lambda eights: 8 * eights),
+    block_size=st.sampled_from([1, 3, 16]),
+    key_scale=st.sampled_from([0.0, 1.0, 100.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_equals_the_reference(
+    library: KernelLibrary,
+    num_tokens: int,
+    start: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    key_scale: float,
+    seed: int,
+) -> None:
+    """Also where all scores are equal, or one is far above the others, and whatever lies in pages not written yet."""
+    num_kv_heads, group = heads
+    span = pages(start, num_tokens, block_size, seed)
+    cache = draw(library, seed, len(span.block_table), 2, num_kv_heads, block_size, head_dim)
+    cache[:, 0] *= key_scale
+    query = draw(library, seed + 1, num_tokens, num_kv_heads * group, head_dim)
+    expected, expected_lse = reference(span, query, cache)
+    if span.end % block_size:
+        cache[span.block_table[-1], :, :, span.end % block_size :] = torch.nan
+    output, lse = attend(library, [span], query, cache)
+    assert lse is not None
+    unit = torch.finfo(query.dtype).eps
+    torch.testing.assert_close(output.double(), expected, rtol=unit, atol=unit / 4)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=examples(8))
+@given(
+    num_tokens=st.integers(1, 20),
+    num_segments=st.integers(1, 3),
+    beyond=st.integers(-130, 130),
+    num_threads=st.sampled_from([2, 3, 8]),
+    seed=st.integers(0, 2**32),
+)
+def test_threads_that_share_a_long_context_change_no_bit(
+    library: KernelLibrary, num_tokens: int, num_segments: int, beyond: int, num_threads: int, seed: int
+) -> None:
+    """Fewer tasks than threads: each thread takes some of the keys."""
+    span = pages(num_segments * SEGMENT + beyond, num_tokens, 16, seed)
+    cache = draw(library, seed, len(span.block_table), 2, 1, 16, 32)
+    query = draw(library, seed + 1, num_tokens, 3, 32)
+    alone = attend(library, [span], query, cache)
+    shared = attend(library, [span], query, cache, num_threads=num_threads)
+    one_by_one = [
+        attend(
+            library, [QuerySpan(0, 1, span.start + row, span.block_table)], query[row : row + 1], cache, num_threads=2
+        )
+        for row in (0, num_tokens - 1)
+    ]
+    for number in range(2):
+        expected = alone[number]
+        assert expected is not None
+        assert torch.equal(shared[number], expected)
+        for row, result in zip((0, num_tokens - 1), one_by_one, strict=True):
+            assert torch.equal(result[number], expected[row : row + 1])
