@@ -29,7 +29,9 @@ TARGETS = [
     Target("baseline", "x86_64", "g++", ()),
     Target("avx2", "x86_64", "g++", AVX2),
     Target("neon", "aarch64", "g++", ()),
-    Target("baseline on an emulated Nehalem", "", "x86_64-linux-gnu-g++", (), ("qemu-x86_64-static", "-cpu", "Nehalem")),
+    Target(
+        "baseline on an emulated Nehalem", "", "x86_64-linux-gnu-g++", (), ("qemu-x86_64-static", "-cpu", "Nehalem")
+    ),
     Target("avx2, emulated", "", "x86_64-linux-gnu-g++", AVX2, ("qemu-x86_64-static", "-cpu", "max")),
     Target("neon, emulated", "", "aarch64-linux-gnu-g++", (), ("qemu-aarch64-static",)),
 ]

@@ -126,15 +126,19 @@ template <int R, class Value>
 void gather_rows(
     const Value* const* values, int count, int64_t head_dim, const float* weights, float* output, int64_t stride,
     const Value* const* ahead) {
-    constexpr int64_t kWidth = kVectors<R> * kLanes;
     if (head_dim < kPair)
         return gather<R, 2, true>(values, count, 0, head_dim, weights, output, stride, ahead);
     int64_t slot = 0;
-    for (; slot + kWidth <= head_dim; slot += kWidth)
-        gather<R, kVectors<R>, false>(values, count, slot, kWidth, weights, output + slot, stride, ahead);
-    for (; slot < head_dim; slot += kPair)
-        gather<R, 2, false>(
-            values, count, dim_of(slot, head_dim), kPair, weights, output + slot, stride, ahead);
+    const auto gather_by = [&](auto vectors) {
+        constexpr int N = vectors;
+        for (; slot + N * kLanes <= head_dim; slot += N * kLanes)
+            gather<R, N, false>(values, count, slot, N * kLanes, weights, output + slot, stride, ahead);
+    };
+    if constexpr (kVectors<R> >= 8) gather_by(std::integral_constant<int, 8>());
+    if constexpr (kVectors<R> >= 4) gather_by(std::integral_constant<int, 4>());
+    gather_by(std::integral_constant<int, 2>());
+    if (slot < head_dim)
+        gather<R, 2, false>(values, count, dim_of(slot, head_dim), kPair, weights, output + slot, stride, ahead);
 }
 
 // A tile's rows from `begin` on, against the block from `first_key` on. Rows `ahead` (unless null) are read next.

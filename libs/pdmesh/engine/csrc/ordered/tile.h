@@ -10,11 +10,10 @@
 namespace pdmesh {
 
 constexpr int kTileRows = 6;
-// Vectors that a product sums in registers, of 16 or (AVX-512, NEON) 32.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kSums = 24;
+constexpr int kRegisters = 32;
 #else
-constexpr int kSums = 12;
+constexpr int kRegisters = 16;
 #endif
 // Scores of one row. Not a power of two: a row's weights would all lie in one bank of the first-level cache (Zen 3: a
 // quarter of the products' speed).
@@ -22,9 +21,11 @@ constexpr int kScores = kKeyBlock + std::max(kLanes, 8);
 constexpr float kMasked = -3e38f;  // scores of keys that come later than the row; below any other
 constexpr float kLowest = -1e37f;  // a maximum before any key was seen
 
-// Vectors side by side, for R rows: factors need registers, too.
+// Whether sums of R rows by N vectors stay in registers, beside factors or vectors and what is loaded.
+constexpr bool fits(int R, int N) { return R * N + std::min(R, N) + 2 <= kRegisters; }
+// Vectors side by side, for R rows.
 template <int R>
-constexpr int kVectors = R * 9 <= kSums ? 8 : R * 5 <= kSums ? 4 : 2;
+constexpr int kVectors = fits(R, 8) ? 8 : fits(R, 4) ? 4 : 2;
 
 // sums (R x N) += factors (R) times vectors (N), two of which are loaded at once; whichever are fewer stay in registers.
 template <int R, int N, class Factor, class Load>
