@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.testing.browser import find_chromium, open_page
+from pdmesh.testing.examples import slow_beyond
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 CHROMIUM = find_chromium()
@@ -26,7 +27,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
         yield mesh
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", slow_beyond(1, [False, True]), ids=["light", "dark"])
 async def test_one_sees_the_own_request_travel(mesh: RunningMesh, tmp_path: Path, dark: bool) -> None:
     assert CHROMIUM is not None
     async with open_page(CHROMIUM) as page:

@@ -66,6 +66,7 @@ async def test_one_and_one_become_two_and_three_and_back_under_load(mesh: Runnin
     await asyncio.to_thread(mesh.wait_until_idle, 30.0)
 
 
+@pytest.mark.slow
 async def test_one_and_one_are_restarted_under_load_by_a_third_beside_them(mesh: RunningMesh) -> None:
     """Nobody waits for it: the command has left, and the scheduler that began it is among what is restarted."""
     before = mesh.pids()
