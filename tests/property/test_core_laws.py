@@ -58,7 +58,7 @@ from pdmesh.core.events import (
     TransferPaused,
 )
 from pdmesh.core.openings import Openings
-from pdmesh.core.operations import OperationState
+from pdmesh.core.operation_records import OperationState
 from pdmesh.core.operator_events import (
     ActuatorFacts,
     BatchingChangeRequested,

@@ -10,7 +10,7 @@ from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestArrived, Tick
 from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, chance_of, is_told, why_worse
-from pdmesh.core.operations import OperationState, OperationView
+from pdmesh.core.operation_records import OperationState, OperationView
 from pdmesh.core.operator_events import BundleChangeRequested, OperationRequested
 from pdmesh.core.requests import RequestState
 from pdmesh.model import (

@@ -31,7 +31,7 @@ from pdmesh.core.events import (
     TransferFailed,
 )
 from pdmesh.core.moves import MAX_AT_ONCE
-from pdmesh.core.operations import OperationState, OperationView
+from pdmesh.core.operation_records import OperationState, OperationView
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.model import (
     Epoch,

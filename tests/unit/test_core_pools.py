@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdmesh.core.commands import SetRole
 from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
-from pdmesh.core.operations import OperationState
+from pdmesh.core.operation_records import OperationState
 from pdmesh.core.operator_events import (
     ActuatorFacts,
     InstanceStartFailed,

@@ -15,7 +15,7 @@ from pdmesh.cli.admin import duration, target
 from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_line
 from pdmesh.cli.terminal import terminal
-from pdmesh.core.operations import OperationState
+from pdmesh.core.operation_records import OperationState
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestId, Role

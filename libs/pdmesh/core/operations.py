@@ -10,25 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum, auto
 from math import inf
-from typing import NamedTuple
 
 from pdmesh.core.books import Books
 from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.holds import HoldKind
 from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, is_told, why_worse
 from pdmesh.core.moves import Moves
+from pdmesh.core.operation_records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.core.placing import have_pair
 from pdmesh.core.receivers import do_without
 from pdmesh.core.requests import RequestState
 from pdmesh.core.state import InstanceBooks
 from pdmesh.core.transfers import Move
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestId, RequestKey, Role
-
-#: Operations that are over and still told of.
-MAX_ENDED = 256
+from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, RequestKey, Role
 
 #: A process that was stopped is started again by then: a large model is loaded meanwhile.
 COME_BACK_S = 600.0
@@ -41,40 +37,9 @@ _STAYS: dict[Role, Collection[HoldKind]] = {
 }
 
 
-class OperationState(StrEnum):
-    RUNNING = auto()
-    DONE = auto()
-    REFUSED = auto()  # nothing was changed
-    CANCELLED = auto()  # the instance is used as before
-    FAILED = auto()
-
-
-class OperationView(NamedTuple):
-    """An operation as others may see it."""
-
-    operation_id: OperationId
-    kind: OperationKind
-    instance_id: InstanceId
-    role: Role | None
-    state: OperationState
-    detail: str
-    num_left: int  # requests that have to leave the instance
-    began_s: float
-    ended_s: float | None
-    timeout_s: float
-    pools: PoolCounts | None = None  # of a resize, which is on no instance
-    needs_actuator: bool = False  # refused since nobody starts and stops processes
-    request_id: RequestId | None = None  # of a move
-
-
-@dataclass(slots=True, eq=False)
-class _Operation:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Operation(OperationRecord):
     wish: OperationRequested
-    began_s: float
-    state: OperationState = OperationState.RUNNING
-    detail: str = ""
-    num_left: int = 0
-    ended_s: float | None = None
     has_moved_all: bool = False  # what was left at its time limit
     stopped_pid: int | None = None  # of the process that was told to end
     back_by_s: float = inf  # then the next one has joined
@@ -94,21 +59,19 @@ class _Operation:
     def wish_again(self) -> OperationRequested:
         return replace(self.wish, stopped_pid=self.stopped_pid, role_before=self.role_before)
 
-    @property
-    def view(self) -> OperationView:
-        wish = self.wish
-        return OperationView(
+    @classmethod
+    def of(cls, wish: OperationRequested, now_s: float) -> _Operation:
+        """One that begins now."""
+        return cls(
             operation_id=wish.operation_id,
             kind=wish.kind,
+            timeout_s=wish.timeout_s,
+            began_s=now_s,
             instance_id=wish.instance_id,
             role=wish.role,
-            state=self.state,
-            detail=self.detail,
-            num_left=self.num_left,
-            began_s=self.began_s,
-            ended_s=self.ended_s,
-            timeout_s=wish.timeout_s,
             request_id=wish.request_id,
+            wish=wish,
+            role_before=wish.role_before,
         )
 
 
@@ -121,7 +84,7 @@ class Operations:
         self._moving: dict[OperationId, _Operation] = {}  # that move one request
         self._judge = judge
         self._taken_back_s: dict[InstanceId, float] = {}  # when a change of its role was
-        self._operations: dict[OperationId, _Operation] = {}  # in the order in which they came
+        self._operations: OperationRecords[_Operation] = OperationRecords()
         self._running: dict[InstanceId, _Operation] = {}
         #: The operations whose outcome still holds, by instance: what a new scheduler has to be told.
         self._drains: dict[InstanceId, OperationRequested] = {}
@@ -131,7 +94,7 @@ class Operations:
 
     @property
     def views(self) -> list[OperationView]:
-        return [operation.view for operation in self._operations.values()]
+        return self._operations.views
 
     @property
     def wishes(self) -> list[OperationRequested]:
@@ -176,8 +139,8 @@ class Operations:
         if wish.operation_id in self._operations:
             return  # asked again
         self.num_changes += 1
-        operation = self._operations[wish.operation_id] = _Operation(wish, now_s, role_before=wish.role_before)
-        self._forget()
+        operation = _Operation.of(wish, now_s)
+        self._operations.add(operation)
         if wish.kind is OperationKind.MOVE:
             self._begin_move(operation, now_s)
             return
@@ -213,7 +176,7 @@ class Operations:
     def cancel(self, operation_id: OperationId, now_s: float) -> None:
         """Use the instance as before; nothing happens if the operation is over, or is not known."""
         operation = self._operations.get(operation_id)
-        if operation is None or operation.state is not OperationState.RUNNING:
+        if operation is None or not operation.is_running:
             self._books.ignore("OperationCancelled")
             return
         if operation.moving is not None:
@@ -222,7 +185,7 @@ class Operations:
             return  # it may have landed all the same
         if instance := self._books.instances.get(operation.wish.instance_id):
             self._restore(operation, instance)
-        self._end(operation, OperationState.CANCELLED, "an operator took it back", now_s)
+        self._end(operation, OperationState.CANCELLED, TAKEN_BACK, now_s)
 
     def forget(self, instance_id: InstanceId) -> None:
         """What was wanted of it: the next one under its name is another one."""
@@ -481,19 +444,15 @@ class Operations:
 
     def _end(self, operation: _Operation, state: OperationState, detail: str, now_s: float) -> None:
         self.num_changes += 1
-        operation.state, operation.detail, operation.ended_s, operation.num_left = state, detail, now_s, 0
+        operation.end(state, detail, now_s)
+        operation.num_left = 0
         self._moving.pop(operation.wish.operation_id, None)
         if self._running.get(operation.wish.instance_id) is operation:
             del self._running[operation.wish.instance_id]
 
-    def _forget(self) -> None:
-        ended = [key for key, each in self._operations.items() if each.state is not OperationState.RUNNING]
-        for key in ended[: max(0, len(ended) - MAX_ENDED)]:
-            del self._operations[key]
-
     def check_integrity(self) -> None:
         for instance_id, operation in self._running.items():
-            assert operation.state is OperationState.RUNNING, f"{instance_id}: {operation.wish.operation_id} is over"
-        running = sum(operation.state is OperationState.RUNNING for operation in self._operations.values())
+            assert operation.is_running, f"{instance_id}: {operation.wish.operation_id} is over"
+        running = len(self._operations.running)
         counted = len(self._running) + len(self._moving)
         assert running == counted, f"{running} operations run, books say {counted}"

@@ -16,7 +16,8 @@ from math import inf
 from typing import NamedTuple
 
 from pdmesh.core.books import Books
-from pdmesh.core.operations import MAX_ENDED, Operations, OperationState, OperationView
+from pdmesh.core.operation_records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
+from pdmesh.core.operations import Operations
 from pdmesh.core.operator_events import InstanceStartFailed, OperationRequested, ProcessesReported, ResizeRequested
 from pdmesh.core.state import InstanceBooks
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, PoolMember, Role
@@ -70,39 +71,16 @@ def _least_used(instance: InstanceBooks) -> tuple[bool, int, int]:
     return instance.is_usable, len(instance.holds), -instance.number
 
 
-@dataclass(slots=True, eq=False)
-class _Resize:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Resize(OperationRecord):
     wish: ResizeRequested
-    began_s: float
     before: PoolCounts
-    state: OperationState = OperationState.RUNNING
-    detail: str = ""
-    num_left: int = 0
-    ended_s: float | None = None
-    needs_actuator: bool = False
     gone_by_s: float = inf  # when the actuator should have stopped all that leave
     roles: dict[InstanceId, Role] | None = None  # of those that leave, to start them again
 
     def part(self, instance_id: InstanceId) -> OperationId:
         """Names the operation on one instance."""
         return OperationId(f"{self.wish.operation_id}/{instance_id}")
-
-    @property
-    def view(self) -> OperationView:
-        return OperationView(
-            operation_id=self.wish.operation_id,
-            kind=OperationKind.RESIZE,
-            instance_id=InstanceId(""),
-            role=None,
-            state=self.state,
-            detail=self.detail,
-            num_left=self.num_left,
-            began_s=self.began_s,
-            ended_s=self.ended_s,
-            timeout_s=self.wish.timeout_s,
-            pools=self.wish.pools,
-            needs_actuator=self.needs_actuator,
-        )
 
 
 class Pools:
@@ -111,7 +89,7 @@ class Pools:
     def __init__(self, books: Books, operations: Operations) -> None:
         self._books = books
         self._operations = operations
-        self._resizes: dict[OperationId, _Resize] = {}  # in the order in which they came
+        self._resizes: OperationRecords[_Resize] = OperationRecords()
         self._running: _Resize | None = None
         self._wanted: ResizeRequested | None = None  # the last one that was taken on
         self._processes: Collection[InstanceId] | None = None  # that the actuator has; None: it has not said
@@ -119,7 +97,7 @@ class Pools:
 
     @property
     def views(self) -> list[OperationView]:
-        return [resize.view for resize in self._resizes.values()]
+        return self._resizes.views
 
     @property
     def wish(self) -> ResizeRequested | None:
@@ -155,10 +133,16 @@ class Pools:
         if wish.operation_id in self._resizes:
             return  # asked again
         self.num_changes += 1
-        resize = self._resizes[wish.operation_id] = _Resize(wish, now_s, self._sizes())
-        ended = [key for key, each in self._resizes.items() if each.state is not OperationState.RUNNING]
-        for key in ended[: max(0, len(ended) - MAX_ENDED)]:
-            del self._resizes[key]
+        resize = _Resize(
+            operation_id=wish.operation_id,
+            kind=OperationKind.RESIZE,
+            timeout_s=wish.timeout_s,
+            began_s=now_s,
+            pools=wish.pools,
+            wish=wish,
+            before=self._sizes(),
+        )
+        self._resizes.add(resize)
         if not wish.again:
             prefix = wish.actuator.name_prefix if wish.actuator else ""
             plan = plan_pools(self._books.instances.values(), wish.pools, prefix, wish.leaves)
@@ -173,11 +157,11 @@ class Pools:
 
     def cancel(self, operation_id: OperationId, now_s: float) -> None:
         """Take a resize back; nothing happens if it is over."""
-        resize = self._resizes[operation_id]
-        if resize is not self._running:
+        resize = self._resizes.get(operation_id)
+        if resize is None or resize is not self._running:
             self._books.ignore("OperationCancelled")
             return
-        self._take_back(resize, OperationState.CANCELLED, "an operator took it back", now_s)
+        self._take_back(resize, OperationState.CANCELLED, TAKEN_BACK, now_s)
 
     def start_failed(self, event: InstanceStartFailed, now_s: float) -> None:
         resize = self._running
@@ -359,7 +343,8 @@ class Pools:
 
     def _end(self, resize: _Resize, state: OperationState, detail: str, now_s: float) -> None:
         self.num_changes += 1
-        resize.state, resize.detail, resize.ended_s, resize.num_left = state, detail, now_s, 0
+        resize.end(state, detail, now_s)
+        resize.num_left = 0
         if self._running is resize:
             self._running = None
 

@@ -62,7 +62,8 @@ from pdmesh.core.holds import HoldKind
 from pdmesh.core.judging import Judge
 from pdmesh.core.moves import Moves
 from pdmesh.core.new_requests import NewRequests
-from pdmesh.core.operations import Operations, OperationView
+from pdmesh.core.operation_records import OperationView
+from pdmesh.core.operations import Operations
 from pdmesh.core.operator_events import (
     BatchingChangeRequested,
     BundleChangeRequested,

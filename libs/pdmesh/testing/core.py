@@ -23,7 +23,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.growth import Growth
-from pdmesh.core.operations import OperationView
+from pdmesh.core.operation_records import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     NO_TRANSFER,

@@ -14,7 +14,8 @@ import anyio
 import msgspec
 import structlog
 
-from pdmesh.core.operations import COME_BACK_S, MAX_ENDED, OperationState, OperationView
+from pdmesh.core.operation_records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
+from pdmesh.core.operations import COME_BACK_S
 from pdmesh.core.operator_events import ActuatorFacts, InstanceStartFailed, OperationRequested, ProcessesReported
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId
@@ -31,30 +32,11 @@ SILENCE_LIMIT_S = 60.0
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(slots=True, eq=False)
-class _Replacement:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Replacement(OperationRecord):
     """A service's process is to be another one."""
 
     wish: OperationRequested  # with the pid of the process that is to go
-    began_s: float
-    state: OperationState = OperationState.RUNNING
-    detail: str = ""
-    ended_s: float | None = None
-
-    @property
-    def view(self) -> OperationView:
-        return OperationView(
-            operation_id=self.wish.operation_id,
-            kind=self.wish.kind,
-            instance_id=self.wish.instance_id,
-            role=None,
-            state=self.state,
-            detail=self.detail,
-            num_left=0,
-            began_s=self.began_s,
-            ended_s=self.ended_s,
-            timeout_s=self.wish.timeout_s,
-        )
 
 
 class ActuatorDesk:
@@ -68,17 +50,17 @@ class ActuatorDesk:
         self._processes: tuple[InstanceId, ...] | None = None  # as the core was told
         # A revision that the scheduler before had not.
         self._wanted = PoolsWanted(revision=secrets.randbits(31), start=(), stop=(), replace=())
-        self._replacements: dict[OperationId, _Replacement] = {}
+        self._replacements: OperationRecords[_Replacement] = OperationRecords()
         self.on_change: Callable[[], None] = lambda: None
 
     @property
     def views(self) -> list[OperationView]:
-        return [each.view for each in self._replacements.values()]
+        return self._replacements.views
 
     @property
     def wishes(self) -> tuple[OperationRequested, ...]:
         """Replacements under way, for the next scheduler: often enough it is the one that is replaced."""
-        return tuple(each.wish for each in self._running)
+        return tuple(each.wish for each in self._replacements.running)
 
     @property
     def services(self) -> Sequence[ServiceProcess]:
@@ -95,10 +77,6 @@ class ActuatorDesk:
     @property
     def _present(self) -> FollowPools | None:
         return self._last if self._clock() - self._heard_s <= ACTUATOR_LEASE_S else None
-
-    @property
-    def _running(self) -> list[_Replacement]:
-        return [each for each in self._replacements.values() if each.state is OperationState.RUNNING]
 
     def facts(self, profiles: Sequence[InstanceProfile]) -> ActuatorFacts | None:
         """What it can do, for the core; None if nobody starts and stops processes."""
@@ -122,7 +100,7 @@ class ActuatorDesk:
         if before is None:
             log.info("an actuator follows the pools", services=[each.name for each in said.services])
         self._last, self._heard_s = said, self._clock()
-        for each in self._running:
+        for each in self._replacements.running:
             pids = [service.pid for service in said.services if service.name == each.wish.instance_id]
             if pids and each.wish.stopped_pid not in pids:
                 self._end(each, OperationState.DONE, "")
@@ -138,7 +116,8 @@ class ActuatorDesk:
     def wanted(self) -> PoolsWanted:
         desired = self._core.desired_pools
         replaced = tuple(
-            ServiceProcess(name=each.wish.instance_id, pid=each.wish.stopped_pid or 0) for each in self._running
+            ServiceProcess(name=each.wish.instance_id, pid=each.wish.stopped_pid or 0)
+            for each in self._replacements.running
         )
         wanted = PoolsWanted(revision=self._wanted.revision, start=desired.start, stop=desired.stop, replace=replaced)
         if wanted != self._wanted:
@@ -167,12 +146,17 @@ class ActuatorDesk:
         pids = [service.pid for service in self.services if service.name == wish.instance_id]
         if not wish.again:
             wish = replace(wish, stopped_pid=wish.pid or (pids[0] if pids else 0))
-        added = _Replacement(wish, self._clock(), detail="its process is replaced")
-        other = next((each for each in self._running if each.wish.instance_id == wish.instance_id), None)
-        ended = [key for key, each in self._replacements.items() if each.state is not OperationState.RUNNING]
-        for key in ended[: max(0, len(ended) - MAX_ENDED)]:
-            del self._replacements[key]
-        self._replacements[wish.operation_id] = added
+        added = _Replacement(
+            operation_id=wish.operation_id,
+            kind=wish.kind,
+            timeout_s=wish.timeout_s,
+            began_s=self._clock(),
+            instance_id=wish.instance_id,
+            detail="its process is replaced",
+            wish=wish,
+        )
+        other = next((each for each in self._replacements.running if each.wish.instance_id == wish.instance_id), None)
+        self._replacements.add(added)
         if other is not None:
             what = f"operation {other.wish.operation_id} ({other.wish.kind}) runs on {wish.instance_id}: wait for it"
             self._end(added, OperationState.REFUSED, what)
@@ -183,14 +167,14 @@ class ActuatorDesk:
     def cancel(self, operation_id: OperationId) -> bool:
         """Whether it is one of ours. What the actuator has begun it ends."""
         found = self._replacements.get(operation_id)
-        if found is not None and found.state is OperationState.RUNNING:
-            self._end(found, OperationState.CANCELLED, "an operator took it back")
+        if found is not None and found.is_running:
+            self._end(found, OperationState.CANCELLED, TAKEN_BACK)
         return found is not None
 
     def expire(self) -> None:
         """End what takes too long."""
         now_s = self._clock()
-        for each in self._running:
+        for each in self._replacements.running:
             silent_s = now_s - max(self._heard_s, each.began_s)
             if silent_s > SILENCE_LIMIT_S:
                 self._end(each, OperationState.FAILED, f"the supervisor has said nothing for {silent_s:.0f} s")
@@ -198,7 +182,7 @@ class ActuatorDesk:
                 self._end(each, OperationState.FAILED, "no other process of it serves")
 
     def _end(self, each: _Replacement, state: OperationState, detail: str) -> None:
-        each.state, each.detail, each.ended_s = state, detail, self._clock()
+        each.end(state, detail, self._clock())
         self.on_change()
 
     def _instances(self, last: FollowPools) -> tuple[InstanceId, ...]:

@@ -13,7 +13,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from pdmesh.core.operations import OperationState, OperationView
+from pdmesh.core.operation_records import OperationState, OperationView
 from pdmesh.core.operator_events import BatchingChangeRequested, OperationRequested, ResizeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import OperationId

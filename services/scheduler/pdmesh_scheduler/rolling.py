@@ -16,7 +16,7 @@ from typing import Annotated
 import anyio
 
 from pdmesh.core.events import InstanceJoined
-from pdmesh.core.operations import MAX_ENDED, OperationState, OperationView
+from pdmesh.core.operation_records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
 from pdmesh.core.operator_events import (
     MAX_OPERATION_S,
     OperationCancelled,
@@ -73,31 +73,10 @@ class RollingWish:
     why: str = ""
 
 
-@dataclass(slots=True, eq=False)
-class _Rolling:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Rolling(OperationRecord):
     wish: RollingWish
-    began_s: float
-    state: OperationState = OperationState.RUNNING
-    detail: str = ""
-    ended_s: float | None = None
-    needs_actuator: bool = False
     waits_since_s: float | None = None  # for an instance that is away
-
-    @property
-    def view(self) -> OperationView:
-        return OperationView(
-            operation_id=self.wish.operation_id,
-            kind=OperationKind.ROLLING,
-            instance_id=InstanceId(""),
-            role=None,
-            state=self.state,
-            detail=self.detail,
-            num_left=len(self.wish.left),
-            began_s=self.began_s,
-            ended_s=self.ended_s,
-            timeout_s=self.wish.timeout_s,
-            needs_actuator=self.needs_actuator,
-        )
 
 
 class RollingDesk:
@@ -120,13 +99,13 @@ class RollingDesk:
         self._settling = settling
         self._clock = clock
         self._wall_time = wall_time
-        self._rollings: dict[OperationId, _Rolling] = {}
+        self._rollings: OperationRecords[_Rolling] = OperationRecords()
         self._running: _Rolling | None = None
         self.on_change: Callable[[], None] = lambda: None
 
     @property
     def views(self) -> list[OperationView]:
-        return [each.view for each in self._rollings.values()]
+        return self._rollings.views
 
     @property
     def wish(self) -> RollingWish | None:
@@ -145,6 +124,7 @@ class RollingDesk:
             return  # asked again
         rolling = self._add(wish, self._clock())
         rolling.wish = replace(wish, began_at=self._wall_time(rolling.began_s), left=self._processes(profiles))
+        rolling.num_left = len(rolling.wish.left)
         refusal = self._refusal(rolling, profiles)
         if refusal is None:
             self._running = rolling
@@ -162,18 +142,22 @@ class RollingDesk:
         rolling = self._rollings.get(operation_id)
         if rolling is not None and rolling is self._running and rolling.wish.ends_as is None:
             part = rolling.wish.part
-            why = "an operator took it back"
-            rolling.detail = _both(why, rolling.detail)
-            self._change(rolling, replace(rolling.wish, ends_as=OperationState.CANCELLED, why=why))
+            rolling.detail = _both(TAKEN_BACK, rolling.detail)
+            self._change(rolling, replace(rolling.wish, ends_as=OperationState.CANCELLED, why=TAKEN_BACK))
             if part is not None and part.grows is not None:
                 await driver.act(OperationCancelled(part.operation_id))
         return rolling is not None
 
     def _add(self, wish: RollingWish, began_s: float) -> _Rolling:
-        ended = [key for key, each in self._rollings.items() if each is not self._running]
-        for key in ended[: max(0, len(ended) - MAX_ENDED)]:
-            del self._rollings[key]
-        rolling = self._rollings[wish.operation_id] = _Rolling(wish, began_s)
+        rolling = _Rolling(
+            operation_id=wish.operation_id,
+            kind=OperationKind.ROLLING,
+            timeout_s=wish.timeout_s,
+            began_s=began_s,
+            num_left=len(wish.left),
+            wish=wish,
+        )
+        self._rollings.add(rolling)
         return rolling
 
     def _processes(self, profiles: Sequence[InstanceProfile]) -> tuple[OldProcess, ...]:
@@ -239,7 +223,7 @@ class RollingDesk:
 
     async def _advance(self, rolling: _Rolling, driver: Driver) -> None:
         """Take note of what is done, and ask for what comes next, as far as that goes at once."""
-        while rolling.state is OperationState.RUNNING:
+        while rolling.is_running:
             part = rolling.wish.part
             if part is None:
                 part = self._next(rolling)
@@ -355,7 +339,7 @@ class RollingDesk:
 
     def _change(self, rolling: _Rolling, wish: RollingWish) -> None:
         if wish != rolling.wish:
-            rolling.wish = wish
+            rolling.wish, rolling.num_left = wish, len(wish.left)
             self.on_change()
 
     def _say(self, rolling: _Rolling, part: Part, view: OperationView) -> None:
@@ -373,7 +357,7 @@ class RollingDesk:
             self.on_change()
 
     def _end(self, rolling: _Rolling, state: OperationState, detail: str) -> None:
-        rolling.state, rolling.detail, rolling.ended_s = state, detail, self._clock()
+        rolling.end(state, detail, self._clock())
         if self._running is rolling:
             self._running = None
         self.on_change()
