@@ -71,6 +71,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.tenant",
     "RequestArrived.request.share",
     "RequestArrived.request.num_tokens_before",
+    "RequestArrived.request.arithmetic",
     "Reject.closed_s",
     "Restart.preempted",
     "RequestCancelled.gateway_id",
@@ -97,6 +98,8 @@ ADDED: Sequence[str] = (
     "InstanceJoined.stopping",
     "GatewayJoined.unbegun",
     "InstanceJoined.profile.relays",
+    "InstanceJoined.profile.arithmetic",
+    "InstanceJoined.profile.deterministic",
 )
 
 #: Fields that are no more, with what they had where nothing asked for them.

@@ -179,6 +179,7 @@ class Request:
     tenant: str = ""  # the name of the key that it came with
     share: Annotated[int, COUNT] = 1  # of that key, among others
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
+    arithmetic: str = ""  # class of the instance that drew its last token, of one that is resumed
 
     @property
     def max_total_tokens(self) -> int:
@@ -311,6 +312,10 @@ class InstanceProfile:
     measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
     relays: bool = False  # it can be a member of a `PrefillGroup`
     compute: ComputePath | None = None
+    #: Its *arithmetic class*, such as ``bfloat16/ordered-1``: two instances of one class compute the same bits from the
+    #: same tokens. Empty if the instance does not say; such instances are a class of their own.
+    arithmetic: str = ""
+    deterministic: bool = False  # it serves only in a mesh of one arithmetic class
 
     def is_process_of(self, other: InstanceProfile) -> bool:
         """Whether that one registers again. Containers may count pids each for itself, so addresses count, too."""

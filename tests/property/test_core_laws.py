@@ -153,6 +153,7 @@ class MeshMachine(RuleBasedStateMachine):
         reservation=st.sampled_from(tuple(KvReservation)),
         reckless=st.booleans(),
         has_pool=st.booleans(),
+        num_classes=st.sampled_from((1, 1, 2)),
     )
     def begin(
         self,
@@ -162,8 +163,10 @@ class MeshMachine(RuleBasedStateMachine):
         reservation: KvReservation,
         reckless: bool,
         has_pool: bool = False,
+        num_classes: int = 1,
     ) -> None:
         self.now_s = 0.0
+        self.num_classes = num_classes
         self.has_groups = "in groups" in shape
         in_turn = "in turn" in shape or self.has_groups
         self.scale = IN_TURN if in_turn else 1
@@ -193,9 +196,11 @@ class MeshMachine(RuleBasedStateMachine):
                     num_transfer_backends=1,
                     num_layers=3,
                     relays=in_turn,
+                    arithmetic=self.class_of(index),
                 )
             ]
         }
+        self.drawn_in: dict[RequestKey, str] = {}  # class of the instance that drew the last token
         self.processes = set(self.profiles)  # that the actuator has, of instances that are there or come back
         self.mesh = ModelledMesh(self.profiles.values(), self.max_total_of)
         self.num_requests = 0
@@ -207,6 +212,10 @@ class MeshMachine(RuleBasedStateMachine):
         self.gateway_of: dict[RequestKey, GatewayId] = {}
         self.placed: set[RequestKey] = set()
         self.new_core()
+
+    def class_of(self, number: int) -> str:
+        """Arithmetic classes take turns, among instances and the processes of one instance."""
+        return f"class {number % self.num_classes}" if self.num_classes > 1 else ""
 
     def new_core(self) -> None:
         core: SchedulerCore | None = getattr(self, "core", None)
@@ -291,6 +300,7 @@ class MeshMachine(RuleBasedStateMachine):
         commands = self.core.handle(event, self.now_s)
         self.check_recomputed(event, commands)
         self.note_operations()
+        self.check_classes(commands)
         assert self.diligent.handle(event, self.now_s) == commands, "an instance was overlooked"
         for command in commands:
             match command:
@@ -449,6 +459,38 @@ class MeshMachine(RuleBasedStateMachine):
             if view.state is OperationState.RUNNING and view.kind in (OperationKind.DRAIN, OperationKind.RESTART)
         )
         self.closed &= {view.instance_id for view in self.core.instances}
+
+    def check_classes(self, commands: Sequence[Command]) -> None:
+        """A request leaves its arithmetic class only where no instance of it has room; its group never does.
+
+        Room only shrinks while an event is handled, so what is left of it afterwards was there.
+        """
+        books = self.core._books
+        asked_for = {
+            view.request_id for view in self.core.operations if view.kind is OperationKind.MOVE and view.request_id
+        }
+        for command in commands:
+            match command:
+                case AdmitPrefill(leads=False, group=group) if group is not None:
+                    classes = {books.instances[member_id].arithmetic for member_id in group.member_ids}
+                    assert len(classes) == 1, f"{command} in {classes}"
+                case PlaceDecode(transfer=transfer):
+                    key, source = (command.request_id, command.epoch), books.instances[transfer.source_ids[0]]
+                    target = books.instances[command.instance_id]
+                    if source.arithmetic == target.arithmetic:
+                        continue
+                    of_class = [each for each in books.instances.values() if each.exact_group == source.exact_group]
+                    if transfer.purpose is TransferPurpose.HAND_OVER:
+                        request = books.requests[command.request_id].request
+                        able = [each for each in of_class if each.takes_new and each.can_decode(request)]
+                    elif command.request_id in asked_for:
+                        continue
+                    else:
+                        num_blocks, hold = target.holds[key].num_blocks, source.holds[key]
+                        able = [each for each in of_class if each.can_take_over(key, num_blocks, hold.max_blocks)]
+                    assert not able, f"{command} to another class, though {able[0].instance_id} has room"
+                case _:
+                    pass
 
     def check_may_prefill(self, command: AdmitPrefill) -> None:
         role = self.roles[command.instance_id]
@@ -661,6 +703,7 @@ class MeshMachine(RuleBasedStateMachine):
                 new,
                 num_prompt_tokens=old.num_prompt_tokens + num_drawn,
                 max_tokens=old.max_tokens - num_drawn,
+                arithmetic=self.drawn_in.get(key_of(old), "") if num_drawn else old.arithmetic,
             )
         self.submit(new)
 
@@ -902,6 +945,7 @@ class MeshMachine(RuleBasedStateMachine):
         if self.is_current(*key):
             num_drawn = instance.holds[key].num_computed_tokens - self.awaited[key[0]].num_prompt_tokens
             self.num_drawn[key[0]] = max(0, num_drawn)
+            self.drawn_in[key] = instance.profile.arithmetic
         return goes_on
 
     @staticmethod
@@ -972,7 +1016,8 @@ class MeshMachine(RuleBasedStateMachine):
             instance_id = instance.instance_id
             self.feed(InstanceUnreachable(instance_id))
             before = self.profiles[instance_id]
-            self.profiles[instance_id] = replace(before, pid=before.pid + 1)
+            arithmetic = self.class_of(int(before.arithmetic[-1:] or 0) + 1)
+            self.profiles[instance_id] = replace(before, pid=before.pid + 1, arithmetic=arithmetic)
             self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 

@@ -55,7 +55,7 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(by_credit
         if rng.random() < 0.5:
             assert [name for _, name, _ in ranking.line()] == line_of(members)
             request = a_request("new", prompt=rng.randint(1, 250), output=rng.choice((4, 100)))
-            first = decoders.firsts(request).get(instances[0].kv_group)
+            first = decoders.firsts(request).get(instances[0].exact_group)
             fitting = [name for name in line_of(members) if members[name].can_decode(request)]
             assert (first and first.instance_id) == (fitting[0] if fitting else None)
 

@@ -17,6 +17,7 @@ from pdmesh.cli.request_view import print_choices, print_request, requests_table
 from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.cli.terminal import terminal
 from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.core.arithmetic import several_classes
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
@@ -48,6 +49,9 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
         console.print(line)
     for group in answer.groups:
         console.print(group_line(group))
+    classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})
+    if classes is not None:
+        console.print(classes, style="yellow")
     if answer.tenants:
         console.print()
         console.print(tenants_table(answer))

@@ -53,6 +53,7 @@ class Books:
         self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
         self.holding: dict[InstanceId, InstanceBooks] = {}  # their residents wait for the end of a prefill phase
         self._kinds: list[InstanceBooks] | None = None
+        self._exact_groups, self._kv_groups = Counter[str](), Counter[str]()  # of the instances that are there
         self.queue = WaitingQueue()
         self.unreceived = Unreceived()
         self.healing: dict[RequestKey, RequestState] = {}  # their groups lost a helper, and what of them is not known
@@ -90,6 +91,8 @@ class Books:
     def add_instance(self, instance: InstanceBooks) -> None:
         """Enter an instance whose number comes from `numbers`, or is that of its predecessor."""
         self.instances[instance.instance_id] = instance
+        self._exact_groups[instance.exact_group] += 1
+        self._kv_groups[instance.kv_group] += 1
         self.regroup()
 
     def remove_instance(self, instance_id: InstanceId) -> InstanceBooks | None:
@@ -97,7 +100,16 @@ class Books:
         self.holding.pop(instance_id, None)
         self.suspected.pop(instance_id, None)
         self.regroup()
-        return self.instances.pop(instance_id, None)
+        instance = self.instances.pop(instance_id, None)
+        if instance is not None:
+            self._exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
+            self._kv_groups -= Counter((instance.kv_group,))
+        return instance
+
+    @property
+    def spans_classes(self) -> bool:
+        """Whether instances of several arithmetic classes exchange KV."""
+        return len(self._exact_groups) > len(self._kv_groups)
 
     def suspect(self, instance: InstanceBooks, suspected: bool) -> None:
         """Note that an instance has fallen silent, or speaks again."""
@@ -388,6 +400,9 @@ class Books:
 
     def check_integrity(self) -> None:
         """Every book balances with every other; AssertionError names the numbers."""
+        instances = self.instances.values()
+        assert self._exact_groups == Counter(each.exact_group for each in instances), "exact groups miscounted"
+        assert self._kv_groups == Counter(each.kv_group for each in instances), "KV groups miscounted"
         self.queue.check_integrity()
         self.broker.check_integrity()
         self.unreceived.check_integrity()

@@ -30,9 +30,9 @@ class Formation:
         able, free = Counter[str](), Counter[str]()
         for instance in self._books.instances.values():
             if _may_be_member(instance, bundle) and instance.could_prefill(request):
-                able[instance.kv_group] += 1
-                free[instance.kv_group] += _is_free(instance, request, bundle)
-        return bool(able) and all(free[kv_group] < min(size, number) for kv_group, number in able.items())
+                able[instance.exact_group] += 1
+                free[instance.exact_group] += _is_free(instance, request, bundle)
+        return bool(able) and all(free[name] < min(size, number) for name, number in able.items())
 
     def helpers(self, state: RequestState, leader: InstanceBooks, bundle: Bundle) -> list[InstanceBooks]:
         """Whom to ask to compute a prompt together with its leader, in the order of the bundle's placement."""
@@ -46,7 +46,7 @@ class Formation:
             instance
             for instance in self._books.instances.values()
             if instance is not leader
-            and instance.kv_group == leader.kv_group
+            and instance.exact_group == leader.exact_group
             and instance.instance_id not in known
             and _may_be_member(instance, bundle)
             and _is_free(instance, state.request, bundle)

@@ -52,7 +52,10 @@ class HandOvers:
             if kv_group in self._closed:
                 continue
             source = books.instances[state.prefill_ids[0]]
-            receiver = openings.decoders.firsts(state.request).get(kv_group)
+            firsts = openings.decoders.firsts(state.request)
+            receiver = firsts.get(source.exact_group)
+            if receiver is None and firsts and not source.can_keep(state.request):
+                receiver = openings.decoders.across(firsts, source)
             wanted = before.get(kv_group, Wanted()).plus(num_blocks)
             if self._may_yet_wait(state, bundle) and not self._needs_room(
                 state, source, wanted, None if receiver is not None else openings.decoders.sums, bundle

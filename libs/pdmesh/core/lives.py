@@ -27,6 +27,8 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.events import (
     Event,
+    InstanceJoined,
+    InstanceLost,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -35,6 +37,7 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
+from pdmesh.core.record_line import RecordLine
 from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import ChunkPlan
 
@@ -96,6 +99,26 @@ class Chunk(NamedTuple):
     in_gang: bool = False  # others computed the tokens before or after it at the same time
 
 
+class CrossedClass(NamedTuple):
+    """A request was given to an instance of another arithmetic class: its tokens may come out otherwise from here on.
+
+    ``how``: with its KV as its prompt is handed over ("hand_over") or while it decodes ("move"), or as it starts again
+    from its transcript ("restart").
+    """
+
+    how: str
+    instance_id: InstanceId
+    before: str
+    after: str
+
+    @property
+    def record_line(self) -> RecordLine:
+        """What a record says of it."""
+        classes = f"{self.before or 'an unknown one'} to {self.after or 'an unknown one'}"
+        detail = f"{classes}: the same tokens are not promised from here on"
+        return RecordLine("another arithmetic class", detail, self.instance_id)
+
+
 class Forgotten(NamedTuple):
     """A life that ended is no longer kept: nothing more will be told of it."""
 
@@ -107,7 +130,7 @@ RequestEvent = RequestCancelled | RequestReport
 RequestCommand = ToInstanceOfRequest | ToGateway
 
 #: What can happen to a request: the event or the command that names it, or its part of one that names several.
-Happening = RequestArrived | RequestEvent | Chunk | RequestCommand | Forgotten
+Happening = RequestArrived | RequestEvent | Chunk | CrossedClass | RequestCommand | Forgotten
 
 
 class Milestone(NamedTuple):
@@ -134,6 +157,7 @@ class Lives:
         self._active: dict[RequestId, Life] = {}
         self._ended: OrderedDict[RequestId, Life] = OrderedDict()
         self._superseded: dict[RequestKey, Attempt] = {}  # until the core says that they ended
+        self._arithmetic: dict[InstanceId, str] = {}  # class of each instance that is there
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> Sequence[Milestone]:
         """What an event and the core's answer to it mean for requests, in this order."""
@@ -143,6 +167,10 @@ class Lives:
                 self._arrived(event, commands, now_s, found)
             case StepDone():
                 self._step_done(event, now_s, found)
+            case InstanceJoined():
+                self._arithmetic[event.profile.instance_id] = event.profile.arithmetic
+            case InstanceLost():
+                self._arithmetic.pop(event.instance_id, None)
             case RequestCancelled() | RequestReport():
                 self._told(event, now_s, found)
             case _:
@@ -248,6 +276,14 @@ class Lives:
             case _:
                 found.append(Milestone(life, attempt, command))
         match command:
+            case AdmitPrefill() if command.leads and attempt.request.arithmetic:
+                self._note_class(life, "restart", attempt.request.arithmetic, command.instance_id, found)
+            case PlaceDecode(transfer=transfer):
+                before = self._arithmetic.get(transfer.source_ids[0], "")
+                self._note_class(life, transfer.purpose, before, command.instance_id, found)
+            case _:
+                pass
+        match command:
             case AdmitPrefill() if command.leads:
                 attempt.placed_s = now_s
                 life.placed_s = now_s if life.placed_s is None else life.placed_s
@@ -269,6 +305,12 @@ class Lives:
                 self._end(life, attempt, found)
             case _:
                 pass
+
+    def _note_class(self, life: Life, how: str, before: str, instance_id: InstanceId, found: list[Milestone]) -> None:
+        """Its newest attempt goes on at an instance, perhaps of another arithmetic class than ``before``."""
+        after = self._arithmetic.get(instance_id, "")
+        if after != before:
+            found.append(Milestone(life, life.attempt, CrossedClass(how, instance_id, before, after)))
 
     def _end(self, life: Life, attempt: Attempt, found: list[Milestone]) -> None:
         request_id, epoch = attempt.request.request_id, attempt.request.epoch

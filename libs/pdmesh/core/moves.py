@@ -247,7 +247,9 @@ class Moves:
                 or state.num_failed_moves >= MAX_FAILED
             ):
                 continue
-            found = [each for each in targets if num_left[each.instance_id] > 0 and self.why_not(state, each) is None]
+            able = [each for each in targets if self.why_not(state, each) is None]
+            exact = [each for each in able if each.exact_group == source.exact_group]
+            found = [each for each in exact or able if num_left[each.instance_id] > 0]
             target = min(found, default=None, key=lambda each: (placement.key(each.view), each.instance_id))
             if target is not None:
                 self.begin(state, target)

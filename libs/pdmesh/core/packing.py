@@ -190,7 +190,15 @@ class Round:
             if opening.running:
                 line = self._in_order([*opening.running, head])
                 self._plan_running(opening, line[: line.index(head)])
-        placement = place(request, self._offers(head), self._known.decoders, bundle, self._handovers, self._now_s)
+        placement = place(
+            request,
+            self._offers(head),
+            self._known.decoders,
+            bundle,
+            self._handovers,
+            self._now_s,
+            spans_classes=books.spans_classes,
+        )
         if placement is Wait.FOR_ROOM:
             wait = room_or_turn(request, self._known.any_long, bundle)
             never = wait is Wait.FOR_ROOM and not could_place(request, books.kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from itertools import islice
 from typing import NamedTuple
@@ -46,17 +46,45 @@ def place(
     bundle: Bundle,
     handovers: HandOvers,
     now_s: float,
+    *,
+    spans_classes: bool = False,
 ) -> Placement | Wait:
-    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy."""
-    wait = Wait.FOR_OPENING
-    num_asked = 0
+    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy.
+
+    Where the mesh ``spans_classes``, within one arithmetic class if there is room in one, else across classes. The
+    class of a request that is resumed is that of its tokens so far.
+    """
     firsts = decoders.firsts(request)
     if closed := handovers.closed_groups:
-        firsts = {kv_group: first for kv_group, first in firsts.items() if kv_group not in closed}
+        firsts = {name: first for name, first in firsts.items() if first.kv_group not in closed}
+    if spans_classes:
+        offers = list(offers)
+        same = [offer for offer in offers if offer.arithmetic == request.arithmetic]
+        for within in (same, offers):
+            placement = _place(request, within, firsts, decoders, bundle, handovers, now_s)
+            if isinstance(placement, Placement):
+                return placement
+        across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
+        firsts = {name: first for name, first in across if first is not None} | firsts
+    return _place(request, offers, firsts, decoders, bundle, handovers, now_s)
+
+
+def _place(
+    request: Request,
+    offers: Iterable[InstanceBooks],
+    firsts: Mapping[str, InstanceBooks],
+    decoders: Decoders,
+    bundle: Bundle,
+    handovers: HandOvers,
+    now_s: float,
+) -> Placement | Wait:
+    """`place`, with the first place to decode for what is computed in each exact group."""
+    wait = Wait.FOR_OPENING
+    num_asked = 0
     for prefill in offers:
         if not firsts and (bundle.run_ahead is None or num_asked == MAX_ASKED):
             return Wait.FOR_ROOM
-        first = firsts.get(prefill.kv_group)
+        first = firsts.get(prefill.exact_group)
         if handovers.holds_back(prefill, bundle):
             continue
         if not prefill.can_prefill(request):
@@ -90,7 +118,10 @@ def place_locally(
     local = bundle.local_prefill
     if local is None:
         return None
-    for instance in islice(spare, MAX_ASKED):
+    asked: Iterable[InstanceBooks] = islice(spare, MAX_ASKED)
+    if request.arithmetic:
+        asked = sorted(asked, key=lambda instance: instance.arithmetic != request.arithmetic)
+    for instance in asked:
         if instance.kv_group in handovers.closed_groups or not instance.can_decode(request):
             continue
         prefill = least_queued(instance.kv_group)

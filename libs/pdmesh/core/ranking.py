@@ -54,8 +54,8 @@ class Ranking:
         return self._line
 
 
-class _KvGroup:
-    """The instances that KV of one layout can move to, and for how many blocks of one more request each has room."""
+class _ExactGroup:
+    """The instances of one KV group and arithmetic class, and for how many blocks of one more request each has room."""
 
     def __init__(self, placement: DecodePlacement) -> None:
         self._ranking = Ranking(placement.key)
@@ -97,13 +97,16 @@ class _KvGroup:
 
 
 class Decoders:
-    """The instances with room for one more request to decode, and a seat: by KV group, in the order of the policy."""
+    """The instances with room for one more request to decode, and a seat.
+
+    By exact group, and in it in the order of the policy.
+    """
 
     def __init__(self, placement: DecodePlacement, run_ahead: RunAhead | None) -> None:
         self.sums = DecodingSums(run_ahead)  # of those without room, too
         self._placement = placement
-        self._groups: dict[str, _KvGroup] = {}
-        self._group_of: dict[InstanceId, _KvGroup] = {}
+        self._groups: dict[str, _ExactGroup] = {}
+        self._group_of: dict[InstanceId, _ExactGroup] = {}
         self._changed: dict[InstanceId, InstanceBooks | None] = {}  # since somebody asked
 
     def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
@@ -114,9 +117,9 @@ class Decoders:
     def _look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         known, group = self._group_of.get(instance_id), None
         if instance is not None and instance.num_decode_tokens:
-            group = self._groups.get(instance.kv_group)
+            group = self._groups.get(instance.exact_group)
             if group is None:
-                group = self._groups[instance.kv_group] = _KvGroup(self._placement)
+                group = self._groups[instance.exact_group] = _ExactGroup(self._placement)
             group.put(instance)
             self._group_of[instance_id] = group
         if known is not None and known is not group:
@@ -125,9 +128,15 @@ class Decoders:
                 del self._group_of[instance_id]
 
     def firsts(self, request: Request) -> dict[str, InstanceBooks]:
-        """The first of every KV group with room for the whole request, where there is one."""
+        """The first of every exact group with room for the whole request, where there is one."""
         for instance_id, instance in self._changed.items():
             self._look_at(instance_id, instance)
         self._changed.clear()
-        firsts = {kv_group: group.first(request) for kv_group, group in self._groups.items()}
-        return {kv_group: first for kv_group, first in firsts.items() if first is not None}
+        firsts = {name: group.first(request) for name, group in self._groups.items()}
+        return {name: first for name, first in firsts.items() if first is not None}
+
+    def across(self, firsts: dict[str, InstanceBooks], source: InstanceBooks) -> InstanceBooks | None:
+        """The first that ``source`` can send KV to though it is of another arithmetic class; of what `firsts` gave."""
+        others = [first for first in firsts.values() if first.kv_group == source.kv_group]
+        key = self._placement.key
+        return min(others, default=None, key=lambda first: (key(first.view), first.instance_id))

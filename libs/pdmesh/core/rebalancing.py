@@ -142,7 +142,10 @@ class Rebalancer:
                 yield state, hold
 
     def _targets(self, source: InstanceBooks, now_s: float) -> list[InstanceBooks]:
-        """Others with room and a backend, to which no move is on its way; nothing came from there of late."""
+        """Others of its arithmetic class with room and a backend, to which no move is on its way.
+
+        Nothing came from there of late.
+        """
         coming_to = {state.move.target_id for state in self._books.moving.values() if state.move is not None}
         return [
             each
@@ -150,6 +153,7 @@ class Rebalancer:
             if not each.low  # what says no the soonest, and the most often, first
             and each.instance_id not in coming_to
             and each is not source
+            and each.exact_group == source.exact_group
             and each.takes_decodes
             and now_s - self._last_s.get((each.instance_id, source.instance_id), -inf) >= COOL_DOWN_S
             and self._books.broker.takes_move(each.instance_id)

@@ -283,7 +283,7 @@ class Relays:
         candidates = [
             instance
             for instance in spare
-            if instance.kv_group == leader.kv_group
+            if instance.exact_group == leader.exact_group
             and instance.instance_id not in known
             and instance.can_prefill(request)
             and instance.num_prefill_blocks(request) <= _MAX_SHARE * instance.num_free_blocks

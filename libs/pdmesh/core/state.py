@@ -54,6 +54,8 @@ class InstanceBooks:
         self.make = make_of(profile)  # instances of one make are equally fast
         self.switches = SwitchTimes()
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
+        self.arithmetic = profile.arithmetic
+        self.exact_group = f"{self.kv_group} {profile.arithmetic}"  # what moves inside it goes on with the same bits
         layout = profile.kv_layout
         self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
         self.draining = draining

@@ -97,6 +97,11 @@ class Engine(Protocol):
     @property
     def compute_path(self) -> ComputePath: ...
 
+    @property
+    def arithmetic(self) -> str:
+        """Its arithmetic class, as in `pdmesh.model.InstanceProfile`."""
+        ...
+
     def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
         """One forward pass; results in the order of ``batch``. Does not change the sequences.
 

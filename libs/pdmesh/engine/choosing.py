@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pdmesh.engine.arithmetic import class_name, torch_kind
 from pdmesh.engine.attention import AttentionBackend, TorchAttention
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.forward import DirectForward
@@ -41,11 +42,21 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
     )
     kernels: Kernels = TorchKernels(config.rms_norm_eps)
     name, library = "torch", loaded.kernels.library
+    kinds = [] if library is None else [library.level.kind]
     if library is not None and suits(library.level, config, layout):
         attention = NativeAttention(library, layout, loaded.scale)
         kernels = NativeKernels(library, config.rms_norm_eps)
         name = f"native {library.level}"
+    else:
+        kinds.append(torch_kind(device, deterministic=loaded.deterministic))
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(layout, loaded.num_blocks)
     forward = DirectForward(transformer, attention, store.layers, layout=layout, device=device)
-    return Compute(name=name, reason=loaded.kernels.reason, transformer=transformer, forward=forward, kv=store)
+    return Compute(
+        name=name,
+        reason=loaded.kernels.reason,
+        arithmetic=class_name(layout.dtype, kinds),
+        transformer=transformer,
+        forward=forward,
+        kv=store,
+    )

@@ -56,6 +56,7 @@ class Compute:
     """What computes a checkpoint on one device: the layers, how a step passes them, and the paged cache."""
 
     name: str  # for the log
+    arithmetic: str  # its class, as in `pdmesh.model.InstanceProfile`
     reason: str = ""  # why this and nothing faster
     transformer: Transformer
     forward: Forward

@@ -129,7 +129,9 @@ class FakeEngine:
         gate: StepGate | None = None,
         step_s: Callable[[Sequence[SequenceSlice]], float] | None = None,
         fails: Callable[[Sequence[SequenceSlice]], bool] | None = None,
+        arithmetic: str = "stand-in",
     ) -> None:
+        self.arithmetic = arithmetic
         self.kv = FakeKvStore(layout, num_blocks)
         self.max_model_len = max_model_len
         self.compute_path = ComputePath(kernels="stand-in", dtype=layout.dtype)

@@ -92,7 +92,8 @@ class TorchEngine:
         )
         compute = choose_compute(loaded, self._device, native=native)
         self.compute_path = ComputePath(kernels=compute.name, dtype=layout.dtype, reason=compute.reason)
-        log.info("compute path", kernels=compute.name, dtype=layout.dtype, reason=compute.reason)
+        self._arithmetic = compute.arithmetic
+        log.info("compute path", kernels=compute.name, arithmetic=compute.arithmetic, reason=compute.reason)
         self._forward, self._kv = compute.forward, compute.kv
 
     @property
@@ -102,6 +103,10 @@ class TorchEngine:
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
+
+    @property
+    def arithmetic(self) -> str:
+        return self._arithmetic
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:

@@ -48,7 +48,15 @@ CommandT = TypeVar("CommandT", bound=Command)
 GATEWAY = GatewayId("g")
 
 
-def a_request(request_id: str, prompt: int = 8, output: int = 4, *, epoch: int = 0, arrival_s: float = 0.0) -> Request:
+def a_request(
+    request_id: str,
+    prompt: int = 8,
+    output: int = 4,
+    *,
+    epoch: int = 0,
+    arrival_s: float = 0.0,
+    arithmetic: str = "",
+) -> Request:
     return Request(
         request_id=RequestId(request_id),
         epoch=Epoch(epoch),
@@ -56,6 +64,7 @@ def a_request(request_id: str, prompt: int = 8, output: int = 4, *, epoch: int =
         num_prompt_tokens=prompt,
         max_tokens=output,
         arrival_s=arrival_s,
+        arithmetic=arithmetic,
     )
 
 

@@ -78,6 +78,8 @@ def modelled_profile(
     num_layers: int = 2,
     model: str = "modelled",
     relays: bool = False,
+    arithmetic: str = "",
+    deterministic: bool = False,
 ) -> InstanceProfile:
     return InstanceProfile(
         instance_id=InstanceId(instance_id),
@@ -90,6 +92,8 @@ def modelled_profile(
         num_transfer_backends=num_transfer_backends,
         data_address=instance_id.encode(),
         relays=relays,
+        arithmetic=arithmetic,
+        deterministic=deterministic,
     )
 
 

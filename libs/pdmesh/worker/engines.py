@@ -71,6 +71,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
         deterministic=worker.deterministic,
         has_random_weights=worker.load_format == "dummy",
         cpu_level=worker.cpu_level,
+        ordered=worker.deterministic,
     )
 
 

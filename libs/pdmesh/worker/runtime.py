@@ -100,6 +100,8 @@ async def serve_instance(
             measured_steps=facts.measured_steps,
             relays=True,
             compute=engine.compute_path,
+            arithmetic=engine.arithmetic,
+            deterministic=config.worker.deterministic,
         )
         return RegisterWorker(profile=profile, residents=instance.residents(), stopping=not instance.admits)
 
@@ -112,7 +114,7 @@ async def serve_instance(
             on_outcome=on_outcome,
             mesh_token=config.security.mesh_token,
         ) as mover,
-        open_token_links(instance_id, config.security) as tokens,
+        open_token_links(instance_id, config.security, arithmetic=engine.arithmetic) as tokens,
         open_channel(config.scheduler_address, config.security) as channel,
         anyio.create_task_group() as links,
     ):

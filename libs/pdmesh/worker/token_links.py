@@ -127,10 +127,14 @@ class _GatewayLink:
 
 @asynccontextmanager
 async def open_token_links(
-    instance_id: InstanceId, security: SecurityConfig, *, max_queued: int = MAX_QUEUED_MESSAGES
+    instance_id: InstanceId,
+    security: SecurityConfig,
+    *,
+    arithmetic: str = "",
+    max_queued: int = MAX_QUEUED_MESSAGES,
 ) -> AsyncGenerator[TokenLinks]:
-    """Links that live as long as the block."""
-    registration = RegisterTokens(instance_id=instance_id)
+    """Links that live as long as the block. ``arithmetic`` is the class that the instance says it computes in."""
+    registration = RegisterTokens(instance_id=instance_id, arithmetic=arithmetic)
     async with anyio.create_task_group() as tasks:
         yield TokenLinks(tasks, registration, security, max_queued)
         tasks.cancel_scope.cancel()

@@ -265,7 +265,7 @@ class Generator:
     def _submit(self, transcript: Transcript, *others: Transcript) -> None:
         """Send a request to the scheduler, with ``others`` of the same prompt. Raises RequestRejected."""
         submit = Submit(
-            generation=transcript.generation(),
+            generation=transcript.generation(self._transcripts.arithmetic_of(transcript)),
             priority=transcript.priority,
             slo_ttft_s=transcript.slo.ttft_s,
             slo_tpot_s=transcript.slo.tpot_s,

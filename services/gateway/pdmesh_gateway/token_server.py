@@ -60,6 +60,7 @@ async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, tran
         async for frame in frames:
             transcripts.deliver(_tokens(frame), instance_id)
 
+    transcripts.source_opened(instance_id, registered.arithmetic)
     link.post(TokensAccepted())
     log.info("worker streams tokens", instance_id=instance_id, peer=peer)
     try:

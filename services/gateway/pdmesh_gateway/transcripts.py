@@ -113,6 +113,7 @@ class Transcript:
     all_drawn: bool = False  # its instance says that there will be no more tokens: what is not here is late or lost
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     giver: InstanceId | None = None  # who named the source, until that speaks
+    drawn_by: InstanceId | None = None  # which instance drew the last token
     num_dropped: int = 0
     num_restarts: int = 0
     num_fruitless: int = 0  # restarts since the last token
@@ -154,8 +155,8 @@ class Transcript:
         """Seconds since a resumed request began, so that it keeps its place in the queue; 0 for a new one."""
         return self.clock() - self.began_s if self.epoch > FIRST_EPOCH else 0.0
 
-    def generation(self) -> Generation:
-        """What a worker needs to go on from here."""
+    def generation(self, arithmetic: str = "") -> Generation:
+        """What a worker needs to go on from here; ``arithmetic`` is the class that its last token was drawn in."""
         return Generation(
             request_id=self.request_id,
             epoch=self.epoch,
@@ -166,6 +167,7 @@ class Transcript:
             params=self.params,
             traceparent=self.traceparent,
             label=self.label,
+            arithmetic=arithmetic,
         )
 
     def offer(self, token: TokenOut, source: InstanceId) -> None:
@@ -301,6 +303,7 @@ class Transcript:
         self.source, self.giver = token.next_instance_id or source, source if token.next_instance_id else None
         if token.token_id is not None:
             self.output.append(token.token_id)
+            self.drawn_by = source
             self.num_fruitless = 0
         self.inbox.append(token)
         self.mailbox.has_begun = True
@@ -313,6 +316,7 @@ class Transcripts:
 
     def __init__(self) -> None:
         self._by_id: dict[RequestId, Transcript] = {}
+        self._arithmetic: dict[InstanceId, str] = {}  # also of those that are gone: a few words for each
         self.num_stray = 0  # messages for requests that are gone, or of old epochs and indices
 
     def __len__(self) -> int:
@@ -353,6 +357,14 @@ class Transcripts:
                         transcript.give_turn(message, source)
             except Exception as error:  # other requests share the frame
                 transcript.break_off(error)
+
+    def source_opened(self, source: InstanceId, arithmetic: str) -> None:
+        """A worker of this arithmetic class opened its stream."""
+        self._arithmetic[source] = arithmetic
+
+    def arithmetic_of(self, transcript: Transcript) -> str:
+        """Class of the instance that drew the last token; empty if there is none, or it did not say."""
+        return "" if transcript.drawn_by is None else self._arithmetic.get(transcript.drawn_by, "")
 
     def source_lost(self, source: InstanceId) -> None:
         """A worker's stream broke."""

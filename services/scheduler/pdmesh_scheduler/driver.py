@@ -442,6 +442,7 @@ class Driver:
                     num_taken_blocks=view.num_blocks - view.num_free_blocks,
                     batching=self._batching(view.instance_id) if view.role is Role.MIXED else None,
                     compute=profile.compute,
+                    arithmetic=profile.arithmetic,
                 )
             )
         return tuple(statuses)

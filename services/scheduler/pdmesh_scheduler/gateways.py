@@ -163,4 +163,5 @@ def _request(submit: Submit, generation: Generation, now_s: float, index: int) -
         tenant=submit.tenant,
         share=submit.share,
         num_tokens_before=submit.num_tokens_before + index * generation.num_tokens,
+        arithmetic=generation.arithmetic,
     )

@@ -17,9 +17,9 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
 )
-from pdmesh.core.lives import Attempt, Chunk
+from pdmesh.core.lives import Attempt, Chunk, CrossedClass
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, Role
+from pdmesh.model import InstanceId, Role, TransferPurpose
 from pdmesh.policy.batching import Mode
 from pdmesh.telemetry.exposition import Aliases
 from pdmesh_scheduler.observing import Handled
@@ -93,6 +93,14 @@ class SchedulerMetrics:
         )
         for where in ("receiver", "source"):
             self._received_again.labels(where)
+        self._cross_class = Counter(
+            "pdmesh:cross_class_requests",
+            "Requests given to an instance of another arithmetic class, which are not promised the same tokens",
+            ["how"],
+            registry=registry,
+        )
+        for how in (TransferPurpose.HAND_OVER, TransferPurpose.MOVE, "restart"):
+            self._cross_class.labels(how)
         unreceived = Gauge(
             "pdmesh:kv_waiting_tokens", "Prompt tokens of placed requests whose KV has no receiver", registry=registry
         )
@@ -142,6 +150,8 @@ class SchedulerMetrics:
                     self._prompt_tokens.inc(request.num_prompt_tokens)
                 case PlaceDecode() if attempt.num_receivers > 1:
                     self._received_again.labels("receiver").inc()
+                case CrossedClass():
+                    self._cross_class.labels(what.how).inc()
                 case KeepKv() if attempt.num_receivers > 0:
                     self._received_again.labels("source").inc()
                 case Chunk(is_last=True) if what.instance_id == life.prefill_id and attempt.outcome is None:

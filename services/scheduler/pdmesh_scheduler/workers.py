@@ -8,6 +8,7 @@ import anyio
 import structlog
 
 from pdmesh.config import SchedulerConfig
+from pdmesh.core.arithmetic import why_not_joins
 from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, InstanceUnreachable, LoadReported
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile
@@ -52,6 +53,7 @@ class WorkerStreams:
     profile: Profile | None = None  # what steps are predicted by, if the operator named it
     _suspected: set[InstanceId] = field(default_factory=set[InstanceId])
     _loads: dict[InstanceId, LoadReported] = field(default_factory=dict[InstanceId, LoadReported])
+    _profiles: dict[InstanceId, InstanceProfile] = field(default_factory=dict[InstanceId, InstanceProfile])
 
     async def watch(self) -> None:
         """Suspect, and give up, those that are not heard of; until cancelled."""
@@ -77,6 +79,7 @@ class WorkerStreams:
                     self._heard(instance_id)
                     done = await self._report(connection, messages)
 
+            self._profiles[instance_id] = registered.profile
             self.peers.add(connection)
             self._loads.pop(instance_id, None)
             self.absences.drop(instance_id)
@@ -101,8 +104,12 @@ class WorkerStreams:
             raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
 
     def _check_profile(self, instance: InstanceProfile) -> None:
-        """Refuse an instance that the operator's profile says nothing of. Raises ProtocolError."""
+        """Refuse an instance that the operator's profile says nothing of, or of an arithmetic class that may not be.
+
+        Raises ProtocolError.
+        """
         problem = None if self.profile is None else self.profile.mismatch(Subject.of(instance))
+        problem = problem or why_not_joins(instance, self._profiles.values())
         if problem is not None:
             log.error("instance refused", instance_id=instance.instance_id, reason=problem)
             raise ProtocolError(problem)
@@ -128,6 +135,7 @@ class WorkerStreams:
     def _expired(self, instance_id: InstanceId) -> None:
         log.error("instance lost: its lease ran out", instance_id=instance_id)
         self._forget_silence(instance_id)
+        self._profiles.pop(instance_id, None)
         if self.peers.end(instance_id):
             self.absences.renew(instance_id)
             self.driver.wait_for(instance_id)
@@ -149,6 +157,7 @@ class WorkerStreams:
                     self.peers.remove(connection)
                     self.leases.drop(instance_id)
                     self._forget_silence(instance_id)
+                    self._profiles.pop(instance_id, None)
                     self.driver.post(InstanceLost(instance_id))
                     return True
                 case EventMessage():

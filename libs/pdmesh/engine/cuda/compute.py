@@ -5,6 +5,7 @@ from __future__ import annotations
 import structlog
 import torch
 
+from pdmesh.engine.arithmetic import class_name, torch_kind
 from pdmesh.engine.attention import TorchAttention
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.cuda import has_triton
@@ -30,10 +31,14 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     store = DeviceKvStore(layout, loaded.num_blocks, streams, _device_memory(device))
     library = load_library() if native and suits(layout) else None
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))
+    kinds = [torch_kind(device, deterministic=False)]
+    if native and has_triton():
+        kinds.append("triton")
     if library is None:
+        arithmetic = class_name(layout.dtype, kinds)
         attention = TorchAttention(layout, loaded.scale, streams.device)
         direct = DirectForward(transformer, attention, store.layers, layout=layout, device=streams.device)
-        return Compute(name="torch on cuda", transformer=transformer, forward=direct, kv=store)
+        return Compute(name="torch on cuda", arithmetic=arithmetic, transformer=transformer, forward=direct, kv=store)
     transformer.tabulate_rotation(loaded.max_model_len, TORCH_DTYPES[layout.dtype])
     flashinfer = FlashInfer(
         library,
@@ -56,7 +61,9 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
         write=_page_writer(native=native),
     )
     forward.warm_up()
-    return Compute(name="flashinfer", transformer=transformer, forward=forward, kv=store)
+    kinds.append(f"flashinfer-{library.__version__}-{loaded.prefill_attention}")
+    arithmetic = class_name(layout.dtype, kinds)
+    return Compute(name="flashinfer", arithmetic=arithmetic, transformer=transformer, forward=forward, kv=store)
 
 
 def _device_memory(device: torch.device) -> DeviceMemory | None:

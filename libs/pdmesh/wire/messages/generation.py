@@ -48,6 +48,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     params: SamplingParams
     traceparent: str | None = None  # W3C trace context
     label: str = ""  # what its client calls it, for people to find it by; several requests may have the same
+    arithmetic: str = ""  # class of the instance that drew the last token delivered before
 
     @property
     def num_tokens(self) -> int:

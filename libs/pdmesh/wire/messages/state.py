@@ -50,6 +50,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     suspected: bool = False  # its stream is open, and silent
     batching: BatchingStatus | None = None  # of one that prefills and decodes
     compute: ComputePath | None = None
+    arithmetic: str = ""  # its class; instances of one class compute the same bits
 
     @property
     def state(self) -> str:

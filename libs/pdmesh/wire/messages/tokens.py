@@ -17,6 +17,7 @@ class RegisterTokens(Message, frozen=True, kw_only=True):
     """First message of a worker's token stream."""
 
     instance_id: InstanceId
+    arithmetic: str = ""  # the instance's class, as in `InstanceProfile`
     version: int = PROTOCOL_VERSION
 
 

@@ -1,0 +1,44 @@
+"""The arithmetic class of what computes here: a name that two engines share only if they compute the same bits."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+#: What /proc/cpuinfo calls the parts of a processor's identity, on x86-64 and on aarch64.
+_IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+
+
+def class_name(dtype: str, kinds: Iterable[str]) -> str:
+    """As ``bfloat16/ordered-1``; several kinds, where parts of a model are computed in different ways, joined by +."""
+    return f"{dtype}/{'+'.join(sorted(set(kinds)))}"
+
+
+def torch_kind(device: torch.device, *, deterministic: bool) -> str:
+    """What torch's own operators compute with: its libraries sum by the processor, or device, and their version.
+
+    ``deterministic`` sums do not depend on the batch; others of one kind may differ by a rounding even on one machine.
+    """
+    where = torch.cuda.get_device_name(device).replace(" ", "-") if device.type == "cuda" else _processor()
+    return f"torch-{torch.__version__}-{where}{'-tiled' if deterministic else ''}"
+
+
+def _processor() -> str:
+    capability = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
+    return f"{capability}-{'-'.join(_identity(_cpuinfo())) or platform.machine()}"
+
+
+def _identity(cpuinfo: Mapping[str, str]) -> list[str]:
+    return [cpuinfo[name] for name in _IDENTITY if name in cpuinfo]
+
+
+def _cpuinfo() -> dict[str, str]:
+    """What the system says of the first core; empty if it says nothing."""
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
