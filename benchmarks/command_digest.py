@@ -98,6 +98,7 @@ ADDED: Sequence[str] = (
     "InstanceJoined.stopping",
     "GatewayJoined.unbegun",
     "InstanceJoined.profile.relays",
+    "InstanceJoined.profile.compute",
     "InstanceJoined.profile.arithmetic",
     "InstanceJoined.profile.deterministic",
 )
