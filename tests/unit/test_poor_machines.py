@@ -11,14 +11,17 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import anyio
+import grpc
 import httpx
 import pytest
 
 from pdmesh.cli.http import Target
 from pdmesh.cli.preflight import check_checkpoint, check_loopback, check_machine, check_thread_limit
 from pdmesh.cli.state import StateFolder, state_root
-from pdmesh.config import MeshConfig, TransferConfig
+from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig
 from pdmesh.engine.model_config import parse_model_config
 from pdmesh.errors import ConfigError
 from pdmesh.service import raise_descriptor_limit
@@ -26,7 +29,7 @@ from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.transport import reading
 from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
-from pdmesh.wire.endpoint import bind_socket
+from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.worker.engines import check_weights_fit
 from pdmesh.worker.runtime import transfer_for
 
@@ -44,7 +47,7 @@ def test_the_state_is_below_the_home_unless_told_otherwise(tmp_path: Path) -> No
     assert state_root({"HOME": str(tmp_path), "XDG_STATE_HOME": "/s"}) == Path("/s/pdmesh")
 
 
-@pytest.mark.parametrize("home", ["/home/nobody", "~"])
+@pytest.mark.parametrize("home", ["/proc/nobody", "~"])
 def test_without_a_home_the_state_is_in_a_private_temporary_folder(temporary: Path, home: str) -> None:
     root = state_root({"HOME": home})
     assert root == temporary / f"pdmesh-{os.geteuid()}"
@@ -125,6 +128,28 @@ def test_where_no_process_may_read_another_kv_goes_through_ucx(tmp_path: Path, m
 
     monkeypatch.setattr(reading, "_libc", SimpleNamespace(process_vm_readv=refused))
     assert "seccomp" in str(why_unreadable(tmp_path / "no-yama"))
+
+
+@pytest.mark.anyio
+async def test_services_find_each_other_beside_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC asks the proxy of the environment for any address but those of ``no_proxy``."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+
+        async def echo(request: bytes, _context: Any) -> bytes:
+            return request
+
+        methods: Any = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+        security = SecurityConfig()
+        with anyio.fail_after(30):
+            async with (
+                serving("test.Echo", methods, host="127.0.0.1", port=0, security=security) as port,
+                open_channel(f"127.0.0.1:{port}", security) as channel,
+            ):
+                assert await channel.unary_unary("/test.Echo/Echo")(b"there") == b"there"
 
 
 def test_a_mesh_without_room_for_its_threads_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def check_loopback(host: str) -> None:
         with socket.create_server((host, 0), family=family) as server:
             socket.create_connection(server.getsockname()[:2], timeout=_CONNECT_LIMIT_S).close()
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(
-            f"this machine cannot reach itself at {host}, where services of the mesh meet: {error.strerror or error}; "
-            "bring its loopback interface up (`ip link set lo up`), or set the hosts of `pdmesh config show` to another"
+            f"this machine cannot reach itself at {host}, where services of the mesh meet: {why}; bring its loopback "
+            "interface up (`ip link set lo up`), or set the hosts of `pdmesh config show` to another"
         ) from error

@@ -161,13 +161,20 @@ def state_root(environ: Mapping[str, str]) -> Path:
     if given := environ.get("XDG_STATE_HOME"):
         return Path(given) / "pdmesh"
     below_home = Path(environ.get("HOME") or os.path.expanduser("~")) / ".local/state/pdmesh"
-    existing = next(folder for folder in (below_home, *below_home.parents) if folder.exists())
-    if below_home.is_absolute() and os.access(existing, os.W_OK):
+    if below_home.is_absolute() and _can_be_written(below_home):
         return below_home
     try:
         return _private_folder(Path(tempfile.gettempdir()) / f"pdmesh-{os.geteuid()}")
     except FileNotFoundError:  # nothing at all can be written: whoever tries says so
         return below_home.absolute()
+
+
+def _can_be_written(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def _private_folder(root: Path) -> Path:

@@ -70,10 +70,12 @@ class MeshRun:
     def run(self) -> None:
         """Start, serve until told to stop, drain. Raises ConfigError, StartFailed."""
         with self.state.lock():
-            threads = threads_per_worker(self.config, self.pools.total, num_usable_cores())
+            cores = num_usable_cores()
+            threads = threads_per_worker(self.config, self.pools.total, cores)
             _say(
                 f"starting {self.pools} for {self.config.model or 'the built-in demo model'}; "
-                f"{num_usable_cores()} cores, {threads} engine {'thread' if threads == 1 else 'threads'} a worker"
+                f"{cores} {'core' if cores == 1 else 'cores'}, "
+                f"{threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
             check_machine(self.config, num_processes=2 + self.num_gateways + self.pools.total)
             self.config = _with_token(resolved(self.config))

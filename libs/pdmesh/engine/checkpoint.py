@@ -133,10 +133,7 @@ def _open_tensors(directory: Path) -> Iterator[_FileTensors]:
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in weight_files(directory):
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path} is no readable safetensors file: {error}; download it again") from error
+            file = stack.enter_context(safe_open(path, framework="pt"))
             files |= dict.fromkeys(file.keys(), file)
         yield _FileTensors(directory, files)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from pdmesh.engine.model_config import ModelConfig, parse_model_config
 from pdmesh.errors import ConfigError
 
@@ -105,6 +107,11 @@ def weight_files(directory: Path) -> list[Path]:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         if is_pointer:
             raise ConfigError(f"{path} is a pointer of Git LFS and not the weights: run `git lfs pull` in {directory}")
+        try:
+            with safe_open(path, framework="np"):
+                pass  # its header is read, and compared with the file's length
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} is no readable safetensors file: {error}; download it again") from error
     return paths
 
 
