@@ -202,8 +202,8 @@ async def test_a_wrong_configuration_stops_the_start_and_is_told(tmp_path: Path,
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
-        ("error", "exited with code 1 before it served: memory ran out"),
-        ("crash", "exited with code 1 before it served: terminate called"),  # the last line of its log
+        ("error", "exited with code 1: memory ran out"),
+        ("crash", "exited with code 1: terminate called"),  # the last line of its log
         ("illegal", "was killed by SIGILL (an instruction that this processor lacks; "),
     ],
 )
@@ -214,7 +214,7 @@ async def test_a_child_that_dies_before_it_serves_stops_the_start_and_says_why(
     with anyio.fail_after(DEADLINE_S), pytest.raises(StartFailed) as failure:
         await mesh.supervisor.run()
     assert failure.value.exit_code == 1
-    assert str(failure.value).startswith(f"decode-0 {told}")
+    assert str(failure.value).startswith(f"decode-0 did not start: it {told}")
     assert str(tmp_path / "decode-0.log") in str(failure.value)
     assert all(service.child is None for service in mesh.supervisor.services)
 
@@ -361,7 +361,7 @@ async def test_a_worker_that_cannot_be_started_is_told_once_and_ends_nothing(tmp
             stop_ourselves()
     (failed,) = next(question.failed for question in mesh.asked if question.failed)
     assert failed.instance_id == "decode-1"
-    assert "decode-1 exited with code 1 before it served" in failed.reason
+    assert "decode-1 did not start: it exited with code 1" in failed.reason
     assert sum("decode-1 is started" in line for line in mesh.said) == 1
 
 

@@ -231,7 +231,7 @@ class Service:
             return StartFailed("\n".join(f"{self.name}: {words}" for words in life.last_words), EXIT_CONFIG)
         why = " ".join(life.last_words) or self._last_line()
         quoted = f": {why}" if why else ""
-        return StartFailed(f"{self.name} {life.how} before it served{quoted}\n(the log is {self.spec.log_file})")
+        return StartFailed(f"{self.name} did not start: it {life.how}{quoted}\n(the log is {self.spec.log_file})")
 
     def _last_line(self) -> str:
         """Of its log, but for events: what a process leaves that ends without a word to its supervisor."""

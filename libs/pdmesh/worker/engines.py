@@ -84,7 +84,7 @@ def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: in
     raise ConfigError(
         f"the model's weights take {weight_bytes / (1 << 30):.1f} GiB in {layout.dtype}{each}, and "
         f"{free_bytes / (1 << 30):.1f} GiB of memory are free: give more, take a smaller model, or fewer instances "
-        "(`pdmesh up --mixed 1` is one)"
+        "(`pdmesh up --mixed 1` starts one)"
     )
 
 
