@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import (
@@ -39,6 +40,13 @@ from pdmesh.model import (
 from pdmesh.policy.views import Rank
 
 
+class FromInstance(Protocol):
+    """An event of one instance."""
+
+    @property
+    def instance_id(self) -> InstanceId: ...
+
+
 class Books:
     """Requests by id and by gateway, instances, the queue, the broker; and the commands under way."""
 
@@ -70,6 +78,13 @@ class Books:
         """What a request has on an instance."""
         instance = self.instances.get(instance_id)
         return None if instance is None else instance.holds.get(key)
+
+    def instance_of(self, event: FromInstance) -> InstanceBooks | None:
+        """The instance that an event is of; if it is not known, the event is ignored."""
+        instance = self.instances.get(event.instance_id)
+        if instance is None:
+            self.ignore(type(event).__name__)
+        return instance
 
     def ignore(self, what: str) -> None:
         """Something from outside does not fit the books: it changes nothing."""

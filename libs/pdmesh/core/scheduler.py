@@ -60,6 +60,7 @@ from pdmesh.core.handlers import Handlers
 from pdmesh.core.handover import HandOvers
 from pdmesh.core.holds import HoldKind
 from pdmesh.core.judging import Judge
+from pdmesh.core.membership import Membership
 from pdmesh.core.moves import Moves
 from pdmesh.core.new_requests import NewRequests
 from pdmesh.core.operation_records import OperationView
@@ -81,9 +82,7 @@ from pdmesh.core.rebalancing import Rebalancer
 from pdmesh.core.receivers import do_without
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.reunion import Reunion
-from pdmesh.core.state import InstanceBooks
 from pdmesh.core.step_reports import StepReports
-from pdmesh.core.suspicion import go_on_without, receive_elsewhere, start_elsewhere
 from pdmesh.core.transfer_reports import TransferReports
 from pdmesh.model import InstanceId, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle
@@ -286,17 +285,26 @@ class SchedulerCore:
 
     def _all_handlers(self) -> Handlers:
         handlers, transfers = Handlers(), self._transfers
+        members = Membership(
+            self._books,
+            self._choice,
+            self._reunion,
+            self._credit,
+            self._moves,
+            self._rebalancer,
+            self._operations,
+        )
         handlers.on_timed(RequestArrived, self._request_arrived)
         handlers.on(RequestCancelled, self._new_requests.cancelled)
         handlers.on(RequestDropped, self._dropped)
         handlers.on(RequestFinished, self._finished)
         handlers.on_timed(GatewayJoined, self._gateway_joined)
         handlers.on(GatewayLost, self._gateway_lost)
-        handlers.on_timed(InstanceJoined, self._instance_joined)
-        handlers.on(InstanceUnreachable, self._unreachable)
-        handlers.on(InstanceSuspected, self._suspected)
-        handlers.on_timed(InstanceLost, self._instance_lost)
-        handlers.on(DrainRequested, self._drain_requested)
+        handlers.on_timed(InstanceJoined, members.joined)
+        handlers.on(InstanceUnreachable, members.unreachable)
+        handlers.on(InstanceSuspected, members.suspected)
+        handlers.on_timed(InstanceLost, members.lost)
+        handlers.on(DrainRequested, members.stops)
         handlers.on(LoadReported, self._load_reported)
         handlers.on_timed(StepDone, self._step_done)
         handlers.on(DecodeStepsDone, self._learnt_before)
@@ -324,7 +332,7 @@ class SchedulerCore:
         handlers.check(get_args(Event))
         return handlers
 
-    # --- instances and gateways come and go ---
+    # --- gateways come and go ---
 
     def _gateway_joined(self, event: GatewayJoined, now_s: float) -> None:
         self._reunion.gateway_joined(event.gateway_id, dict(event.waiting), now_s, unbegun=frozenset(event.unbegun))
@@ -332,50 +340,10 @@ class SchedulerCore:
     def _gateway_lost(self, event: GatewayLost) -> None:
         self._reunion.gateway_lost(event.gateway_id)
 
-    def _instance_joined(self, event: InstanceJoined, now_s: float) -> None:
-        """First what it holds meets who waits for it; then what is learnt, moves and operations hear of it.
-
-        At last, what suspected instances have not begun may start on it.
-        """
-        instance_id = event.profile.instance_id
-        before = self._books.instances.get(instance_id)
-        is_another = before is None or not before.profile.is_process_of(event.profile)
-        self._reunion.instance_joined(event.profile, event.residents, now_s, stopping=event.stopping)
-        self._credit.joined(self._books.instances[instance_id])
-        self._choice.joined(event.profile)
-        self._moves.joined(instance_id, stopping=event.stopping, is_another=is_another)
-        self._operations.joined(instance_id, now_s)
-        start_elsewhere(self._books, self._choice.bundle)
-
-    def _unreachable(self, event: InstanceUnreachable) -> None:
-        if instance := self._instance(event.instance_id, event):
-            instance.set_reachable(False)
-            go_on_without(self._books, instance)
-            receive_elsewhere(self._books, instance)
-
-    def _suspected(self, event: InstanceSuspected) -> None:
-        if instance := self._instance(event.instance_id, event):
-            self._books.suspect(instance, event.suspected)
-            if event.suspected:
-                self._moves.suspected(event.instance_id)
-                go_on_without(self._books, instance)
-            start_elsewhere(self._books, self._choice.bundle)
-
-    def _instance_lost(self, event: InstanceLost, now_s: float) -> None:
-        self._reunion.instance_lost(event.instance_id)
-        self._moves.lost(event.instance_id)
-        self._rebalancer.lost(event.instance_id)
-        self._operations.lost(event.instance_id, now_s)
-
-    def _drain_requested(self, event: DrainRequested) -> None:
-        if instance := self._instance(event.instance_id, event):
-            instance.set_draining(event.enabled)
-            self._moves.stops(event.instance_id, event.enabled)
-
     # --- instances report ---
 
     def _step_done(self, event: StepDone, now_s: float) -> None:
-        if instance := self._instance(event.instance_id, event):
+        if instance := self._books.instance_of(event):
             self._steps.done(instance, event, now_s)
 
     def _learnt_before(self, _: DecodeStepsDone) -> None:
@@ -389,11 +357,11 @@ class SchedulerCore:
         self._rebalancer.timed(event)
 
     def _credit_low(self, event: CreditLow) -> None:
-        if instance := self._instance(event.instance_id, event):
+        if instance := self._books.instance_of(event):
             self._credit.is_low(instance, event.residents)
 
     def _load_reported(self, event: LoadReported) -> None:
-        if instance := self._instance(event.instance_id, event):
+        if instance := self._books.instance_of(event):
             instance.set_quarantined(event.num_quarantined_blocks)
 
     # --- requests come and end ---
@@ -428,7 +396,7 @@ class SchedulerCore:
 
     def _released(self, event: KvReleased) -> None:
         key = (event.request_id, event.epoch)
-        instance = self._instance(event.instance_id, event)
+        instance = self._books.instance_of(event)
         if instance is None:
             return
         hold = instance.give_back(key, event.transfer_id)
@@ -453,7 +421,7 @@ class SchedulerCore:
     # --- an operator's changes ---
 
     def _role_change_requested(self, event: RoleChangeRequested) -> None:
-        if instance := self._instance(event.instance_id, event):
+        if instance := self._books.instance_of(event):
             instance.set_role(event.role)
             self._books.regroup()
             self._books.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
@@ -482,14 +450,6 @@ class SchedulerCore:
         if self._due_s < self._wake_s:
             self._wake_s = self._due_s
             self._books.commands.append(WakeAt(at_s=self._due_s))
-
-    # --- small things ---
-
-    def _instance(self, instance_id: InstanceId, event: Event) -> InstanceBooks | None:
-        instance = self._books.instances.get(instance_id)
-        if instance is None:
-            self._books.ignore(type(event).__name__)
-        return instance
 
     def check_integrity(self) -> None:
         """Every book balances with every other; AssertionError names the numbers."""
