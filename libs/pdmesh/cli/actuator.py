@@ -41,7 +41,7 @@ class Actuator:
         self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
 
     async def run(self) -> None:
-        """Until cancelled; what is being started then ends."""
+        """Follow what the scheduler wants until cancelled; processes being started then end."""
         wanted: PoolsWanted | None = None
         async with anyio.create_task_group() as acting:
             while True:
@@ -113,7 +113,7 @@ class Actuator:
                     acting.start_soon(self._replace, service, process.pid)
 
     async def _replace(self, service: Service, pid: int) -> None:
-        """By another process. The scheduler's successor takes its port; gateways share theirs, so there is no gap."""
+        """Replace a process. The scheduler's successor takes its port; gateways share theirs, so there is no gap."""
         self._supervisor.say(f"{service.name} is replaced")
         try:
             if is_gateway(service.name):

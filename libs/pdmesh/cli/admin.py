@@ -88,7 +88,7 @@ def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Ou
 
 
 def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, str, SecurityConfig]:
-    """Whom to ask, and with which secrets: the scheduler that was named, else that of the mesh on this machine."""
+    """Return the scheduler to ask, and the secrets: the one that was named, else that of the mesh on this machine."""
     if config.scheduler_address:
         return None, config.scheduler_address, config.security
     record = state.read()
@@ -100,7 +100,7 @@ def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, s
 
 
 def _where(record: MeshRecord) -> Text:
-    """Which mesh of this machine it is, and where it is reached: two lines, which fit 80 columns."""
+    """Return the mesh's name and addresses, in two lines that fit 80 columns."""
     up_s = time.time() - record.started_at
     grpc_address = next((s.facts["grpc_address"] for s in record.services if "grpc_address" in s.facts), "")
     return Text.assemble(
@@ -160,7 +160,7 @@ def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
 
 
 def group_line(group: messages.GroupStatus) -> str:
-    """Who computes a prompt in turn, and how far they are."""
+    """Return a line with the instances that compute a prompt together, and how far they are."""
     leader, *helpers = group.member_ids
     done = f"{group.num_planned_tokens} of {group.num_prompt_tokens} tokens"
     return f"{leader} + {' + '.join(helpers)}  compute {group.request_id} in turn: {done}"
@@ -188,7 +188,7 @@ def _blocks(row: messages.InstanceStatus) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units that matter."""
+    """Format a duration in the two largest units that matter."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -230,7 +230,7 @@ def check_open_files() -> Check:
 
 
 def check_hub() -> Check:
-    """Only hub ids need the hub, so that none of this is essential."""
+    """Check the hub and its cache, which only hub ids need."""
     cache = Path(constants.HF_HUB_CACHE)
     models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
     found = f"cache {cache}, {models} models"

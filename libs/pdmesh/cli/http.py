@@ -60,7 +60,7 @@ async def wait_until_ready(url: str, security: SecurityConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which gateway a command talks to, and the key that it shows."""
+    """The gateway that a command talks to, and the key that it shows."""
 
     config: MeshConfig
     state: StateFolder
@@ -69,7 +69,7 @@ class Target:
 
     @property
     def key(self) -> str | None:
-        """As given, else what the mesh's own settings hold in the clear; a TOML file of keys has hashes only."""
+        """The key as given, else from the mesh's own settings; a TOML file of keys has hashes only."""
         security = self.config.security
         if self.given_key is not None or security.api_key is not None:
             return self.given_key or security.api_key

@@ -87,7 +87,7 @@ def start(
 
 
 def _pid(asked: Asked, name: str) -> int | None:
-    """Of the process that serves under a name: it is restarted once, however often that is asked for."""
+    """Return the pid that serves under a name, so that it is restarted once, however often that is asked for."""
     state = current_state(asked)
     pids = {each.name: each.pid for each in state.services} | {row.instance_id: row.pid for row in state.instances}
     return pids.get(name) or None
@@ -150,7 +150,7 @@ def cancel_operation(asked: Asked, operation_id: str) -> int:
 
 
 def current_state(asked: Asked) -> MeshState:
-    """Of the mesh. Raises PdmeshError if none can be asked."""
+    """Return the mesh's state. Raises PdmeshError if no mesh can be asked."""
     answer = anyio.run(_ask_patiently, asked, GetStatus(), FIRST_LIMIT_S)
     if not isinstance(answer, MeshState):
         raise ProtocolError("the scheduler sent an unexpected answer")

@@ -98,7 +98,7 @@ def asks_scheduler(command: Callable[Concatenate[Asked, P], None]) -> Callable[.
 
 
 def asks_quietly(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
-    """Like `asks_scheduler`, for a command that prints nothing to choose a form for."""
+    """Decorate a command like `asks_scheduler`, without a choice of output."""
     return _with_options(command, _asked_quietly)
 
 

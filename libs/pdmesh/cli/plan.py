@@ -16,7 +16,7 @@ from pdmesh.model import PoolCounts, PoolMember, Role
 
 
 def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCounts:
-    """Without a word on pools: one of each. With mixed ones alone: only those.
+    """Return the pools: one of each by default, only mixed ones if these alone are named.
 
     Raises ConfigError if they could serve nobody.
     """

@@ -101,7 +101,7 @@ class Child:
         return None if not first or "failed" in first else first
 
     def last_words(self) -> tuple[str, ...]:
-        """Of a child that has ended: the sentences in which it said why; empty if it did not."""
+        """Return the sentences in which an ended child said why; empty if it did not."""
         while self._hear():
             pass
         failed = next((line["failed"] for line in self._lines() if "failed" in line), ())
@@ -137,7 +137,7 @@ def ending_with_us(command: Sequence[str]) -> list[str]:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """For appending; where it cannot be opened, a disk that is gone, a service runs without a log."""
+    """Open a log for appending; where that fails, on a disk that is gone, a service runs without a log."""
     try:
         return path.open("ab")
     except OSError:

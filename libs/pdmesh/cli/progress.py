@@ -14,7 +14,7 @@ from pdmesh.cli.options import Output
 
 
 def progress_bar(output: Output = Output.TABLE, *, counts: bool = True) -> Progress:
-    """On stderr, if that is a terminal and people read the output; gone when it is left. ``counts`` shows how many."""
+    """Return a progress bar on stderr, shown only to people at a terminal. ``counts`` shows how many."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -49,7 +49,7 @@ def progress_line(output: Output = Output.TABLE) -> Iterator[Callable[[str], Non
 
 
 def advance(progress: Progress, task: TaskID) -> Callable[[int], None]:
-    """For a simulator, which tells how many requests have ended."""
+    """Return a callback for a simulator, which tells how many requests have ended."""
 
     def on_ended(num_ended: int) -> None:
         if num_ended % 100 == 0:

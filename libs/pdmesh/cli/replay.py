@@ -67,7 +67,7 @@ class Replay:
         return self.difference is None or self.difference.instead is not None
 
     def __iter__(self) -> Iterator[Decision]:
-        """To the end, or to the first commands that are not those recorded."""
+        """Decide again to the end, or to the first commands that differ from those recorded."""
         for entry in self._log:
             self.num_events += 1
             commands = self._decide(self._recorded, entry.event, entry)

@@ -68,7 +68,7 @@ def requests_table(requests: Sequence[RequestRecord]) -> Table:
 
 
 def computed_by(record: RequestRecord) -> str:
-    """Who computed how much of a prompt, and waited for how long; nothing if it was one instance."""
+    """Return what each instance computed of a prompt, and how long it waited; empty if there was one."""
     chunks = [(entry.instance_id or "", entry.figures) for entry in record.entries if entry.what == "chunk"]
     parts: list[str] = []
     for name in dict.fromkeys(name for name, _ in chunks):

@@ -183,7 +183,7 @@ def _noisy(options: SimulateOptions, instances: Instances) -> Instances:
 
 
 def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[Arrival]) -> Sequence[Death]:
-    """While requests come."""
+    """Draw deaths while requests arrive."""
     if not options.deaths:
         return ()
     if options.clients is not None:

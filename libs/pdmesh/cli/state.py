@@ -154,7 +154,7 @@ class StateFolder:
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """Where meshes leave what they keep: below the home if that can be written, else in a private temporary folder.
+    """Return the folder of all meshes' state: below the home, else a private temporary folder.
 
     Raises ConfigError if another user has taken that.
     """

@@ -75,7 +75,7 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """Of one child, which has ended."""
+    """How one child process served and ended."""
 
     served_s: float
     returncode: int = 1
@@ -234,7 +234,7 @@ class Service:
         return StartFailed(f"{self.name} did not start: it {life.how}{quoted}\n(the log is {self.spec.log_file})")
 
     def _last_line(self) -> str:
-        """Of its log, but for events: what a process leaves that ends without a word to its supervisor."""
+        """Return the last line of the log that is no event: what a process leaves that ends without a word."""
         try:
             lines = self.spec.log_file.read_text(errors="replace").split("\n")
         except OSError:

@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def terminal() -> Console:
-    """For people, on standard output. What names and reasons hold is shown as it is: none of it is markup."""
+    """Return the console for people, on standard output. Names and reasons are shown as they are, not as markup."""
     return Console(markup=False, highlight=False, emoji=False)

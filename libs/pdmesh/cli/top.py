@@ -171,7 +171,7 @@ def _requests(frame: Frame) -> Table:
 
 
 def _where(item: Mapping[str, Any]) -> str:
-    """Who computes the prompt, and who decodes."""
+    """Return the instances that compute the prompt, and the one that decodes."""
     leader, *others = item["where"] or [""]
     return " → ".join([" + ".join([leader, *item.get("helpers", ())]), *others])
 

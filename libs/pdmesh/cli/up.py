@@ -167,7 +167,7 @@ class MeshRun:
                 self._complain(f"cannot keep {file} small: {error.strerror}")
 
     def _drain_s(self) -> float:
-        """As long as `pdmesh down` said, else as configured."""
+        """Return how long to drain: as `pdmesh down` said, else as configured."""
         told_s = self.state.read_drain()
         limit_s = self.config.drain_s if told_s is None else told_s
         return LONGEST_DRAIN_S if limit_s is None else limit_s
@@ -265,7 +265,7 @@ def resolved(config: MeshConfig) -> MeshConfig:
 
 
 def _with_token(config: MeshConfig) -> MeshConfig:
-    """With a token of this run's own, if it has none."""
+    """Return the configuration with a mesh token of this run's own, if it has none."""
     token = config.security.mesh_token or secrets.token_hex(16)
     return replace(config, security=replace(config.security, mesh_token=token))
 
@@ -379,5 +379,5 @@ def _host(host: str) -> str:
 
 
 def _say(message: str) -> None:
-    """To standard output, which may be a log on a full disk, or a pipe that nobody reads any more."""
+    """Print to standard output, which may be a log on a full disk or a pipe that nobody reads any more."""
     _stdout.write(f"pdmesh: {message}\n")

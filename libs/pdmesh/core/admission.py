@@ -81,7 +81,7 @@ class Pace:
         self._work_s += work_s
 
     def per_s(self, num_instances: int) -> float:
-        """Of a mesh with so many instances that compute prompts; never 0 if there is one."""
+        """Return the pace of a mesh with so many instances that compute prompts; never 0 if there is one."""
         return (self._work_s + PRIOR_S * num_instances) / (self._time_s + PRIOR_S)
 
 
@@ -112,11 +112,11 @@ class Forecast:
         self._after_placed_s = 0.0  # from a request's place to its first token, beyond its own work
 
     def wait_s(self, work_before_s: float, num_instances: int) -> float:
-        """Of a request that has so much work before it, on so many instances that compute prompts."""
+        """Return the wait of a request with so much work before it, on so many instances that compute prompts."""
         return work_before_s / self.pace.per_s(max(1, num_instances))
 
     def ttft_s(self, wait_s: float, work_s: float) -> float:
-        """Without the margin."""
+        """Return the predicted TTFT without the margin."""
         return wait_s + work_s + self._after_placed_s
 
     def first_token(self, *, placed_for_s: float, work_s: float) -> None:
@@ -157,7 +157,7 @@ class Admission:
         return None
 
     def when_full(self, state: RequestState, order: PrefillOrder, now_s: float) -> tuple[float, float]:
-        """When to come again, for a request that finds the queue full, and how long others like it need not ask."""
+        """Return when a request that finds the queue full may come again, and how long similar ones need not ask."""
         if not self._config.refuses_early:
             return self._config.retry_after_s, 0.0
         work_before_s = self._books.queue.work_before_s(state, order, now_s)

@@ -127,7 +127,7 @@ class Modes:
         self._set(instance, choice)
 
     def _learn(self, batching: BatchingState, tally: Tally, load: Load, model: LinearLatencyModel) -> None:
-        """From the cycle that ended; whether the other mode is to be probed is known then."""
+        """Learn from the cycle that ended, and decide whether to probe the other mode."""
         probing, gain = batching.probing, batching.choice.gain
         if gain is None or batching.choice.reason:
             return
@@ -157,7 +157,7 @@ class Modes:
     # --- what may begin ---
 
     def look_at(self, bundle: Bundle) -> None:
-        """Before packing: instances that changed, or all under another bundle, have a choice of its batching."""
+        """Give instances that changed, or all under another bundle, a choice of its batching; before packing."""
         self.wake_s = inf
         policy = bundle.batching
         changed = self._books.changed if policy is self._policy else self._books.instances
@@ -226,7 +226,7 @@ class Modes:
 
     @staticmethod
     def _gathered_s(instance: InstanceBooks, now_s: float) -> float:
-        """When a phase that could begin has all that can be in it.
+        """Return when a phase that could begin has gathered all requests that can be in it.
 
         Several requests may end with one step. Each is reported by itself, as is who comes in its place: a phase that
         began with the first of them would leave the others' seats idle until the next one.
@@ -308,7 +308,7 @@ class Modes:
         batching.holds_decodes = holds
 
     def _enter(self, instance: InstanceBooks, now_s: float) -> None:
-        """It begins a prefill phase: others of its pool wait for half of their share of a cycle, or a moment."""
+        """Begin a prefill phase; others of the pool wait for half of their share of a cycle, or a moment."""
         num_exclusive = sum(self.mode_of(other) is Mode.EXCLUSIVE for other in self._pool(instance))
         if num_exclusive > 1:
             gap_s = max(_LEAST_GAP_S, instance.batching.choice.cycle_s / (2 * num_exclusive))
@@ -318,7 +318,7 @@ class Modes:
         instance.batching.phase_s = 0.0
 
     def _leave(self, instance: InstanceBooks, now_s: float) -> None:
-        """It ends a prefill phase. One that had no time left for all goes on after a part of a decode phase."""
+        """End a prefill phase. One that had no time left for all goes on after a part of a decode phase."""
         batching = instance.batching
         batching.decodes_from_s, batching.resumes_s = now_s, -inf
         if not _is_limited(instance) or batching.model is None:
@@ -330,7 +330,7 @@ class Modes:
 
 
 def _max_stall_s(instance: InstanceBooks) -> float:
-    """Of a prefill phase: the smallest target of a resident, the choice's for one without; infinite if it has none."""
+    """Return the longest allowed prefill phase: the smallest target of a resident, the choice's for one without."""
     most_s = instance.batching.choice.max_stall_s
     if most_s == inf:
         return inf
@@ -338,7 +338,7 @@ def _max_stall_s(instance: InstanceBooks) -> float:
 
 
 def _least_chunk_s(instance: InstanceBooks) -> float:
-    """Of a phase with nothing but the smallest chunk of a prompt that is computed here: it grows with what is before.
+    """Return the time of a phase with only the smallest chunk of a prompt here, which grows with its history.
 
     Of the one with the longest history; 0 without any. One that does not fit into a phase would never go on.
     """
@@ -357,7 +357,7 @@ def _is_limited(instance: InstanceBooks) -> bool:
 
 
 def _phase_left_s(instance: InstanceBooks) -> float:
-    """For more steps of a prefill phase: of the one that is under way, or of a new one."""
+    """Return the seconds left for more steps of the present prefill phase, or of a new one."""
     batching = instance.batching
     used_s = batching.phase_s if batching.holds_decodes else 0.0
     return _max_stall_s(instance) - instance.switches.overhead_s - used_s
@@ -369,7 +369,7 @@ def can_switch(instance: InstanceBooks) -> bool:
 
 
 def _latest_start_s(head: RequestState, now_s: float) -> float:
-    """When it must begin to keep its own target; infinite if it has none, or has missed it."""
+    """Return when a request must begin to keep its own target; infinite if it has none, or has missed it."""
     request = head.request
     if request.slo_ttft_s is None or not 0 < request.slo_ttft_s < inf:
         return inf

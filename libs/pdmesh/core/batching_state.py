@@ -14,7 +14,7 @@ _UNDECIDED = ModeChoice(Mode.MIXED)
 
 @dataclass(slots=True, eq=False)
 class BatchingState:
-    """Of one instance."""
+    """The batching mode and phase of one instance."""
 
     choice: ModeChoice = _UNDECIDED
     chosen_by: Batching | None = None

@@ -311,7 +311,7 @@ class Books:
             state.end_move(failed=failed)
 
     def drop_plans(self, instance: InstanceBooks) -> None:
-        """Nobody will report the plans that were in flight on an instance that has gone, or has begun anew."""
+        """Drop the plans in flight on an instance that has gone or begun anew, because nothing will report them."""
         for plan in instance.plans.values():
             for chunk in plan.chunks:
                 if state := self.find((chunk.request_id, chunk.epoch)):

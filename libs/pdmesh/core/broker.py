@@ -135,7 +135,7 @@ class TransferBroker:
         return self._line_up(transfer)
 
     def new_rank(self) -> int:
-        """Behind everybody who was offered before."""
+        """Return a rank behind every earlier offer."""
         self._num_ranked += 1
         return self._num_ranked
 
@@ -154,7 +154,7 @@ class TransferBroker:
         return self.release(transfer, destination_id)
 
     def release(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
-        """It landed, or the destination freed what it had of it: the next one gets the backend."""
+        """Release a destination's backend after landing or freeing; return transfers granted in its place."""
         self._leave_line(transfer)
         had_backend = transfer.give_back(destination_id)
         self._forget_if_done(transfer)
@@ -173,7 +173,7 @@ class TransferBroker:
         return [granted for transfer in found for granted in self.release(transfer, destination_id)]
 
     def withdraw(self, transfer: Transfer) -> None:
-        """It is not wanted any more. What was granted keeps its backends until `release`."""
+        """Withdraw a transfer. A granted one keeps its backends until `release`."""
         self._leave_line(transfer)
         transfer.withdraw()
         self._forget_if_done(transfer)
@@ -195,7 +195,7 @@ class TransferBroker:
         self._changed.update(dict.fromkeys(transfer.plan.destination_ids))
 
     def take_back(self) -> list[Transfer]:
-        """Those of preempted requests that must give backends to one that waits: each is named once, the last first."""
+        """Return transfers of preempted requests that must give backends up; each is named once, the last first."""
         asked: list[Transfer] = []
         for receiver_id in self._changed:
             receiver = self._receivers.get(receiver_id)
@@ -220,7 +220,7 @@ class TransferBroker:
         return sum(1 for _ in wanted) - receiver.num_returning
 
     def _idle(self, receiver: _Receiver) -> list[Transfer]:
-        """With a backend and wanted yet, and of a request that was preempted."""
+        """Return granted transfers of preempted requests that are still wanted."""
         granted = (t for t in receiver.granted.values() if t.state is TransferState.GRANTED)
         return [transfer for transfer in granted if self._is_preempted(transfer.key)]
 

@@ -25,13 +25,13 @@ from pdmesh.plans import KvShard, PrefillGroup, StepPlan, TransferPlan
 
 
 class ToInstance(Struct, frozen=True, kw_only=True):
-    """For an instance."""
+    """A command for an instance."""
 
     instance_id: InstanceId
 
 
 class ToInstanceOfRequest(ToInstance, frozen=True, kw_only=True):
-    """For an instance, of one request's life."""
+    """A command for an instance that belongs to one request's life."""
 
     request_id: RequestId
     epoch: Epoch
@@ -43,7 +43,7 @@ class ToInstanceOfRequest(ToInstance, frozen=True, kw_only=True):
 
 
 class ToGateway(Struct, frozen=True, kw_only=True):
-    """For a gateway, of one of its requests."""
+    """A command for a gateway about one of its requests."""
 
     gateway_id: GatewayId
     request_id: RequestId
@@ -83,12 +83,12 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
 
     @property
     def num_blocks(self) -> int:
-        """To hold on this instance."""
+        """Number of blocks to hold on this instance."""
         return sum([shard.num_blocks for shard in self.shards if shard.instance_id == self.instance_id])
 
     @property
     def decode_instance_id(self) -> InstanceId | None:
-        """Where the KV goes; None if it stays, or is not known yet."""
+        """The instance that the KV goes to; None if it stays, or that is not known yet."""
         return None if self.transfer is None else self.transfer.destinations[0].instance_id
 
     @property
@@ -135,7 +135,7 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
 
     @property
     def num_blocks(self) -> int:
-        """To reserve on this instance."""
+        """Number of blocks to reserve on this instance."""
         shards = self.transfer.destinations
         return sum([shard.num_blocks for shard in shards if shard.instance_id == self.instance_id])
 

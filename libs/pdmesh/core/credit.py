@@ -46,7 +46,7 @@ class Credit:
         self._short: dict[InstanceId, None] = {}  # where somebody has asked
 
     def joined(self, instance: InstanceBooks) -> None:
-        """It told how much its residents have: grants on their way to it are lost."""
+        """Take over what a joining instance says its residents have; grants on their way to it are lost."""
         for key, hold in instance.holds.items():
             self._note(instance, key, hold)
 
@@ -121,7 +121,7 @@ class Credit:
                 self._make_room(instance, stuck, bundle, latency)
 
     def _grant_all(self, instance: InstanceBooks) -> list[RequestKey]:
-        """Those that cannot go on, and got nothing; the oldest first."""
+        """Grant blocks, and return residents that cannot go on and got nothing; the oldest first."""
         line = sorted(instance.low, key=self._age)
         instance.low.clear()
         size = instance.block_size
@@ -173,7 +173,7 @@ class Credit:
             coming -= 1
 
     def _victim(self, instance: InstanceBooks, age: _Age, bundle: Bundle, latency: LatencyModel) -> _Victim | None:
-        """Of those that decode here and are younger, the one that is the cheapest to preempt for each block."""
+        """Return the younger resident that is cheapest to preempt for each block."""
         found: list[_Victim] = []
         for key, hold in instance.holds.items():
             state = self._books.find(key)

@@ -13,7 +13,7 @@ _RATE_UNIT = 1e-9
 
 
 class _Sums(NamedTuple):
-    """Of one instance, or of several."""
+    """What decodes, and what is free, on one instance or several."""
 
     num_requests: int = 0
     num_blocks: int = 0
@@ -34,7 +34,7 @@ class _Kind:
 
 
 class DecodingSums:
-    """Of the instances that take requests to decode, by what they could take. Nothing without a ``rule`` that asks."""
+    """Sums over instances that take requests to decode, by what they could take; empty without a ``rule``."""
 
     def __init__(self, rule: RunAhead | None) -> None:
         self._rule = rule
@@ -43,7 +43,7 @@ class DecodingSums:
         self._changed: dict[InstanceId, InstanceBooks | None] = {}  # since somebody asked
 
     def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
-        """It changed; None: it is gone."""
+        """Note that an instance changed; None if it is gone."""
         if self._rule is not None:
             self._changed[instance_id] = instance
 

@@ -70,12 +70,12 @@ class _Account:
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """In line: equal counters go by who has waited longer for its turn."""
+        """Position in line; equal counters go by the longer wait for a turn."""
         return self.counter, self.turn, self.tenant
 
 
 class TokenCounters:
-    """Whose turn it is. A tenant is remembered while it has requests, and as long as it owes more than a new one."""
+    """Tells whose turn it is. A tenant is remembered while it has requests or owes more than a new one."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -114,13 +114,13 @@ class TokenCounters:
 
     @property
     def _floor(self) -> int:
-        """To what the counter of one that was idle is lifted."""
+        """Return the value that an idle tenant's counter is lifted to."""
         if self._line:
             return self._line[0].counter
         return 0 if self._last is None else self._last.counter
 
     def before(self, tenant: str, num_units: int) -> Iterator[tuple[str, int]]:
-        """Who of the others has a turn before a tenant, in line or new, is charged so much; and for how many units."""
+        """Yield tenants with turns before this one, in line or new, is charged so much; and for how many units."""
         account = self._accounts.get(tenant)
         until = max(self._floor, 0 if account is None else account.counter) + num_units
         for other in self._line:
@@ -130,7 +130,7 @@ class TokenCounters:
                 yield other.tenant, until - other.counter
 
     def price(self, tenant: str, num_requests: int, num_prompt_tokens: int) -> int:
-        """About how many units all these requests of a tenant in line would be charged now."""
+        """Return about how many units all these requests of a tenant in line would be charged now."""
         account = self._accounts[tenant]
         output = account.output if account.output.is_known else self._output
         return (num_prompt_tokens + OUTPUT_COST * num_requests * output.value) * UNITS // account.share
@@ -183,7 +183,7 @@ class TokenCounters:
     # --- bounded memory ---
 
     def _forget(self) -> None:
-        """Those that would owe no more if they were new, whenever there may be twice as many as were kept."""
+        """Forget tenants whose counter is no larger than a new one's, whenever their number may have doubled."""
         if len(self._accounts) < 2 * self._num_kept + SPARE:
             return
         floor = self._floor
@@ -199,7 +199,7 @@ class TokenCounters:
 
     @property
     def views(self) -> list[TenantView]:
-        """Of all that are remembered."""
+        """Return a view of every remembered tenant."""
         return [
             TenantView(
                 tenant=account.tenant,

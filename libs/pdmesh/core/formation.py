@@ -35,7 +35,7 @@ class Formation:
         return bool(able) and all(free[name] < min(size, number) for name, number in able.items())
 
     def helpers(self, state: RequestState, leader: InstanceBooks, bundle: Bundle) -> list[InstanceBooks]:
-        """Whom to ask to compute a prompt together with its leader, in the order of the bundle's placement."""
+        """Return instances to ask to compute a prompt with its leader, in the order of the bundle's placement."""
         holds = [self._books.hold_of(name, state.key) for name in state.asked_ids]  # None: it refused, or was lost
         num_helpers = sum(hold is not None and not hold.freeing for hold in holds)
         num_missing = _group_size(state.request, bundle) - 1 - num_helpers
@@ -57,7 +57,7 @@ class Formation:
 
 
 def _group_size(request: Request, bundle: Bundle) -> int:
-    """Of the group that computes it; 1: none of a fixed size does."""
+    """Return the size of the fixed group that computes a prompt; 1 if there is none."""
     return bundle.relay.group_size if bundle.relay is not None and bundle.is_long(request) else 1
 
 

@@ -44,7 +44,7 @@ class Gangs:
         bundle: Bundle,
         now_s: float,
     ) -> list[InstanceBooks] | None:
-        """Who computes the next tokens at once, in the order of their slices: some who are ``spare``, and the leader.
+        """Return the members that compute the next tokens at once, in slice order: some ``spare`` ones, and the leader.
 
         None if they are computed in turn, or there is too little for more than one.
         """
@@ -62,7 +62,7 @@ class Gangs:
     def slices(
         self, gang: Sequence[InstanceBooks], state: RequestState, relay: Relay, bundle: Bundle, now_s: float
     ) -> tuple[list[tuple[InstanceBooks, int]], bool]:
-        """Of the next tokens: about as many as each has a step for, in equal steps to the end of the prompt.
+        """Return slices of about as many tokens as each member has a step for, in equal steps to the prompt's end.
 
         And whether all are to be in the same layer: for the end of the prompt, or as they begin together.
         """
@@ -94,7 +94,7 @@ class Gangs:
         self._steps[state.key] = noted
 
     def _left_s(self, state: RequestState, relay: Relay, now_s: float) -> dict[InstanceId, float]:
-        """When each member has computed what it has in flight; its part of the prompt not before the part before it."""
+        """Return when each member has computed what it has in flight; its part of the prompt after earlier ones."""
         ends_s: dict[InstanceId, float] = {}
         plans: list[tuple[int, int, InstanceId, float]] = []
         for member_id in state.prefill_ids:

@@ -43,7 +43,7 @@ class Growth:
 
 @dataclass(slots=True)
 class GrowthSums:
-    """Of the requests on one instance: those that may grow by more than the mean are *open*, others bounded.
+    """Sums over one instance's requests: those that may grow by more than the mean are *open*, others bounded.
 
     A bounded one counts with all that it may come to, an open one with what it has and is likely to need.
     """

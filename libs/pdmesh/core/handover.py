@@ -132,5 +132,5 @@ class HandOvers:
 
 
 def _kv_bytes(request: Request, instance: InstanceBooks) -> int:
-    """Of its prompt."""
+    """Return the bytes of a prompt's KV."""
     return request.num_prompt_tokens * instance.profile.kv_layout.token_bytes

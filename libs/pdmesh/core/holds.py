@@ -39,7 +39,7 @@ class HeldBlocks:
 
 @dataclass(slots=True)
 class HoldSums:
-    """Of the holds on one instance."""
+    """Sums over the holds on one instance."""
 
     num_taken_blocks: int = 0
     num_promised_blocks: int = 0

@@ -89,12 +89,12 @@ class Judge:
             self._ended.append(Ended(request.arrival_s, now_s, None, met=False))
 
     def before(self, now_s: float) -> Standing:
-        """Of those that ended last: in the time that a judgement takes, or as many as one needs."""
+        """Return the standing of the last ended requests: of a judgement's time, or as many as one needs."""
         recent = [each for each in self._ended if each.ended_s >= now_s - JUDGE_S]
         return Standing.of(recent if len(recent) >= NUM_TO_JUDGE else list(self._ended)[-NUM_TO_JUDGE:])
 
     def after(self, since_s: float) -> Standing:
-        """Of those that came, and ended, since."""
+        """Return the standing of requests that arrived and ended since."""
         return Standing.of([each for each in self._ended if each.arrival_s >= since_s])
 
 
@@ -104,7 +104,7 @@ def is_told(after: Standing, since_s: float, now_s: float) -> bool:
 
 
 def why_worse(before: Standing, after: Standing, longest_wait_s: float) -> str | None:
-    """In what things are worse than they were; None if they are not. ``longest_wait_s`` is of those that wait now."""
+    """Return in what things got worse; None if in nothing. ``longest_wait_s``: of requests waiting now."""
     loss = before.share - after.share
     if before.num_judged and after.num_judged and loss > LEAST_LOSS:
         chance = chance_of(before, after)
@@ -120,7 +120,7 @@ def why_worse(before: Standing, after: Standing, longest_wait_s: float) -> str |
 
 
 def chance_of(before: Standing, after: Standing) -> float:
-    """That shares so different come of equal ones: the one-sided test of two proportions, pooled."""
+    """Return the chance that equal shares look so different: the one-sided test of two proportions, pooled."""
     total = before.num_judged + after.num_judged
     pooled = (before.num_met + after.num_met) / total
     spread = sqrt(pooled * (1 - pooled) * (1 / before.num_judged + 1 / after.num_judged))

@@ -36,7 +36,7 @@ class LatencyLearner:
 
     @property
     def models(self) -> Mapping[str, LinearLatencyModel]:
-        """By make, of those of which something is known."""
+        """Latency models by make, where something is known."""
         return {make: refinement.model for make, refinement in self._of_make.items()}
 
     def estimate(self, make: str) -> LinearLatencyModel:

@@ -34,5 +34,5 @@ class Lengths:
         return self._sorted[-1] if self._sorted else 0
 
     def all(self) -> list[int]:
-        """From the least to the greatest."""
+        """Return all lengths in ascending order."""
         return list(self._sorted)

@@ -45,12 +45,12 @@ class LengthsSeen:
 
     @property
     def is_enough(self) -> bool:
-        """To decide on something."""
+        """Whether enough was seen to decide."""
         return len(self._lengths) >= MIN_REQUESTS and self._outputs > 0
 
     @property
     def moments(self) -> LengthMoments:
-        """Of a window that is enough."""
+        """Return the moments of a window in which enough was seen."""
         number = len(self._lengths)
         mean = self._prompts / number
         return LengthMoments(
@@ -60,7 +60,7 @@ class LengthsSeen:
         )
 
     def costs(self, model: LinearLatencyModel, switch_s: float) -> StepCosts:
-        """Of steps of these lengths."""
+        """Return the costs of steps of these lengths."""
         number = len(self._lengths)
         prompt = self._prompts / number
         squares = self._prompt_squares / max(1, self._prompts)
@@ -90,5 +90,5 @@ class LengthsSeen:
 
 
 def _rounded(num_slots: float) -> int:
-    """To the nearest twelfth, so that instances with nearly as many share what is found."""
+    """Round to the nearest twelfth, so that instances with nearly as many slots share a result."""
     return max(1, round(num_slots if num_slots < 12 else 1.08 ** round(math.log(num_slots) / math.log(1.08))))

@@ -135,7 +135,7 @@ class Line:
                 self._waiting_lanes.add(lane)
 
     def call_all(self) -> None:
-        """No lane waits for its turn any more."""
+        """Let no lane wait for its turn any more."""
         self._waiting_lanes.clear()
         for lane in self._passed_over:
             if lane in self._lanes:

@@ -87,7 +87,7 @@ class Moves:
         return move
 
     def cancel(self, state: RequestState) -> None:
-        """It is not wanted any more; it may have landed all the same."""
+        """Cancel a request's move, which may have landed all the same."""
         if state.move is not None:
             self._tell_source(state, state.move)
 
@@ -98,7 +98,7 @@ class Moves:
 
     @staticmethod
     def _num_blocks(source: InstanceBooks, hold: HeldBlocks) -> int:
-        """With room for what it draws on the way."""
+        """Return the blocks to reserve, with room for what the request draws on the way."""
         return granted_blocks(hold.num_blocks * source.block_size, hold.max_blocks, source.block_size)
 
     # --- what instances say of it ---
@@ -155,7 +155,7 @@ class Moves:
         )
 
     def _over(self, state: RequestState) -> None:
-        """It stays where it is."""
+        """End a move: the request stays where it is."""
         self._books.end_move(state, failed=True)
 
     def _tell_source(self, state: RequestState, move: Move) -> None:
@@ -179,7 +179,7 @@ class Moves:
                 self._target_is_gone(state, state.move)
 
     def _target_is_gone(self, state: RequestState, move: Move) -> None:
-        """Nobody tells any more whether it began there: its source knows whether it may have."""
+        """Handle a target that is gone: only the source knows whether the request may have begun there."""
         move.given_up = True
         if move.committed is None:
             self._tell_source(state, move)

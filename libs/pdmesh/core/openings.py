@@ -94,7 +94,7 @@ class Openings:
         self._books.changed.clear()
 
     def refresh(self, instances: Iterable[InstanceBooks]) -> None:
-        """These have changed: see what room they have. Whether they have an opening is left to `update`."""
+        """Look at the room of instances that changed. Whether they have an opening is left to `update`."""
         for instance in instances:
             self._note(instance.instance_id, instance)
             for ranking in (self._spare, self._takers):
@@ -179,7 +179,7 @@ class Openings:
         return bool(self._with_long)
 
     def computing(self) -> list[InstanceBooks]:
-        """Those with prompts of their own for a regular plan, perhaps for an urgent one; in the order they joined."""
+        """Return instances with own prompts for a regular or an urgent plan, in the order they joined."""
         if not self._computing and not self._with_own:
             return []
         return sorted((self._computing | self._with_own).values(), key=_BY_NUMBER)
@@ -195,7 +195,7 @@ class Openings:
         return bundle.local_prefill is not None and least < bundle.long_prompt_tokens and self._any_spare()
 
     def for_prompts(self, opened: Sequence[InstanceBooks], *, others: bool) -> Iterable[InstanceBooks]:
-        """Those ``opened``, and the ``others`` that may have an opening, in the order of the placement."""
+        """Return instances ``opened``, and ``others`` that may have an opening, in the order of the placement."""
         line = self._takers.line() if others else []
         if not line and len(opened) == 1:
             return opened
@@ -206,13 +206,13 @@ class Openings:
         return _merged(line, beside)
 
     def least_queued(self, kv_group: str) -> InstanceBooks | None:
-        """Of those that take prompts, and are not held back; nobody asks under a bundle without local prefill."""
+        """Return the least queued instance that takes prompts and is not held back; asked with local prefill only."""
         ranking = self._prefilling.get(kv_group)
         line = [] if ranking is None else ranking.line()
         return line[0][2] if line else None
 
     def spare(self) -> Iterator[InstanceBooks]:
-        """Those that only decode, with room in their steps, as the placement sorts them."""
+        """Yield instances that only decode and have room in their steps, in the order of the placement."""
         if self._any_spare():
             for _, _, instance in self._spare.line():
                 yield instance
@@ -227,7 +227,7 @@ class Openings:
         return bool(self._spare.members)
 
     def idle(self) -> Iterable[InstanceBooks]:
-        """Those with room for a regular plan, and no prompt for it."""
+        """Return instances with room for a regular plan, and no prompt for it."""
         return self._idle.values()
 
     def is_idle(self, instance: InstanceBooks) -> bool:

@@ -92,7 +92,7 @@ class OperationRecord:
         )
 
     def end(self, state: OperationState, detail: str, now_s: float) -> None:
-        """It is over, with this outcome."""
+        """End the operation with this outcome."""
         self.state, self.detail, self.ended_s = state, detail, now_s
 
 
@@ -129,5 +129,5 @@ class OperationRecords(Generic[_RecordT]):
 
     @property
     def running(self) -> list[_RecordT]:
-        """Those that are not over."""
+        """Return the operations that are not over."""
         return [record for record in self._records.values() if record.is_running]

@@ -76,7 +76,7 @@ class _Operation(OperationRecord):
 
 
 class Operations:
-    """At most one runs on an instance. What operators want of instances outlives these, and schedulers."""
+    """Operations on instances, at most one each. What operators want outlives instances and schedulers."""
 
     def __init__(self, books: Books, moves: Moves, judge: Judge) -> None:
         self._books = books
@@ -192,7 +192,7 @@ class Operations:
         self.num_changes += bool(self._drains.pop(instance_id, None)) + bool(self._roles.pop(instance_id, None))
 
     def use_again(self, instance: InstanceBooks) -> None:
-        """Nobody wants it drained any more; who drains or restarts it now goes on."""
+        """Use an instance again that was drained; an operation that drains or restarts it now goes on."""
         self._drains.pop(instance.instance_id, None)
         running = self._running.get(instance.instance_id)
         instance.set_closed(running is not None and running.wish.kind in (OperationKind.DRAIN, OperationKind.RESTART))
@@ -219,7 +219,7 @@ class Operations:
             self._stop(operation, instance, now_s)
 
     def lost(self, instance_id: InstanceId, now_s: float) -> None:
-        """It is gone, and holds nothing: a drain is done."""
+        """Handle an instance that is gone and holds nothing: its drain is done."""
         operation = self._running.get(instance_id)
         if operation is not None and operation.wish.kind is OperationKind.DRAIN:
             self._drained(operation, "the instance is gone", now_s)
@@ -286,7 +286,7 @@ class Operations:
         return None
 
     def _begin(self, operation: _Operation, now_s: float) -> None:
-        """From here on nothing new goes to the instance, and what would be long in leaving it leaves at once.
+        """Begin an operation: nothing new goes to the instance, and what would be long in leaving leaves at once.
 
         One that gets another role takes on what that does from here on, while what it did leaves: it is never idle.
         """

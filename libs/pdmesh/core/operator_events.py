@@ -51,7 +51,7 @@ class OperationCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActuatorFacts:
-    """Who starts and stops processes, as it was when an operator asked for something."""
+    """The actuator as it was when an operator asked for something."""
 
     instance_ids: tuple[InstanceId, ...]  # that it looks after
     available_bytes: Annotated[int, ANY_COUNT]  # of the host's memory

@@ -57,5 +57,5 @@ class Orphans(Generic[OwnerT]):
 
     @property
     def next_deadline_s(self) -> float:
-        """Of the oldest; infinite if there is none."""
+        """Deadline of the oldest orphan; infinite if there is none."""
         return next(iter(self._orphans.values())).deadline_s if self._orphans else inf

@@ -152,7 +152,7 @@ class Round:
         return [opening.instance for opening in self._openings.values() if self._send(opening)]
 
     def _open(self, instance: InstanceBooks) -> None:
-        """Nothing, if there is nothing that the instance could be given."""
+        """Open an instance for a plan, unless there is nothing that it could be given."""
         may_take = self._books.queue.has_line and instance.role.can_prefill
         if not instance.reachable or not (instance.prefills or may_take):
             return
@@ -182,7 +182,7 @@ class Round:
                     return
 
     def _place_for(self, head: RequestState) -> Placement | Wait:
-        """Where the head goes, or what it waits for. Running prompts before it take their part of the steps first."""
+        """Return where the head goes, or what it waits for. Running prompts take their part of the steps first."""
         books, bundle, request = self._books, self._bundle, head.request
         if self._relays.awaits_members(request, bundle):
             return Wait.FOR_TURN
@@ -250,7 +250,7 @@ class Round:
         self._known.refresh([*placement.instances, *helpers])
 
     def _opening_of(self, instance: InstanceBooks) -> Opening:
-        """Of an instance that has one. Those that were idle come last."""
+        """Return the opening of an instance that has one; instances that were idle come last."""
         opening = self._openings.get(instance.instance_id)
         if opening is None:
             is_late = not self._known.is_interruptible(instance, self._least_prompt_tokens)

@@ -111,7 +111,7 @@ def place_locally(
     bundle: Bundle,
     handovers: HandOvers,
 ) -> Placement | None:
-    """Where one of ``spare``, which only decode, has room for it, and that pays: computed there, its KV stays.
+    """Place a prompt on one of ``spare``, which only decode, if it has room and that pays; its KV stays there.
 
     Otherwise it waits for an instance that prefills: of a KV group the ``least_queued`` is the first to take it.
     """
@@ -134,7 +134,7 @@ def place_locally(
 
 
 def room_or_turn(request: Request, others: bool, bundle: Bundle) -> Wait:
-    """There is no room. A long request waits for its turn if there are ``others`` of its kind: short ones may go on."""
+    """Return what a request without room waits for; a long one, if there are ``others``, for its turn."""
     return Wait.FOR_TURN if others and bundle.is_long(request) else Wait.FOR_ROOM
 
 

@@ -34,7 +34,7 @@ class DesiredPools(NamedTuple):
 
 
 class PoolPlan(NamedTuple):
-    """From the pools that are there to others."""
+    """The way from the present pools to others."""
 
     flips: tuple[PoolMember, ...]  # get the role that is said
     starts: tuple[PoolMember, ...]
@@ -84,7 +84,7 @@ class _Resize(OperationRecord):
 
 
 class Pools:
-    """At most one resize runs. What is wanted outlives it, and schedulers."""
+    """Resizes the pools, one at a time. What is wanted outlives the resize, and schedulers."""
 
     def __init__(self, books: Books, operations: Operations) -> None:
         self._books = books
@@ -277,7 +277,7 @@ class Pools:
     def _ask(
         self, resize: _Resize, kind: OperationKind, instance_id: InstanceId, now_s: float, role: Role | None = None
     ) -> bool:
-        """For an operation on an instance; False if it was asked for before."""
+        """Ask for an operation on an instance; False if it was asked for before."""
         wish = OperationRequested(
             operation_id=resize.part(instance_id),
             kind=kind,
@@ -354,5 +354,5 @@ class Pools:
 
 
 def _is_free(instance: InstanceBooks) -> bool:
-    """Nothing is left on it, and nothing comes."""
+    """Whether nothing is left on an instance, and nothing comes."""
     return not instance.is_usable and not instance.holds

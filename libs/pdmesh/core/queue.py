@@ -64,7 +64,7 @@ class WaitingQueue:
                 line.let_wait_from(head.request.num_prompt_tokens)
 
     def call_all(self) -> None:
-        """Nobody is passed over any more."""
+        """Let no request be passed over any more."""
         if self._lets_wait:
             self._lets_wait = False
             for line in self._lines.values():
@@ -87,22 +87,22 @@ class WaitingQueue:
         return work_us / 1e6
 
     def _price(self, tenant: str, line: Line) -> int:
-        """Of all in its line."""
+        """Return the price of all requests in a tenant's line."""
         return max(1, self.counters.price(tenant, line.num_requests, line.num_prompt_tokens))
 
     @property
     def least_prompt_tokens(self) -> int:
-        """Nobody who waits has a shorter prompt."""
+        """Length of the shortest waiting prompt."""
         return self._prompt_tokens.least
 
     @property
     def next_deadline_s(self) -> float:
-        """Of who has waited longest; infinite if nobody waits."""
+        """Deadline of the longest waiting request; infinite if none waits."""
         return next(iter(self._deadlines.values()))[0] if self._deadlines else inf
 
     @property
     def first(self) -> RequestState | None:
-        """Who has waited longest; None if nobody waits."""
+        """The longest waiting request; None if none waits."""
         return next(iter(self._deadlines.values()))[1] if self._deadlines else None
 
     def first_due(self, now_s: float) -> RequestState | None:
@@ -119,7 +119,7 @@ class WaitingQueue:
         self._prompt_tokens.add(state.request.num_prompt_tokens)
 
     def postpone(self, state: RequestState, deadline_s: float) -> None:
-        """It may wait until then, which is later than anybody else's deadline."""
+        """Let a request wait until ``deadline_s``, which is later than any other deadline."""
         del self._deadlines[state.key]
         self._deadlines[state.key] = deadline_s, state
 

@@ -28,12 +28,12 @@ class Ranking:
         self._line: list[Ranked] = []
 
     def put(self, instance: InstanceBooks) -> None:
-        """It is a member, and has perhaps another place from now on."""
+        """Add an instance, or note that its place may have changed."""
         self.members[instance.instance_id] = instance
         self._changed[instance.instance_id] = None
 
     def discard(self, instance_id: InstanceId) -> None:
-        """It is no member, or no longer."""
+        """Remove an instance, if it is a member."""
         if self.members.pop(instance_id, None) is not None:
             self._changed[instance_id] = None
 
@@ -63,7 +63,7 @@ class _ExactGroup:
         self._room_of: dict[InstanceId, tuple[int, int]] = {}
 
     def put(self, instance: InstanceBooks) -> None:
-        """It is one of them, and has perhaps another place and room."""
+        """Add an instance, or note that its place and room may have changed."""
         self._ranking.put(instance)
         room = int(instance.room.open), int(instance.room.bounded)
         if self._room_of.get(instance.instance_id) != room:
@@ -110,7 +110,7 @@ class Decoders:
         self._changed: dict[InstanceId, InstanceBooks | None] = {}  # since somebody asked
 
     def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
-        """It changed; None: it is gone."""
+        """Note that an instance changed; None if it is gone."""
         self._changed[instance_id] = instance
         self.sums.look_at(instance_id, instance)
 

@@ -98,7 +98,7 @@ class Rebalancer:
     # --- time ---
 
     def speed_up(self, rule: Rebalancing, now_s: float) -> None:
-        """From each instance that is too slow for its residents one moves to an instance that has time for it."""
+        """Move one resident from each instance that is too slow for its residents to one that has time for it."""
         if now_s < self._look_s:
             return
         self._look_s = now_s + LOOK_S

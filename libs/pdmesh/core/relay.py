@@ -97,7 +97,7 @@ class Relays:
 
     @property
     def helped(self) -> list[RequestState]:
-        """Those with helpers whose prompts are not planned to the end, and that may be helped by others yet."""
+        """Return requests with helpers whose prompts are not planned to the end and may be helped by more."""
         return [state for state in self._open.values() if self._is_helped_on(state) and len(state.prefill_ids) > 1]
 
     def heal(self, bundle: Bundle, now_s: float) -> None:
@@ -133,7 +133,7 @@ class Relays:
         tell_group(self._books, state)
 
     def _awaited(self, state: RequestState) -> list[InstanceId]:
-        """Those that were asked to help, and have not answered."""
+        """Return instances that were asked to help and have not answered."""
         if state.group is None:
             return []
         asked = (self._books.instances.get(name) for name in state.asked_ids if name not in state.group.member_ids)
@@ -272,7 +272,7 @@ class Relays:
         return leader.takes_new and not rests and self._modes.mode_of(leader) is Mode.MIXED
 
     def _ask(self, state: RequestState, spare: list[InstanceBooks], relay: Relay) -> None:
-        """Those who bring its first token forward by enough. At most once for each chunk."""
+        """Ask instances that bring the first token forward by enough; at most once for each chunk."""
         books, request = self._books, state.request
         leader = books.instances[state.prefill_ids[0]]
         considered = state.num_planned_tokens, len(spare)
@@ -353,7 +353,7 @@ class Relays:
     # --- all at once ---
 
     def _gang(self, state: RequestState, bundle: Bundle, now_s: float) -> list[InstanceBooks] | None:
-        """Who computes the next tokens of a prompt at once; None: they are computed in turn, or by the leader alone."""
+        """Return the members that compute the next tokens at once; None if in turn, or by the leader alone."""
         relay, leader = bundle.relay, self._books.instances[state.prefill_ids[0]]
         if relay is None or relay.schedule is Schedule.RELAY or state.group is None or state.is_healing:
             return None
@@ -432,6 +432,6 @@ class Relays:
 
 
 def _turn(instance: InstanceBooks) -> tuple[int, int, int]:
-    """When it is an instance's turn among those that help."""
+    """Sort key of an instance's turn among the members."""
     starts = [chunk.start for plan in instance.plans.values() for chunk in plan.chunks]
     return len(instance.plans), min(starts, default=0), instance.number

@@ -252,7 +252,7 @@ class RequestState:
         return self.group is not None and self.group.is_healing
 
     def waited_s(self, now_s: float) -> float:
-        """So far: in line, and for room to decode once its prompt was computed."""
+        """Return seconds waited so far: in line, and for room to decode once the prompt was computed."""
         if self.placed_s is None:
             return now_s - self.request.arrival_s
         waited_s = self.placed_s - self.request.arrival_s
@@ -277,14 +277,14 @@ class RequestState:
 
     @property
     def prefill_ids(self) -> tuple[InstanceId, ...]:
-        """Of those that compute its prompt, the leader first."""
+        """The instances that compute the prompt, the leader first."""
         if self.group is not None:
             return self.group.living_ids
         return tuple([shard.instance_id for shard in self.prefill_shards])
 
     @property
     def asked_ids(self) -> tuple[InstanceId, ...]:
-        """Those that were asked to help with its prompt, and were not lost since."""
+        """The instances that were asked to help with the prompt and were not lost since."""
         return () if self.group is None else self.group.asked_ids
 
     @property
@@ -319,7 +319,7 @@ class RequestState:
             self.decode_shards = self.prefill_shards
 
     def adopt(self, decode: KvShard) -> None:
-        """It turns out to be decoding already."""
+        """Take over a request that turns out to be decoding already."""
         self._go("adopt", Phase.DECODING)
         self.prefill_shards = self.decode_shards = (decode,)
         self.num_planned_tokens = self.request.num_prompt_tokens
@@ -372,7 +372,7 @@ class RequestState:
         self.rank_of_offer = rank
 
     def receive(self, transfer: Transfer) -> None:
-        """It gets room where it decodes, and a transfer of its KV."""
+        """Give the request room where it decodes, and a transfer of its KV."""
         self._go("receive", Phase.TRANSFERRING if self.is_computed else Phase.PREFILLING)
         self.transfer, self.decode_shards = transfer, transfer.plan.destinations
 
@@ -385,12 +385,12 @@ class RequestState:
         self.transfer, self.decode_shards = None, ()
 
     def keep(self, shard: KvShard) -> None:
-        """It decodes where its prompt is computed, with this room."""
+        """Let the request decode where its prompt is computed, with this room."""
         self._go("keep", self.phase)
         self.prefill_shards = self.decode_shards = (shard,)
 
     def find_room(self, now_s: float) -> None:
-        """It has room to decode only now."""
+        """Note when the request got room to decode."""
         self.roomed_s = now_s
 
     def land(self) -> None:
@@ -401,23 +401,23 @@ class RequestState:
     # --- it moves ---
 
     def rebalance(self, now_s: float) -> None:
-        """It is to move because of where it is."""
+        """Note when the request was last chosen to move away."""
         self.rebalanced_s = now_s
 
     def begin_move(self, transfer: Transfer) -> Move:
-        """It goes to another instance, and decodes where it is meanwhile."""
+        """Begin a move to another instance; the request decodes where it is meanwhile."""
         self._go("begin_move", Phase.MOVING)
         self.move = Move(transfer)
         return self.move
 
     def end_move(self, *, failed: bool) -> None:
-        """It stays where it is, because that ``failed`` or because it ends."""
+        """End a move: the request stays, because that ``failed`` or because it ends."""
         self._go("end_move", Phase.DECODING)
         self.move = None
         self.num_failed_moves += failed
 
     def land_move(self) -> None:
-        """It decodes where it has moved."""
+        """Land a move: the request decodes at its target."""
         self._go("land_move", Phase.DECODING)
         assert self.move is not None, f"{self.key} lands without a move"
         self.transfer, self.move = self.move.transfer, None

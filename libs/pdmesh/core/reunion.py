@@ -50,12 +50,12 @@ class Reunion:
     # --- single requests ---
 
     def gateway_of(self, request_id: RequestId) -> GatewayId | None:
-        """Whose request it is, if one of its halves waits here."""
+        """Return the gateway of a request of which one half waits here."""
         orphan = self._unfound.get(request_id) or self._unclaimed.get(request_id)
         return None if orphan is None else orphan.gateway_id
 
     def claim(self, key: RequestKey, gateway_id: GatewayId) -> InstanceId | None:
-        """Where exactly this request of the gateway is decoding, if it is; an older epoch of it is freed."""
+        """Return the instance on which exactly this request is decoding, if any; an older epoch of it is freed."""
         self._unfound.pop(key[0], gateway_id)
         return self._claim_resident(key, gateway_id)
 

@@ -32,7 +32,7 @@ class _Way:
     last: tuple[float, ...] = ()
 
     def took(self, seen: float) -> None:
-        """Of the last three, the middle one counts: that one was stopped says nothing."""
+        """Learn from the median of the last three, so that one interruption has no effect."""
         self.num += 1
         self.last = (*self.last, seen)[-_TRIES:]
         middle = sorted(self.last)[(len(self.last) - 1) // 2]

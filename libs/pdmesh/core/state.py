@@ -109,7 +109,7 @@ class InstanceBooks:
         self._count(hold, 1)
 
     def grow(self, key: RequestKey, num_blocks: int) -> None:
-        """It holds so many blocks in all from now on."""
+        """Set the total number of blocks that a request holds."""
         hold = self.holds[key]
         self._count(hold, -1)
         hold.num_blocks = num_blocks
@@ -148,7 +148,7 @@ class InstanceBooks:
             self._count(hold, 1)
 
     def give_back(self, key: RequestKey, transfer_id: TransferId = NO_TRANSFER) -> HeldBlocks | None:
-        """None if there is nothing for this transfer."""
+        """Give back what a request holds for a transfer; None if that is nothing."""
         if key in self.holds and self.holds[key].transfer_id != transfer_id:
             return None
         self.let_wait(key, False)
@@ -178,7 +178,7 @@ class InstanceBooks:
 
     @property
     def num_regular_plans(self) -> int:
-        """In flight, but for an urgent one."""
+        """Number of plans in flight, without an urgent one."""
         return len(self.plans) - (self.urgent_plan_id is not None)
 
     def begin_plan(self, plan: StepPlan) -> None:
@@ -225,7 +225,7 @@ class InstanceBooks:
         return self.profile.num_blocks - self.held.num_taken_blocks - self.num_quarantined_blocks
 
     def _count_room(self) -> None:
-        """For one more request: only after a change, and if somebody asks."""
+        """Count the room for one more request; only after a change, and when asked."""
         self._knows_room = True
         self._decode_tokens = self._prompt_tokens = 0
         room = int(max(self.room)) * self.block_size
@@ -269,7 +269,7 @@ class InstanceBooks:
         return self.num_decode_tokens > 0 and self.could_decode(request) and self._has_room_for(request)
 
     def wanted_blocks(self, request: Request) -> tuple[int, bool]:
-        """That have to be there for a request to decode here, and whether it may come to need more."""
+        """Return the free blocks that a request needs to decode here, and whether it may come to need more."""
         most = self.num_decode_blocks(request)
         if self._growth.by_credit:
             first = self.num_first_blocks(request)
@@ -332,7 +332,7 @@ class InstanceBooks:
 
     @property
     def longest_prefill_tokens(self) -> int:
-        """Of the long prompts that are computed here, or whose KV waits to move away; 0 without one."""
+        """Length of the longest long prompt computed here, or whose KV waits to move away; 0 without one."""
         return max(self.held.long_prefill_tokens, default=0)
 
     @property
@@ -354,7 +354,7 @@ class InstanceBooks:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
 
     def num_first_blocks(self, request: Request) -> int:
-        """That it is admitted with where it decodes."""
+        """Return the blocks that a request is admitted with where it decodes."""
         if not self._growth.by_credit:
             return self.num_decode_blocks(request)
         return num_blocks_for(first_tokens(request, self.block_size), self.block_size)

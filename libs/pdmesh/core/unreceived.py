@@ -22,7 +22,7 @@ class Wanted(NamedTuple):
     num_blocks: int = 0
 
     def plus(self, num_blocks: int, sign: int = 1) -> Wanted:
-        """With one more request, or one fewer."""
+        """Return the sums with one more request, or one fewer."""
         return Wanted(self.num_requests + sign, self.num_blocks + sign * num_blocks)
 
 
@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
 
 
 class Unreceived(Mapping[RequestKey, RequestState]):
-    """Those that wait for nothing else have a time limit from when that is first asked."""
+    """Requests waiting for an instance to decode on; the deadline starts when nothing else delays them."""
 
     def __init__(self) -> None:
         self._entries: dict[RequestKey, _Entry] = {}
@@ -56,15 +56,15 @@ class Unreceived(Mapping[RequestKey, RequestState]):
 
     @property
     def num_kv_groups(self) -> int:
-        """Where somebody waits."""
+        """Number of KV groups in which a request waits."""
         return len(self._wanted)
 
     def in_turn(self) -> list[_Entry]:
-        """As they are now: they may come and go meanwhile."""
+        """Return a copy of the line, since requests may come and go meanwhile."""
         return list(self._line)
 
     def wanted(self, kv_group: str) -> Wanted:
-        """By all in a KV group."""
+        """Return what all waiting requests of a KV group want."""
         return self._wanted.get(kv_group, Wanted())
 
     # --- they come and go ---
@@ -76,7 +76,7 @@ class Unreceived(Mapping[RequestKey, RequestState]):
         self._wanted[kv_group] = self.wanted(kv_group).plus(num_blocks)
 
     def discard(self, key: RequestKey) -> None:
-        """It has a receiver, needs none, or has ended."""
+        """Remove a request that has a receiver, needs none, or has ended."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -88,7 +88,7 @@ class Unreceived(Mapping[RequestKey, RequestState]):
         self._due_s.pop(key, None)
 
     def offered(self, key: RequestKey) -> None:
-        """It has its rank, if it is one of them."""
+        """Note the rank of a request's first offer, if it waits here."""
         entry = self._entries.get(key)
         if entry is not None:
             del self._line[bisect_left(self._line, entry)]
@@ -98,12 +98,12 @@ class Unreceived(Mapping[RequestKey, RequestState]):
     # --- and wait no longer than may be ---
 
     def is_ready(self, key: RequestKey) -> None:
-        """If it is one of them, it waits for nothing else: it is computed, or had a receiver before."""
+        """Note that a request, if it waits here, waits for nothing else: it is computed, or had a receiver before."""
         if key in self._entries:
             self._ready[key] = None
 
     def set_limits(self, due_s: float) -> None:
-        """Of those that were not ready when this was last called."""
+        """Set the deadlines of requests that became ready since the last call."""
         for key in self._ready:
             self._due_s.setdefault(key, due_s)
         self._ready.clear()
@@ -114,7 +114,7 @@ class Unreceived(Mapping[RequestKey, RequestState]):
         return next(iter(self._due_s.values()), inf)
 
     def overdue(self, now_s: float) -> list[RequestState]:
-        """Those whose limits have passed, in turn."""
+        """Return requests whose deadlines have passed, in turn."""
         found: list[_Entry] = []
         for key, due_s in self._due_s.items():
             if due_s > now_s:

@@ -13,7 +13,7 @@ _IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
 
 def class_name(dtype: str, kinds: Iterable[str]) -> str:
-    """As ``bfloat16/ordered-1``; several kinds, where parts of a model are computed in different ways, joined by +."""
+    """Return, for instance, ``bfloat16/ordered-1``; several kinds, for unlike parts of a model, are joined by +."""
     return f"{dtype}/{'+'.join(sorted(set(kinds)))}"
 
 

@@ -50,7 +50,7 @@ class Vocabulary(Linear, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """For any device and dtype. ``weight`` (outputs, inputs), and perhaps ``bias`` (outputs,)."""
+    """A layer for any device and dtype. ``weight`` (outputs, inputs), and perhaps ``bias`` (outputs,)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -150,7 +150,7 @@ def tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, libra
 
 
 def _padded(matrix: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """With zeros; ``matrix`` itself where nothing is missing."""
+    """Return ``matrix`` padded with zeros; itself where nothing is missing."""
     missing = (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0])
     return functional.pad(matrix, missing) if any(missing) else matrix
 
@@ -193,7 +193,7 @@ def fastest_vocabulary(weight: Tensor, memory: WeightMemory, library: KernelLibr
 
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
-    """With the weight as it is."""
+    """Return a torch layer with the weight as it is."""
     if weight.dtype == torch.bfloat16 and weight.is_cpu and not onednn_multiplies_bf16():
         return WidenedLinear(weight, bias)
     return PlainLinear(weight, bias)
@@ -202,7 +202,7 @@ def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
 def _own_linear(
     weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary | None
 ) -> Vocabulary | None:
-    """By a kernel of our own, if there is one."""
+    """Return a layer computed by a kernel of our own, if there is one."""
     if weight.is_cuda and has_triton():
         from pdmesh.engine.cuda.linear import row_linear  # only where there is a device
 

@@ -85,7 +85,7 @@ def _sizes(latency: GroupLatency, num_held: int, num_instances: int) -> list[int
 
 
 def _free_s(line: Sequence[FreeAt], size: int) -> float:
-    """When the first ``size`` of the line are all free."""
+    """Return when the first ``size`` of the line are all free."""
     return max(line[:size])[0]
 
 

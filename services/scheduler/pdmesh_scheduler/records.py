@@ -186,7 +186,7 @@ class RequestRecords:
 
 
 def _line(record: _Record, what: Happening) -> RecordLine | None:
-    """None for what a record does not mention."""
+    """Return the record's line; None for what a record does not mention."""
     match what:
         case RequestArrived():
             request = what.request

@@ -81,6 +81,6 @@ class RowLinear:
 
 
 def row_linear(weight: Tensor, bias: Tensor | None) -> RowLinear | None:
-    """None where the dtype or the shape does not suit."""
+    """Return a row-by-row layer; None where the dtype or the shape does not suit."""
     suits = weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.shape[1] % _TILES[-1][0] == 0
     return RowLinear(weight, bias) if suits else None

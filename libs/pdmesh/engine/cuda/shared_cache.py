@@ -232,7 +232,7 @@ class CudaDriver:
 
     @staticmethod
     def handle_bytes(handle: Any) -> bytes:
-        """Of the driver's ``CUipcMemHandle``."""
+        """Return the bytes of the driver's ``CUipcMemHandle``."""
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
