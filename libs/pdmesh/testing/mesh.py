@@ -19,6 +19,7 @@ import msgspec
 from pdmesh.cli.processes import ending_with_us
 from pdmesh.cli.state import MeshRecord
 from pdmesh.config import SecurityConfig
+from pdmesh.model import Role
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetStatus, MeshState, RequestRecord
 
@@ -189,3 +190,35 @@ def running_mesh(
             if supervisor.poll() is None:
                 supervisor.terminate()
                 supervisor.wait(STOP_TIMEOUT_S)
+
+
+@contextmanager
+def another_worker(
+    mesh: RunningMesh, model: Path, role: Role, instance_id: str, settings: Mapping[str, str]
+) -> Generator[subprocess.Popen[bytes]]:
+    """Start an instance beside those of `running_mesh`, with ``settings`` of its own, and kill it at the end.
+
+    Raises TimeoutError if it does not register; what it said is in the mesh's folder then.
+    """
+    environ = {
+        **mesh.environ,
+        "PDMESH_MODEL": str(model),
+        "PDMESH_SCHEDULER_ADDRESS": mesh.record.scheduler_address,
+        "PDMESH_SECURITY_MESH_TOKEN": mesh.record.mesh_token,
+        "PDMESH_WORKER_INSTANCE_ID": instance_id,
+        "PDMESH_WORKER_NUM_THREADS": "1",
+        **{f"PDMESH_{key}": value for key, value in settings.items()},
+    }
+    package = "pdmesh_prefill" if role is Role.PREFILL else "pdmesh_decode"
+    with (mesh.folder / f"{instance_id}.log").open("wb") as log:
+        command = ending_with_us([sys.executable, "-m", package])
+        worker = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not any(row.instance_id == instance_id for row in mesh.status().instances):
+            if worker.poll() is not None or time.monotonic() > deadline_s:
+                raise TimeoutError(f"{instance_id} did not register: {mesh.logs()}")
+        yield worker
+    finally:
+        worker.kill()
+        worker.wait()
