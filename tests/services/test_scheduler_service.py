@@ -451,6 +451,45 @@ async def test_an_instance_that_the_profile_is_not_of_is_refused_and_the_others_
         assert [instance.instance_id for instance in status.instances] == ["m"]
 
 
+@pytest.mark.parametrize("newcomer_insists", [False, True])
+async def test_a_deterministic_mesh_takes_one_arithmetic_class(newcomer_insists: bool) -> None:
+    first = replace(prefill(), arithmetic="bfloat16/ordered-1", deterministic=not newcomer_insists)
+    other = replace(decode("d0"), arithmetic="bfloat16/dot-amx-1", deterministic=newcomer_insists)
+    same = replace(decode("d1"), arithmetic=first.arithmetic)
+    async with running() as mesh, mesh.worker(first), mesh.worker(same):
+        async with mesh.connect(WORKER_METHOD, WorkerDown, RegisterWorker(profile=other, residents=())) as refused:
+            why = await refused.ended()
+        assert "d0 computes in the arithmetic class bfloat16/dot-amx-1 and p in bfloat16/ordered-1" in why
+        status = await mesh.ask(GetStatus())
+        assert isinstance(status, MeshState)
+        assert [row.instance_id for row in status.instances] == ["p", "d1"]
+
+
+async def test_a_hand_over_to_another_class_is_served_counted_and_told() -> None:
+    profiles = replace(prefill(), arithmetic="bfloat16/ordered-1"), replace(decode(), arithmetic="bfloat16/dot-amx-1")
+    async with running() as mesh, mesh.worker(profiles[0]) as p, mesh.worker(profiles[1]) as d, mesh.gateway() as g:
+        g.post(submit())
+        await p.expect(RunStep)
+        await d.expect(ExpectKv)
+        record = await mesh.ask(GetRequest(request_id="r"))
+        assert isinstance(record, RequestRecord)
+        (told,) = [entry for entry in record.entries if entry.what == "another arithmetic class"]
+        assert told.instance_id == "d"
+        assert told.detail.startswith("bfloat16/ordered-1 to bfloat16/dot-amx-1")
+        url = f"http://127.0.0.1:{mesh.context.facts['metrics_port']}/metrics"
+        lines = (await anyio.to_thread.run_sync(fetch, url)).splitlines()
+        assert 'pdmesh:cross_class_requests_total{how="hand_over"} 1.0' in lines
+        assert 'pdmesh:cross_class_requests_total{how="restart"} 0.0' in lines
+
+
+async def test_a_worker_that_says_no_class_may_register() -> None:
+    """As one of before: the fields are not in its frame."""
+    registration = msgspec.to_builtins(RegisterWorker(profile=mixed(), residents=()), builtin_types=(bytes,))
+    for name in ("arithmetic", "deterministic", "compute"):
+        del registration["profile"][name]
+    assert msgspec.convert(registration, RegisterWorker) == RegisterWorker(profile=mixed(), residents=())
+
+
 async def test_an_expired_lease_loses_the_instance() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, lease_s=0.2))
     async with running(config) as mesh, mesh.worker(mixed()) as m:

@@ -431,3 +431,18 @@ async def test_a_token_makes_the_next_restart_quick_again() -> None:
         t.restart()
     t.offer(token(0, epoch=3), A)
     assert t.stall_grace_s == STALL_GRACE_S
+
+
+async def test_a_resumed_request_tells_the_class_of_who_drew_its_last_token() -> None:
+    transcripts, t = Transcripts(), transcript()
+    transcripts.add(t)
+    transcripts.source_opened(A, "bfloat16/ordered-1")
+    transcripts.source_opened(B, "bfloat16/dot-amx-1")
+    assert transcripts.arithmetic_of(t) == ""
+    transcripts.deliver([token(0, next_=B)], A)
+    transcripts.deliver([token(2)], B)  # ahead: not delivered
+    assert transcripts.arithmetic_of(t) == "bfloat16/ordered-1"
+    transcripts.deliver([token(1)], B)
+    transcripts.source_lost(B)
+    assert t.restart()
+    assert t.generation(transcripts.arithmetic_of(t)).arithmetic == "bfloat16/dot-amx-1"

@@ -61,7 +61,7 @@ def place(
         offers = list(offers)
         same = [offer for offer in offers if offer.arithmetic == request.arithmetic]
         for within in (same, offers):
-            placement = _place(request, within, firsts, decoders, bundle, handovers, now_s)
+            placement = _place(request, within, firsts, decoders, bundle, handovers, now_s, may_be_ahead=False)
             if isinstance(placement, Placement):
                 return placement
         across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
@@ -77,8 +77,13 @@ def _place(
     bundle: Bundle,
     handovers: HandOvers,
     now_s: float,
+    *,
+    may_be_ahead: bool = True,
 ) -> Placement | Wait:
-    """`place`, with the first place to decode for what is computed in each exact group."""
+    """`place`, with the first place to decode for what is computed in each exact group.
+
+    ``may_be_ahead``: it may begin where there is no such place yet.
+    """
     wait = Wait.FOR_OPENING
     num_asked = 0
     for prefill in offers:
@@ -90,7 +95,7 @@ def _place(
         if not prefill.can_prefill(request):
             wait = Wait.FOR_ROOM if wait is Wait.FOR_OPENING else wait
         elif first is None:
-            if num_asked < MAX_ASKED and bundle.prefill_placement.takes(request, prefill.view):
+            if may_be_ahead and num_asked < MAX_ASKED and bundle.prefill_placement.takes(request, prefill.view):
                 num_asked += 1
                 if handovers.begins_ahead(request, prefill, decoders.sums, bundle, now_s):
                     return Placement(prefill, None)
