@@ -9,7 +9,7 @@ from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.levels import ordered_levels
 from pdmesh.testing.unlike_levels import unlike_levels
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SHAPE = CheckpointShape()
 
