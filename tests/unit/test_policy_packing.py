@@ -47,16 +47,16 @@ def test_a_chunk_fills_the_time_budget() -> None:
 
 def test_decodes_come_out_of_the_budget_of_their_own_pace() -> None:
     assert PACKING.num_tokens(MIXED, PartialStep(), SHORT, 0) == 640
-    busy = MIXED._replace(num_decoding=10, num_resident_tokens=60_000, slo_tpots_s=DEFAULT)  # 0.16 s
+    busy = replace(MIXED, num_decoding=10, num_resident_tokens=60_000, slo_tpots_s=DEFAULT)  # 0.16 s
     assert PACKING.num_tokens(busy, PartialStep(), SHORT, 0) == 160
-    hurried = busy._replace(slo_tpots_s=frozenset([None, 0.2, 1.0]))
+    hurried = replace(busy, slo_tpots_s=frozenset([None, 0.2, 1.0]))
     assert PACKING.num_tokens(hurried, PartialStep(), SHORT, 0) == CHUNK_UNIT_TOKENS
-    patient = busy._replace(slo_tpots_s=frozenset([0.48, 0.6]))
+    patient = replace(busy, slo_tpots_s=frozenset([0.48, 0.6]))
     assert PACKING.num_tokens(patient, PartialStep(), SHORT, 0) == 320
 
 
 def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:
-    crowded = MIXED._replace(num_decoding=100, slo_tpots_s=DEFAULT)
+    crowded = replace(MIXED, num_decoding=100, slo_tpots_s=DEFAULT)
     assert PACKING.num_tokens(crowded, PartialStep(), SHORT, 0) == CHUNK_UNIT_TOKENS
     assert PACKING.num_tokens(crowded, PartialStep(), SHORT, 990) == 10
     assert PACKING.num_tokens(crowded, step_with(SHORT, 10), SHORT, 0) == 0

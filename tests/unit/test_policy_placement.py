@@ -35,7 +35,7 @@ def chosen_by(placement: PrefillPlacement, request: Request, *candidates: Instan
         ([COMPUTING, DECODING, QUEUED, IDLE], "idle"),
         ([COMPUTING, DECODING, QUEUED], "queued"),
         ([COMPUTING, DECODING, FULL], "decoding"),
-        ([COMPUTING, DECODING._replace(num_queued_tokens=500)], "computing"),
+        ([COMPUTING, replace(DECODING, num_queued_tokens=500)], "computing"),
         ([COMPUTING, FULL], "computing"),
         ([COMPUTING], "computing"),
     ],
@@ -60,7 +60,7 @@ def test_a_long_prompt_waits_for_another_unless_that_gives_way() -> None:
 
 
 def test_a_reserved_pool_is_for_long_prompts() -> None:
-    first, second, third = (IDLE._replace(instance_id=InstanceId(f"i{number}"), number=number) for number in (1, 2, 3))
+    first, second, third = (replace(IDLE, instance_id=InstanceId(f"i{number}"), number=number) for number in (1, 2, 3))
     place = Reservation(long_prompt_tokens=1000, num_reserved=2)
     assert chosen_by(place, LONG, third, second, first) == "i1"
     assert chosen_by(place, SHORT, first, second, third) == "i3"
@@ -81,15 +81,15 @@ def test_instances_in_a_group_serve_one_long_prompt_at_a_time() -> None:
 
 def test_a_group_of_idle_instances_has_no_work_at_all() -> None:
     place = InGroups(LeastQueuedTokens(), long_prompt_tokens=1000, need_idle=True)
-    assert chosen_by(place, LONG, IDLE._replace(num_seats_taken=1)) is None
-    assert chosen_by(place, LONG, IDLE._replace(num_prefilling=1)) is None
+    assert chosen_by(place, LONG, replace(IDLE, num_seats_taken=1)) is None
+    assert chosen_by(place, LONG, replace(IDLE, num_prefilling=1)) is None
     assert chosen_by(place, LONG, IDLE) == "idle"
-    assert chosen_by(place, SHORT, IDLE._replace(num_seats_taken=1)) == "idle"
+    assert chosen_by(place, SHORT, replace(IDLE, num_seats_taken=1)) == "idle"
 
 
 def test_where_groups_are_taken_from_another_placement_has_its_say() -> None:
     place = InGroups(Reservation(long_prompt_tokens=1000, num_reserved=1), long_prompt_tokens=1000)
-    one, two = IDLE._replace(number=1), IDLE._replace(number=2)
+    one, two = replace(IDLE, number=1), replace(IDLE, number=2)
     assert place.takes(LONG, one)
     assert not place.takes(LONG, two)
     assert place.takes(SHORT, two)

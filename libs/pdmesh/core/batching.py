@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf, log, log1p
 from typing import NamedTuple
 
@@ -288,7 +289,7 @@ class Modes:
         """The instance as a chunk on it finds it: alone, in a prefill phase."""
         if self.mode_of(instance) is Mode.MIXED:
             return instance.view
-        return instance.view._replace(num_decoding=0, num_resident_tokens=0, slo_tpots_s=frozenset())
+        return replace(instance.view, num_decoding=0, num_resident_tokens=0, slo_tpots_s=frozenset())
 
     def sent(self, instance: InstanceBooks, plan: StepPlan, now_s: float) -> None:
         """A plan was sent."""

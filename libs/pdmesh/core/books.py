@@ -239,7 +239,7 @@ class Books:
         """Tell the sources of transfers that the broker granted."""
         for transfer in transfers:
             request_id, epoch = transfer.key
-            for source_id in transfer.plan.source_ids:
+            for source_id in transfer.source_ids:
                 self.commands.append(
                     GrantTransfer(instance_id=source_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
                 )
@@ -253,7 +253,7 @@ class Books:
         """Ask the sources of preempted requests for the backends that others wait for."""
         for transfer in self.broker.take_back():
             request_id, epoch = transfer.key
-            for source_id in transfer.plan.source_ids:
+            for source_id in transfer.source_ids:
                 self.commands.append(
                     PauseTransfer(
                         instance_id=source_id,

@@ -92,7 +92,7 @@ class TransferBroker:
     def leave(self, receiver_id: InstanceId) -> None:
         """A receiver is gone, and with it what was on its way there."""
         self._receivers.pop(receiver_id, None)
-        for transfer in [t for t in self._transfers.values() if receiver_id in t.plan.destination_ids]:
+        for transfer in [t for t in self._transfers.values() if receiver_id in t.destination_ids]:
             transfer.give_back(receiver_id)
             self.withdraw(transfer)
 
@@ -192,7 +192,7 @@ class TransferBroker:
 
     def preempted(self, transfer: Transfer) -> None:
         """Its request was preempted."""
-        self._changed.update(dict.fromkeys(transfer.plan.destination_ids))
+        self._changed.update(dict.fromkeys(transfer.destination_ids))
 
     def take_back(self) -> list[Transfer]:
         """Return transfers of preempted requests that must give backends up; each is named once, the last first."""
@@ -229,11 +229,11 @@ class TransferBroker:
         all_stopped = transfer.stop(source_id)
         if not all_stopped:
             return None if all_stopped is None else []
-        for destination_id in transfer.plan.destination_ids:
+        for destination_id in transfer.destination_ids:
             del self._receivers[destination_id].granted[transfer.plan.transfer_id]
         if transfer.is_waiting:  # offered again meanwhile
             self._join_line(transfer)
-        return [granted for receiver_id in transfer.plan.destination_ids for granted in self._grant(receiver_id)]
+        return [granted for receiver_id in transfer.destination_ids for granted in self._grant(receiver_id)]
 
     # --- inside ---
 
@@ -244,16 +244,16 @@ class TransferBroker:
         return self._grant(transfer.plan.destinations[0].instance_id)
 
     def _join_line(self, transfer: Transfer) -> None:
-        for destination_id in transfer.plan.destination_ids:
+        for destination_id in transfer.destination_ids:
             line = self._receivers[destination_id].line
             index = bisect_left(line, transfer.rank, key=_RANK)
             if index == len(line) or line[index] is not transfer:
                 line.insert(index, transfer)
         if len(transfer.plan.destinations) > 1:
-            self._changed.update(dict.fromkeys(transfer.plan.destination_ids))
+            self._changed.update(dict.fromkeys(transfer.destination_ids))
 
     def _leave_line(self, transfer: Transfer) -> None:
-        for destination_id in transfer.plan.destination_ids:
+        for destination_id in transfer.destination_ids:
             receiver = self._receivers.get(destination_id)
             if receiver is not None and transfer in receiver.line:
                 receiver.line.remove(transfer)
@@ -268,7 +268,7 @@ class TransferBroker:
         while (transfer := self._next_grantable(receiver)) is not None:
             self._leave_line(transfer)
             transfer.grant()
-            for destination_id in transfer.plan.destination_ids:
+            for destination_id in transfer.destination_ids:
                 self._receivers[destination_id].granted[transfer.plan.transfer_id] = transfer
             granted.append(transfer)
         if receiver.line:
@@ -291,7 +291,7 @@ class TransferBroker:
                     break  # of equal ones the first offer counts
         if first is None:
             return None
-        others = (self._receivers[destination_id] for destination_id in first.plan.destination_ids)
+        others = (self._receivers[destination_id] for destination_id in first.destination_ids)
         return None if any(other.is_full for other in others) else first
 
     def _turn(self, transfer: Transfer) -> int:

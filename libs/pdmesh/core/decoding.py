@@ -44,8 +44,12 @@ class DecodingSums:
 
     def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         """Note that an instance changed; None if it is gone."""
-        if self._rule is not None:
+        if self._rule is None:
+            return
+        if instance is None or instance.role.can_decode or instance_id in self._known:
             self._changed[instance_id] = instance
+        else:
+            self._changed.pop(instance_id, None)  # perhaps of the process before it
 
     def decoding(self, kv_group: str, mean_tokens: float, request: Request | None = None) -> Decoding | None:
         """Together, where there is one of the KV group that could take ``request``; each draws so many tokens more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
@@ -16,6 +16,15 @@ from pdmesh.policy.views import Rank
 #: The first of a lane behind its key, its arrival and a number of its own: so entries compare without the requests.
 _Head = tuple[tuple[float, ...], tuple[float, RequestId, Epoch], int, RequestState]
 
+#: The first of a lane behind a key that it will not go below for some time, and a number of its own.
+_Bound = tuple[tuple[float, ...], int, RequestState]
+
+#: For so long are these keys made. Shorter means more of them; longer that more firsts could be the first of all.
+BOUND_S = 0.1
+
+#: So many firsts are asked for their keys together.
+NUM_ASKED = 4
+
 #: Entries of a heap that are out of date may be twice as many as lanes, and these.
 SPARE = 64
 
@@ -23,7 +32,8 @@ SPARE = 64
 class Line:
     """Kept in the lanes of the order, each sorted for good: only the first of each are compared with each other.
 
-    Most of these keep their keys as time passes. Only of the others are the keys made anew for each time.
+    Most of these keep their keys as time passes. The others are sorted by what their keys will be a little later: since
+    no key grows with time, only those of whom that is small enough are asked for their keys of now.
 
     The order is asked for a line by itself: what is urgent for one tenant is not so for another.
     """
@@ -32,12 +42,16 @@ class Line:
         self._lanes: dict[float, list[RequestState]] = {}  # each sorted, none empty
         self._changed_lanes: dict[float, None] = {}  # of which the first is to be looked up
         # A heap of the firsts that keep their keys, and of some that were; until when those keep them, the first of
-        # these times or an earlier one. A heap of the other firsts, made for this time.
+        # these times or an earlier one. A heap of those of the other firsts that could be the first at this time.
         self._steady: list[_Head] = []
         self._steady_until_s: dict[float, float] = {}
         self._next_s = inf
         self._moving: list[_Head] = []
         self._moving_lanes: dict[float, None] = {}
+        # The other firsts, and some that were, sorted by their keys of a later time; how many of these are in the heap.
+        self._bounds: list[_Bound] = []
+        self._bounded_until_s = -inf
+        self._num_asked = 0
         self._numbers = count()
         self._order: PrefillOrder | None = None
         self._now_s = -inf
@@ -62,36 +76,67 @@ class Line:
             self._order, self._now_s = order, now_s
             if self._next_s <= now_s:
                 self._see_who_moves()
-            lanes = [lane for lane in self._moving_lanes if lane not in self._changed_lanes]
-            self._moving = self._keyed([self._lanes[lane][0] for lane in lanes])
-            heapify(self._moving)
+            if now_s > self._bounded_until_s or len(self._bounds) > 2 * len(self._lanes) + SPARE:
+                self._bound_all(order, now_s + BOUND_S)
+            self._moving.clear()
+            self._num_asked = 0
         if self._changed_lanes:
             self._look_up_firsts(order, now_s)
-        steady, moving = self._top(self._steady, self._steady_until_s), self._top(self._moving, self._moving_lanes)
-        first = steady or moving if steady is None or moving is None else min(steady, moving)
-        return None if first is None else first[3]
+        steady = self._top(self._steady, self._steady_until_s)
+        while True:
+            moving = self._top(self._moving, self._moving_lanes)
+            first = steady or moving if steady is None or moving is None else min(steady, moving)
+            rest = self._bounds[self._num_asked : self._num_asked + NUM_ASKED]
+            if not rest or (first is not None and first[0] < rest[0][0]):
+                return None if first is None else first[3]
+            self._num_asked += len(rest)
+            self._ask([state for _, _, state in rest])
+
+    def _ask(self, states: Sequence[RequestState]) -> None:
+        """Put those that still are the first of a lane into the heap, with their keys of now."""
+        lanes, moving = self._lanes, self._moving_lanes
+        firsts = [s for s in states if s.rank.lane in moving and lanes[s.rank.lane][0] is s]
+        for head in self._keyed(firsts):
+            heappush(self._moving, head)
+
+    def _bound_all(self, order: PrefillOrder, until_s: float) -> None:
+        """Sort the firsts whose keys change by what these will be at ``until_s``."""
+        self._bounded_until_s = until_s
+        firsts = [self._lanes[lane][0] for lane in self._moving_lanes if lane not in self._changed_lanes]
+        keys = order.keys([state.rank for state in firsts], until_s)
+        numbers = self._numbers
+        self._bounds = [(key, next(numbers), state) for key, state in zip(keys, firsts, strict=True)]
+        self._bounds.sort()
 
     def _look_up_firsts(self, order: PrefillOrder, now_s: float) -> None:
-        firsts = [self._lanes[lane][0] for lane in self._changed_lanes]
-        for head in self._keyed(firsts):
-            rank = head[3].rank
-            until_s = order.keeps_key_until_s(rank)
+        moving: list[RequestState] = []
+        for state in [self._lanes[lane][0] for lane in self._changed_lanes]:
+            lane = state.rank.lane
+            until_s = order.keeps_key_until_s(state.rank)
             if until_s > now_s:
-                self._moving_lanes.pop(rank.lane, None)
-                self._steady_until_s[rank.lane] = until_s
+                self._moving_lanes.pop(lane, None)
+                self._steady_until_s[lane] = until_s
                 self._next_s = min(self._next_s, until_s)
-                heappush(self._steady, head)
+                heappush(self._steady, self._keyed([state])[0])
             else:
-                self._steady_until_s.pop(rank.lane, None)
-                self._moving_lanes[rank.lane] = None
-                heappush(self._moving, head)
+                self._steady_until_s.pop(lane, None)
+                self._moving_lanes[lane] = None
+                moving.append(state)
         self._changed_lanes.clear()
+        keys = order.keys([state.rank for state in moving], self._bounded_until_s)
+        for key, state in zip(keys, moving, strict=True):
+            bound = key, next(self._numbers), state
+            place = bisect_right(self._bounds, bound)
+            self._bounds.insert(place, bound)
+            if place < self._num_asked:
+                self._num_asked += 1
+                self._ask([state])
 
     def _see_who_moves(self) -> None:
         """The keys of some change with the time from now on."""
         for lane in [lane for lane, until_s in self._steady_until_s.items() if until_s <= self._now_s]:
             del self._steady_until_s[lane]
-            self._moving_lanes[lane] = None
+            self._changed_lanes[lane] = None
         self._next_s = min(self._steady_until_s.values(), default=inf)
 
     def _forget_keys(self) -> None:
@@ -100,6 +145,8 @@ class Line:
         self._steady_until_s.clear()
         self._moving.clear()
         self._moving_lanes.clear()
+        self._bounds.clear()
+        self._bounded_until_s, self._num_asked = -inf, 0
         self._passed_over.clear()
         self._changed_lanes = dict.fromkeys(self._lanes)
         self._next_s, self._now_s = inf, -inf

@@ -92,6 +92,8 @@ class Openings:
             elif instance_id in self._takers.members:
                 self._takers.discard(instance_id)
         self._books.changed.clear()
+        if self._books.queue.has_line:
+            self.decoders.catch_up()
 
     def refresh(self, instances: Iterable[InstanceBooks]) -> None:
         """Look at the room of instances that changed. Whether they have an opening is left to `update`."""

@@ -111,8 +111,17 @@ class Decoders:
 
     def look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         """Note that an instance changed; None if it is gone."""
-        self._changed[instance_id] = instance
+        if instance is None or instance.role.can_decode or instance_id in self._group_of:
+            self._changed[instance_id] = instance
+        else:
+            self._changed.pop(instance_id, None)  # perhaps of the process before it
         self.sums.look_at(instance_id, instance)
+
+    def catch_up(self) -> None:
+        """Look at those that changed now, so that it need not be done when somebody asks."""
+        for instance_id, instance in self._changed.items():
+            self._look_at(instance_id, instance)
+        self._changed.clear()
 
     def _look_at(self, instance_id: InstanceId, instance: InstanceBooks | None) -> None:
         known, group = self._group_of.get(instance_id), None
@@ -129,11 +138,13 @@ class Decoders:
 
     def firsts(self, request: Request) -> dict[str, InstanceBooks]:
         """The first of every exact group with room for the whole request, where there is one."""
-        for instance_id, instance in self._changed.items():
-            self._look_at(instance_id, instance)
-        self._changed.clear()
-        firsts = {name: group.first(request) for name, group in self._groups.items()}
-        return {name: first for name, first in firsts.items() if first is not None}
+        self.catch_up()
+        firsts: dict[str, InstanceBooks] = {}
+        for name, group in self._groups.items():
+            first = group.first(request)
+            if first is not None:
+                firsts[name] = first
+        return firsts
 
     def across(self, firsts: dict[str, InstanceBooks], source: InstanceBooks) -> InstanceBooks | None:
         """The first that ``source`` can send KV to though it is of another arithmetic class; of what `firsts` gave."""

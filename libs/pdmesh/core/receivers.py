@@ -32,7 +32,7 @@ def has_all_kv(books: Books, state: RequestState) -> bool:
     too_often = state.num_lost_receivers >= books.max_lost_receivers
     if not state.is_in_prefill or transfer is None or too_often:
         return False
-    source_ids = transfer.plan.source_ids
+    source_ids = transfer.source_ids
     holds = [books.hold_of(source_id, state.key) for source_id in source_ids]
     has_left = any(transfer.was_sent_by(source_id) for source_id in source_ids)
     return not has_left and all(hold is not None and not hold.freeing for hold in holds)
@@ -43,7 +43,7 @@ def lose_receiver(books: Books, state: RequestState, *, told_by: InstanceId | No
     transfer = state.transfer
     assert transfer is not None, f"{state.key} has no receiver to lose"
     books.broker.withdraw(transfer)
-    for source_id in transfer.plan.source_ids:
+    for source_id in transfer.source_ids:
         if source_id != told_by:
             books.commands.append(
                 WithdrawTransfer(
@@ -53,7 +53,7 @@ def lose_receiver(books: Books, state: RequestState, *, told_by: InstanceId | No
                     transfer_id=transfer.plan.transfer_id,
                 )
             )
-    for destination_id in transfer.plan.destination_ids:
+    for destination_id in transfer.destination_ids:
         books.free(destination_id, state.key)
     state.lose_receiver()
     source = books.instances[state.prefill_ids[0]]

@@ -38,13 +38,15 @@ class Transfer:
         """``rank`` is that of its request's first offer, if that was offered to an earlier receiver."""
         self.key = key
         self.plan = plan
+        self.source_ids = plan.source_ids
+        self.destination_ids = plan.destination_ids
         self.rank = rank  # by first offer, among all requests
         self.in_line = rank is not None  # offered, and not granted since
         self.withdrawn = False
         self.backends: dict[InstanceId, None] = {}  # of these destinations
-        self._unreserved = set(plan.destination_ids)
+        self._unreserved = set(self.destination_ids)
         self._unstopped: set[InstanceId] = set()  # sources that were asked to stop
-        self._unlanded = set(plan.destination_ids)
+        self._unlanded = set(self.destination_ids)
         self._sent: set[InstanceId] = set()  # sources whose KV was acknowledged
 
     @property
@@ -81,7 +83,7 @@ class Transfer:
         return self.plan.purpose is TransferPurpose.MOVE
 
     def ids_of(self, side: Side) -> tuple[InstanceId, ...]:
-        return self.plan.source_ids if side is Side.SOURCE else self.plan.destination_ids
+        return self.source_ids if side is Side.SOURCE else self.destination_ids
 
     def was_sent_by(self, source_id: InstanceId) -> bool:
         """Whether all that this source had to send was acknowledged: it frees its KV by itself."""
@@ -100,12 +102,12 @@ class Transfer:
     def grant(self) -> None:
         assert self.is_waiting, f"{self.key} is granted, and is {self.state.name}"
         self.in_line = False
-        self.backends = dict.fromkeys(self.plan.destination_ids)
+        self.backends = dict.fromkeys(self.destination_ids)
 
     def ask_back(self) -> None:
         """Its sources are told to stop."""
         assert self.state is TransferState.GRANTED, f"{self.key} is asked to stop, and is {self.state.name}"
-        self._unstopped = set(self.plan.source_ids)
+        self._unstopped = set(self.source_ids)
 
     def stop(self, source_id: InstanceId) -> bool | None:
         """A source has stopped: whether all have, and the backends are back. None if it was not asked to."""
@@ -118,7 +120,7 @@ class Transfer:
         return True
 
     def sent(self, source_id: InstanceId) -> None:
-        if source_id in self.plan.source_ids:
+        if source_id in self.source_ids:
             self._sent.add(source_id)
 
     def land(self, destination_id: InstanceId) -> bool:
@@ -150,8 +152,8 @@ class Move:
 
     @property
     def source_id(self) -> InstanceId:
-        return self.transfer.plan.source_ids[0]
+        return self.transfer.source_ids[0]
 
     @property
     def target_id(self) -> InstanceId:
-        return self.transfer.plan.destination_ids[0]
+        return self.transfer.destination_ids[0]

@@ -25,7 +25,8 @@ class PrefillOrder(Protocol):
         """A key for each of ``ranks``, compared with each other now: smaller is earlier.
 
         Equal keys are served by arrival, then by id. In a lane the keys never contradict the places; and a key depends
-        on the ranks of its own lane alone, so that they can be kept while those of another lane change.
+        on the ranks of its own lane alone, so that they can be kept while those of another lane change. It never grows
+        as time passes, so that one of a later time tells how small it can be until then.
         """
         ...
 

@@ -10,8 +10,9 @@ from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape
 
 
-class InstanceView(NamedTuple):
-    """An instance as the core's books have it.
+@dataclass(slots=True)
+class InstanceView:
+    """An instance as the core's books have it. Not to be changed, and not frozen, which would triple its cost.
 
     ``num_free_blocks`` leaves out what is promised to transfers on their way (*virtual usage*), and
     ``num_seats_taken`` counts their requests beside the decoding ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pdmesh.core.commands import Command, PlaceDecode, RunStep
@@ -83,7 +84,7 @@ def a_view(instance_id: str = "a", role: Role = Role.MIXED, **fields: Any) -> In
         num_queued_tokens=0,
         draining=False,
     )
-    return empty._replace(**fields)
+    return replace(empty, **fields)
 
 
 def named_profile(name: str, **fields: Any) -> InstanceProfile:
