@@ -9,6 +9,7 @@
 #             (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" or "-k hostile" for some)
 # make resolve  look whether constraints.txt still resolves against the package index, without installing
 # make docs   write the tables of docs/configuration.md from the settings' types
+# make wheels  build wheels with compiled kernels into dist/: for this machine, and with a cross compiler for aarch64 (docs/wheels.md)
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
 #
@@ -37,7 +38,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 
 LINTS := ruff mypy pyright imports
 
-.PHONY: up test test-all lint $(LINTS) dst results fuzz resolve docs fmt clean
+.PHONY: up test test-all lint $(LINTS) dst results fuzz resolve docs wheels fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up $(ARGS)
@@ -84,6 +85,9 @@ resolve: $(RUN_STAMP)
 
 docs: $(TEST_STAMP)
 	$(BIN)/python -m pdmesh.cli.reference docs/configuration.md
+
+wheels: $(TEST_STAMP)
+	$(BIN)/python deploy/wheels.py $(ARGS)
 
 fmt: $(TEST_STAMP)
 	$(BIN)/ruff check --fix .

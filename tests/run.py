@@ -66,6 +66,7 @@ class Outcomes:
     num_failed: int = 0
     num_skipped: int = 0
     skipped: Counter[str] = field(default_factory=Counter[str])  # by reason
+    cpu_levels: Counter[str] = field(default_factory=Counter[str])  # that tests were about and ran at
     notes: list[str] = field(default_factory=list[str])  # to be read at the end
 
     def add(self, name: str, *, passed: bool) -> None:
@@ -91,18 +92,27 @@ class Outcomes:
                 )
             else:
                 self.num_passed += 1
+                self.cpu_levels.update(noted(case, "cpu_level"))
 
     def lines(self) -> Iterator[str]:
         """What the run ends with."""
         yield from self.notes
         for reason, number in self.skipped.most_common():
             yield f"{number} skipped: {reason}"
+        if self.cpu_levels:
+            levels = ", ".join(f"{level} ({number} tests)" for level, number in sorted(self.cpu_levels.items()))
+            yield f"processor levels that ran: {levels}"
         yield f"{self.num_passed} passed, {self.num_failed} failed, {self.num_skipped} skipped"
 
 
 def cpu_s_of(case: ElementTree.Element) -> float:
     """CPU seconds of a test, as ``conftest.py`` notes them."""
-    return sum(float(note.get("value", "")) for note in case.iter("property") if note.get("name") == "cpu_s")
+    return sum(float(value) for value in noted(case, "cpu_s"))
+
+
+def noted(case: ElementTree.Element, name: str) -> list[str]:
+    """Values of a test's properties of this name."""
+    return [note.get("value", "") for note in case.iter("property") if note.get("name") == name]
 
 
 def parts(arguments: Sequence[str], *, everything: bool) -> Iterator[Part]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grimp
@@ -27,16 +31,22 @@ PACKAGES = {
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's content, built with what is installed here."""
+def wheels() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pdmesh_wheels", ROOT / "deploy/wheels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheels: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The content of a wheel that was built from the sdist where there is no compiler."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=ROOT,
-        check=True,
-        timeout=100,
-    )
-    (wheel,) = folder.glob("*.whl")
+    wheel = wheels.build_wheel("/nowhere/c++", folder)
+    assert wheels.kernels(wheel) == []
+    assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "unpacked")
     return folder / "unpacked"
@@ -65,27 +75,27 @@ def test_the_wheel_works_without_the_source(unpacked: Path) -> None:
     subprocess.run([sys.executable, "-c", program], env=environ, cwd=unpacked, check=True, timeout=100)
 
 
-@pytest.mark.slow
-def test_a_mesh_starts_from_the_wheel_outside_the_checkout(unpacked: Path, tmp_path: Path) -> None:
-    """And answers: what the editable install has on the path must not be what makes it work."""
+def kernels_of_a_mesh(package: Path, folder: Path, **environ: str) -> set[str]:
+    """What the workers of a mesh compute with that is started and asked from ``package``, with what is installed."""
     program = (
         "import pathlib, pdmesh, sys\n"
-        f"assert pathlib.Path(pdmesh.__file__).is_relative_to({str(unpacked)!r})\n"
+        f"assert pathlib.Path(pdmesh.__file__).is_relative_to({str(package)!r})\n"
         "from pdmesh.cli import main\n"
         "sys.exit(main())\n"
     )
     environ = {
         **os.environ,
-        "PYTHONPATH": str(unpacked),
-        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "PYTHONPATH": str(package),
+        "XDG_STATE_HOME": str(folder / "state"),
         "PDMESH_GATEWAY_PORT": "0",
+        **environ,
     }
 
     def pdmesh(*arguments: str) -> str:
         return subprocess.run(
             [sys.executable, "-c", program, *arguments],
             env=environ,
-            cwd=tmp_path,
+            cwd=folder,
             check=True,
             capture_output=True,
             text=True,
@@ -100,6 +110,41 @@ def test_a_mesh_starts_from_the_wheel_outside_the_checkout(unpacked: Path, tmp_p
         assert "decode-0" in pdmesh("status")
     finally:
         pdmesh("down")
+    logs = "".join(path.read_text() for path in folder.rglob("*.log"))
+    return set(re.findall(r'"kernels": "(\w+)', logs))
+
+
+@pytest.mark.slow
+def test_a_mesh_starts_from_a_wheel_that_was_built_without_a_compiler(unpacked: Path, tmp_path: Path) -> None:
+    """And answers: what the editable install has on the path must not be what makes it work. As plain as can be: nor
+    do torch's own kernels use more than the oldest x86-64 has."""
+    plain = {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}
+    assert kernels_of_a_mesh(unpacked, tmp_path, **plain) == {"torch"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_wheel_has_kernels_inside_and_needs_no_compiler(wheels: ModuleType, tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no compiler to build a wheel with")
+    wheel = wheels.build(compiler, tmp_path)
+    assert f"_{platform.machine()}.whl" in wheel.name
+    assert wheels.oldest_glibc(wheel.name) <= (2, 28)
+    plainest = {"x86_64": "baseline", "aarch64": "neon"}[platform.machine()]
+    assert f"pdmesh/engine/_kernels.{plainest}.so" in wheels.kernels(wheel)
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--target", "installed"]
+    bare = {"PATH": "/nowhere"}
+    subprocess.run([*install, str(wheel)], cwd=tmp_path, env={**os.environ, **bare}, check=True, timeout=100)
+    assert kernels_of_a_mesh(tmp_path / "installed", tmp_path, **bare) == {"native"}
+
+
+@pytest.mark.parametrize(
+    ("tags", "glibc"), [("manylinux_2_17_x86_64.manylinux2014_x86_64", (2, 17)), ("manylinux_2_36_aarch64", (2, 36))]
+)
+def test_the_oldest_glibc_of_a_wheel_is_that_of_its_tags(wheels: ModuleType, tags: str, glibc: tuple[int, int]) -> None:
+    assert wheels.oldest_glibc(f"pdmesh-0.1.0-py3-none-{tags}.whl") == glibc
+    assert wheels.oldest_glibc("pdmesh-0.1.0-py3-none-linux_x86_64.whl") > wheels.NEWEST_GLIBC
 
 
 def settings_of_tools() -> dict[str, Any]:

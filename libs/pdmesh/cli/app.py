@@ -67,7 +67,7 @@ app.add_typer(tls_app, name="tls")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        version()
         raise typer.Exit
 
 
@@ -349,8 +349,10 @@ def config_show(
 
 @app.command(epilog="Example: pdmesh version")
 def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
+    """Print the version, and which CPU kernels were compiled when this pdmesh was built."""
+    from pdmesh.engine.levels import compiled_levels
+
+    typer.echo(f"{__version__} (CPU kernels: {', '.join(compiled_levels()) or 'none, built without a compiler'})")
 
 
 def _run_service(name: str, config: MeshConfig) -> None:

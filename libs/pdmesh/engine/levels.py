@@ -75,6 +75,11 @@ class KernelChoice:
     reason: str
 
 
+def compiled_levels() -> tuple[str, ...]:
+    """Libraries that were compiled when this pdmesh was built, the fastest first; nothing without a compiler."""
+    return tuple(level for level in CpuLevel if _path(level).exists())
+
+
 @cache
 def processor_levels() -> tuple[CpuLevel, ...]:
     """What this processor has, the fastest first; nothing where no kernels were compiled."""

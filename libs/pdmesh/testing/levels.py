@@ -18,7 +18,7 @@ def library_or_skip(level: CpuLevel, dtype: str = "bfloat16") -> KernelLibrary:
     if not available:
         pytest.skip("no kernels: built without a compiler")
     if level not in available:
-        pytest.skip(f"a processor without {level}")
+        pytest.skip(f"this processor lacks {level}")
     library = load_library(level, dtype)
     if library is None:
         pytest.skip(f"{level} kernels were not compiled, or the system does not grant their registers")

@@ -23,8 +23,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCE_FOLDER = "libs/pdmesh/engine/csrc"
 LIBRARY_FOLDER = "libs/pdmesh/engine"
 
-#: Torch brings its own libgomp, which is loaded first; what is needed of C++'s libraries comes along.
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-static-libstdc++", "-static-libgcc", "-s", "-Wno-psabi")
+#: What a library needs of libgomp and libstdc++ comes from those that torch has loaded before it. A static libstdc++
+#: would ask for as new a glibc as the machine has that compiles.
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-s", "-Wno-psabi")
 #: Bits that no level changes: nothing is fused unless a kernel says so.
 ORDERED_FLAGS = ("-ffp-contract=off",)
 

@@ -1,0 +1,121 @@
+"""Print digests of what a library of CPU kernels computes: of every function, for bf16 and float16, as JSON.
+
+    python kernel_digests.py LIBRARY [LIBGOMP]
+
+Needs the standard library alone, so that an emulated Python can run it. Inputs are drawn by integers and exact
+divisions, and are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import random
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+
+NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, START = 7, 4, 2, 24, 5, 40, 180
+NUM_INPUTS, NUM_OUTPUTS, ROW_SIZE = 96, 128, 52
+
+#: Of magnitude below one, then some of other magnitudes: small ones are subnormal in float16.
+SCALES = (1.0, 1.0, 1.0, 1.0, 64.0, 2.0**-16)
+
+
+class Inputs:
+    """Values of one format, two bytes each."""
+
+    def __init__(self, pack: Callable[[float], bytes]) -> None:
+        self._pack = pack
+        self._random = random.Random(20261123)
+
+    def draw(self, count: int, scales: tuple[float, ...] = SCALES) -> array[int]:
+        """``count`` values of both signs."""
+        values = array("H")
+        for _ in range(count):
+            number = self._random.randrange(-(2**15), 2**15) / 2**15
+            values.frombytes(self._pack(number * scales[self._random.randrange(len(scales))]))
+        return values
+
+
+def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int) -> Iterator[tuple[str, str]]:
+    """Names of functions, and what became of their outputs."""
+
+    def call(name: str, *arguments: array[int] | float, results: list[array[int]]) -> tuple[str, str]:
+        function = library[name]
+        function.restype = None
+        function(*(passed(argument) for argument in arguments))
+        return name, hashlib.sha256(b"".join(result.tobytes() for result in results)).hexdigest()[:16]
+
+    weight, packed = inputs.draw(NUM_OUTPUTS * NUM_INPUTS), array("H", bytes(2 * NUM_OUTPUTS * NUM_INPUTS))
+    yield call("pdmesh_pack_linear", weight, packed, NUM_OUTPUTS, NUM_INPUTS, results=[packed])
+    for num_rows in (1, 3, 8, 37):
+        rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
+        output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
+        name, digest = call(
+            f"pdmesh_linear{suffix}", rows, packed, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS, num_threads,
+            results=[output],
+        )  # fmt: skip
+        yield f"{name}, {num_rows} rows", digest
+
+    count = NUM_TOKENS * ROW_SIZE
+    hidden, delta, normed = inputs.draw(count), inputs.draw(count), array("H", bytes(2 * count))
+    yield call(
+        f"pdmesh_add_norm{suffix}", hidden, delta, inputs.draw(ROW_SIZE), normed,
+        NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
+        results=[hidden, normed],
+    )  # fmt: skip
+    gated = array("H", bytes(2 * count))
+    yield call(
+        f"pdmesh_gated_silu{suffix}", inputs.draw(2 * count), gated, NUM_TOKENS, ROW_SIZE, num_threads, results=[gated]
+    )
+
+    query = inputs.draw(NUM_TOKENS * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    cache = inputs.draw(NUM_BLOCKS * 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, scales=(1.0,))
+    angles = NUM_TOKENS * HEAD_DIM // 2
+    slots = array("q", range(START, START + NUM_TOKENS))
+    yield call(
+        f"pdmesh_rotate_and_store{suffix}", query, inputs.draw(angles), inputs.draw(angles), slots, cache,
+        NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, num_threads,
+        results=[query, cache],
+    )  # fmt: skip
+    attended = array("H", bytes(2 * NUM_TOKENS * NUM_HEADS * HEAD_DIM))
+    sums = array("H", bytes(4 * NUM_TOKENS * NUM_HEADS))  # of fp32
+    yield call(
+        f"pdmesh_attention{suffix}", query, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, cache, attended, sums,
+        array("q", [0, NUM_TOKENS, START, 0]), 1, array("q", range(NUM_BLOCKS)), NUM_HEADS, NUM_KV_HEADS,
+        BLOCK_SIZE, HEAD_DIM, HEAD_DIM**-0.5, num_threads,
+        results=[attended, sums],
+    )  # fmt: skip
+
+
+def passed(argument: array[int] | float) -> object:
+    """The argument as C takes it: an address, a 64-bit integer, or an fp32 number."""
+    if isinstance(argument, array):
+        return ctypes.c_void_p(argument.buffer_info()[0])
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+
+
+def bfloat16(value: float) -> bytes:
+    """The upper half of the fp32 number."""
+    return struct.pack("<f", value)[2:]
+
+
+def main() -> None:
+    path, *openmp = sys.argv[1:]
+    for each in openmp:
+        ctypes.CDLL(each, mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(path)
+    found = {
+        f"{name}, {num_threads} threads": digest
+        for num_threads in (1, 2)
+        for suffix, pack in {"": bfloat16, "_f16": lambda value: struct.pack("<e", value)}.items()
+        for name, digest in digests(library, suffix, Inputs(pack), num_threads)
+    }
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
