@@ -31,6 +31,7 @@ from pdmesh.cli.doctor import (
     check_memory_reading,
     check_port,
     check_processor,
+    check_start,
     check_transports,
 )
 from pdmesh.cli.http import Target
@@ -395,6 +396,18 @@ def test_doctor_refuses_a_level_that_the_processor_lacks(monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor, "processor_levels", lambda: (CpuLevel.BASELINE,))
     monkeypatch.setattr(doctor, "choose_kernels", lacking)
     assert {check.verdict for check in list(check_processor(WorkerConfig(cpu_level="amx")))[1:]} == {Severity.FAILURE}
+
+
+def test_doctor_finds_what_keeps_a_mesh_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_start(MeshConfig()).verdict is Severity.OK
+
+    def refuse(_config: MeshConfig, *, num_processes: int) -> None:
+        raise ConfigError(f"{num_processes} processes are too many: raise the limit (`ulimit -u`)")
+
+    monkeypatch.setattr(doctor, "check_machine", refuse)
+    found = check_start(MeshConfig())
+    assert (found.verdict, found.found) == (Severity.FAILURE, "5 processes are too many")
+    assert found.advice == "raise the limit (`ulimit -u`)"
 
 
 def test_doctor_finds_restricted_attach() -> None:

@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pdmesh.cli.options import Output
+from pdmesh.cli.preflight import check_machine
 from pdmesh.cli.state import state_root
 from pdmesh.config import MeshConfig, WorkerConfig
 from pdmesh.engine.levels import choose_kernels, processor_levels
@@ -37,7 +38,8 @@ _GIB = 1 << 30
 _TOOL_TIMEOUT_S = 30.0
 _MIN_OPEN_FILES = 4096
 _MIN_DISK_BYTES = 2 * _GIB
-_MIN_SHM_BYTES = 64 << 20
+#: Processes: a scheduler, a gateway, two workers, and `pdmesh up`.
+_SMALLEST_MESH = 5
 
 
 class Severity(StrEnum):
@@ -75,6 +77,7 @@ def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check
     yield check_disk("state", state_root(environ), "XDG_STATE_HOME")
     yield check_disk("checkpoints", Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE")
     yield check_open_files()
+    yield check_start(config)
     yield check_hub()
 
 
@@ -227,6 +230,16 @@ def check_open_files() -> Check:
             "open files", Severity.WARNING, f"limit {soft}", f"ulimit -n {_MIN_OPEN_FILES} (hard limit {hard})"
         )
     return Check("open files", Severity.OK, f"limit {soft}")
+
+
+def check_start(config: MeshConfig) -> Check:
+    """What `pdmesh up` asks of the machine before it starts the smallest mesh."""
+    try:
+        check_machine(config, num_processes=_SMALLEST_MESH)
+    except ConfigError as error:
+        found, _, advice = str(error).partition(": ")
+        return Check("limits, loopback", Severity.FAILURE, found, advice)
+    return Check("limits, loopback", Severity.OK, "enough for a mesh")
 
 
 def check_hub() -> Check:
