@@ -190,7 +190,6 @@ class _TorchPlan:
 
 
 def multiplicable(tensor: Tensor) -> Tensor:
-    """``tensor``, or an fp32 copy of a bf16 one on a processor whose bf16 products are slow."""
-    if tensor.dtype == torch.bfloat16 and tensor.is_cpu and not onednn_multiplies_bf16():
-        return tensor.float()
-    return tensor
+    """``tensor``, or an fp32 copy of one of 16 bits where the processor's products of these are slow."""
+    narrow = tensor.dtype == torch.float16 or (tensor.dtype == torch.bfloat16 and not onednn_multiplies_bf16())
+    return tensor.float() if narrow and tensor.is_cpu else tensor

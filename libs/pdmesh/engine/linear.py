@@ -194,7 +194,8 @@ def fastest_vocabulary(weight: Tensor, memory: WeightMemory, library: KernelLibr
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
     """Return a torch layer with the weight as it is."""
-    if weight.dtype == torch.bfloat16 and weight.is_cpu and not onednn_multiplies_bf16():
+    narrow = weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and not onednn_multiplies_bf16())
+    if weight.is_cpu and narrow:
         return WidenedLinear(weight, bias)
     return PlainLinear(weight, bias)
 

@@ -208,11 +208,12 @@ extern "C" {
 // weight (num_outputs x num_inputs), packed.
 void pdmesh_pack_linear(const uint16_t* weight, uint16_t* packed, int64_t num_outputs, int64_t num_inputs) {
     for (int64_t panel = 0; panel < num_outputs; panel += kPanel)
-        for (int64_t k = 0; k < num_inputs; k += kStep)
-            for (int64_t n = panel; n < panel + kPanel; n += kTile)
-                for (int64_t pair = 0; pair < kTile; ++pair)
-                    for (int64_t row = 0; row < kTile; ++row, packed += 2)
-                        std::memcpy(packed, weight + (n + row) * num_inputs + k + 2 * pair, 4);
+        for (int64_t k = 0; k < num_inputs; k += kStep, packed += kPanelStep)
+            for (int64_t row = 0; row < kPanel; ++row) {
+                const uint16_t* from = weight + (panel + row) * num_inputs + k;
+                uint16_t* to = packed + row / kTile * kTileValues + row % kTile * 2;
+                for (int pair = 0; pair < kTile; ++pair) std::memcpy(to + pair * kStep, from + 2 * pair, 4);
+            }
 }
 
 // output (num_rows x num_inputs): rows `ids` of the weight that was packed.

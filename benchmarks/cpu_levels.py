@@ -1,0 +1,225 @@
+"""The CPU engine at every level against what one core can do: `python benchmarks/cpu_levels.py`.
+
+A model of Qwen2.5-0.5B's shape with random weights, on one thread; figures are tokens a second of that thread's CPU
+time, so that other work on the machine matters less, best of several rounds that go through all cases in turn. Shares
+are of the rate of fused multiply-adds and of the bandwidth of reading memory, measured in the same rounds.
+`--llama-cpp VENV` measures llama.cpp beside it: a venv with `llama-cpp-python` and `gguf`. It needs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import ctypes
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import structlog
+import torch
+from report import heading, unavailable
+
+from pdmesh.engine.base import EngineSequence, SequenceSlice
+from pdmesh.engine.levels import CpuLevel, processor_levels
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+from pdmesh.testing.checkpoints import CheckpointShape, write_config
+
+HERE = Path(__file__).parent
+SHAPE = CheckpointShape(
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position_embeddings=32_768,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+)
+PREFILLS = (512, 2048)  # tokens, in one step
+DECODES = (1, 8, 32)  # requests
+CONTEXT = 256  # of each
+BLOCK = 16
+_LAYERS = (
+    SHAPE.num_layers
+    * SHAPE.hidden_size
+    * (2 * (SHAPE.num_heads + SHAPE.num_kv_heads) * SHAPE.head_dim + 3 * SHAPE.intermediate_size)
+)
+_HEAD = SHAPE.vocab_size * SHAPE.hidden_size
+_PAIR_FLOPS = 4 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_dim
+
+
+class Best:
+    """The least CPU time of each case, by name."""
+
+    def __init__(self) -> None:
+        self.times_s: dict[str, float] = {}
+
+    def measure(self, name: str, call: Callable[[], object]) -> None:
+        started_s = time.thread_time()
+        call()
+        self.times_s[name] = min(self.times_s.get(name, 1e9), time.thread_time() - started_s)
+
+
+class Ceilings:
+    """The compiled loops of ``native/ceilings.cpp``."""
+
+    ROUNDS = 2_000_000
+
+    def __init__(self, folder: Path) -> None:
+        library = folder / "ceilings.so"
+        command = ["c++", "-O3", "-march=native", "-shared", "-fPIC", str(HERE / "native/ceilings.cpp")]
+        try:
+            subprocess.run([*command, "-o", str(library)], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            unavailable(f"no C++ compiler: {error}")
+        self._library = ctypes.CDLL(str(library))
+        self._library.multiply_adds.restype = ctypes.c_double
+        self._values = np.array([0.999, 0.001], dtype=np.float32)
+        self._memory = np.ones(1 << 25, dtype=np.float64)  # 256 MiB
+        self.num_flops = 0.0
+
+    def multiply(self) -> None:
+        self.num_flops = self._library.multiply_adds(
+            ctypes.c_int64(self.ROUNDS), self._values.ctypes.data_as(ctypes.c_void_p)
+        )
+        self._values[:] = 0.999, 0.001
+
+    def read(self) -> None:
+        self._library.read_memory(self._memory.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self._memory.nbytes))
+
+    def flops(self, best: Best) -> float:
+        return self.num_flops / best.times_s["multiply"]
+
+    def read_bytes(self, best: Best) -> float:
+        return self._memory.nbytes / best.times_s["read"]
+
+
+def sequence(number: int, num_tokens: int, first_block: int) -> EngineSequence:
+    return EngineSequence(
+        request_id=RequestId(f"bench-{number}"),
+        params=SamplingParams(max_tokens=1 << 20, temperature=0.0),
+        token_ids=array.array("i", [(7919 * (token + number)) % SHAPE.vocab_size for token in range(num_tokens)]),
+        num_prompt_tokens=num_tokens,
+        block_table=list(range(first_block, first_block + num_blocks_for(num_tokens, BLOCK))),
+    )
+
+
+def prefill(num_tokens: int) -> list[SequenceSlice]:
+    return [SequenceSlice(sequence=sequence(0, num_tokens, 0), start=0, num_tokens=num_tokens, sample=True)]
+
+
+def decode(batch: int) -> list[SequenceSlice]:
+    blocks_each = num_blocks_for(CONTEXT, BLOCK)
+    return [
+        SequenceSlice(
+            sequence=sequence(number, CONTEXT, number * blocks_each), start=CONTEXT - 1, num_tokens=1, sample=True
+        )
+        for number in range(batch)
+    ]
+
+
+def prefill_flops(num_tokens: int) -> float:
+    return 2 * _LAYERS * num_tokens + _PAIR_FLOPS * num_tokens * (num_tokens + 1) / 2 + 2 * _HEAD
+
+
+def measure(
+    engines: dict[str, TorchEngine], ceilings: Ceilings, best: Best, *, rounds: int, decodes: tuple[int, ...]
+) -> None:
+    for _ in range(rounds):
+        best.measure("multiply", ceilings.multiply)
+        best.measure("read", ceilings.read)
+        for name, engine in engines.items():
+            for num_tokens in PREFILLS:
+                slices = prefill(num_tokens)
+                best.measure(f"{name} prefill {num_tokens}", partial(engine.execute, slices))
+            for batch in decodes:
+                slices = decode(batch)
+                for _ in range(3):
+                    best.measure(f"{name} decode {batch}", partial(engine.execute, slices))
+
+
+def report(name: str, best: Best, ceilings: Ceilings, decodes: tuple[int, ...]) -> None:
+    print(f"{name}:")
+    for num_tokens in PREFILLS:
+        time_s = best.times_s[f"{name} prefill {num_tokens}"]
+        share = prefill_flops(num_tokens) / time_s / ceilings.flops(best)
+        print(f"  prefill {num_tokens:5d}  {num_tokens / time_s:7.1f} tokens/s   {share:6.1%} of multiply-adds")
+    for batch in decodes:
+        time_s = best.times_s[f"{name} decode {batch}"]
+        read = 2 * (_LAYERS + _HEAD + batch * CONTEXT * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim)
+        flops = batch * (2 * (_LAYERS + _HEAD) + _PAIR_FLOPS * CONTEXT)
+        print(
+            f"  decode {batch:6d}  {batch / time_s:7.1f} tokens/s   {read / time_s / ceilings.read_bytes(best):6.1%} of"
+            f" reading, {flops / time_s / ceilings.flops(best):6.1%} of multiply-adds"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--levels", nargs="+", default=None, help="default: all that the processor has")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--decodes", type=int, nargs="+", default=DECODES)
+    parser.add_argument("--llama-cpp", metavar="VENV", help="measure llama.cpp beside it")
+    options = parser.parse_args()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what is printed is the results
+    torch.set_num_threads(1)
+    levels = [level for level in CpuLevel if level in (options.levels or processor_levels())]
+    if not levels:
+        unavailable("no compiled kernels")
+    print(heading("CPU levels: Qwen2.5-0.5B's shape, random weights, one thread, CPU time"))
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = write_config(Path(directory), shape=SHAPE, dtype="bfloat16")
+        engines = {
+            f"{level} {dtype}": TorchEngine(
+                checkpoint, num_blocks=1024, block_size=BLOCK, dtype=dtype, cpu_level=level, has_random_weights=True
+            )
+            for level in levels
+            for dtype in options.dtypes
+            if dtype in level.suffixes
+        }
+        ceilings, best = Ceilings(Path(directory)), Best()
+        measure(engines, ceilings, best, rounds=options.rounds, decodes=tuple(options.decodes))
+        flops, read_bytes = ceilings.flops(best), ceilings.read_bytes(best)
+        print(f"multiply-adds {flops / 1e9:.1f} GFLOP/s, reading {read_bytes / 1e9:.1f} GB/s")
+        for name in engines:
+            report(name, best, ceilings, tuple(options.decodes))
+        if options.llama_cpp:
+            command = [f"{options.llama_cpp}/bin/python", str(HERE / "native/llama_cpp_speed.py")]
+            answer = subprocess.run(
+                [*command, str(options.rounds)],
+                check=True,
+                capture_output=True,
+                text=True,
+                input=json.dumps(peer_cases()),
+            )
+            print(answer.stdout, end="")
+
+
+def peer_cases() -> dict[str, object]:
+    """What the peer measures."""
+    return {
+        "vocab_size": SHAPE.vocab_size,
+        "hidden_size": SHAPE.hidden_size,
+        "intermediate_size": SHAPE.intermediate_size,
+        "num_layers": SHAPE.num_layers,
+        "num_heads": SHAPE.num_heads,
+        "num_kv_heads": SHAPE.num_kv_heads,
+        "head_dim": SHAPE.head_dim,
+        "prefills": PREFILLS,
+        "decodes": DECODES,
+        "context": CONTEXT,
+    }
+
+
+if __name__ == "__main__":
+    main()
