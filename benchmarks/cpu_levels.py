@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import structlog
 import torch
-from report import heading, unavailable
+from report import Limits, heading, unavailable
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.levels import CpuLevel, processor_levels
@@ -48,6 +48,7 @@ PREFILLS = (512, 2048)  # tokens, in one step
 DECODES = (1, 8, 32)  # requests
 CONTEXT = 256  # of each
 BLOCK = 16
+LEAST_PREFILL, LEAST_DECODE = 0.7, 0.8  # of multiply-adds; of reading
 _LAYERS = (
     SHAPE.num_layers
     * SHAPE.hidden_size
@@ -147,20 +148,45 @@ def measure(
                     best.measure(f"{name} decode {batch}", partial(engine.execute, slices))
 
 
-def report(name: str, best: Best, ceilings: Ceilings, decodes: tuple[int, ...]) -> None:
+def report(name: str, best: Best, ceilings: Ceilings, decodes: Sequence[int], limits: Limits | None) -> None:
     print(f"{name}:")
+
+    def judged(what: str, share: float, limit: float) -> str:
+        return "" if limits is None else f"; {limits.at_least(f'{name} {what}', share, limit)}"
+
     for num_tokens in PREFILLS:
         time_s = best.times_s[f"{name} prefill {num_tokens}"]
         share = prefill_flops(num_tokens) / time_s / ceilings.flops(best)
-        print(f"  prefill {num_tokens:5d}  {num_tokens / time_s:7.1f} tokens/s   {share:6.1%} of multiply-adds")
+        print(
+            f"  prefill {num_tokens:5d}  {num_tokens / time_s:7.1f} tokens/s   {share:6.1%} of multiply-adds"
+            f"{judged(f'prefill {num_tokens}', share, LEAST_PREFILL)}"
+        )
     for batch in decodes:
         time_s = best.times_s[f"{name} decode {batch}"]
         read = 2 * (_LAYERS + _HEAD + batch * CONTEXT * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim)
         flops = batch * (2 * (_LAYERS + _HEAD) + _PAIR_FLOPS * CONTEXT)
+        share = read / time_s / ceilings.read_bytes(best)
         print(
-            f"  decode {batch:6d}  {batch / time_s:7.1f} tokens/s   {read / time_s / ceilings.read_bytes(best):6.1%} of"
+            f"  decode {batch:6d}  {batch / time_s:7.1f} tokens/s   {share:6.1%} of"
             f" reading, {flops / time_s / ceilings.flops(best):6.1%} of multiply-adds"
+            f"{judged('decode 1', share, LEAST_DECODE) if batch == 1 else ''}"
         )
+
+
+def peer_cases() -> dict[str, object]:
+    """What the peer measures."""
+    return {
+        "vocab_size": SHAPE.vocab_size,
+        "hidden_size": SHAPE.hidden_size,
+        "intermediate_size": SHAPE.intermediate_size,
+        "num_layers": SHAPE.num_layers,
+        "num_heads": SHAPE.num_heads,
+        "num_kv_heads": SHAPE.num_kv_heads,
+        "head_dim": SHAPE.head_dim,
+        "prefills": PREFILLS,
+        "decodes": DECODES,
+        "context": CONTEXT,
+    }
 
 
 def main() -> None:
@@ -187,12 +213,14 @@ def main() -> None:
             for dtype in options.dtypes
             if dtype in level.suffixes
         }
-        ceilings, best = Ceilings(Path(directory)), Best()
+        ceilings, best, limits = Ceilings(Path(directory)), Best(), Limits()
         measure(engines, ceilings, best, rounds=options.rounds, decodes=tuple(options.decodes))
         flops, read_bytes = ceilings.flops(best), ceilings.read_bytes(best)
         print(f"multiply-adds {flops / 1e9:.1f} GFLOP/s, reading {read_bytes / 1e9:.1f} GB/s")
         for name in engines:
-            report(name, best, ceilings, tuple(options.decodes))
+            # The baseline has no fused multiply-adds, so their rate says nothing about it.
+            is_judged = not name.startswith(CpuLevel.BASELINE)
+            report(name, best, ceilings, options.decodes, limits if is_judged else None)
         if options.llama_cpp:
             command = [f"{options.llama_cpp}/bin/python", str(HERE / "native/llama_cpp_speed.py")]
             answer = subprocess.run(
@@ -203,22 +231,7 @@ def main() -> None:
                 input=json.dumps(peer_cases()),
             )
             print(answer.stdout, end="")
-
-
-def peer_cases() -> dict[str, object]:
-    """What the peer measures."""
-    return {
-        "vocab_size": SHAPE.vocab_size,
-        "hidden_size": SHAPE.hidden_size,
-        "intermediate_size": SHAPE.intermediate_size,
-        "num_layers": SHAPE.num_layers,
-        "num_heads": SHAPE.num_heads,
-        "num_kv_heads": SHAPE.num_kv_heads,
-        "head_dim": SHAPE.head_dim,
-        "prefills": PREFILLS,
-        "decodes": DECODES,
-        "context": CONTEXT,
-    }
+    limits.end()
 
 
 if __name__ == "__main__":

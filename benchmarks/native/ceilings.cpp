@@ -18,7 +18,8 @@ extern "C" {
 // Returns the number of floating-point operations done.
 double multiply_adds(int64_t rounds, float* out) {
     constexpr int kSums = 12;
-    Floats sums[kSums] = {};
+    Floats sums[kSums];
+    for (int i = 0; i < kSums; ++i) sums[i] = Floats{} + static_cast<float>(i);  // unlike, or they would become one
     Floats factor = {}, term = {};
     std::memcpy(&factor, out, 4);
     std::memcpy(&term, out + 1, 4);
