@@ -115,6 +115,7 @@ def goodput_per_s(
     return sum(kept(run, ttft_s) for run in result.requests) / DURATION_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bundle", ["fcfs", "pdmesh"])
 @pytest.mark.parametrize(
     ("output", "seats", "long_share"), [(12, 16, 0.02), (40, 4, 0.02)], ids=["computing limits", "decoding limits"]
