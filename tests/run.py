@@ -43,7 +43,7 @@ COMPLETE = {PASSED, FAILED, NOTHING}
 
 #: CPU time that a test may take in `make test`, in seconds, and how many times that much fails the run: CPU time is
 #: nearly the same on a machine that is busy, but not on one that is slower.
-BUDGET_S, TOLERANCE = 2.0, 8.0
+BUDGET_S, TOLERANCE = 2.0, 4.0
 
 PYTEST = (sys.executable, "-m", "pytest")
 

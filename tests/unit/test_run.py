@@ -99,10 +99,10 @@ PASSES = (0, [a_test("one")])
         (Machine((-9, [])), 1, "3 passed, 1 failed, 0 skipped", "exit code -9, failed"),
         (Machine(PASSES, PASSES, broken_linter="mypy"), 1, "4 passed, 1 failed, 0 skipped", "mypy complains\n"),
         (
-            Machine((0, [a_test("a", cpu_s=15.9), a_test("b", cpu_s=16.1)]), (0, [a_test("c", cpu_s=90.0)])),
+            Machine((0, [a_test("a", cpu_s=7.9), a_test("b", cpu_s=8.1)]), (0, [a_test("c", cpu_s=90.0)])),
             1,
             "5 passed, 1 failed, 0 skipped",
-            "test_it::b took 16.1 s of CPU time; its budget is 2 s",
+            "test_it::b took 8.1 s of CPU time; its budget is 2 s",
         ),
     ],
     ids=["all", "failure", "error", "skipped", "some", "nothing", "usage", "killed", "lint", "budget"],
