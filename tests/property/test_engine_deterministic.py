@@ -19,7 +19,11 @@ from pdmesh.testing.examples import examples
 from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 
-COMPUTES = ["float32", "bfloat16, plain torch", *(f"bfloat16, {level}" for level in ARCHITECTURE_LEVELS)]
+COMPUTES = [
+    "float32",
+    pytest.param("bfloat16, plain torch", marks=pytest.mark.slow),  # torch's bf16 is, below AVX-512
+    *(f"bfloat16, {level}" for level in ARCHITECTURE_LEVELS),
+]
 
 
 @pytest.fixture(scope="module", params=COMPUTES)
