@@ -1,5 +1,5 @@
 # make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
-# make test   lint and tests on all cores, and what took how long (ARGS="-k relay" for some, ARGS=tests/unit/test_ranges.py for a
+# make test   lint and tests on all cores, and what took how long (ARGS="-k groups" for some, ARGS=tests/unit/test_ranges.py for a
 #             file alone, ARGS="-n 0" for one process)
 # make test-all  that, then what is slow, all examples and seeds, and pyright: what CI runs
 # make lint   ruff, both type checkers, and which module may import which

@@ -64,7 +64,7 @@ BASELINE = Path(__file__).with_suffix(".json")
 # --- the words of 905a652 -----------------------------------------------------------------------------------------
 
 #: Types of events and commands: what they are called, what they were called.
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {"KvLow": "CreditLow"}
 
 #: Fields that did not exist, as "Type.field" or "Type.field.field of that".
 ADDED: Sequence[str] = (
@@ -72,7 +72,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.share",
     "RequestArrived.request.num_tokens_before",
     "RequestArrived.request.arithmetic",
-    "Reject.closed_s",
+    "Reject.reject_ttl_s",
     "Restart.preempted",
     "RequestCancelled.gateway_id",
     "RequestCancelled.num_output_tokens",
@@ -87,7 +87,7 @@ ADDED: Sequence[str] = (
     "FreeKv.transfer_id",
     "KvReleased.transfer_id",
     "RunStep.plan.holds_decodes",
-    "RunStep.plan.in_gang",
+    "RunStep.plan.in_parallel",
     "RunStep.plan.at_once",
     "StepDone.num_decode_context_tokens",
     "StepDone.own_steps",
@@ -97,7 +97,7 @@ ADDED: Sequence[str] = (
     "RequestFinished.own_steps",
     "InstanceJoined.stopping",
     "GatewayJoined.unbegun",
-    "InstanceJoined.profile.relays",
+    "InstanceJoined.profile.joins_groups",
     "InstanceJoined.profile.compute",
     "InstanceJoined.profile.arithmetic",
     "InstanceJoined.profile.deterministic",

@@ -3,11 +3,11 @@
 Architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
 tokens, alone and 32 at a time; log-probabilities to 1e-4; and sampled tokens of one seed, which must be the same in
 every topology and chunk size of an architecture. And long prompts that 2 and 3 prefill instances compute together: in
-turn (relay), all at once (gang), whichever was faster so far (mixed), and by groups of two under `pecsched` (fixed), of
-mixed instances, too, which decode beside it.
+turn (pipelined prefill), all at once (parallel step), whichever was faster so far (mixed), and by groups of two under
+`pecsched` (fixed), of mixed instances, too, which decode beside it.
 
     python benchmarks/exactness.py [--architectures llama,qwen2,qwen3] [--chunks 1,16,512,8192,adaptive]
-        [--groups relay,gang,mixed,fixed]
+        [--groups pipelined,parallel,mixed,fixed]
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TOPOLOGIES = {"1P+1D": (1, 1, 0), "2P+2D": (2, 2, 0), "2 mixed": (0, 0, 2)}
 GROUPS = {"2P+1D": (2, 1, 0), "3P+1D": (3, 1, 0)}
 MIXED_GROUPS = {"3 mixed": (0, 0, 3)}
 SCHEDULES = {
-    "relay": {"POLICY_SEQUENCE_PARALLEL": "relay"},
-    "gang": {"POLICY_SEQUENCE_PARALLEL": "gang"},
+    "pipelined": {"POLICY_SEQUENCE_PARALLEL": "pipelined"},
+    "parallel": {"POLICY_SEQUENCE_PARALLEL": "parallel"},
     "mixed": {"POLICY_SEQUENCE_PARALLEL": "auto"},
-    "fixed": {"POLICY_SEQUENCE_PARALLEL": "gang", "SCHEDULER_BUNDLE": "pecsched", "POLICY_GROUP_SIZE": "2"},
+    "fixed": {"POLICY_SEQUENCE_PARALLEL": "parallel", "SCHEDULER_BUNDLE": "pecsched", "POLICY_GROUP_SIZE": "2"},
 }
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 100, 511, 513, 1000)
 LONG_PROMPT = 4000
@@ -60,7 +60,7 @@ def settings_of(way: str) -> dict[str, str]:
             **SCHEDULES[way],
             "POLICY_LONG_PROMPT_TOKENS": "500",
             "POLICY_PREFILL_STEP_S": "0.02",
-            "POLICY_RELAY_IMPROVEMENT": "0",
+            "POLICY_GROUP_IMPROVEMENT": "0",
         }
     if way == "adaptive":  # prompts of 4,000 are long, so that the others interrupt them
         return {"SCHEDULER_BUNDLE": "pdmesh", "POLICY_LONG_PROMPT_TOKENS": "2000"}

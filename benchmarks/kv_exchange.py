@@ -4,9 +4,9 @@
 
 Two processes with a cache of 16 layers of 32 KiB blocks (8 KV heads of 64, 16 tokens, bf16). One publishes a prompt's
 KV, chunk by chunk and layer by layer, as if it computed in no time; a round ends when the other one has all of it.
-Medians of the rounds after the first, of GB (10^9 bytes) a second and of the processor's time that both processes
-spend for each. ``--at-once`` passes each layer on by itself, as of the gang that ends a prompt. Compare ratios of one
-run, never figures of two.
+Medians of the rounds after the first, of GB (10^9 bytes) a second and of the processor's time that both processes spend
+for each. ``--at-once`` passes each layer on by itself, as of the parallel step that ends a prompt. Compare ratios of
+one run, never figures of two.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def run(bundle: Bundle, policy: PolicyConfig, load: Load, requests: list[Arrival
         max_queue_entries=limit,
         max_queue_tokens=limit,
         max_queue_s=float(limit),
-        kv_reservation=KvReservation.CREDIT,
+        kv_reservation=KvReservation.ON_DEMAND,
         policy=policy,
     )
     core = SchedulerCore(config, bundle, random.Random(seed))

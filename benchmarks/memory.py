@@ -1,4 +1,4 @@
-"""Memory by credit beside full reservation: how many chats without ``max_tokens`` run at once in the same cache.
+"""Memory on demand beside full reservation: how many chats without ``max_tokens`` run at once in the same cache.
 
 Usage: python benchmarks/memory.py [--chats 200] [--contexts 2] [--seed 0]
 
@@ -153,11 +153,11 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {}
     texts: dict[str, list[str]] = {}
-    for reservation in ("full", "credit"):
+    for reservation in ("full", "on_demand"):
         results[reservation], texts[reservation] = measure(reservation, options.chats, options.contexts, options.seed)
-    ratio = results["credit"]["at_once"] / max(results["full"]["at_once"], 1e-9)
-    same = texts["full"] == texts["credit"]
-    print(heading("Memory by credit, beside full reservation"), file=sys.stderr)
+    ratio = results["on_demand"]["at_once"] / max(results["full"]["at_once"], 1e-9)
+    same = texts["full"] == texts["on_demand"]
+    print(heading("Memory on demand, beside full reservation"), file=sys.stderr)
     print(json.dumps({**results, "ratio": round(ratio, 1), "same_tokens": same}, indent=1))
     clean = all(not result["failures"] and result["all_blocks_free"] for result in results.values())
     sys.exit(0 if ratio >= WANTED_RATIO and same and clean else 1)

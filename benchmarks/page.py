@@ -38,7 +38,7 @@ from pdmesh.sim.workload import Synthetic, synthetic
 from pdmesh.testing.browser import find_chromium, open_page
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import scripted_mesh
-from pdmesh.wire.messages import Activity, GatewayDown, InstanceStatus, MeshState
+from pdmesh.wire.messages import Activity, GatewayDown, InstanceStatus, MeshStatus
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.metrics import RecentLatencies
 from pdmesh_gateway.testing import running_gateway
@@ -81,9 +81,9 @@ class WatchedCore:
     def check_integrity(self) -> None:
         self._core.check_integrity()
 
-    def _state(self) -> MeshState:
+    def _state(self) -> MeshStatus:
         core = self._core
-        return MeshState(
+        return MeshStatus(
             ready=True,
             reason="",
             instances=tuple(_status(view) for view in core.instances),

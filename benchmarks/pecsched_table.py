@@ -6,8 +6,8 @@ ours, on 32 A100s with its four models.
 The trace is the Azure 2023 conversation trace; its prompts above the 95th percentile get 100K to 500K tokens.
 
 Groups are those of the core, formed as a prompt is placed: PecSched's and its baselines' of a fixed size and at once
-(`policy.group_size`, gang), ours as they pay, in turn. Each member holds the KV of the whole prompt, where the paper's
-hold shares of it: so instances have room for it here, more than an A100 has beside the larger weights.
+(`policy.group_size`, parallel step), ours as they pay, in turn. Each member holds the KV of the whole prompt, where the
+paper's hold shares of it: so instances have room for it here, more than an A100 has beside the larger weights.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def study(model: Model, name: str, bundle: str) -> Study:
         prefill_step_s=1.0,
         group_size=group_size,
         reserved_instances=replicas.num_reserved,
-        sequence_parallel="relay" if bundle == "pdmesh" else "gang",
-        relay_members=group_size,
-        relay_bytes_per_s=SIM.port_bytes_per_s,
+        sequence_parallel="pipelined" if bundle == "pdmesh" else "parallel",
+        max_group_members=group_size,
+        link_bytes_per_s=SIM.port_bytes_per_s,
     )
     mesh = MeshShape(
         num_prefill=0,
@@ -119,9 +119,9 @@ def study(model: Model, name: str, bundle: str) -> Study:
         num_mixed=num_mixed,
         kv_layout=layout(model.shape),
         num_kv_tokens=NUM_KV_TOKENS,
-        relays=True,
+        joins_groups=True,
     )
-    config = replace(SIM, gang_step_s=HOP_S * model.shape.num_layers * ring)
+    config = replace(SIM, parallel_step_s=HOP_S * model.shape.num_layers * ring)
     return Study(name=name, bundle=bundle, mesh=mesh, policy=policy, config=config)
 
 

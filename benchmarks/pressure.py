@@ -127,7 +127,7 @@ class WatchedCore:
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self._core.handle(event, now_s)
-        self.most_ahead = max(self.most_ahead, self._core.max_unreceived_kv_share)
+        self.most_ahead = max(self.most_ahead, self._core.max_awaiting_decode_kv_share)
         return commands
 
     def check_integrity(self) -> None:
@@ -162,7 +162,7 @@ def run(bundle: Bundle, load: Load, seed: int) -> tuple[float, float]:
         max_queue_tokens=limit,
         max_queue_s=float(limit),
         refuses_early=load.refuses_early,
-        kv_reservation=KvReservation.CREDIT,
+        kv_reservation=KvReservation.ON_DEMAND,
         policy=POLICY,
     )
     core = WatchedCore(SchedulerCore(config, bundle, random.Random(seed)))

@@ -2,7 +2,7 @@
 
     python benchmarks/rebalancing.py [--streams 8] [--context 800] [--tokens 900] [--engine torch|fake]
 
-One prefill and two decode instances with few KV blocks, memory by credit. Short answers teach the mesh that outputs are
+One prefill and two decode instances with few KV blocks, memory on demand. Short answers teach the mesh that outputs are
 short; then streams with long outputs are all admitted on one decode instance, while the other is drained. That one is
 opened again, and the streams grow, until the first has no block left. Once with rebalancing (`policy.rebalances`), once
 without. Prints how many streams moved, and how many were preempted, that is computed again. Every stream is asked for
@@ -118,7 +118,7 @@ def measure(streams: int, context: int, tokens: int, engine: str, *, rebalances:
         "WORKER_ENGINE": engine,
         "WORKER_FAKE_LATENCY": FAKE_LATENCY,
         "POLICY_REBALANCES": json.dumps(rebalances),
-        "SCHEDULER_KV_RESERVATION": "credit",
+        "SCHEDULER_KV_RESERVATION": "on_demand",
         "WORKER_DETERMINISTIC": "true",
         "WORKER_DTYPE": "float32",
         "WORKER_KV_CACHE_BYTES": str(num_blocks * block_bytes),

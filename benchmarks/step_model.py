@@ -27,7 +27,7 @@ from pathlib import Path
 from report import heading
 
 from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
-from pdmesh.core.own_steps import OwnSteps
+from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.eventlog import EventLogReader, core_of, replay
 from pdmesh.model import OWN_STEPS_PER_REPORT, Epoch, InstanceId, OwnDecodeSteps, RequestId, Role

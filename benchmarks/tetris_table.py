@@ -1,5 +1,6 @@
 """Tetris's evaluation, simulated (§2.4, §7): its two worked examples, its planner's cost (Table 2), how much load keeps
-first tokens in time beside fixed groups (Fig. 8), and what single chunks, a fixed improvement rate and relay change.
+first tokens in time beside fixed groups (Fig. 8), and what single chunks, a fixed improvement rate and pipelined
+prefill change.
 
     python benchmarks/tetris_table.py
 
@@ -63,11 +64,11 @@ STEP_PER_S = 0.01
 #: About two thirds of what fixed groups of 8 sustain.
 CORE_LOADS = {"short": 2.6, "medium": 2.0, "long": 1.1}
 CORE_ROWS = (
-    ("core, one instance each", "tetris", 1, "relay"),
-    ("core, `tetris` by relay", "tetris", NUM_INSTANCES, "relay"),
-    ("core, `tetris` by gang", "tetris", NUM_INSTANCES, "gang"),
-    ("core, `pdmesh` by relay", "pdmesh", NUM_INSTANCES, "relay"),
-    ("core, `pdmesh` by gang", "pdmesh", NUM_INSTANCES, "gang"),
+    ("core, one instance each", "tetris", 1, "pipelined"),
+    ("core, `tetris` by pipelined prefill", "tetris", NUM_INSTANCES, "pipelined"),
+    ("core, `tetris` by parallel step", "tetris", NUM_INSTANCES, "parallel"),
+    ("core, `pdmesh` by pipelined prefill", "pdmesh", NUM_INSTANCES, "pipelined"),
+    ("core, `pdmesh` by parallel step", "pdmesh", NUM_INSTANCES, "parallel"),
     ("core, `pdmesh` by auto", "pdmesh", NUM_INSTANCES, "auto"),
 )
 PORT_BYTES_PER_S = 1e11  # between NVLink's and an adapter's for each device
@@ -113,11 +114,11 @@ def share_of_work_s(num_tokens: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayModel:
+class GroupModel:
     """Chunks in turn: each member begins when it is free, and all end together but for a chunk of ``tail_s``.
 
-    So a group costs the sum of what its members give, whenever each begins. A simple model of `pdmesh.policy.relay`,
-    on one instance's latency; what it takes to pass KV on is hidden behind computing.
+    So a group costs the sum of what its members give, whenever each begins. A simple model of
+    `pdmesh.policy.prefill_groups`, on one instance's latency; what it takes to pass KV on is hidden behind computing.
     """
 
     tail_s: float = 0.3  # a constant time of 30 ms is a tenth of a chunk
@@ -205,7 +206,7 @@ class ByPrice:
         return first_tokens_by_price(prompts, NUM_INSTANCES, self.planner, alone_s, target_s)
 
 
-BASELINE, OURS = "fixed groups of 8", "ours, gang, with targets"
+BASELINE, OURS = "fixed groups of 8", "ours, parallel step, with targets"
 
 
 def contenders() -> dict[str, Row]:
@@ -219,12 +220,12 @@ def contenders() -> dict[str, Row]:
         "Tetris, rate fixed at 0.1": AtArrival(lambda rate: ChunkwisePlanner(LATENCY, rate), 0.1),
         "Tetris, rate fixed at 0.5": AtArrival(lambda rate: ChunkwisePlanner(LATENCY, rate), 0.5),
         "Tetris (Algorithms 1 to 3)": AtArrival(lambda rate: ChunkwisePlanner(LATENCY, rate), None),
-        "ours, gang, by improvement rate": AtArrival(lambda rate: ElasticPlanner(LATENCY, rate), None),
-        "ours, gang, single chunk": ByPrice(ElasticPlanner(LATENCY, min_chunk_tokens=10**9)),
-        "ours, gang": ByPrice(ElasticPlanner(LATENCY)),
-        "ours, relay (model)": ByPrice(RelayModel()),
+        "ours, parallel step, by improvement rate": AtArrival(lambda rate: ElasticPlanner(LATENCY, rate), None),
+        "ours, parallel step, single chunk": ByPrice(ElasticPlanner(LATENCY, min_chunk_tokens=10**9)),
+        "ours, parallel step": ByPrice(ElasticPlanner(LATENCY)),
+        "ours, pipelined prefill (model)": ByPrice(GroupModel()),
         OURS: ByPrice(ElasticPlanner(LATENCY), has_target=True),
-        "ours, relay (model), with targets": ByPrice(RelayModel(), has_target=True),
+        "ours, pipelined prefill (model), with targets": ByPrice(GroupModel(), has_target=True),
     }
 
 
@@ -339,10 +340,10 @@ def by_core(name: str, num_requests: int, seed: int) -> list[list[str]]:
     """What comes of the same prompts under the scheduling core, and under planners alone."""
     per_s = CORE_LOADS[name]
     prompts = poisson(TRACES[name].drawn(random.Random(seed)), per_s, num_requests, seed)
-    fixed, gang = FixedPlanner(LATENCY, 8), ElasticPlanner(LATENCY, 0.3)
+    fixed, parallel = FixedPlanner(LATENCY, 8), ElasticPlanner(LATENCY, 0.3)
     found_s = {
         BASELINE: first_tokens(prompts, NUM_INSTANCES, lambda _: fixed),
-        "ours, gang, rate 0.3": first_tokens(prompts, NUM_INSTANCES, lambda _: gang),
+        "ours, parallel step, rate 0.3": first_tokens(prompts, NUM_INSTANCES, lambda _: parallel),
     }
     arrivals = [
         Arrival(arrival_s=prompt.arrival_s, num_prompt_tokens=prompt.num_tokens, num_output_tokens=2)
@@ -355,15 +356,15 @@ def by_core(name: str, num_requests: int, seed: int) -> list[list[str]]:
         kv_layout=layout(LLAMA_3_8B),
         num_kv_tokens=2_000_000,
         num_transfer_backends=64,
-        relays=True,
+        joins_groups=True,
     )
     for row, bundle, members, schedule in CORE_ROWS:
         policy = PolicyConfig(
             latency=LATENCY[1],
             long_prompt_tokens=TRACES[name].least,
-            relay_members=members,
-            relay_improvement=0.3,
-            relay_bytes_per_s=PORT_BYTES_PER_S,
+            max_group_members=members,
+            group_improvement=0.3,
+            link_bytes_per_s=PORT_BYTES_PER_S,
             sequence_parallel=schedule,
         )
         simulator = Simulator(

@@ -131,11 +131,11 @@ class SchedulerConfig:
     admission_ttft_s: Annotated[float | None, "the target of requests that have none, for refuses_early alone"] = None
     kv_reservation: Annotated[
         str,
-        one_of("credit", "full"),
+        one_of("on_demand", "full"),
         "room for output: as requests grow, preempting some where there is none left, or all of it from the start",
-    ] = "credit"
+    ] = "on_demand"
     kv_risk: Annotated[
-        float, KV_RISK, "by credit: the accepted risk of needing more memory than there is, at admission"
+        float, KV_RISK, "on demand: the accepted risk of needing more memory than there is, at admission"
     ] = 0.01
     lease_s: Annotated[float, "a silent instance or gateway is given up after this"] = 5.0
     suspect_s: Annotated[

@@ -27,7 +27,7 @@ class RequestRejected(PdmeshError):
     """A request that will not be served, in the shape of an OpenAI error.
 
     ``retry_after_s`` is set where repeating the same request later can succeed (429, 503); others like it would be
-    refused too for ``closed_s``.
+    refused too for ``reject_ttl_s``.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RequestRejected(PdmeshError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
-        closed_s: float = 0.0,
+        reject_ttl_s: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -48,7 +48,7 @@ class RequestRejected(PdmeshError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
-        self.closed_s = closed_s
+        self.reject_ttl_s = reject_ttl_s
 
 
 class InstanceUnavailable(PdmeshError):

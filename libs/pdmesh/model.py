@@ -310,7 +310,7 @@ class InstanceProfile:
     num_parameters: Annotated[int, ANY_COUNT] = 0  # that a token meets
     num_heads: Annotated[int, ANY_COUNT] = 0
     measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
-    relays: bool = False  # it can be a member of a `PrefillGroup`
+    joins_groups: bool = False  # it can be a member of a `PrefillGroup`
     compute: ComputePath | None = None
     #: Its *arithmetic class*, such as ``bfloat16/ordered-1``: two instances of one class compute the same bits from the
     #: same tokens. Empty if the instance does not say; such instances are a class of their own.

@@ -96,8 +96,9 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     #: From here on the residents' own decode steps wait until a later plan, not an urgent one, says otherwise: a phase
     #: of prefill alone. A plan without chunks, with decodes and without this ends the phase.
     holds_decodes: bool = False
-    #: Other instances compute what comes before and after its chunk at the same time (*gang*): none is a turn behind.
-    in_gang: bool = False
+    #: Other instances compute what comes before and after its chunk at the same time (*parallel prefill*): none is a
+    #: turn behind.
+    in_parallel: bool = False
     #: The same, and all are in the same layer, so each is waited for: to the end of the prompt, or where they begin it.
     at_once: bool = False
 

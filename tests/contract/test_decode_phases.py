@@ -10,7 +10,7 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import DecodeStepsDone, Event, RequestFinished, StepDone
-from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
+from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.model import Epoch, GatewayId, OwnDecodeSteps, Request, RequestId, RequestKey, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan

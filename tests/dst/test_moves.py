@@ -123,8 +123,8 @@ def test_what_moves_because_memory_is_short_is_the_stream_of_an_undisturbed_run(
 ) -> None:
     """No operator: more are admitted than will fit, and some move instead of being computed again."""
     monkeypatch.setattr("pdmesh.policy.rebalancing.OVERHEAD_S", 0.0)  # prompts here are of no time
-    monkeypatch.setattr("pdmesh.policy.credit.RemainingTokens.mean", property(lambda _: 1.0))
-    monkeypatch.setattr("pdmesh.core.growth.risk_score", lambda _: 0.0)
+    monkeypatch.setattr("pdmesh.policy.on_demand.RemainingTokens.mean", property(lambda _: 1.0))
+    monkeypatch.setattr("pdmesh.core.instances.kv_growth.risk_score", lambda _: 0.0)
     rng = random.Random(seed)
     asks = tuple(
         Ask(

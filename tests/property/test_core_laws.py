@@ -1,6 +1,6 @@
 """Laws of the scheduling core over a modelled mesh in which commands and reports are late and everything may fail.
 
-Every bundle keeps them, also when an operator switches between bundles at any moment; and so does memory by credit,
+Every bundle keeps them, also when an operator switches between bundles at any moment; and so does memory on demand,
 also where nobody expects outputs to be as long as they are, so that requests are preempted again and again.
 """
 
@@ -57,8 +57,8 @@ from pdmesh.core.events import (
     TransferOffered,
     TransferPaused,
 )
-from pdmesh.core.openings import Openings
-from pdmesh.core.operation_records import OperationState
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.operator_events import (
     ActuatorFacts,
     BatchingChangeRequested,
@@ -70,8 +70,8 @@ from pdmesh.core.operator_events import (
     ResizeRequested,
     RoleChangeRequested,
 )
+from pdmesh.core.operators.records import OperationState
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import InstanceBooks
 from pdmesh.model import (
     Epoch,
     GatewayId,
@@ -95,7 +95,7 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.policy.relay import Schedule
+from pdmesh.policy.prefill_groups import Schedule
 from pdmesh.testing.core import FixedGrowth
 from pdmesh.testing.examples import examples
 from pdmesh.testing.modelled import ModelledInstance, modelled_profile
@@ -195,7 +195,7 @@ class MeshMachine(RuleBasedStateMachine):
                     max_num_seqs=3,
                     num_transfer_backends=1,
                     num_layers=3,
-                    relays=in_turn,
+                    joins_groups=in_turn,
                     arithmetic=self.class_of(index),
                 )
             ]
@@ -251,7 +251,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.roles: dict[InstanceId, Role] = {}
         self.has_resized = False
         self.told: tuple[InstanceId, ...] | None = None  # as the actuator has last
-        self.held: set[InstanceId] = set()  # their residents wait for the end of a prefill phase
+        self.allocated: set[InstanceId] = set()  # their residents wait for the end of a prefill phase
         self.ahead: dict[RequestKey, tuple[InstanceId, int]] = {}  # computed without room to decode, and never had any
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
@@ -394,7 +394,7 @@ class MeshMachine(RuleBasedStateMachine):
                 case _:
                     pass
             self.mesh.send(command)
-        for key in self.core.unreceived:
+        for key in self.core.awaiting_decode:
             self.forget_receiver(key)
         self.no_backend_is_held_back()
 
@@ -465,28 +465,28 @@ class MeshMachine(RuleBasedStateMachine):
 
         Room only shrinks while an event is handled, so what is left of it afterwards was there.
         """
-        books = self.core._books
+        mesh = self.core._mesh
         asked_for = {
             view.request_id for view in self.core.operations if view.kind is OperationKind.MOVE and view.request_id
         }
         for command in commands:
             match command:
                 case AdmitPrefill(leads=False, group=group) if group is not None:
-                    classes = {books.instances[member_id].arithmetic for member_id in group.member_ids}
+                    classes = {mesh.instances[member_id].arithmetic for member_id in group.member_ids}
                     assert len(classes) == 1, f"{command} in {classes}"
                 case PlaceDecode(transfer=transfer):
-                    key, source = (command.request_id, command.epoch), books.instances[transfer.source_ids[0]]
-                    target = books.instances[command.instance_id]
+                    key, source = (command.request_id, command.epoch), mesh.instances[transfer.source_ids[0]]
+                    target = mesh.instances[command.instance_id]
                     if source.arithmetic == target.arithmetic:
                         continue
-                    of_class = [each for each in books.instances.values() if each.exact_group == source.exact_group]
+                    of_class = [each for each in mesh.instances.values() if each.exact_group == source.exact_group]
                     if transfer.purpose is TransferPurpose.HAND_OVER:
-                        request = books.requests[command.request_id].request
+                        request = mesh.requests[command.request_id].request
                         able = [each for each in of_class if each.takes_new and each.can_decode(request)]
                     elif command.request_id in asked_for:
                         continue
                     else:
-                        num_blocks, hold = target.holds[key].num_blocks, source.holds[key]
+                        num_blocks, hold = target.allocations[key].num_blocks, source.allocations[key]
                         able = [each for each in of_class if each.can_take_over(key, num_blocks, hold.max_blocks)]
                     assert not able, f"{command} to another class, though {able[0].instance_id} has room"
                 case _:
@@ -522,7 +522,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     def check_preemption(self, key: RequestKey) -> None:
         """Somebody older, on the same instance, goes before it."""
-        assert self.config.kv_reservation is KvReservation.CREDIT
+        assert self.config.kv_reservation is KvReservation.ON_DEMAND
         victim = self.arrivals.get(key)
         decode_id = self.receiver_of.get(key, self.leader_of.get(key))
         if victim is None or decode_id is None:
@@ -560,10 +560,10 @@ class MeshMachine(RuleBasedStateMachine):
             assert self.roles[instance_id] is Role.MIXED
             assert not plan.with_decodes, f"{plan} decodes in a prefill phase"
             assert not plan.urgent, f"{plan} may come late, into a decode phase"
-            self.held.add(instance_id)
+            self.allocated.add(instance_id)
         elif not plan.urgent:
-            assert plan.chunks or instance_id in self.held, f"{plan} has nothing to do"
-            self.held.discard(instance_id)
+            assert plan.chunks or instance_id in self.allocated, f"{plan} has nothing to do"
+            self.allocated.discard(instance_id)
 
     def preempted(self) -> set[RequestKey]:
         """Placed requests of whose prompt some is left to plan, and nothing planned."""
@@ -609,7 +609,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.plans = {key: plan for key, plan in self.plans.items() if key[0] != instance_id}
         self.asked = {key: receiver for key, receiver in self.asked.items() if receiver != instance_id}
         self.granted_blocks = {key: number for key, number in self.granted_blocks.items() if key[0] != instance_id}
-        self.held.discard(instance_id)
+        self.allocated.discard(instance_id)
 
     def check_overtakes_nobody(self, placed: Request) -> None:
         """By the bundle's order, its lanes and its ties, of all of its tenant that wait.
@@ -620,7 +620,7 @@ class MeshMachine(RuleBasedStateMachine):
         waiting = {key: request for key, request in self.waiting.items() if request.tenant == placed.tenant}
         ranks = {key: order.rank(request, 0, None) for key, request in waiting.items()}
         line = sorted(waiting, key=lambda key: (ranks[key].place, *order_of(self.waiting[key])), reverse=True)
-        heads = list({ranks[key].lane: key for key in line}.values())
+        heads = list({ranks[key].bucket: key for key in line}.values())
         keys = order.keys([ranks[key] for key in heads], self.now_s)
         first = sorted(zip(keys, heads, strict=True), key=lambda pair: (pair[0], order_of(self.waiting[pair[1]])))
         line = [head for _, head in first]
@@ -928,8 +928,8 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold_runs_out(self, data: st.DataObject) -> None:
         """Nothing was planned for too long: what is held goes on."""
-        held = [i for i in self.mesh.instances.values() if i.own.held and not i.running and not i.plans]
-        if instance := self.pick(data, held):
+        allocated = [i for i in self.mesh.instances.values() if i.own.held and not i.running and not i.plans]
+        if instance := self.pick(data, allocated):
             instance.own.held = False
 
     @rule(data=st.data(), num_tokens=st.sampled_from((1, 5, 30)))
@@ -1285,7 +1285,7 @@ class MeshMachine(RuleBasedStateMachine):
         if not busy and not any(instance.holds for instance in self.mesh.instances.values()):
             is_served = not self.has_resized or self.core.unready_reason is None
             assert self.core.num_waiting == 0 or not is_served, "requests wait though the mesh is empty"
-            assert not self.held, f"residents of {self.held} would wait for ever"
+            assert not self.allocated, f"residents of {self.allocated} would wait for ever"
         if not busy and self.wake_at_s is not None and self.wake_at_s > self.now_s:
             self.now_s = self.wake_at_s
             self.feed(Tick())
@@ -1293,29 +1293,29 @@ class MeshMachine(RuleBasedStateMachine):
         return busy
 
 
-class EveryInstance(Openings):
+class EveryInstance(StepSlots):
     """Looks at every instance each time, and leaves none out that might be of use."""
 
     def update(self, bundle: Bundle) -> None:
         self._reset(bundle)
         super().update(bundle)
 
-    def refresh(self, instances: Iterable[InstanceBooks]) -> None:
-        super().refresh({*self._books.instances.values(), *instances})
+    def refresh(self, instances: Iterable[InstanceState]) -> None:
+        super().refresh({*self._mesh.instances.values(), *instances})
 
-    def computing(self) -> list[InstanceBooks]:
-        return [instance for instance in self._books.instances.values() if not self.is_idle(instance)]
+    def computing(self) -> list[InstanceState]:
+        return [instance for instance in self._mesh.instances.values() if not self.is_idle(instance)]
 
 
 def make_reckless(core: SchedulerCore) -> None:
     """Have it expect everybody to be done soon, and let in far more than there is room for."""
-    by_credit = core._books.growth.by_credit
-    core._books.growth = FixedGrowth(1.0, by_credit=by_credit, risk=0.5)
+    on_demand = core._mesh.growth.on_demand
+    core._mesh.growth = FixedGrowth(1.0, on_demand=on_demand, risk=0.5)
 
 
 def make_diligent(core: SchedulerCore) -> None:
     """Have it pack as if it could not tell which instances have changed."""
-    core._packer._openings = EveryInstance(core._books, CONFIG.plans_in_flight, core._choice.bundle, core._modes)
+    core._packer._step_slots = EveryInstance(core._mesh, CONFIG.plans_in_flight, core._choice.bundle, core._modes)
 
 
 def key_of(request: Request) -> RequestKey:
@@ -1344,7 +1344,7 @@ def test_what_decodes_where_it_is_computed_waits_for_no_backend_whatever_its_sou
     """An example of 2026-11-23 in which the laws took such a request for one that is overtaken."""
     mesh, data = MeshMachine(), cast("st.DataObject", Drawn(0, 0, 0, 2, 0, 1))
     full = KvReservation.FULL
-    mesh.begin(shape="1P+1M+1D", bundle="pdmesh", reservation=full, reckless=False, schedule=Schedule.RELAY)
+    mesh.begin(shape="1P+1M+1D", bundle="pdmesh", reservation=full, reckless=False, schedule=Schedule.PIPELINED)
     mesh.another_process_takes_the_place(data=data)
     mesh.another_process_takes_the_place(data=data)
     mesh.rush_hour(num_rounds=1, num_short=3, with_long=True)

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, RequestCancelled, RequestFinished
-from pdmesh.core.fairness import OUTPUT_COST, UNITS, TenantView
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.waiting.fairness import OUTPUT_COST, UNITS, TenantView
 from pdmesh.model import Epoch, GatewayId, Request, RequestId, RequestKey, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig

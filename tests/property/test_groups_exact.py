@@ -1,7 +1,7 @@
 """One prompt on several instances gives the bits of one: KV and log-probabilities, with the real engine.
 
 Members run side by side in threads over the real transport, with random chunks, owners and late joins; some chunks are
-computed in turn, some by a gang: one after the other on as many members, at the same time.
+computed in turn, some by a parallel step: one after the other on as many members, at the same time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def pages_of(engine: TorchEngine, table: list[int], num_tokens: int) -> list[tor
     return [layer[table].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_tokens].clone() for layer in engine.kv.layers]
 
 
-async def relay(
+async def group_policy(
     engines: list[TorchEngine], prompt: list[int], maker: TransportMaker, schedule: random.Random
 ) -> dict[str, Any]:
     """Compute it in a group that grows; returns tokens, log-probabilities, and the leader's KV."""
@@ -94,7 +94,7 @@ async def relay(
             admit_member(member, generation, running[:known])
         if known > 1:
             regroup(running[0], generation, running[:known])
-        gang: list[RunningInstance] = []  # who of it has no chunk yet
+        parallel: list[RunningInstance] = []  # who of it has no chunk yet
         for chunk in chunks:
             while known < number and schedule.random() < 0.4:
                 known += 1
@@ -105,12 +105,12 @@ async def relay(
                         regroup(member, generation, running[:known])
                 for _ in range(schedule.choice([1, 1, 20])):
                     await anyio.lowlevel.checkpoint()
-            if not gang and schedule.random() < 0.4:
-                gang = schedule.sample(running[:known], known)
-            in_gang = bool(gang)
-            member = gang.pop() if gang else running[schedule.randrange(known)]
-            at_once = in_gang and schedule.random() < 0.5
-            (running[0] if chunk.is_last else member).run([chunk], in_gang=in_gang, at_once=at_once)
+            if not parallel and schedule.random() < 0.4:
+                parallel = schedule.sample(running[:known], known)
+            in_parallel = bool(parallel)
+            member = parallel.pop() if parallel else running[schedule.randrange(known)]
+            at_once = in_parallel and schedule.random() < 0.5
+            (running[0] if chunk.is_last else member).run([chunk], in_parallel=in_parallel, at_once=at_once)
         table = table_of(running[0])
         await running[0].reported(RequestFinished, "r")
         found = {
@@ -145,7 +145,7 @@ def test_a_group_gives_the_bits_of_one_instance(
     prompt = prompt_of(num_tokens)
     alone = generate(engines[-1], prompt, MAX_TOKENS, params=PARAMS)
     expected = pages_of(engines[-1], alone.sequence.block_table, num_tokens)
-    found = anyio.run(relay, engines[:number], prompt, TransportMaker(kind, lends=lends), schedule)
+    found = anyio.run(group_policy, engines[:number], prompt, TransportMaker(kind, lends=lends), schedule)
     assert found["tokens"] == alone.output_ids
     logprobs = [(result.logprobs.logprob, result.logprobs.top) for result in alone.results if result.logprobs]
     assert [(part.logprob, part.top) for part in found["logprobs"]] == logprobs

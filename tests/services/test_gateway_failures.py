@@ -68,9 +68,9 @@ async def served(model: Path, mesh: ScriptedMesh) -> AsyncGenerator[tuple[Runnin
         yield running, client
 
 
-def raising(make: Callable[[], BaseException]) -> Callable[..., None]:
+def raising(device_class: Callable[[], BaseException]) -> Callable[..., None]:
     def broken(*_args: object, **_kwargs: object) -> None:
-        raise make()
+        raise device_class()
 
     return broken
 

@@ -19,7 +19,7 @@ from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
-from pdmesh.wire.messages import Generation, MeshState, PromptLogprobs, Submit, TokenOut
+from pdmesh.wire.messages import Generation, MeshStatus, PromptLogprobs, Submit, TokenOut
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 
@@ -329,7 +329,7 @@ async def test_probes_documents_and_metrics(model: Path) -> None:
         assert (await client.get("/live")).status_code == 200
 
 
-def replace_state(**changes: Any) -> MeshState:
+def replace_state(**changes: Any) -> MeshStatus:
     return msgspec.structs.replace(READY, **changes)
 
 
@@ -524,7 +524,7 @@ def closing_refusal(generation: Generation) -> Reject:
         reason=RejectReason.OVERLOADED,
         message="too late",
         retry_after_s=2.5,
-        closed_s=3600.0,
+        reject_ttl_s=3600.0,
     )
 
 

@@ -464,7 +464,7 @@ def test_the_same_by_credit_and_in_phases(mesh: InstanceCounts, batching: str) -
     ]
     config = replace(
         CONFIG,
-        kv_reservation=KvReservation.CREDIT,
+        kv_reservation=KvReservation.ON_DEMAND,
         max_queue_s=1e6,
         policy=replace(POLICY, batching=batching),
         refuses_early=False,
@@ -486,8 +486,8 @@ def test_the_same_by_credit_and_in_phases(mesh: InstanceCounts, batching: str) -
 def test_the_same_where_instances_compute_prompts_in_turn(mesh: InstanceCounts, seed: int) -> None:
     """Helpers join late, are sent what was computed before, and wait for each other's KV on shared links."""
     arrivals = a_workload(seed, num_requests=80, requests_per_s=3.0)
-    profiles = [replace(profile, relays=True) for profile in profiles_of(mesh)]
-    config = replace(CONFIG, policy=replace(POLICY, relay_bytes_per_s=SIM_CONFIG.port_bytes_per_s))
+    profiles = [replace(profile, joins_groups=True) for profile in profiles_of(mesh)]
+    config = replace(CONFIG, policy=replace(POLICY, link_bytes_per_s=SIM_CONFIG.port_bytes_per_s))
     decisions, runs = simulate(arrivals, profiles, "pdmesh", config)
     served = serve(arrivals, profiles, "pdmesh", config=config)
     for live, simulated in zip(served.decisions, decisions, strict=False):

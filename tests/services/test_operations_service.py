@@ -35,7 +35,7 @@ from pdmesh.wire.messages import (
     GetStatus,
     ListOperations,
     ListRequests,
-    MeshState,
+    MeshStatus,
     OperationList,
     OperationStatus,
     Policies,
@@ -108,7 +108,7 @@ async def test_who_waits_is_told_when_it_changes() -> None:
         assert isinstance(refusal, OperationStatus)
         assert refusal.state == "refused"
         status = await ask(mesh, GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert status.ready
         assert isinstance(await ask(mesh, CancelOperation(operation_id=OperationId("none"))), AdminError)
         assert isinstance(await ask(mesh, asking(OperationKind.ROLE, "p0", "y")), AdminError), "without a role"
@@ -182,7 +182,7 @@ CHANGES: tuple[AdminRequest, ...] = (
 async def test_each_question_and_change_is_for_those_who_may_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdmesh_scheduler.settling.REGISTER_S", 0.0)  # none of those followed is there
+    monkeypatch.setattr("pdmesh_scheduler.startup_grace.REGISTER_S", 0.0)  # none of those followed is there
     ours: tuple[AdminRequest, ...] = (ExpectInstances(instance_ids=()), FOLLOWING)
     kinds = [type(question) for question in (*ASKS, *CHANGES, *ours)]
     assert sorted(kinds, key=str) == sorted(get_args(AdminRequest), key=str), "a new message needs a place above"
@@ -304,7 +304,7 @@ async def test_the_next_scheduler_knows_what_operators_asked_for(tmp_path: Path)
         mesh.worker(DECODE),
     ):
         status = await ask(mesh, GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert (status.bundle, status.batching) == ("fcfs", "ebplus")
         assert {row.instance_id: row.draining for row in status.instances} == {"p0": True, "p1": False, "d0": False}
 
@@ -397,7 +397,7 @@ async def test_an_actuator_is_told_what_to_start_and_the_next_scheduler_tells_it
         assert isinstance(wanted, PoolsWanted)
         assert [member.instance_id for member in wanted.start] == ["decode-0"]
         status = await ask(mesh, GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert status.pools == PoolCounts(prefill=1, decode=2)
         failed = FailedStart(instance_id=InstanceId("decode-0"), reason="no memory")
         await ask(mesh, msgspec.structs.replace(FOLLOWING, failed=(failed,)))
@@ -409,7 +409,7 @@ async def test_an_actuator_is_told_what_to_start_and_the_next_scheduler_tells_it
 async def test_a_service_is_replaced_by_the_actuator_also_past_the_end_of_a_scheduler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdmesh_scheduler.settling.REGISTER_S", 0.0)  # none of those followed is there
+    monkeypatch.setattr("pdmesh_scheduler.startup_grace.REGISTER_S", 0.0)  # none of those followed is there
     path = tmp_path / "operations.json"
     async with running_scheduler(kept_in(path)) as mesh:
         refused = await ask(mesh, asking(OperationKind.RESTART, "gateway"))

@@ -30,7 +30,7 @@ from pdmesh.wire.messages import (
     FollowPools,
     GetStatus,
     ListOperations,
-    MeshState,
+    MeshStatus,
     OperationList,
     OperationStatus,
     ServiceProcess,
@@ -236,7 +236,7 @@ async def resized(mesh: SchedulerBench, pools: PoolCounts, start_timeout_s: floa
 async def test_a_supervisor_that_stands_still_fails_a_resize_and_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdmesh.core.pools.GONE_S", 0.2)
+    monkeypatch.setattr("pdmesh.core.operators.pools.GONE_S", 0.2)
     async with three_instances() as mesh:
         grown = await resized(mesh, PoolCounts(prefill=2, decode=2), start_timeout_s=0.2)
         assert (grown.state, grown.detail) == ("failed", "decode-0 did not register within 0.2 s")
@@ -244,7 +244,7 @@ async def test_a_supervisor_that_stands_still_fails_a_resize_and_nothing_is_lost
         shrunk = await resized(mesh, PoolCounts(prefill=1, decode=1), start_timeout_s=60.0)
         assert (shrunk.state, shrunk.detail) == ("failed", "the process of p1 did not end within 0.2 s")
         state = await ask(mesh, GetStatus())
-        assert isinstance(state, MeshState)
+        assert isinstance(state, MeshStatus)
         assert [row.draining for row in state.instances] == [False] * 3, "it is used again"
 
 

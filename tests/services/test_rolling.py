@@ -25,7 +25,7 @@ from pdmesh.wire.messages import (
     CancelOperation,
     FollowPools,
     GetStatus,
-    MeshState,
+    MeshStatus,
     OperationStatus,
     PoolsWanted,
     ServiceProcess,
@@ -64,7 +64,7 @@ async def over(mesh: SchedulerBench, name: str = "x") -> OperationStatus:
 async def rows(mesh: SchedulerBench) -> dict[str, int]:
     """Instances, and the pids of their processes."""
     state = await ask(mesh, GetStatus())
-    assert isinstance(state, MeshState)
+    assert isinstance(state, MeshStatus)
     return {row.instance_id: row.pid for row in state.instances}
 
 
@@ -247,7 +247,7 @@ async def test_one_that_is_cancelled_while_it_waits_for_somebody_starts_nobody()
             told: set[str] = set()
             while "mixed-9" not in told:
                 state = await ask(mesh, GetStatus())
-                assert isinstance(state, MeshState)
+                assert isinstance(state, MeshStatus)
                 told = {each.name for each in state.services}
             there.held["prefill-1"].set()
             detail = ""

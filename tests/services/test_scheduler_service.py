@@ -71,7 +71,7 @@ from pdmesh.wire.messages import (
     Goodbye,
     Grant,
     InstanceStatus,
-    MeshState,
+    MeshStatus,
     OtherChoice,
     PeerGone,
     Policies,
@@ -159,7 +159,7 @@ async def test_every_member_of_a_group_gets_the_prompt() -> None:
     """The second one's AdmitPrefill ended the scheduler: the prompt was gone with the first."""
     config = replace(CONFIG, policy=PolicyConfig(long_prompt_tokens=16, group_size=2))
     config = replace(config, scheduler=replace(config.scheduler, bundle="fcfs"))
-    pair = [replace(mixed(name), relays=True) for name in ("m0", "m1")]
+    pair = [replace(mixed(name), joins_groups=True) for name in ("m0", "m1")]
     async with running(config) as mesh, mesh.worker(pair[0]) as one, mesh.worker(pair[1]) as other:
         async with mesh.gateway() as g:
             g.post(submit(prompt=32))
@@ -167,7 +167,7 @@ async def test_every_member_of_a_group_gets_the_prompt() -> None:
             assert [admit.generation for admit in admits] == 2 * [submit(prompt=32).generation]
             assert [admit.command.leads for admit in admits] == [True, False]
             assert [admit.command.num_blocks for admit in admits] == [9, 8]  # one of 35 tokens, one of the prompt
-        assert isinstance(await mesh.ask(GetStatus()), MeshState)
+        assert isinstance(await mesh.ask(GetStatus()), MeshStatus)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ async def test_an_instance_says_what_an_instance_may_and_of_itself(message: Even
     async with running() as mesh, mesh.worker(mixed()) as m:
         m.post(message)
         assert reason in await m.ended()
-        assert isinstance(await mesh.ask(GetStatus()), MeshState)
+        assert isinstance(await mesh.ask(GetStatus()), MeshStatus)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ async def test_a_gateway_says_what_a_gateway_may_and_of_itself(message: EventMes
     async with running() as mesh, mesh.gateway() as g:
         g.post(message)
         assert reason in await g.ended()
-        assert isinstance(await mesh.ask(GetStatus()), MeshState)
+        assert isinstance(await mesh.ask(GetStatus()), MeshStatus)
 
 
 async def test_a_refusal_is_no_failed_transfer() -> None:
@@ -286,13 +286,13 @@ async def test_a_request_waits_only_so_long_for_an_instance() -> None:
 
 async def test_gateways_hear_of_readiness_and_at_each_heartbeat() -> None:
     async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed()) as m:
-        state = await g.expect(MeshState)
+        state = await g.expect(MeshStatus)
         assert (state.ready, state.max_model_len, state.num_gateways) == (True, 1024, 1)
         m.post(LoadReported(InstanceId("m"), 60, 3, 1, num_decoding=2))
         status = await heard(g, mesh)
         assert (status.num_free_blocks, status.num_held_blocks, status.num_quarantined_blocks) == (60, 3, 1)
         m.post(DrainRequested(InstanceId("m")))
-        state = await g.expect(MeshState)
+        state = await g.expect(MeshStatus)
         assert (state.ready, state.reason) == (False, "no prefill instance is there")
 
 
@@ -300,7 +300,7 @@ async def heard(g: SchedulerPeer, mesh: Mesh) -> Any:
     """The instance's status at a gateway's heartbeat, once the worker's has been heard."""
     while True:
         g.post(GatewayHeartbeat())
-        (status,) = (await g.expect(MeshState)).instances
+        (status,) = (await g.expect(MeshStatus)).instances
         if status.num_held_blocks:
             return status
 
@@ -336,7 +336,7 @@ async def test_a_broken_stream_is_a_death_unless_the_instance_comes_back(monkeyp
             await m.expect(RunStep)
         assert (await g.expect(Restart)).request_id == R
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert status.instances == ()
 
 
@@ -345,19 +345,19 @@ async def test_a_broken_stream_is_no_loss_if_the_instance_comes_back(monkeypatch
     resident = Resident(request_id=R, epoch=ZERO, gateway_id=GATEWAY, num_blocks=3, num_context_tokens=9, decoding=True)
     async with running() as mesh, mesh.gateway() as g:
         async with mesh.worker(mixed()) as m:
-            await g.expect(MeshState)
+            await g.expect(MeshStatus)
             g.post(submit())
             m.post(step_report(await m.expect(RunStep)))
-        state = await g.expect(MeshState)
+        state = await g.expect(MeshStatus)
         assert (state.ready, state.num_running) == (False, 1)
         async with mesh.worker(mixed(), resident):
-            state = await g.expect(MeshState)
+            state = await g.expect(MeshStatus)
             assert (state.ready, state.num_running) == (True, 1)
 
 
 async def test_an_operator_switches_the_batching_mode_while_serving() -> None:
     async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed()) as m:
-        await g.expect(MeshState)
+        await g.expect(MeshStatus)
         answer = await mesh.ask(SetBatching(batching="eb", threshold=0.3))
         assert isinstance(answer, Policies)
         assert (answer.batching, answer.batchings) == ("eb", ("mb", "eb", "ebplus"))
@@ -375,7 +375,7 @@ async def test_an_operator_switches_the_batching_mode_while_serving() -> None:
             assert isinstance(refusal, AdminError)
             assert why in refusal.message
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         (row,) = status.instances
         assert row.batching is not None
         assert (row.batching.mode, row.batching.idle_share, status.batching) == ("eb", 0.3, "eb")
@@ -383,7 +383,7 @@ async def test_an_operator_switches_the_batching_mode_while_serving() -> None:
 
 async def test_a_mesh_without_instances_that_do_both_has_no_exclusive_mode() -> None:
     async with running() as mesh, mesh.gateway() as g, mesh.worker(prefill()), mesh.worker(decode()):
-        await g.expect(MeshState)
+        await g.expect(MeshStatus)
         refusal = await mesh.ask(SetBatching(batching="eb"))
         assert isinstance(refusal, AdminError)
         assert refusal.message == "no instance prefills and decodes: there is nothing that could be exclusive"
@@ -391,7 +391,7 @@ async def test_a_mesh_without_instances_that_do_both_has_no_exclusive_mode() -> 
 
 async def test_an_operator_switches_the_policy_while_serving() -> None:
     async with running() as mesh, mesh.gateway() as g, mesh.worker(mixed()) as m:
-        await g.expect(MeshState)
+        await g.expect(MeshStatus)
         g.post(submit())
         plan = await m.expect(RunStep)
         before = await mesh.ask(GetPolicies())
@@ -406,7 +406,7 @@ async def test_an_operator_switches_the_policy_while_serving() -> None:
         assert isinstance(refusal, AdminError)
         assert "'quick'" in refusal.message
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert (status.bundle, status.num_running) == ("fcfs", 1)
 
 
@@ -421,7 +421,7 @@ async def test_a_policy_that_would_leave_short_prompts_no_instance_is_refused() 
         assert refusal.message.startswith("reservation keeps the first 2 instances that joined")
         m0.post(step_report(plan))
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert (status.bundle, status.num_running) == ("pdmesh", 1)
         async with mesh.worker(mixed("m2")):
             assert isinstance(await mesh.ask(SetPolicy(bundle="reservation")), Policies)
@@ -447,7 +447,7 @@ async def test_an_instance_that_the_profile_is_not_of_is_refused_and_the_others_
         assert str(Subject.of(other)) in why
         m.post(step_report(run))
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert [instance.instance_id for instance in status.instances] == ["m"]
 
 
@@ -461,7 +461,7 @@ async def test_a_deterministic_mesh_takes_one_arithmetic_class(newcomer_insists:
             why = await refused.ended()
         assert "d0 computes in the arithmetic class bfloat16/dot-amx-1 and p in bfloat16/ordered-1" in why
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert [row.instance_id for row in status.instances] == ["p", "d1"]
 
 
@@ -495,7 +495,7 @@ async def test_an_expired_lease_loses_the_instance() -> None:
     async with running(config) as mesh, mesh.worker(mixed()) as m:
         assert "lease ran out" in await m.ended()
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert status.instances == ()
 
 
@@ -516,7 +516,7 @@ async def test_what_a_silent_instance_was_given_is_served_by_one_that_speaks() -
                 for name, peer in speaking.items():
                     peer.post(LoadReported(InstanceId(name), profiles[name].num_blocks, 0, 0, 0))
                 status = await mesh.ask(GetStatus())
-                assert isinstance(status, MeshState)
+                assert isinstance(status, MeshStatus)
                 for instance in status.instances:
                     if is_so(instance):
                         return instance.instance_id
@@ -540,7 +540,7 @@ async def test_an_expired_lease_of_a_gateway_ends_its_requests() -> None:
     async with running(config) as mesh:
         async with mesh.gateway() as g:
             g.post(submit(), GatewayHeartbeat())
-            assert (await g.expect(MeshState)).num_gateways == 1
+            assert (await g.expect(MeshStatus)).num_gateways == 1
         assert await told(mesh, "ended", 1) == ["queued", "ended"]
         record = await mesh.ask(GetRequest(request_id="r"))
         assert isinstance(record, RequestRecord)
@@ -565,7 +565,7 @@ async def test_residents_are_claimed_after_a_restart() -> None:
         assert (restarted.request_id, restarted.epoch) == (lost, ZERO)
     async with running() as mesh, mesh.worker(mixed(), resident), mesh.gateway((R, Epoch(2))):
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert status.num_running == 1
 
 
@@ -625,7 +625,7 @@ async def test_strangers_are_refused() -> None:
                 with pytest.raises(grpc.aio.AioRpcError, match="wrong mesh token"):
                     await stranger.ask(GetStatus())
         async with open_channel(mesh.context.facts["address"], config.security) as channel:
-            assert isinstance(await Mesh(mesh.context, channel).ask(GetStatus()), MeshState)
+            assert isinstance(await Mesh(mesh.context, channel).ask(GetStatus()), MeshStatus)
 
 
 @pytest.mark.parametrize(
@@ -717,7 +717,7 @@ async def refused_alone(impossible: Submit) -> None:
 async def test_the_admin_method_answers_and_refuses() -> None:
     async with running() as mesh, mesh.worker(mixed()):
         status = await mesh.ask(GetStatus())
-        assert isinstance(status, MeshState)
+        assert isinstance(status, MeshStatus)
         assert [instance.instance_id for instance in status.instances] == ["m"]
         assert isinstance(await mesh.ask(GetRequest(request_id="nobody")), AdminError)
         call: Any = mesh.channel.unary_unary("/pdmesh.v1.Scheduler/Admin")
@@ -774,7 +774,7 @@ async def test_the_event_log_of_a_live_run_can_be_replayed(tmp_path: Path) -> No
         m.post(KvReleased(InstanceId("m"), R, ZERO))
         m.post(Goodbye())
         await m.ended()
-        while (await g.expect(MeshState)).instances:
+        while (await g.expect(MeshStatus)).instances:
             pass  # of the time when it joined
     with EventLogReader(path) as log:
         events = [entry.event for entry, _ in replay(log)]
@@ -804,12 +804,12 @@ async def test_a_wrong_setting_stops_the_start(settings: dict[str, Any], named: 
 async def test_gateways_hear_which_instances_are_coming_until_they_have_come() -> None:
     async with running() as mesh, mesh.gateway() as g:
         answer = await mesh.ask(ExpectInstances(instance_ids=(InstanceId("m"), InstanceId("other"))))
-        assert isinstance(answer, MeshState)
-        assert (await g.expect(MeshState)).num_coming == 2
+        assert isinstance(answer, MeshStatus)
+        assert (await g.expect(MeshStatus)).num_coming == 2
         async with mesh.worker(mixed()):
-            assert (await g.expect(MeshState)).num_coming == 1
+            assert (await g.expect(MeshStatus)).num_coming == 1
             await mesh.ask(ExpectInstances(instance_ids=()))
-            assert (await g.expect(MeshState)).num_coming == 0
+            assert (await g.expect(MeshStatus)).num_coming == 0
 
 
 async def test_an_instance_that_registers_again_hears_only_what_is_decided_after() -> None:
@@ -818,7 +818,7 @@ async def test_an_instance_that_registers_again_hears_only_what_is_decided_after
     async with running(config) as mesh, mesh.worker(mixed()), mesh.gateway() as g:
         while True:
             status = await mesh.ask(GetStatus())
-            assert isinstance(status, MeshState)
+            assert isinstance(status, MeshStatus)
             if status.instances[0].suspected:
                 break
         g.post(submit())
@@ -857,7 +857,7 @@ async def becomes(g: SchedulerPeer, *, ready: bool, num_coming: int) -> None:
     with anyio.fail_after(20):
         while True:
             g.post(GatewayHeartbeat())
-            state = await g.expect(MeshState)
+            state = await g.expect(MeshStatus)
             if (state.ready, state.num_coming) == (ready, num_coming):
                 return
 

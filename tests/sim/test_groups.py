@@ -29,8 +29,8 @@ POLICY = PolicyConfig(
     long_prompt_tokens=128,
     prefill_step_s=0.3,
     slo_tpot_s=1.0,
-    relay_bytes_per_s=1e12,
-    sequence_parallel="gang",
+    link_bytes_per_s=1e12,
+    sequence_parallel="parallel",
 )
 IN_GROUPS = (
     "fcfs",
@@ -56,7 +56,7 @@ def run(
     config: SimConfig | None = None,
 ) -> SimResult:
     shape = tiny_mesh({"mixed": mixed, "decode": decode}, num_kv_tokens=16_384)
-    shape = replace(shape, kv_layout=replace(TINY_LAYOUT, num_layers=8), relays=True)
+    shape = replace(shape, kv_layout=replace(TINY_LAYOUT, num_layers=8), joins_groups=True)
     core = study_core(bundle, replace(policy, group_size=group_size, reserved_instances=reserved), 0)
     config = config or SimConfig(port_bytes_per_s=1e12)
     return Simulator(core, shape.instances(UNEVEN_MODEL), arrivals, config).run()
@@ -81,7 +81,7 @@ def span_s(result: SimResult, index: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("bundle", IN_GROUPS)
-@pytest.mark.parametrize("schedule", ["gang", "relay"])
+@pytest.mark.parametrize("schedule", ["parallel", "pipelined"])
 def test_a_group_computes_a_long_prompt_together_and_its_leader_decodes(bundle: str, schedule: str) -> None:
     policy = replace(POLICY, sequence_parallel=schedule)
     alone_s = run([LONG], bundle, policy=policy, group_size=1).requests[0].ttft_s
@@ -112,11 +112,11 @@ def test_instances_that_cannot_compute_together_compute_it_alone() -> None:
     assert len(computed_by(result, 0)) == 1
 
 
-def test_a_steps_waiting_for_the_others_of_its_gang_is_no_computing() -> None:
-    """Of every layer a gang waits for the others: it is that much later, and what is learnt of the model is not."""
+def test_a_steps_waiting_for_the_others_of_its_parallel_step_is_no_computing() -> None:
+    """A parallel step waits in each layer, so it ends that much later, which teaches the latency model nothing."""
     near, far = (
         run([LONG], "pecsched"),
-        run([LONG], "pecsched", config=SimConfig(port_bytes_per_s=1e12, gang_step_s=0.125)),
+        run([LONG], "pecsched", config=SimConfig(port_bytes_per_s=1e12, parallel_step_s=0.125)),
     )
     num_steps = len(far.instances[0].steps)
     assert (far.requests[0].ttft_s or 0) - (near.requests[0].ttft_s or 0) > 0.1 * 0.125 * num_steps
@@ -180,13 +180,13 @@ def test_a_group_goes_on_beside_decodes_of_its_members() -> None:
     seed=st.integers(0, 10_000),
     bundle=st.sampled_from(IN_GROUPS),
     group_size=st.sampled_from([2, 3, 4]),
-    schedule=st.sampled_from(["gang", "relay", "auto"]),
+    schedule=st.sampled_from(["parallel", "pipelined", "auto"]),
     control_delay_s=st.sampled_from([0.0, 0.003]),
 )
 def test_every_request_ends_and_no_instance_is_in_two_groups(
     seed: int, bundle: str, group_size: int, schedule: str, control_delay_s: float
 ) -> None:
-    """Room for two groups and a little more, with more to do than they can at once; the core's books balance."""
+    """Room for two groups and a little more, with more to do than they can at once; the core's state balance."""
     shape = Synthetic(
         num_requests=30,
         requests_per_s=3.0,

@@ -19,25 +19,25 @@ from pdmesh.sim.result import RequestRun
 from pdmesh.sim.simulator import Simulator
 from pdmesh.sim.workload import Arrival, Synthetic, synthetic
 from pdmesh.testing.sim import UNEVEN_MODEL, tiny_mesh
-from pdmesh_gateway.door import Door, RequestKind
+from pdmesh_gateway.reject_cache import RejectCache, RequestKind
 
 TTFT_S = 1.0
 DURATION_S = 40.0
 
 #: Of the runs behind a door.
-DOOR_S = 12.0
+REJECT_TTL_S = 12.0
 
 
-class CoreBehindADoor:
+class CoreBehindARejectCache:
     """In the place of a core: a gateway's door before it. Its requests come with the keys of ``tenants`` in turn."""
 
-    def __init__(self, core: SchedulerCore, tenants: Sequence[str] = ("",), *, has_door: bool = True) -> None:
+    def __init__(self, core: SchedulerCore, tenants: Sequence[str] = ("",), *, caches_rejects: bool = True) -> None:
         self.core = core
         self.turned_away: list[str] = []  # whose
         self.tenant_of: dict[str, str] = {}
-        self._tenants, self._has_door = tenants, has_door
+        self._tenants, self._caches_rejects = tenants, caches_rejects
         self._now_s = 0.0
-        self._door = Door(lambda: self._now_s)
+        self._reject_cache = RejectCache(lambda: self._now_s)
         self._kinds: dict[str, RequestKind] = {}
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -49,7 +49,7 @@ class CoreBehindADoor:
             size = request.num_prompt_tokens.bit_length()
             kind = RequestKind("chat", tenant, request.priority, request.slo_ttft_s, request.slo_tpot_s, size)
             try:
-                self._door.check(kind)
+                self._reject_cache.check(kind)
             except RequestRejected:
                 self.turned_away.append(tenant)
                 ended = ForgetRequest(
@@ -63,9 +63,9 @@ class CoreBehindADoor:
             event = RequestArrived(request)
         commands = self.core.handle(event, now_s)
         for command in commands:
-            if isinstance(command, Reject) and command.closed_s and self._has_door:
-                answer = RequestRejected(command.message, closed_s=command.closed_s)
-                self._door.refused(self._kinds[command.request_id], answer)
+            if isinstance(command, Reject) and command.reject_ttl_s and self._caches_rejects:
+                answer = RequestRejected(command.message, reject_ttl_s=command.reject_ttl_s)
+                self._reject_cache.refused(self._kinds[command.request_id], answer)
         return commands
 
     def check_integrity(self) -> None:
@@ -153,10 +153,10 @@ FLOOD_PER_S = 120.0
 def test_the_door_costs_no_goodput_and_spares_the_scheduler_refusals(
     bundle: str, ttft_s: float, least_share: float
 ) -> None:
-    arrivals, mesh = load(FLOOD_PER_S, ttft_s=ttft_s, duration_s=DOOR_S, **COMPUTING)
-    open_core = CoreBehindADoor(core_of(bundle, refuses_early=True), has_door=False)
+    arrivals, mesh = load(FLOOD_PER_S, ttft_s=ttft_s, duration_s=REJECT_TTL_S, **COMPUTING)
+    open_core = CoreBehindARejectCache(core_of(bundle, refuses_early=True), caches_rejects=False)
     alone = Simulator(open_core, mesh.instances(UNEVEN_MODEL), arrivals).run().requests
-    core = CoreBehindADoor(core_of(bundle, refuses_early=True))
+    core = CoreBehindARejectCache(core_of(bundle, refuses_early=True))
     runs = Simulator(core, mesh.instances(UNEVEN_MODEL), arrivals).run().requests
     assert sum(kept(run, ttft_s) for run in runs) >= 0.95 * sum(kept(run, ttft_s) for run in alone)
     num_refused = sum(run.outcome is Outcome.REJECTED for run in runs)
@@ -165,8 +165,8 @@ def test_the_door_costs_no_goodput_and_spares_the_scheduler_refusals(
 
 @pytest.mark.parametrize("bundle", ["fcfs", "pdmesh"])
 def test_one_key_that_floods_closes_no_door_to_another(bundle: str) -> None:
-    arrivals, mesh = load(FLOOD_PER_S, duration_s=DOOR_S, **COMPUTING)
-    core = CoreBehindADoor(core_of(bundle, refuses_early=True), ["quiet", *59 * ["floods"]])
+    arrivals, mesh = load(FLOOD_PER_S, duration_s=REJECT_TTL_S, **COMPUTING)
+    core = CoreBehindARejectCache(core_of(bundle, refuses_early=True), ["quiet", *59 * ["floods"]])
     runs = Simulator(core, mesh.instances(UNEVEN_MODEL), arrivals).run().requests
     assert len(core.turned_away) > len(runs) / 4
     assert "quiet" not in core.turned_away

@@ -1,4 +1,4 @@
-"""Where decode is short of room, by credit: hand-over under pressure keeps its laws, whatever is asked of it."""
+"""Where decode is short of room, on demand: hand-over under pressure keeps its laws, whatever is asked of it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pdmesh.core.commands import Command, KeepKv, Outcome, PlaceDecode, Restart
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import Event
-from pdmesh.core.holds import HoldKind
+from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.state import InstanceBooks
-from pdmesh.core.unreceived import turn_of
+from pdmesh.core.transfers.awaiting_decode import turn_of
 from pdmesh.model import InstanceId, RequestKey, Role, TransferPurpose
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
@@ -67,7 +67,7 @@ class PressedCore:
                     self.num_preempted += 1
                 case _:
                     pass
-        for instance in self.core._books.instances.values():
+        for instance in self.core._mesh.instances.values():
             if instance.role is Role.PREFILL:
                 self._waits_within_bounds(instance)
         self._has_room_once_those_before_it_are_gone()
@@ -78,42 +78,42 @@ class PressedCore:
 
         Whatever grows, moves to and fro or is preempted and comes again meanwhile.
         """
-        books = self.core._books
+        mesh = self.core._mesh
         placed = {
-            key for instance in books.instances.values() for key in instance.holds if instance.role is Role.DECODE
+            key for instance in mesh.instances.values() for key in instance.allocations if instance.role is Role.DECODE
         }
-        self.before = {key: before for key, before in self.before.items() if key in books.unreceived}
-        for key, state in books.unreceived.items():
+        self.before = {key: before for key, before in self.before.items() if key in mesh.awaiting_decode}
+        for key, state in mesh.awaiting_decode.items():
             if not state.is_computed:
                 continue
             if key not in self.before:
-                earlier = {other.key for other in books.unreceived.values() if turn_of(other) < turn_of(state)}
+                earlier = {other.key for other in mesh.awaiting_decode.values() if turn_of(other) < turn_of(state)}
                 self.before[key] = placed | earlier
-            self.before[key] &= placed | books.unreceived.keys()
+            self.before[key] &= placed | mesh.awaiting_decode.keys()
             assert self.before[key], f"{key} waits for room, and nobody who came before it has any"
 
     def _overtakes_nobody(self, key: RequestKey) -> None:
         """Room goes to none before KV that is computed, waits for room, and was offered first earlier."""
-        books = self.core._books
-        state = books.find(key)
+        mesh = self.core._mesh
+        state = mesh.find(key)
         if state is None:
             return
-        kv_group = books.instances[state.prefill_ids[0]].kv_group
-        for other in books.unreceived.values():
-            if other.is_computed and books.instances[other.prefill_ids[0]].kv_group == kv_group:
+        kv_group = mesh.instances[state.prefill_ids[0]].kv_group
+        for other in mesh.awaiting_decode.values():
+            if other.is_computed and mesh.instances[other.prefill_ids[0]].kv_group == kv_group:
                 assert state.rank_of_offer is not None, f"{key} has room before {other.key}, which waits for it"
                 assert turn_of(state) < turn_of(other), f"{key} has room before {other.key}, which was offered first"
 
-    def _waits_within_bounds(self, instance: InstanceBooks) -> None:
+    def _waits_within_bounds(self, instance: InstanceState) -> None:
         """Of KV begun without room never more than the bound waits, or one alone.
 
         With KV whose room was promised, more only by what of that was being computed when the bound was reached: none
         of it begins after that.
         """
         bound = self.share * instance.profile.num_blocks
-        holds = {key: hold for key, hold in instance.holds.items() if hold.kind is HoldKind.PREFILL}
-        unreceived = self.core._books.unreceived
-        ahead = [hold.num_blocks for key, hold in holds.items() if key in unreceived]
+        holds = {key: hold for key, hold in instance.allocations.items() if hold.kind is AllocationKind.PREFILL}
+        awaiting_decode = self.core._mesh.awaiting_decode
+        ahead = [hold.num_blocks for key, hold in holds.items() if key in awaiting_decode]
         assert len(ahead) <= 1 or sum(ahead) <= bound, f"{instance.instance_id}: {ahead} of {bound} blocks wait"
         self.num_ahead = max(self.num_ahead, len(ahead))
         waiting = [hold.num_blocks for hold in holds.values() if hold.waits]
@@ -152,13 +152,13 @@ def run(
         max_queue_entries=NO_LIMIT,
         max_queue_tokens=NO_LIMIT,
         max_queue_s=float(NO_LIMIT),
-        kv_reservation=KvReservation.CREDIT,
+        kv_reservation=KvReservation.ON_DEMAND,
         kv_risk=risk,
         policy=policy,
     )
     core = SchedulerCore(config, make_bundle("pdmesh", policy), random.Random(0))
     if reckless:
-        core._books.growth = FixedGrowth(1.0, risk=0.5)
+        core._mesh.growth = FixedGrowth(1.0, risk=0.5)
     mesh = tiny_mesh(
         {"prefill": prefill, "decode": decode},
         num_kv_tokens=NUM_PREFILL_TOKENS,

@@ -57,8 +57,8 @@ def run(
     kv_reservation: KvReservation = KvReservation.FULL,
 ) -> tuple[SimResult, list[Event]]:
     shape = tiny_mesh(pools or {"prefill": 3, "decode": 1}, num_kv_tokens=num_kv_tokens)
-    shape = replace(shape, kv_layout=replace(TINY_LAYOUT, num_layers=8), relays=True)
-    policy = replace(POLICY, relay_members=members, relay_bytes_per_s=bytes_per_s)
+    shape = replace(shape, kv_layout=replace(TINY_LAYOUT, num_layers=8), joins_groups=True)
+    policy = replace(POLICY, max_group_members=members, link_bytes_per_s=bytes_per_s)
     core = Listening(study_core(bundle, policy, seed, kv_reservation=kv_reservation))
     config = SimConfig(
         port_bytes_per_s=bytes_per_s, control_delay_s=control_delay_s, deaths=deaths, events_between_checks=50
@@ -136,7 +136,7 @@ def faulty(seed: int) -> tuple[SimResult, list[Event]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_relay_with_deaths_loses_nothing(seed: int) -> None:
+def test_groups_with_deaths_loses_nothing(seed: int) -> None:
     """And the books balance on the way."""
     result, _ = faulty(seed)
     check_whole(result)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pdmesh.core.commands import Command, Outcome, PlaceDecode
 from pdmesh.core.config import KvReservation
 from pdmesh.core.events import Event, MoveFailed, MoveSent
-from pdmesh.core.rebalancing import COOL_DOWN_S
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.transfers.rebalancing import COOL_DOWN_S
 from pdmesh.model import InstanceId, RequestId, TransferPurpose
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -80,7 +80,7 @@ def run(
         for index in range(number)
     ]
     shape = tiny_mesh(mesh or {"mixed": 4}, num_kv_tokens=num_kv_tokens, max_num_seqs=64)
-    core = Watched(study_core("pdmesh", policy, 0, kv_reservation=KvReservation.CREDIT))
+    core = Watched(study_core("pdmesh", policy, 0, kv_reservation=KvReservation.ON_DEMAND))
     config = SimConfig(
         control_delay_s=control_delay_s, events_between_checks=20, port_bytes_per_s=port_bytes_per_s, deaths=deaths
     )
@@ -147,7 +147,7 @@ def test_all_are_served_whatever_moves(
     mesh: InstanceCounts,
 ) -> None:
     result, core = run(
-        replace(POLICY, slo_tpot_s=slo_tpot_s, relay_bytes_per_s=port_bytes_per_s),
+        replace(POLICY, slo_tpot_s=slo_tpot_s, link_bytes_per_s=port_bytes_per_s),
         seed=seed,
         number=60,
         mean_output=mean_output,
@@ -163,7 +163,7 @@ def test_all_are_served_whatever_moves(
 
 def test_what_was_drawn_before_word_of_a_restart_came_counts_once() -> None:
     """Found by the test above, 2026-11-23: one that stood still meanwhile, for want of room, had its tokens twice."""
-    slow = replace(POLICY, slo_tpot_s=0.01, relay_bytes_per_s=1e5)
+    slow = replace(POLICY, slo_tpot_s=0.01, link_bytes_per_s=1e5)
     result, _ = run(
         slow,
         seed=1,

@@ -21,7 +21,7 @@ FIGURES_ONLY = {
     "pecsched_table",
     "peer",
     "refusal_cost",
-    "relay_rates",
+    "group_rates",
 }
 
 

@@ -152,13 +152,13 @@ def test_a_profile_without_the_terms_of_mixed_steps_is_one_sentence(tmp_path: Pa
 def test_memory_by_credit_has_many_more_at_once_where_answers_are_shorter_than_asked_for() -> None:
     arguments = ("simulate", "--mixed", "1", "--prefill", "0", "--decode", "0", "--bundle", "pdmesh", "--limit", "60")
     load = ("--clients", "30", "--max-tokens", "4000", "--kv-tokens", "12000", "--long-share", "0", "-o", "json")
-    runs = {how: pdmesh_here(*arguments, *load, "--kv-reservation", how) for how in ("full", "credit")}
+    runs = {how: pdmesh_here(*arguments, *load, "--kv-reservation", how) for how in ("full", "on_demand")}
     records = {how: json.loads(done.stdout) for how, done in runs.items()}
     for how, record in records.items():
         assert record["options"]["kv_reservation"] == how
         assert record["bundles"]["pdmesh"]["all"]["num_finished"] == 60
     makespan_s = {how: record["bundles"]["pdmesh"]["makespan_s"] for how, record in records.items()}
-    assert makespan_s["credit"] < 0.7 * makespan_s["full"]
+    assert makespan_s["on_demand"] < 0.7 * makespan_s["full"]
 
 
 def test_a_bad_row_is_named(tmp_path: Path) -> None:

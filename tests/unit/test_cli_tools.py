@@ -49,7 +49,7 @@ from pdmesh.wire.endpoint import serving
 
 LOOPBACK = "127.0.0.1"
 
-STATE = messages.MeshState(
+STATE = messages.MeshStatus(
     ready=True,
     reason="",
     instances=(

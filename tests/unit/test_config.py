@@ -91,7 +91,11 @@ def test_an_empty_variable_unsets_what_may_be_unset() -> None:
     ("PDMESH_SCHEDULER_LEASE_S", "nan", "PDMESH_SCHEDULER_LEASE_S is nan: must be a number of at least 0.001"),
     ("PDMESH_SCHEDULER_LEASE_S", "inf", "PDMESH_SCHEDULER_LEASE_S is inf: must be a number of at least 0.001"),
     ("PDMESH_POLICY_GROUP_SIZE", "65", "PDMESH_POLICY_GROUP_SIZE is 65: must be a whole number from 1 to 64"),
-    ("PDMESH_POLICY_RELAY_MEMBERS", "65", "PDMESH_POLICY_RELAY_MEMBERS is 65: must be a whole number from 1 to 64"),
+    (
+        "PDMESH_POLICY_MAX_GROUP_MEMBERS",
+        "65",
+        "PDMESH_POLICY_MAX_GROUP_MEMBERS is 65: must be a whole number from 1 to 64",
+    ),
     ("PDMESH_WORKER_DTYPE", "fp8", "PDMESH_WORKER_DTYPE is 'fp8': must be one of auto, float32, bfloat16, float16"),
     ("PDMESH_WORKER_DETERMINISTIC", "maybe", "PDMESH_WORKER_DETERMINISTIC is 'maybe': must be true or false"),
     ("PDMESH_GATEWAY_PROT", "1", "unknown setting PDMESH_GATEWAY_PROT: did you mean PDMESH_GATEWAY_PORT?"),
@@ -198,7 +202,7 @@ def test_the_page_is_made_from_the_types() -> None:
 def test_every_knob_of_the_policies_is_a_setting() -> None:
     """Those that are none come from others: profiles and `scheduler.batching`."""
     reachable = {setting.name.removeprefix("policy.") for setting in settings_of(MeshConfig)}
-    from_others = {"latency", "latency_of_make", "batching"}
+    from_others = {"latency", "latency_of_device_class", "batching"}
     assert {item.name for item in fields(PolicyConfig)} - reachable == from_others
 
 

@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.admission import (
+from pdmesh.core.commands import Reject
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import RequestArrived
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operator_events import BundleChangeRequested
+from pdmesh.core.requests import RequestState
+from pdmesh.core.waiting.admission import (
     HORIZON_S,
-    MAX_CLOSED_S,
+    MAX_REJECT_TTL_S,
     MAX_RETRY_AFTER_S,
     ONE_LATE_IN,
     Admission,
@@ -20,15 +28,7 @@ from pdmesh.core.admission import (
     Pace,
     Refusal,
 )
-from pdmesh.core.books import Books
-from pdmesh.core.commands import Reject
-from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import RequestArrived
-from pdmesh.core.growth import Growth
-from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.core.queue import WaitingQueue
-from pdmesh.core.requests import RequestState
-from pdmesh.core.state import InstanceBooks
+from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import InstanceId, RejectReason, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.order import Fcfs
@@ -47,18 +47,18 @@ def refusal(
     admission_ttft_s: float | None = None,
 ) -> Refusal | None:
     """Of a request that asks for ``ttft_s`` and comes to a line with so much work in it."""
-    books = Books(random.Random(0), Growth())
+    mesh = MeshState(random.Random(0), Growth())
     changed: dict[InstanceId, None] = {}
     for number in range(num_instances):
         profile = modelled_profile(f"p{number}", Role.PREFILL)
-        books.instances[profile.instance_id] = InstanceBooks(profile, changed=changed, growth=books.growth)
+        mesh.instances[profile.instance_id] = InstanceState(profile, changed=changed, growth=mesh.growth)
     for name, waiting_s in (("waits", work_before_s), ("comes", work_s)):
-        state = books.open(replace(a_request(name), slo_ttft_s=ttft_s), Rank())
+        state = mesh.open(replace(a_request(name), slo_ttft_s=ttft_s), Rank())
         state.work_us = round(1e6 * waiting_s)
         if name == "waits" and waiting_s:
-            books.queue.add(state, 100.0)
+            mesh.queue.add(state, 100.0)
     config = CoreConfig(refuses_early=True, admission_ttft_s=admission_ttft_s)
-    return Admission(books, config).refusal(state, Fcfs(), 0.0)
+    return Admission(mesh, config).refusal(state, Fcfs(), 0.0)
 
 
 @given(per_s=st.floats(0.05, 50.0), num_instances=st.integers(1, 64), step_s=st.floats(0.01, 1.0))
@@ -97,7 +97,7 @@ def test_what_would_miss_its_target_is_refused_and_told_when_it_would_not() -> N
     late = refusal(2.0, work_s=0.5, work_before_s=9.5)
     assert late is not None
     assert (late.predicted_s, late.limit_s, late.retry_after_s) == (10.0, 2.0, 8.0)
-    assert late.closed_s == MAX_CLOSED_S
+    assert late.reject_ttl_s == MAX_REJECT_TTL_S
     assert refusal(2.0, work_s=0.5, work_before_s=9.5, num_instances=8) is None
 
 
@@ -119,7 +119,7 @@ def test_more_before_it_or_less_time_never_lets_a_request_in(
         assert refusal(ttft_s, work_before_s=work_before_s + more_s) is not None
         assert refusal(max(1e-3, ttft_s - more_s), work_before_s=work_before_s) is not None
         # Others like it are let in before the line could be empty.
-        assert 0.0 < late.closed_s <= min(0.5 * work_before_s, MAX_CLOSED_S)
+        assert 0.0 < late.reject_ttl_s <= min(0.5 * work_before_s, MAX_REJECT_TTL_S)
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0])

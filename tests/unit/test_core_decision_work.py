@@ -41,7 +41,7 @@ def without_room_to_decode(num_instances: int) -> CoreBench:
     return bench
 
 
-def without_openings_to_prefill(num_instances: int) -> CoreBench:
+def without_step_slots_to_prefill(num_instances: int) -> CoreBench:
     """Those that decode could compute prompts, more slowly than these wait for the others."""
     bench = a_bench(num_instances, PolicyConfig(slo_tpot_s=0.06), num_seats=16)
     for index in range(num_instances):  # two plans in flight on each
@@ -49,7 +49,7 @@ def without_openings_to_prefill(num_instances: int) -> CoreBench:
     return bench
 
 
-def ahead_of_room(num_unreceived: int) -> CoreBench:
+def ahead_of_room(num_awaiting_decode: int) -> CoreBench:
     """So many prompts are computed, all too late to wait for room before they begin."""
     profiles = [
         modelled_profile(str(role), role, num_blocks=1 << 16, max_model_len=1 << 16, max_num_seqs=1)
@@ -57,10 +57,10 @@ def ahead_of_room(num_unreceived: int) -> CoreBench:
     ]
     bench = CoreBench(*profiles, config=CoreConfig(policy=PolicyConfig(slo_ttft_s=0.0, slo_ttft_stretch=0.0)))
     bench.feed(BundleChangeRequested("pdmesh"))
-    for index in range(1 + num_unreceived):
+    for index in range(1 + num_awaiting_decode):
         (step,) = of(RunStep, bench.arrive(f"ahead{index}", 100, 3000))
         bench.done(step.instance_id, step.plan)
-    assert len(bench.core.unreceived) == num_unreceived
+    assert len(bench.core.awaiting_decode) == num_awaiting_decode
     return bench
 
 
@@ -75,7 +75,7 @@ def calls_of_an_arrival(bench: CoreBench, prompt: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("a_full_mesh", "prompt"), [(without_room_to_decode, 100), (without_openings_to_prefill, 6000)]
+    ("a_full_mesh", "prompt"), [(without_room_to_decode, 100), (without_step_slots_to_prefill, 6000)]
 )
 def test_a_request_that_waits_costs_no_more_in_a_larger_mesh(
     a_full_mesh: Callable[[int], CoreBench], prompt: int
@@ -98,5 +98,5 @@ def test_a_prompt_that_begins_ahead_of_room_costs_no_more_behind_many_that_did()
     many, few = ahead_of_room(LARGE), ahead_of_room(SMALL)
     last = RequestArrived(a_request("last", 100, 10))
     calls = num_calls(lambda: many.core.handle(last, many.now_s))
-    assert len(many.core.unreceived) == LARGE + 1
+    assert len(many.core.awaiting_decode) == LARGE + 1
     assert calls <= 1.2 * num_calls(lambda: few.core.handle(last, few.now_s))

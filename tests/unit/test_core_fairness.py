@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdmesh.core.fairness import OUTPUT_COST, SPARE, UNITS, TokenCounters
+from pdmesh.core.waiting.fairness import OUTPUT_COST, SPARE, UNITS, TokenCounters
 from pdmesh.model import Epoch, Request
 from pdmesh.testing.core import a_request
 

@@ -26,7 +26,7 @@ KEY = RequestId("long"), Epoch(0)
 
 
 def profile(name: str) -> InstanceProfile:
-    return modelled_profile(name, Role.MIXED, num_blocks=1024, max_model_len=4096, num_layers=8, relays=True)
+    return modelled_profile(name, Role.MIXED, num_blocks=1024, max_model_len=4096, num_layers=8, joins_groups=True)
 
 
 def bench_of(*names: str, bundle: str = "fcfs", policy: PolicyConfig = POLICY) -> CoreBench:

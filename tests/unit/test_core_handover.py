@@ -146,7 +146,7 @@ def test_it_waits_for_room_and_goes_before_whoever_has_no_place() -> None:
     commands = bench.feed(InstanceLost(first.instance_id))
     assert not of(PlaceDecode, commands)
     assert not of(Restart, commands)
-    assert list(bench.core.unreceived) == [(RequestId("first"), Epoch(0))]
+    assert list(bench.core.awaiting_decode) == [(RequestId("first"), Epoch(0))]
     bench.arrive("third")
     bench.finish(second.instance_id, "second")
     (again,) = of(PlaceDecode, bench.released(second.instance_id, "second"))

@@ -9,9 +9,18 @@ import pytest
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestArrived, Tick
-from pdmesh.core.judging import COOL_DOWN_S, JUDGE_S, NUM_TO_JUDGE, Judge, Standing, chance_of, is_told, why_worse
-from pdmesh.core.operation_records import OperationState, OperationView
 from pdmesh.core.operator_events import BundleChangeRequested, OperationRequested
+from pdmesh.core.operators.judging import (
+    COOL_DOWN_S,
+    JUDGE_S,
+    NUM_TO_JUDGE,
+    Judge,
+    Standing,
+    chance_of,
+    has_enough_data,
+    why_worse,
+)
+from pdmesh.core.operators.records import OperationState, OperationView
 from pdmesh.core.requests import RequestState
 from pdmesh.model import (
     InstanceId,
@@ -104,9 +113,9 @@ def test_who_still_waits_counts_too() -> None:
 
 
 def test_so_many_requests_tell_or_so_much_time() -> None:
-    assert not is_told(standing(9, NUM_TO_JUDGE - 1), 0.0, JUDGE_S - 1)
-    assert is_told(standing(9, NUM_TO_JUDGE), 0.0, 1.0)
-    assert is_told(standing(0, 0), 0.0, JUDGE_S)
+    assert not has_enough_data(standing(9, NUM_TO_JUDGE - 1), 0.0, JUDGE_S - 1)
+    assert has_enough_data(standing(9, NUM_TO_JUDGE), 0.0, 1.0)
+    assert has_enough_data(standing(0, 0), 0.0, JUDGE_S)
 
 
 def test_what_was_started_again_does_not_count() -> None:

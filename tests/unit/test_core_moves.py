@@ -30,9 +30,9 @@ from pdmesh.core.events import (
     Tick,
     TransferFailed,
 )
-from pdmesh.core.moves import MAX_AT_ONCE
-from pdmesh.core.operation_records import OperationState, OperationView
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
+from pdmesh.core.operators.records import OperationState, OperationView
+from pdmesh.core.transfers.moves import MAX_AT_ONCE
 from pdmesh.model import (
     Epoch,
     InstanceId,

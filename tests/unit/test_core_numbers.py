@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.numbers import Numbers
+from pdmesh.core.instances.numbers import Numbers
 
 
 @given(leave=st.lists(st.none() | st.integers(0, 9), max_size=60))

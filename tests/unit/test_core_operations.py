@@ -18,9 +18,9 @@ from pdmesh.core.commands import (
     WakeAt,
 )
 from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
-from pdmesh.core.operation_records import MAX_ENDED, OperationState
-from pdmesh.core.operations import COME_BACK_S
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
+from pdmesh.core.operators.operations import COME_BACK_S
+from pdmesh.core.operators.records import MAX_ENDED, OperationState
 from pdmesh.model import InstanceId, OperationId, OperationKind, Role
 from pdmesh.testing.core import CoreBench, bench_of, named_profile, of
 

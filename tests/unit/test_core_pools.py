@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from pdmesh.core.commands import SetRole
 from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
-from pdmesh.core.operation_records import OperationState
 from pdmesh.core.operator_events import (
     ActuatorFacts,
     InstanceStartFailed,
@@ -20,7 +19,8 @@ from pdmesh.core.operator_events import (
     ProcessesReported,
     ResizeRequested,
 )
-from pdmesh.core.pools import GONE_S, plan_pools
+from pdmesh.core.operators.pools import GONE_S, plan_pools
+from pdmesh.core.operators.records import OperationState
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.testing.core import CoreBench, bench_of, named_profile, of
 
@@ -252,7 +252,7 @@ def test_a_plan_leads_to_the_sizes_that_are_wanted(roles: list[Role], prefill: i
     names = [f"{role}-{index}" for index, role in enumerate(roles)]
     bench = bench_of(*names)
     wanted = PoolCounts(prefill=prefill, decode=decode, mixed=mixed)
-    plan = plan_pools(bench.core._books.instances.values(), wanted)
+    plan = plan_pools(bench.core._mesh.instances.values(), wanted)
     after = dict(zip(names, roles, strict=True))
     for member in plan.flips:
         assert after[member.instance_id] is not member.role

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from pdmesh.core.growth import Growth
-from pdmesh.core.holds import HoldKind
-from pdmesh.core.lengths import Lengths
-from pdmesh.core.queue import WaitingQueue
-from pdmesh.core.ranking import Decoders, Ranking
+from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.instances.lengths import Lengths
+from pdmesh.core.instances.ranking import Decoders, Ranking
 from pdmesh.core.requests import RequestState
-from pdmesh.core.state import InstanceBooks
+from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.placement import Apart
 from pdmesh.policy.views import InstanceView
@@ -23,20 +23,20 @@ from pdmesh.testing.modelled import modelled_profile
 PLACE = Apart(long_prompt_tokens=1000)
 
 
-def line_of(members: dict[InstanceId, InstanceBooks]) -> list[InstanceId]:
+def line_of(members: dict[InstanceId, InstanceState]) -> list[InstanceId]:
     return sorted(members, key=lambda name: (PLACE.key(members[name].view), name))
 
 
-@pytest.mark.parametrize("by_credit", [False, True])
-def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(by_credit: bool) -> None:
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(on_demand: bool) -> None:
     rng, changed = random.Random(0), dict[InstanceId, None]()
-    growth = FixedGrowth(20.0, by_credit=by_credit)
+    growth = FixedGrowth(20.0, on_demand=on_demand)
     roles = (Role.DECODE, Role.MIXED, Role.PREFILL)
     instances = [
-        InstanceBooks(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=growth) for n in range(12)
+        InstanceState(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=growth) for n in range(12)
     ]
     ranking, decoders = Ranking(PLACE.key), Decoders(PLACE, None)
-    members: dict[InstanceId, InstanceBooks] = {}
+    members: dict[InstanceId, InstanceState] = {}
     for number in range(400):
         instance = rng.choice(instances)
         if rng.random() < 0.2:
@@ -45,10 +45,10 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(by_credit
             decoders.look_at(instance.instance_id, None)
         else:
             key = a_request(f"r{number}")
-            if instance.holds and rng.random() < 0.5:
-                instance.give_back(next(iter(instance.holds)))
-            elif instance.num_free_blocks > 20 and instance.held.num_seats_taken < 8:
-                instance.take((key.request_id, key.epoch), rng.randint(1, 20), HoldKind.RESIDENT)
+            if instance.allocations and rng.random() < 0.5:
+                instance.give_back(next(iter(instance.allocations)))
+            elif instance.num_free_blocks > 20 and instance.allocated.num_seats_taken < 8:
+                instance.take((key.request_id, key.epoch), rng.randint(1, 20), AllocationKind.RESIDENT)
             members[instance.instance_id] = instance
             ranking.put(instance)
             decoders.look_at(instance.instance_id, instance)
@@ -62,8 +62,13 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(by_credit
 
 def test_an_instances_view_has_each_number_in_its_own_field() -> None:
     profile = modelled_profile("i", Role.MIXED, num_blocks=99, block_size=16, max_num_seqs=17)
-    instance = InstanceBooks(profile, growth=Growth(), changed={}, number=7)
-    kinds = [HoldKind.PREFILL] * 3 + [HoldKind.LOCAL] * 2 + [HoldKind.PROMISED] * 4 + [HoldKind.RESIDENT] * 6
+    instance = InstanceState(profile, growth=Growth(), changed={}, number=7)
+    kinds = (
+        [AllocationKind.PREFILL] * 3
+        + [AllocationKind.LOCAL] * 2
+        + [AllocationKind.PROMISED] * 4
+        + [AllocationKind.RESIDENT] * 6
+    )
     for number, kind in enumerate(kinds):
         key = a_request(f"r{number}")
         instance.take((key.request_id, key.epoch), kind, kind, long_tokens=5000, slo_tpot_s=0.25)
@@ -74,7 +79,7 @@ def test_an_instances_view_has_each_number_in_its_own_field() -> None:
         role=Role.MIXED,
         num_blocks=99,
         num_free_blocks=99 - sum(kinds),
-        num_virtual_blocks=4 * HoldKind.PROMISED,
+        num_virtual_blocks=4 * AllocationKind.PROMISED,
         num_seats_taken=12,
         max_num_seqs=17,
         num_prefilling=5,
@@ -83,13 +88,13 @@ def test_an_instances_view_has_each_number_in_its_own_field() -> None:
         draining=True,
         reachable=True,
         suspected=False,
-        num_resident_tokens=6 * HoldKind.RESIDENT * 16,
+        num_resident_tokens=6 * AllocationKind.RESIDENT * 16,
         num_long_prefilling=5,
         num_long_decoding=6,
         shortest_long_prefill_tokens=5000,
         slo_tpots_s=frozenset([0.25]),
         number=7,
-        make=instance.make,
+        device_class=instance.device_class,
     )
 
 
@@ -112,11 +117,11 @@ def test_a_lane_that_waits_is_passed_over_until_nobody_waits() -> None:
     for state in (short, later, long):
         queue.add(state, 100.0)
     assert queue.head(order, 2.0) is short
-    queue.let_wait(short, as_long=False)
+    queue.defer(short, as_long=False)
     assert queue.head(order, 2.0) is long
     queue.remove(short)
     assert queue.head(order, 2.0) is long
-    queue.let_wait(long, as_long=True)
+    queue.defer(long, as_long=True)
     assert queue.head(order, 2.0) is None
     queue.call_all()
     assert queue.head(order, 2.0) is later

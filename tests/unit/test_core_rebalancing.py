@@ -9,10 +9,10 @@ import pytest
 
 from pdmesh.core.commands import Command, FreeKv, GrowKv, PlaceDecode, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.events import CreditLow, InstanceJoined, InstanceSuspected, MoveFailed, MoveSent, Tick
-from pdmesh.core.moves import MAX_FAILED
+from pdmesh.core.events import InstanceJoined, InstanceSuspected, KvLow, MoveFailed, MoveSent, Tick
 from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.core.rebalancing import COOL_DOWN_S, LOOK_S
+from pdmesh.core.transfers.moves import MAX_FAILED
+from pdmesh.core.transfers.rebalancing import COOL_DOWN_S, LOOK_S
 from pdmesh.model import Epoch, InstanceId, RequestId, Role, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
@@ -23,7 +23,7 @@ from pdmesh.testing.modelled import modelled_profile
 #: A millisecond for each token of a prompt and of a decode; two prompts of 8 tokens are more than a move takes.
 LATENCY = LinearLatencyModel(a_s=0.0, b_s=0.02, c_s=0.0, d_s=0.0, decode_a_s=0.0, decode_s=0.01)
 POLICY = PolicyConfig(chunk_tokens=64, latency=LATENCY, slo_tpot_s=0.05, prefills_locally=False)
-CONFIG = CoreConfig(kv_reservation=KvReservation.CREDIT, policy=POLICY, max_queue_s=50.0)
+CONFIG = CoreConfig(kv_reservation=KvReservation.ON_DEMAND, policy=POLICY, max_queue_s=50.0)
 
 
 def moves_in(commands: list[Command]) -> list[tuple[str, str]]:
@@ -36,11 +36,11 @@ def moves_in(commands: list[Command]) -> list[tuple[str, str]]:
 
 
 class Bench(CoreBench):
-    """Mixed instances with blocks of 4 tokens, by credit; no two come at once, so each knows where its requests go."""
+    """Mixed instances with blocks of 4 tokens, on demand; no two come at once, so each knows where its requests go."""
 
     def __init__(self, config: CoreConfig = CONFIG, /, **blocks: int) -> None:
         super().__init__(config=config)
-        self.core._books.growth = FixedGrowth(1.0, risk=0.5)
+        self.core._mesh.growth = FixedGrowth(1.0, risk=0.5)
         self.feed(BundleChangeRequested("pdmesh"))
         self.blocks = blocks
 
@@ -58,7 +58,7 @@ class Bench(CoreBench):
         contexts = tuple(
             ResidentContext(request_id=RequestId(who), epoch=Epoch(0), num_tokens=number) for who, number in residents
         )
-        return self.feed(CreditLow(InstanceId(name), contexts))
+        return self.feed(KvLow(InstanceId(name), contexts))
 
     def move_landed(self, request_id: str, source: str, target: str) -> list[Command]:
         commands = self.landed(target, request_id)
@@ -166,7 +166,7 @@ def test_nothing_comes_back_for_a_while() -> None:
     bench.decodes("older")
     bench.decodes("younger", output=10)
     bench.feed(InstanceSuspected(InstanceId("a"), suspected=False))
-    bench.core._books.instances[InstanceId("b")].set_quarantined(bench.free_blocks("b"))
+    bench.core._mesh.instances[InstanceId("b")].set_quarantined(bench.free_blocks("b"))
     assert not moves_in(bench.low("b", ("older", 10)))
     assert not moves_in(bench.feed(Tick(), at_s=begun + COOL_DOWN_S - 0.1)), "to and fro"
     assert moves_in(bench.feed(Tick(), at_s=begun + COOL_DOWN_S + 0.1)) == [("younger", "a")]

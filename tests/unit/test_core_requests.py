@@ -10,7 +10,7 @@ import pytest
 
 import pdmesh.core.requests as requests
 from pdmesh.core.requests import FACTS, TRANSITIONS, GroupState, IllegalTransition, Phase, RequestState, Shared
-from pdmesh.core.transfers import Transfer
+from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.model import InstanceId
 from pdmesh.policy.views import Rank
 from pdmesh.testing.core import a_request
@@ -131,13 +131,13 @@ def test_a_prompt_goes_on_from_what_the_members_that_are_left_have_computed() ->
     group.compute(InstanceId("h"), 2, 4)
     group.compute(InstanceId("i"), 4, 6)
     group.lose(InstanceId("h"))
-    assert group.is_healing
+    assert group.is_recovering
     group.hear_prefix(3)
-    assert group.heal(8) == 3, "nobody has the fourth token"
+    assert group.recover(8) == 3, "nobody has the fourth token"
     group.lose(InstanceId("h"))
     group.hear_prefix(4)
     group.compute(InstanceId("i"), 4, 6)
-    assert (group.heal(8), group.is_healing) == (6, False)
+    assert (group.recover(8), group.is_recovering) == (6, False)
 
 
 def test_the_tables_have_every_phase_and_every_transition() -> None:

@@ -94,7 +94,7 @@ def test_kv_that_waits_is_bounded_and_holds_back_new_prompts() -> None:
         assert bool(of(AdmitPrefill, commands)) == begins
         for step in of(RunStep, commands):
             bench.done("p", step.plan)
-    assert bench.core.max_unreceived_kv_share == 14 / 64
+    assert bench.core.max_awaiting_decode_kv_share == 14 / 64
     assert bench.core.num_waiting == 1
 
 

@@ -320,16 +320,16 @@ def test_cancel_at_any_stage_frees_all_that_is_held(stage: str) -> None:
     if stage == "queued":
         bench.arrive("other")
     steps = of(RunStep, bench.arrive("a"))
-    held = set() if stage == "queued" else {P, D}
+    allocated = set() if stage == "queued" else {P, D}
     if stage in ("in transfer", "decoding"):
         bench.offered(P, "a")
         bench.done("p", steps[0].plan)
     if stage == "decoding":
         bench.landed(D, "a")
         bench.released("p", "a")
-        held = {D}
+        allocated = {D}
     commands = bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0)))
-    assert {free.instance_id for free in of(FreeKv, commands)} == held
+    assert {free.instance_id for free in of(FreeKv, commands)} == allocated
     assert [forget.outcome for forget in of(ForgetRequest, commands)] == [Outcome.CANCELLED]
     assert not bench.core.is_active((RequestId("a"), Epoch(0)))
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from pdmesh.core.broker import TransferBroker
 from pdmesh.core.commands import FreeKv, GrantTransfer, Restart, RunStep
 from pdmesh.core.events import RequestDropped
-from pdmesh.core.transfers import Transfer
+from pdmesh.core.transfers.broker import TransferBroker
+from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.plans import KvShard
 from pdmesh.testing.core import CoreBench, of
@@ -26,9 +26,9 @@ class Bench:
     """A broker between the sources a, b, c and the receivers x and y, which have one backend each."""
 
     def __init__(self) -> None:
-        self.preempted: set[RequestKey] = set()
+        self.interrupted: set[RequestKey] = set()
         self.computed: set[RequestKey] = set()
-        self.broker = TransferBroker(self.preempted.__contains__, self.computed.__contains__, random.Random(0))
+        self.broker = TransferBroker(self.interrupted.__contains__, self.computed.__contains__, random.Random(0))
         for receiver in (X, Y):
             self.broker.join(receiver, 1)
 
@@ -90,8 +90,8 @@ def test_backends_come_back_when_all_sources_have_stopped() -> None:
     bench = Bench()
     broker, first, second = bench.broker, bench.open("first", (A, B), (X,)), bench.open("second", (C,), (X,))
     assert bench.ready(first) == [first]
-    bench.preempted.add(key("first"))
-    broker.preempted(first)
+    bench.interrupted.add(key("first"))
+    broker.interrupted(first)
     assert broker.reserve(second, X) == []
     assert broker.offer(second) == []
     assert broker.take_back() == [first]
@@ -101,7 +101,7 @@ def test_backends_come_back_when_all_sources_have_stopped() -> None:
     assert broker.stopped(first, A) is None
     assert broker.stopped(first, B) == [second]
     assert first.state.name == "PAUSED"
-    bench.preempted.clear()
+    bench.interrupted.clear()
     assert broker.offer_again(first) == []
     assert first.state.name == "WAITING"
     assert broker.land(second, X) == [first]

@@ -108,14 +108,16 @@ def layers_sent(exchange: PieceExchange, pace: ChunkPace, number: int) -> list[i
 @pytest.mark.parametrize(
     ("own", "pace", "expected"),
     [
-        pytest.param(0, ChunkPace.IN_GANG, {1: [4, 4], 2: [4, 4], 3: [4, 4]}, id="the leader's slice is the last"),
-        pytest.param(1, ChunkPace.IN_GANG, {2: [2] * 4, 3: [3, 3, 2], 0: [4, 4]}, id="half of them, first to last"),
-        pytest.param(2, ChunkPace.IN_GANG, {1: [4, 4], 3: [2] * 4, 0: [3, 3, 2]}, id="who is before needs it later"),
+        pytest.param(0, ChunkPace.IN_PARALLEL, {1: [4, 4], 2: [4, 4], 3: [4, 4]}, id="the leader's slice is the last"),
+        pytest.param(1, ChunkPace.IN_PARALLEL, {2: [2] * 4, 3: [3, 3, 2], 0: [4, 4]}, id="half of them, first to last"),
+        pytest.param(
+            2, ChunkPace.IN_PARALLEL, {1: [4, 4], 3: [2] * 4, 0: [3, 3, 2]}, id="who is before needs it later"
+        ),
         pytest.param(1, ChunkPace.AT_ONCE, {2: [1] * 8, 3: [1] * 8, 0: [1] * 8}, id="all are in the same layer"),
         pytest.param(3, ChunkPace.AT_ONCE, {1: [4, 4], 2: [4, 4], 0: [1] * 8}, id="but who is before"),
     ],
 )
-async def test_members_of_a_gang_are_sent_as_many_layers_as_they_are_behind(
+async def test_members_of_a_parallel_step_are_sent_as_many_layers_as_they_are_behind(
     own: int, pace: ChunkPace, expected: dict[int, list[int]]
 ) -> None:
     for number, sizes in expected.items():
@@ -125,10 +127,10 @@ async def test_members_of_a_gang_are_sent_as_many_layers_as_they_are_behind(
         exchange.close()
 
 
-async def test_a_lost_member_of_a_gang_counts_no_more() -> None:
+async def test_a_lost_member_of_a_parallel_step_counts_no_more() -> None:
     exchange = a_member(8)
     assert exchange.set_members(1, (ADDRESSES[0], ADDRESSES[1], b"", b"")) is None
-    assert layers_sent(exchange, ChunkPace.IN_GANG, 0) == [4, 4], "of two, one is four layers behind"
+    assert layers_sent(exchange, ChunkPace.IN_PARALLEL, 0) == [4, 4], "of two, one is four layers behind"
     exchange.close()
 
 

@@ -1,4 +1,4 @@
-"""The books of a request's pages on one member: a claim is its owner's, and whoever gives one up takes no other's."""
+"""The ledger of a request's pages on one member: a claim is its owner's, and whoever gives one up takes no other's."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ def run() -> ModuleType:
 
 
 def test_each_folder_of_tests_is_run_and_each_linter_once(run: ModuleType) -> None:
-    parts = list(run.parts(["-k", "relay or pools"], everything=True))
+    parts = list(run.parts(["-k", "pipelined prefill or pools"], everything=True))
     named = [argument for part in parts for argument in part.pytest if argument.startswith("tests/")]
     assert set(named) == {f"tests/{file.relative_to(TESTS).parts[0]}" for file in TESTS.rglob("test_*.py")}
-    assert all(part.pytest[part.pytest.index("-k") + 1] == "relay or pools" for part in parts)
+    assert all(part.pytest[part.pytest.index("-k") + 1] == "pipelined prefill or pools" for part in parts)
     (alone,) = [part for part in parts if "tests/gpu" in part.pytest]
     assert "-n" not in alone.pytest
     assert all("tests/unit" not in part.pytest for part in parts if "tests/e2e" in part.pytest)

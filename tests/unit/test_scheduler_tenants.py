@@ -12,7 +12,7 @@ from pdmesh.core.events import RequestArrived, Tick
 from pdmesh.model import Role
 from pdmesh.testing.core import CoreBench, a_request
 from pdmesh.testing.modelled import modelled_profile
-from pdmesh.wire.messages import MeshState, TenantStatus
+from pdmesh.wire.messages import MeshStatus, TenantStatus
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.tenants import LATE_S, MAX_TOLD, OTHERS, TenantUsage
 
@@ -73,7 +73,7 @@ def test_many_keys_are_told_of_together() -> None:
 def test_status_has_a_line_for_each_key() -> None:
     alice = TenantStatus(tenant="alice", share=3, num_waiting=4, num_running=2, used_of_late=0.756)
     others = TenantStatus(tenant=OTHERS, share=0, num_waiting=0, num_running=9, used_of_late=0.244)
-    state = MeshState(
+    state = MeshStatus(
         ready=True, reason="", instances=(), num_waiting=4, num_running=11, bundle="fcfs", tenants=(alice, others)
     )
     console = Console(width=80)

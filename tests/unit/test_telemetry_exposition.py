@@ -51,7 +51,7 @@ async def test_serves_the_registry_and_leaves_nothing() -> None:
 async def test_is_collected_on_the_event_loop() -> None:
     asked: list[int] = []
 
-    class Books(Collector):
+    class MeshState(Collector):
         def collect(self) -> Iterator[Metric]:
             asked.append(threading.get_ident())
             yield GaugeMetricFamily("pdmesh:books", "Books.", value=len(asked))
@@ -60,7 +60,7 @@ async def test_is_collected_on_the_event_loop() -> None:
             return []
 
     registry = CollectorRegistry()
-    registry.register(Books())
+    registry.register(MeshState())
     with serve_metrics(registry, host=LOOPBACK, port=0, security=NONE) as port:
         assert "pdmesh:books 1.0" in await scrape(port)
     assert asked == [threading.get_ident()]

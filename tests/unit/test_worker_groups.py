@@ -68,7 +68,7 @@ async def members(
             yield running
 
 
-def relay(running: Sequence[RunningInstance], chunks: Sequence[ChunkPlan], owners: Sequence[int]) -> None:
+def group_policy(running: Sequence[RunningInstance], chunks: Sequence[ChunkPlan], owners: Sequence[int]) -> None:
     """Send each chunk to whom it is for; the last one to the leader."""
     for chunk, owner in zip(chunks, owners, strict=True):
         running[0 if chunk.is_last else owner].run([chunk])
@@ -102,7 +102,7 @@ async def test_the_output_is_that_of_one_instance(maker: TransportMaker, number:
         for member in running:
             admit_member(member, generation, running)
         chunks = block_chunks(generation, BLOCK, [2, 1, 3])
-        relay(running, chunks, owners_of(chunks, number))
+        group_policy(running, chunks, owners_of(chunks, number))
         await check_output(running[0], "r", prompt, GREEDY)
         for helper in running[1:]:
             assert len(helper.reports_of(HelperJoined, "r")) == 1
@@ -122,7 +122,7 @@ def has_reported(member: RunningInstance, num_steps: int) -> bool:
     return len(step_reports(member)) >= num_steps
 
 
-async def test_members_of_a_gang_are_in_the_same_layer_at_the_same_time(maker: TransportMaker) -> None:
+async def test_members_of_a_parallel_step_are_in_the_same_layer_at_the_same_time(maker: TransportMaker) -> None:
     """Each is sent each layer at once: of who takes turns, three of these six layers would wait for each other."""
     prompt = list(range(50, 114))
     layout = replace(FAKE_LAYOUT, num_layers=6)
@@ -137,8 +137,8 @@ async def test_members_of_a_gang_are_in_the_same_layer_at_the_same_time(maker: T
         for member in running:
             admit_member(member, generation, running)
         first, last = block_chunks(generation, BLOCK, [9, 7])
-        helper.run([first], in_gang=True, at_once=True)
-        leader.run([last], in_gang=True, at_once=True)
+        helper.run([first], in_parallel=True, at_once=True)
+        leader.run([last], in_parallel=True, at_once=True)
         for gate in gates:
             await anyio.to_thread.run_sync(gate.arrived)
         for gate in gates:
@@ -166,7 +166,7 @@ async def test_a_group_hands_over_as_one_instance_does(maker: TransportMaker) ->
         for member in running:
             admit_member(member, generation, running, decode=decode)
         chunks = block_chunks(generation, BLOCK, [3])
-        relay(running, chunks, owners_of(chunks, 3))
+        group_policy(running, chunks, owners_of(chunks, 3))
         await running[0].reported(TransferOffered, "r")
         running[0].grant(generation, decode)
         await decode.reported(RequestFinished, "r")
@@ -289,7 +289,7 @@ async def test_prompt_logprobs_come_from_whoever_computed_the_chunk(memory: Tran
         for member in running:
             admit_member(member, generation, running)
         chunks = block_chunks(generation, BLOCK, [3])
-        relay(running, chunks, owners_of(chunks, 2))
+        group_policy(running, chunks, owners_of(chunks, 2))
         await check_output(running[0], "r", prompt, params)
         found = [
             message.start + index
@@ -524,10 +524,10 @@ async def test_plans_of_a_scheduler_that_began_anew_wait_as_others_do(memory: Tr
 
 
 @pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("in_gang", [False, True], ids=["in turn", "in gangs"])
+@pytest.mark.parametrize("in_parallel", [False, True], ids=["in turn", "in parallel steps"])
 @pytest.mark.parametrize("seed", range(12))
 async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
-    memory: TransportMaker, seed: int, in_gang: bool, moves: bool
+    memory: TransportMaker, seed: int, in_parallel: bool, moves: bool
 ) -> None:
     """It stops in some layer of some chunk; what the leader then misses is planned anew, with other boundaries."""
     rng = random.Random(seed)
@@ -556,9 +556,11 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
         sent: list[tuple[RunningInstance, int, ChunkPlan]] = []
         for index, chunk in enumerate(planned[: rng.randint(2, len(planned))]):
             member = (
-                leader if chunk.is_last else running[(index + in_gang) % number]
-            )  # of a gang the leader is the last
-            sent.append((member, member.run([chunk], in_gang=in_gang, at_once=in_gang and bool(seed % 2)), chunk))
+                leader if chunk.is_last else running[(index + in_parallel) % number]
+            )  # of a parallel step the leader is the last
+            sent.append(
+                (member, member.run([chunk], in_parallel=in_parallel, at_once=in_parallel and bool(seed % 2)), chunk)
+            )
         for _ in range(rng.randrange(30)):
             await anyio.lowlevel.checkpoint()
         for member in living:
@@ -588,7 +590,7 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
                 num_tokens=num_tokens,
                 is_last=is_last,
             )
-            member.run([chunk], in_gang=in_gang)
+            member.run([chunk], in_parallel=in_parallel)
             start += num_tokens
         if decode is None:
             await check_output(leader, "r", prompt, GREEDY)
@@ -620,7 +622,7 @@ async def test_damaged_pieces_are_asked_for_again(memory: TransportMaker) -> Non
         for member in running:
             admit_member(member, generation, running)
         chunks = block_chunks(generation, BLOCK, [5])
-        relay(running, chunks, owners_of(chunks, 3))
+        group_policy(running, chunks, owners_of(chunks, 3))
         await check_output(running[0], "r", prompt, GREEDY)
         assert running[0].mover.counters().num_asked_again > 0
         assert all(member.reports_of(RequestDropped, "r") == [] for member in running)
@@ -638,7 +640,7 @@ async def test_pieces_that_are_always_damaged_end_the_request_where_they_came(me
         for member in running:
             admit_member(member, generation, running)
         chunks = block_chunks(generation, BLOCK, [2])
-        relay(running, chunks, owners_of(chunks, 2))
+        group_policy(running, chunks, owners_of(chunks, 2))
         dropped = await leader.reported(RequestDropped, "r")
         assert "were damaged on the way" in dropped.reason
         await free_all(running, generation)
@@ -653,7 +655,7 @@ async def test_pieces_that_come_twice_late_and_out_of_order_change_nothing(memor
         gate = anyio.Event()
         memory.fabric.faults = MemoryFaults(gate=gate)
         chunks = block_chunks(generation, BLOCK, [1, 3, 2])
-        relay(running, chunks, owners_of(chunks, 3))
+        group_policy(running, chunks, owners_of(chunks, 3))
         await anyio.wait_all_tasks_blocked()
         memory.fabric.faults = MemoryFaults()
         gate.set()

@@ -17,7 +17,7 @@ from pdmesh.cli.request_view import print_choices, print_request, requests_table
 from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.cli.terminal import terminal
 from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.core.arithmetic import several_classes
+from pdmesh.core.instances.arithmetic import several_classes
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
@@ -27,7 +27,7 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     """Print the state of a mesh. Raises PdmeshError if none can be asked."""
     record, address, security = target(config, state)
     answer = anyio.run(ask_scheduler, address, security, messages.GetStatus())
-    if not isinstance(answer, messages.MeshState):
+    if not isinstance(answer, messages.MeshStatus):
         raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
         local = None if record is None else _public(record)
@@ -116,7 +116,7 @@ def _public(record: MeshRecord) -> dict[str, Any]:
     return dict(shown)
 
 
-def instances_table(answer: messages.MeshState) -> Table:
+def instances_table(answer: messages.MeshStatus) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
     for column in ("instance", "role", "state", "device"):
         table.add_column(column)
@@ -166,7 +166,7 @@ def group_line(group: messages.GroupStatus) -> str:
     return f"{leader} + {' + '.join(helpers)}  compute {group.request_id} in turn: {done}"
 
 
-def tenants_table(answer: messages.MeshState) -> Table:
+def tenants_table(answer: messages.MeshStatus) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("key")
     for column in ("share", "waiting", "running", "used in the last minute"):

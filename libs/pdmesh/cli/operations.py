@@ -15,8 +15,8 @@ from pdmesh.cli.admin import duration, target
 from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_line
 from pdmesh.cli.terminal import terminal
-from pdmesh.core.operation_records import OperationState
 from pdmesh.core.operator_events import OperationRequested
+from pdmesh.core.operators.records import OperationState
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestId, Role
 from pdmesh.wire.admin import ask_scheduler
@@ -27,7 +27,7 @@ from pdmesh.wire.messages import (
     CancelOperation,
     GetStatus,
     ListOperations,
-    MeshState,
+    MeshStatus,
     OperationList,
     OperationStatus,
     StartOperation,
@@ -149,10 +149,10 @@ def cancel_operation(asked: Asked, operation_id: str) -> int:
     return 0 if answer.state in (OperationState.CANCELLED, OperationState.RUNNING) else 1
 
 
-def current_state(asked: Asked) -> MeshState:
+def current_state(asked: Asked) -> MeshStatus:
     """Return the mesh's state. Raises PdmeshError if no mesh can be asked."""
     answer = anyio.run(_ask_patiently, asked, GetStatus(), FIRST_LIMIT_S)
-    if not isinstance(answer, MeshState):
+    if not isinstance(answer, MeshStatus):
         raise ProtocolError("the scheduler sent an unexpected answer")
     return answer
 

@@ -26,7 +26,7 @@ from pdmesh.model import InstanceProfile, PoolCounts, Role
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
-from pdmesh.policy.relay import Schedule
+from pdmesh.policy.prefill_groups import Schedule
 from pdmesh.sim.faults import Death, NoisyModel, random_deaths
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.perfetto import chrome_trace
@@ -47,7 +47,7 @@ class SimulateOptions(StudyOptions):
     mixed: int
     group_size: int
     reserved: int
-    relay_members: int
+    max_group_members: int
     sequence_parallel: Schedule
     noise: float
     deaths: int
@@ -75,13 +75,13 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     policy = replace(
         study.policy,
         eb_threshold=options.threshold,
-        relay_members=options.relay_members,
+        max_group_members=options.max_group_members,
         sequence_parallel=options.sequence_parallel,
         group_size=options.group_size,
         reserved_instances=_reserved(options),
-        relay_bytes_per_s=study.config.port_bytes_per_s,
+        link_bytes_per_s=study.config.port_bytes_per_s,
     )
-    mesh = replace(mesh, relays=max(options.relay_members, options.group_size) > 1)
+    mesh = replace(mesh, joins_groups=max(options.max_group_members, options.group_size) > 1)
     if options.group_size > options.prefill + options.mixed:
         raise ConfigError(
             f"--group-size {options.group_size}: {options.prefill + options.mixed} instances compute prompts"

@@ -23,7 +23,7 @@ from pdmesh.cli.options import (
     build_config,
 )
 from pdmesh.core.config import KvReservation
-from pdmesh.policy.relay import Schedule
+from pdmesh.policy.prefill_groups import Schedule
 
 app = typer.Typer()
 
@@ -67,12 +67,12 @@ def simulate(
     reserved: Annotated[
         int, typer.Option(min=0, help="Of those that compute prompts: kept for long ones by `reservation`.")
     ] = 0,
-    relay_members: Annotated[
+    max_group_members: Annotated[
         int, typer.Option(min=1, help="That compute a long prompt in turn, at most, where the bundle has them do so.")
     ] = 4,
     sequence_parallel: Annotated[
         Schedule, typer.Option(help="They do so in turn, all at once, or whichever is predicted to end first.")
-    ] = Schedule.RELAY,
+    ] = Schedule.PIPELINED,
     noise: Annotated[
         float, typer.Option(min=0, max=1, help="Standard deviation of steps' times, as a share of them.")
     ] = 0.0,
@@ -138,7 +138,7 @@ def simulate(
         mixed=pools.mixed,
         group_size=group_size,
         reserved=reserved,
-        relay_members=relay_members,
+        max_group_members=max_group_members,
         sequence_parallel=sequence_parallel,
         noise=noise,
         deaths=deaths,

@@ -232,7 +232,7 @@ class Reject(ToGateway, frozen=True, kw_only=True):
     reason: RejectReason
     message: str
     retry_after_s: float | None
-    closed_s: float = 0.0  # others like it need not ask for so long: they would be refused too
+    reject_ttl_s: float = 0.0  # others like it need not ask for so long: they would be refused too
 
     @property
     def record_line(self) -> RecordLine | None:

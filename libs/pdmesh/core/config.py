@@ -20,7 +20,7 @@ class KvReservation(StrEnum):
     """Room for how much of its output a request is admitted with."""
 
     FULL = "full"  # for all that it may become
-    CREDIT = "credit"  # for a little, and more as it grows
+    ON_DEMAND = "on_demand"  # for a little, and more as it grows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,6 @@ class CoreConfig:
     max_lost_receivers: int = 4  # of one request's KV: after that it is computed again, as perhaps what they fail at
     evacuates: bool = True  # what decodes where everything has to leave moves away with its KV
     kv_reservation: KvReservation = KvReservation.FULL
-    kv_risk: float = 0.01  # by credit: of needing more blocks than there are, where a request is admitted
+    kv_risk: float = 0.01  # on demand: of needing more blocks than there are, where a request is admitted
     learning: LatencyLearning = LatencyLearning.FIXED
     policy: PolicyConfig = field(default_factory=PolicyConfig)

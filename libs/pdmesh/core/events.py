@@ -353,7 +353,7 @@ class KvReleased(RequestReport):
 
 
 @dataclass(frozen=True, slots=True)
-class CreditLow:
+class KvLow:
     """Requests that decode on an instance have room for few tokens more, or for none and wait."""
 
     instance_id: InstanceId
@@ -397,7 +397,7 @@ InstanceEvent = (
     | RequestDropped
     | RequestFinished
     | KvReleased
-    | CreditLow
+    | KvLow
     | LoadReported
 )
 

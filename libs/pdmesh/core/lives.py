@@ -50,7 +50,8 @@ class Attempt:
     arrived_s: float
     placed_s: float | None = None  # when it left the queue
     num_done_tokens: int = 0  # of its prompt, computed
-    #: Its chunks in flight, where they start and whether in a gang: by instance and plan. They end in any order.
+    #: Its chunks in flight, where they start and whether in a parallel step: by instance and plan. They end in any
+    #: order.
     in_flight: dict[tuple[InstanceId, int], tuple[int, bool]] = field(
         default_factory=dict[tuple[InstanceId, int], tuple[int, bool]]
     )
@@ -96,7 +97,7 @@ class Chunk(NamedTuple):
     step_s: float  # device time of the whole step
     num_decodes: int = 0  # beside it in the step
     waited_s: float = 0.0  # that the step waited for KV which others compute
-    in_gang: bool = False  # others computed the tokens before or after it at the same time
+    in_parallel: bool = False  # others computed the tokens before or after it at the same time
 
 
 class CrossedClass(NamedTuple):
@@ -180,7 +181,7 @@ class Lives:
                 case RunStep(instance_id=instance_id, plan=plan):
                     for chunk in plan.chunks:
                         if (known := self._find(chunk.request_id, chunk.epoch)) is not None:
-                            known[1].in_flight[instance_id, plan.plan_id] = chunk.start, plan.in_gang
+                            known[1].in_flight[instance_id, plan.plan_id] = chunk.start, plan.in_parallel
                             known[1].planned(chunk)
                 case ToInstanceOfRequest() | ToGateway():
                     self._commanded(command, now_s, found)
@@ -217,7 +218,7 @@ class Lives:
                 continue
             life, attempt = known
             unknown = attempt.num_done_tokens, False
-            start, in_gang = attempt.in_flight.pop((event.instance_id, event.plan_id), unknown)
+            start, in_parallel = attempt.in_flight.pop((event.instance_id, event.plan_id), unknown)
             attempt.num_done_tokens += done.num_tokens
             if done.is_last and life.first_token_s is None:
                 life.first_token_s = now_s
@@ -230,7 +231,7 @@ class Lives:
                 event.duration_s,
                 event.num_decodes,
                 event.waited_s,
-                in_gang,
+                in_parallel,
             )
             found.append(Milestone(life, attempt, chunk))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from pdmesh.core.transfers import Move, Transfer
+from pdmesh.core.transfers.transfer import Move, Transfer
 from pdmesh.model import InstanceId, Request, RequestId, RequestKey
 from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
@@ -108,8 +108,8 @@ class ComputedPart(NamedTuple):
 class Shared:
     """How a prompt is shared by its group, if that was chosen for it."""
 
-    is_gang: bool
-    make: str  # of its instances
+    is_parallel: bool
+    device_class: str  # of its instances
     predicted_s: float  # summed over its members, until all is computed
     num_members: int
     since_s: float  # there are so many
@@ -133,7 +133,7 @@ class GroupState:
     asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
     shared: Shared | None = None  # whether they take turns or compute at once, where that was to be chosen
     computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
-    is_healing: bool = False  # a helper was lost, and what of the prompt is computed is not known yet
+    is_recovering: bool = False  # a helper was lost, and what of the prompt is computed is not known yet
     prefix_tokens: int | None = None  # of the prompt, that the leader said it had since then
 
     @property
@@ -162,7 +162,7 @@ class GroupState:
         """A helper is lost; what it computed is known when `hear_prefix` was called and nothing is in flight."""
         self.told = structs.replace(self.told, lost_ids=(*self.lost_ids, instance_id))
         self.asked_ids = tuple([helper_id for helper_id in self.asked_ids if helper_id != instance_id])
-        self.is_healing, self.prefix_tokens = True, None
+        self.is_recovering, self.prefix_tokens = True, None
 
     def hear_prefix(self, num_tokens: int) -> None:
         """The leader has so many tokens of the prompt, from the first on."""
@@ -174,7 +174,7 @@ class GroupState:
             self.computed_parts = [ComputedPart(0, start, instance_id)]
         self.computed_parts.append(ComputedPart(start, end, instance_id))
 
-    def heal(self, most_tokens: int) -> int:
+    def recover(self, most_tokens: int) -> int:
         """How many tokens, of ``most_tokens``, its members have computed from the first on: what it goes on from."""
         leader_id = self.living_ids[0]
         end = min(self.prefix_tokens or 0, most_tokens)
@@ -184,7 +184,7 @@ class GroupState:
             if part.start <= end < part.end:
                 end = part.end
                 self.computed_parts.append(part)
-        self.is_healing, self.shared = False, None
+        self.is_recovering, self.shared = False, None
         return end
 
     def share(self, shared: Shared | None) -> None:
@@ -237,7 +237,7 @@ class RequestState:
         return self.num_planned_tokens >= self.request.num_prompt_tokens
 
     @property
-    def is_preempted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
         return self.phase is Phase.PREFILLING and not self.is_planned and not self.chunks_in_flight
 
@@ -247,9 +247,9 @@ class RequestState:
         return self.phase is not Phase.PREFILLING and self.phase is not Phase.WAITING
 
     @property
-    def is_healing(self) -> bool:
+    def is_recovering(self) -> bool:
         """Whether a helper was lost, and what of its prompt is computed is not known yet."""
-        return self.group is not None and self.group.is_healing
+        return self.group is not None and self.group.is_recovering
 
     def waited_s(self, now_s: float) -> float:
         """Return seconds waited so far: in line, and for room to decode once the prompt was computed."""

@@ -4,7 +4,7 @@
 the stream it was given, so the same events give the same commands, whoever drives it.
 ``docs/architecture/request.md`` follows a request through nine steps.
 
-Reports from outside may be late, repeated or wrong. They never raise: what does not fit the books is counted in
+Reports from outside may be late, repeated or wrong. They never raise: what does not fit the mesh state is counted in
 ``ignored`` and changes nothing.
 """
 
@@ -17,15 +17,9 @@ from itertools import chain, islice
 from math import inf
 from typing import get_args
 
-from pdmesh.core.admission import Admission
-from pdmesh.core.batching import BatchingView, Modes
-from pdmesh.core.books import Books
-from pdmesh.core.bundle_choice import BundleChoice
 from pdmesh.core.commands import Command, Outcome, SetRole, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.credit import Credit
 from pdmesh.core.events import (
-    CreditLow,
     DecodeReserved,
     DecodeStepsDone,
     DrainRequested,
@@ -38,6 +32,7 @@ from pdmesh.core.events import (
     InstanceLost,
     InstanceSuspected,
     InstanceUnreachable,
+    KvLow,
     KvReleased,
     LoadReported,
     MoveFailed,
@@ -54,17 +49,11 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
-from pdmesh.core.fairness import TenantView
-from pdmesh.core.growth import Growth
 from pdmesh.core.handlers import Handlers
-from pdmesh.core.handover import HandOvers
-from pdmesh.core.holds import HoldKind
-from pdmesh.core.judging import Judge
-from pdmesh.core.membership import Membership
-from pdmesh.core.moves import Moves
-from pdmesh.core.new_requests import NewRequests
-from pdmesh.core.operation_records import OperationView
-from pdmesh.core.operations import Operations
+from pdmesh.core.instances.allocations import MOVES_AWAY
+from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.instances.on_demand import OnDemandKv
+from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import (
     BatchingChangeRequested,
     BundleChangeRequested,
@@ -75,15 +64,26 @@ from pdmesh.core.operator_events import (
     ResizeRequested,
     RoleChangeRequested,
 )
-from pdmesh.core.packing import Packer
-from pdmesh.core.placing import unready_reason
-from pdmesh.core.pools import DesiredPools, Pools
-from pdmesh.core.rebalancing import Rebalancer
-from pdmesh.core.receivers import do_without
+from pdmesh.core.operators.bundle_choice import BundleChoice
+from pdmesh.core.operators.judging import Judge
+from pdmesh.core.operators.operations import Operations
+from pdmesh.core.operators.pools import DesiredPools, Pools
+from pdmesh.core.operators.records import OperationView
+from pdmesh.core.recovery.membership import Membership
+from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.requests import Phase, RequestView
-from pdmesh.core.reunion import Reunion
-from pdmesh.core.step_reports import StepReports
-from pdmesh.core.transfer_reports import TransferReports
+from pdmesh.core.steps.batching import BatchingView, Modes
+from pdmesh.core.steps.packing import Packer
+from pdmesh.core.steps.placing import unready_reason
+from pdmesh.core.steps.step_reports import StepReports
+from pdmesh.core.transfers.handover import HandOvers
+from pdmesh.core.transfers.moves import Moves
+from pdmesh.core.transfers.rebalancing import Rebalancer
+from pdmesh.core.transfers.receivers import do_without
+from pdmesh.core.transfers.reports import TransferReports
+from pdmesh.core.waiting.admission import Admission
+from pdmesh.core.waiting.fairness import TenantView
+from pdmesh.core.waiting.new_requests import NewRequests
 from pdmesh.model import InstanceId, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
@@ -96,25 +96,27 @@ class SchedulerCore:
 
     def __init__(self, config: CoreConfig, bundle: Bundle, rng: random.Random) -> None:
         self._config = config
-        growth = Growth(by_credit=config.kv_reservation is KvReservation.CREDIT, risk=config.kv_risk)
-        self._books = Books(rng, growth, config.max_lost_receivers)
-        self._choice = BundleChoice(self._books, config, bundle)
-        self._transfers = TransferReports(self._books)
-        self._reunion = Reunion(self._books, config.orphan_grace_s)
-        self._moves = Moves(self._books)
-        self._rebalancer = Rebalancer(self._books, self._moves)
-        self._credit = Credit(self._books, self._rebalancer)
+        growth = Growth(on_demand=config.kv_reservation is KvReservation.ON_DEMAND, risk=config.kv_risk)
+        self._mesh = MeshState(rng, growth, config.max_lost_receivers)
+        self._choice = BundleChoice(self._mesh, config, bundle)
+        self._transfers = TransferReports(self._mesh)
+        self._reconciler = Reconciler(self._mesh, config.orphan_grace_s)
+        self._moves = Moves(self._mesh)
+        self._rebalancer = Rebalancer(self._mesh, self._moves)
+        self._on_demand = OnDemandKv(self._mesh, self._rebalancer)
         self._judge = Judge()
-        self._operations = Operations(self._books, self._moves, self._judge)
-        self._pools = Pools(self._books, self._operations)
-        self._modes = Modes(self._books)
-        self._handovers = HandOvers(self._books, config.max_queue_s)
-        self._packer = Packer(self._books, config.plans_in_flight, bundle, self._modes, self._handovers)
-        self._admission = Admission(self._books, config)
+        self._operations = Operations(self._mesh, self._moves, self._judge)
+        self._pools = Pools(self._mesh, self._operations)
+        self._modes = Modes(self._mesh)
+        self._handovers = HandOvers(self._mesh, config.max_queue_s)
+        self._packer = Packer(self._mesh, config.plans_in_flight, bundle, self._modes, self._handovers)
+        self._admission = Admission(self._mesh, config)
         self._new_requests = NewRequests(
-            self._books, config, self._admission, self._reunion, self._judge, self._packer.relays
+            self._mesh, config, self._admission, self._reconciler, self._judge, self._packer.prefill_groups
         )
-        self._steps = StepReports(self._books, self._choice, self._admission, self._packer.relays.sharing)
+        self._steps = StepReports(
+            self._mesh, self._choice, self._admission, self._packer.prefill_groups.schedule_choice
+        )
         self._handlers = self._all_handlers()
         self._now_s = 0.0
         self._due_s = inf  # when the next time limit of a request ends
@@ -133,34 +135,34 @@ class SchedulerCore:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._books.queue)
+        return len(self._mesh.queue)
 
     @property
     def num_running(self) -> int:
-        return len(self._books.requests) - len(self._books.queue)
+        return len(self._mesh.requests) - len(self._mesh.queue)
 
     @property
-    def unreceived(self) -> Collection[RequestKey]:
+    def awaiting_decode(self) -> Collection[RequestKey]:
         """Placed requests whose KV has no receiver."""
-        return self._books.unreceived.keys()
+        return self._mesh.awaiting_decode.keys()
 
     @property
-    def num_unreceived_tokens(self) -> int:
+    def num_awaiting_decode_tokens(self) -> int:
         """Prompt tokens of them."""
-        return sum(state.request.num_prompt_tokens for state in self._books.unreceived.values())
+        return sum(state.request.num_prompt_tokens for state in self._mesh.awaiting_decode.values())
 
     @property
-    def max_unreceived_kv_share(self) -> float:
+    def max_awaiting_decode_kv_share(self) -> float:
         """The largest share of an instance's KV that is of prompts without room to decode."""
         num_blocks = Counter[InstanceId]()
-        for key, state in self._books.unreceived.items():
-            num_blocks[state.prefill_ids[0]] += self._books.instances[state.prefill_ids[0]].holds[key].num_blocks
-        shares = (number / self._books.instances[name].profile.num_blocks for name, number in num_blocks.items())
+        for key, state in self._mesh.awaiting_decode.items():
+            num_blocks[state.prefill_ids[0]] += self._mesh.instances[state.prefill_ids[0]].allocations[key].num_blocks
+        shares = (number / self._mesh.instances[name].profile.num_blocks for name, number in num_blocks.items())
         return max(shares, default=0.0)
 
     @property
     def instances(self) -> list[InstanceView]:
-        return [instance.view for instance in self._books.instances.values()]
+        return [instance.view for instance in self._mesh.instances.values()]
 
     @property
     def policy(self) -> PolicyConfig:
@@ -179,11 +181,11 @@ class SchedulerCore:
 
     def batching_of(self, instance_id: InstanceId) -> BatchingView:
         """What an instance that is there does, and why."""
-        return self._modes.view(self._books.instances[instance_id])
+        return self._modes.view(self._mesh.instances[instance_id])
 
     def requests(self, limit: int) -> list[RequestView]:
         """The first ``limit`` requests in the order in which they came, those that run before those that wait."""
-        states = self._books.requests.values()
+        states = self._mesh.requests.values()
         running = (state for state in states if state.phase is not Phase.WAITING)
         waiting = (state for state in states if state.phase is Phase.WAITING)
         return [state.view for state in islice(chain(running, waiting), limit)]
@@ -191,17 +193,17 @@ class SchedulerCore:
     @property
     def helped(self) -> list[RequestView]:
         """Requests whose prompts several instances compute in turn, in the order in which they were placed."""
-        return [state.view for state in self._packer.relays.helped]
+        return [state.view for state in self._packer.prefill_groups.helped]
 
     def request(self, request_id: RequestId) -> RequestView | None:
         """A request that waits or runs."""
-        state = self._books.requests.get(request_id)
+        state = self._mesh.requests.get(request_id)
         return None if state is None else state.view
 
     @property
     def tenants(self) -> list[TenantView]:
         """The keys whose requests wait or run, and those that were charged more than the others of late."""
-        return self._books.queue.counters.views
+        return self._mesh.queue.counters.views
 
     @property
     def operations(self) -> list[OperationView]:
@@ -230,26 +232,26 @@ class SchedulerCore:
 
     @property
     def ignored(self) -> Mapping[str, int]:
-        """Reports that changed nothing because they did not fit the books, by what they were."""
-        return self._books.ignored
+        """Reports that changed nothing because they did not fit the mesh state, by what they were."""
+        return self._mesh.ignored
 
     @property
     def unready_reason(self) -> str | None:
         """Why no request can be served now; None if one can."""
-        return unready_reason(self._books.instances.values())
+        return unready_reason(self._mesh.instances.values())
 
     def is_active(self, key: RequestKey) -> bool:
         """Whether the request waits or runs."""
-        return self._books.find(key) is not None
+        return self._mesh.find(key) is not None
 
     def needs_prompt(self, key: RequestKey) -> bool:
         """Whether instances may yet be asked to compute its prompt."""
-        state = self._books.find(key)
-        return state is not None and (state.phase is Phase.WAITING or self._packer.relays.may_be_helped(key))
+        state = self._mesh.find(key)
+        return state is not None and (state.phase is Phase.WAITING or self._packer.prefill_groups.may_be_helped(key))
 
     def may_change_receiver(self, key: RequestKey) -> bool:
         """Whether its KV has not landed, so that it may go to another instance yet."""
-        state = self._books.find(key)
+        state = self._mesh.find(key)
         return state is not None and state.is_in_prefill
 
     # --- events in, commands out ---
@@ -257,13 +259,13 @@ class SchedulerCore:
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Take note of an event and return what is to be done, in order."""
         self._now_s = now_s
-        commands = self._books.commands = []
+        commands = self._mesh.commands = []
         if isinstance(event, DecodeStepsDone) and not self._steps.own_steps(event):
             return commands  # nothing is decided by it
         self._admission.passed(now_s)
         if self._due_s <= now_s:
             self._new_requests.expire(now_s)
-            self._reunion.expire(now_s)
+            self._reconciler.expire(now_s)
             self._handovers.expire(now_s)
         self._handlers.handle(event, now_s)
         self._operations.advance(now_s)
@@ -274,10 +276,10 @@ class SchedulerCore:
             self._moves.evacuate(self._operations.leaving, bundle.decode_placement)
             if bundle.rebalancing is not None:
                 self._rebalancer.speed_up(bundle.rebalancing, now_s)
-        self._credit.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
+        self._on_demand.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
         self._packer.pack(bundle, now_s)
         self._admission.note(commands)
-        self._books.take_back_backends()
+        self._mesh.take_back_backends()
         self._ask_for_wake_up()
         return commands
 
@@ -286,10 +288,10 @@ class SchedulerCore:
     def _all_handlers(self) -> Handlers:
         handlers, transfers = Handlers(), self._transfers
         members = Membership(
-            self._books,
+            self._mesh,
             self._choice,
-            self._reunion,
-            self._credit,
+            self._reconciler,
+            self._on_demand,
             self._moves,
             self._rebalancer,
             self._operations,
@@ -309,7 +311,7 @@ class SchedulerCore:
         handlers.on_timed(StepDone, self._step_done)
         handlers.on(DecodeStepsDone, self._learnt_before)
         handlers.on_timed(HelperJoined, self._helper_joined)
-        handlers.on(GroupPrefix, self._packer.relays.healing.told)
+        handlers.on(GroupPrefix, self._packer.prefill_groups.recovery.on_prefix_report)
         handlers.on(DecodeReserved, transfers.reserved)
         handlers.on(TransferOffered, transfers.offered)
         handlers.on(TransferPaused, transfers.paused)
@@ -319,7 +321,7 @@ class SchedulerCore:
         handlers.on(MoveSent, self._move_sent)
         handlers.on(MoveFailed, self._moves.failed)
         handlers.on(KvReleased, self._released)
-        handlers.on(CreditLow, self._credit_low)
+        handlers.on(KvLow, self._kv_low)
         handlers.on_timed(OperationRequested, self._operations.request)
         handlers.on_timed(OperationCancelled, self._operation_cancelled)
         handlers.on(RoleChangeRequested, self._role_change_requested)
@@ -335,33 +337,33 @@ class SchedulerCore:
     # --- gateways come and go ---
 
     def _gateway_joined(self, event: GatewayJoined, now_s: float) -> None:
-        self._reunion.gateway_joined(event.gateway_id, dict(event.waiting), now_s, unbegun=frozenset(event.unbegun))
+        self._reconciler.gateway_joined(event.gateway_id, dict(event.waiting), now_s, unbegun=frozenset(event.unbegun))
 
     def _gateway_lost(self, event: GatewayLost) -> None:
-        self._reunion.gateway_lost(event.gateway_id)
+        self._reconciler.gateway_lost(event.gateway_id)
 
     # --- instances report ---
 
     def _step_done(self, event: StepDone, now_s: float) -> None:
-        if instance := self._books.instance_of(event):
+        if instance := self._mesh.instance_of(event):
             self._steps.done(instance, event, now_s)
 
     def _learnt_before(self, _: DecodeStepsDone) -> None:
         """`handle` has learnt from it before anything else."""
 
     def _helper_joined(self, event: HelperJoined, now_s: float) -> None:
-        self._packer.relays.joined(event, now_s, self._choice.bundle)
+        self._packer.prefill_groups.joined(event, now_s, self._choice.bundle)
 
     def _move_sent(self, event: MoveSent) -> None:
         self._moves.sent(event)
         self._rebalancer.timed(event)
 
-    def _credit_low(self, event: CreditLow) -> None:
-        if instance := self._books.instance_of(event):
-            self._credit.is_low(instance, event.residents)
+    def _kv_low(self, event: KvLow) -> None:
+        if instance := self._mesh.instance_of(event):
+            self._on_demand.is_low(instance, event.residents)
 
     def _load_reported(self, event: LoadReported) -> None:
-        if instance := self._books.instance_of(event):
+        if instance := self._mesh.instance_of(event):
             instance.set_quarantined(event.num_quarantined_blocks)
 
     # --- requests come and end ---
@@ -370,44 +372,44 @@ class SchedulerCore:
         self._new_requests.arrived(event.request, self._choice, now_s)
 
     def _finished(self, event: RequestFinished) -> None:
-        if event.instance_id in self._books.instances:
+        if event.instance_id in self._mesh.instances:
             self._steps.own_steps(event)
-        state = self._books.find((event.request_id, event.epoch))
+        state = self._mesh.find((event.request_id, event.epoch))
         if state is None or not state.needs(event.instance_id):
-            self._books.ignore("RequestFinished")
+            self._mesh.ignore("RequestFinished")
             return
         self._modes.finished(state, event.num_output_tokens)
-        self._credit.ended(state, event.instance_id, event.num_output_tokens)
+        self._on_demand.ended(state, event.instance_id, event.num_output_tokens)
         wait_s = None if state.placed_s is None else state.waited_s(self._now_s)
         self._judge.finished(state.request, wait_s, state.first_token_s, event.num_output_tokens, self._now_s)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.transfer else ()))
         if state.move is not None:  # perhaps back to where it came from
             spare = tuple([name for name in spare if name != state.move.target_id])
-        self._books.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
+        self._mesh.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
 
     def _dropped(self, event: RequestDropped) -> None:
-        state = self._books.find((event.request_id, event.epoch))
+        state = self._mesh.find((event.request_id, event.epoch))
         if state is not None and state.needs(event.instance_id):
             reason = f"instance {event.instance_id} does not serve it: {event.reason}"
-            do_without(self._books, state, event.instance_id, reason)
+            do_without(self._mesh, state, event.instance_id, reason)
         elif state is None or state.move is None or state.move.target_id != event.instance_id:
-            self._books.ignore("RequestDropped")
+            self._mesh.ignore("RequestDropped")
 
     def _released(self, event: KvReleased) -> None:
         key = (event.request_id, event.epoch)
-        instance = self._books.instance_of(event)
+        instance = self._mesh.instance_of(event)
         if instance is None:
             return
-        hold = instance.give_back(key, event.transfer_id)
-        if hold is None:
-            self._books.ignore("KvReleased")
+        allocation = instance.give_back(key, event.transfer_id)
+        if allocation is None:
+            self._mesh.ignore("KvReleased")
             return
-        if hold.kind is not HoldKind.PREFILL:
-            self._modes.released(instance, self._choice.bundle, self._choice.learner.estimate(instance.make))
-        self._reunion.released(event.instance_id, key)
+        if allocation.kind not in MOVES_AWAY:
+            self._modes.released(instance, self._choice.bundle, self._choice.learner.estimate(instance.device_class))
+        self._reconciler.released(event.instance_id, key)
         self._moves.released(event.instance_id, key)
-        state = self._books.find(key)
+        state = self._mesh.find(key)
         # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
         # that nobody asked for leaves a request without its KV.
         if (
@@ -415,17 +417,17 @@ class SchedulerCore:
             and state.needs(event.instance_id)
             and not (state.transfer is not None and state.transfer.was_sent_by(event.instance_id))
         ):
-            do_without(self._books, state, event.instance_id, f"instance {event.instance_id} dropped its KV")
-        self._books.grant(self._books.broker.release_of(key, event.instance_id))
+            do_without(self._mesh, state, event.instance_id, f"instance {event.instance_id} dropped its KV")
+        self._mesh.grant(self._mesh.broker.release_of(key, event.instance_id))
 
     # --- an operator's changes ---
 
     def _role_change_requested(self, event: RoleChangeRequested) -> None:
-        if instance := self._books.instance_of(event):
+        if instance := self._mesh.instance_of(event):
             instance.set_role(event.role)
-            self._books.regroup()
-            self._books.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
-            self._books.queue.unpark()
+            self._mesh.regroup()
+            self._mesh.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
+            self._mesh.queue.unpark()
 
     def _operation_cancelled(self, event: OperationCancelled, now_s: float) -> None:
         owner = self._pools if self._pools.knows(event.operation_id) else self._operations
@@ -438,8 +440,8 @@ class SchedulerCore:
 
     def _ask_for_wake_up(self) -> None:
         self._due_s = min(
-            self._books.queue.next_deadline_s,
-            self._reunion.next_deadline_s,
+            self._mesh.queue.next_deadline_s,
+            self._reconciler.next_deadline_s,
             self._operations.next_deadline_s,
             self._pools.next_deadline_s,
             self._handovers.next_deadline_s,
@@ -449,13 +451,13 @@ class SchedulerCore:
             self._wake_s = inf
         if self._due_s < self._wake_s:
             self._wake_s = self._due_s
-            self._books.commands.append(WakeAt(at_s=self._due_s))
+            self._mesh.commands.append(WakeAt(at_s=self._due_s))
 
     def check_integrity(self) -> None:
         """Every book balances with every other; AssertionError names the numbers."""
-        self._books.check_integrity()
+        self._mesh.check_integrity()
         self._operations.check_integrity()
         self._moves.check_integrity()
-        for instance in self._books.instances.values():
+        for instance in self._mesh.instances.values():
             num_plans = instance.num_regular_plans
             assert num_plans <= self._config.plans_in_flight, f"{instance.instance_id}: {num_plans} plans in flight"

@@ -12,7 +12,7 @@ other piece, says that its sender is ready. Of two members one hears of the othe
 **In how many pieces.** Members take turns, so when one begins its chunk, the next one of ``n`` begins about a chunk's
 ``n``-th part later, and as many layers behind. Whoever is ``d`` turns behind is sent ``d`` of these parts at once: it
 waits no longer for it (`pdmesh.policy.pacing`). Whose turn is next is told by what came from whom last; a wrong guess
-makes somebody wait for half a chunk. A gang's slices are in the order of its members, the leader's last.
+makes somebody wait for half a chunk. A parallel step's slices are in the order of its members, the leader's last.
 
 **How pages travel** is the writer's business, and that of `pdmesh.kv.groups`, which takes them: in pieces, or, inside a
 host, copied from where they lie (`pdmesh.kv.loans`).
@@ -392,7 +392,7 @@ class PieceExchange:
         """Send blocks that were computed here to all members that there are."""
         num_members = max(1, len(self._addresses))
         self.pages.set_audience(blocks, num_members)
-        for behind, peer in self._in_turn(blocks) if pace is ChunkPace.IN_TURN else self._in_gang():
+        for behind, peer in self._in_turn(blocks) if pace is ChunkPace.IN_TURN else self._in_parallel():
             num_layers = layers_a_piece(pace, self._layout.num_layers, 1 + len(self._peers), behind)
             peer.outbox.put(Outgoing(blocks, num_members), num_layers)
 
@@ -403,9 +403,9 @@ class PieceExchange:
         )
         return enumerate(next_ones, start=1)
 
-    def _in_gang(self) -> Iterable[tuple[int, _Peer]]:
+    def _in_parallel(self) -> Iterable[tuple[int, _Peer]]:
         """The others, and by how many slices theirs comes after the one here: in their order, the leader's last."""
-        assert self._number is not None, "there is a gang, so the members are known"
+        assert self._number is not None, "there is a parallel step, so the members are known"
         line = sorted({self._number, *self._peers}, key=lambda number: (number == LEADER, number))
         own = line.index(self._number)
         return [(max(0, place - own), self._peers[number]) for place, number in enumerate(line) if place != own]

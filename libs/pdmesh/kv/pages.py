@@ -1,4 +1,5 @@
-"""The books of one request's pages on a member of a prefill group: who fills them, which are here, who was sent them.
+"""The books of one request's pages on a member of a prefill group: who fills them, which are here, who was sent
+them.
 
 A page is (layer, block), in the request's own numbers. A chunk *begins* blocks that it fills here, in all layers; a
 piece of another member *claims* pages before it is copied; a page that is here has an *audience*: so many members were

@@ -10,8 +10,8 @@ from pdmesh.policy.batching import Batching
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.local_prefill import LocalPrefill
+from pdmesh.policy.prefill_groups import GroupPolicy
 from pdmesh.policy.rebalancing import Rebalancing
-from pdmesh.policy.relay import Relay
 from pdmesh.policy.seams import DecodePlacement, Packing, PrefillOrder, PrefillPlacement
 from pdmesh.policy.views import InstanceView
 
@@ -35,7 +35,7 @@ class Bundle:
     run_ahead: RunAhead | None = None  # None: no prompt is computed ahead of room to decode
     waiting_kv_share: float = 1.0  # of a prefill instance's KV, that may wait to move away
     sends_computed_first: bool = False  # KV that is all there goes before KV that is being computed
-    relay: Relay | None = None  # None: no prompt is computed by several instances in turn
+    group_policy: GroupPolicy | None = None  # None: no prompt is computed by several instances in turn
     rebalancing: Rebalancing | None = None  # None: what decodes moves only where an instance is to be empty
 
     def why_not(self, instances: Sequence[InstanceView]) -> str | None:

@@ -15,7 +15,7 @@ from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.order import ByPriority, EarliestDeadline, Fcfs, GuardedShortestFirst, ShortestFirst
-from pdmesh.policy.parts import adaptive, in_groups, make_relay, mixed, with_order
+from pdmesh.policy.parts import adaptive, in_groups, make_group_policy, mixed, with_order
 from pdmesh.policy.placement import Apart, ShortAroundLong
 from pdmesh.policy.rebalancing import Rebalancing
 
@@ -43,9 +43,9 @@ def _rebalancing(config: PolicyConfig) -> Rebalancing | None:
         return None
     return Rebalancing(
         latency=config.latency,
-        latency_of_make=config.latency_of_make,
+        latency_of_device_class=config.latency_of_device_class,
         slo_tpot_s=config.slo_tpot_s,
-        bytes_per_s=config.relay_bytes_per_s,
+        bytes_per_s=config.link_bytes_per_s,
     )
 
 
@@ -61,20 +61,18 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         long_prompt_tokens=long_tokens,
         batching=_switching(config),
         interruption=ShortInterruptsLong(config.latency, long_tokens),
-        local_prefill=LocalPrefill(
-            remaining=prediction.remaining, packing=packing, bytes_per_s=config.relay_bytes_per_s
-        )
+        local_prefill=LocalPrefill(remaining=prediction.remaining, packing=packing, bytes_per_s=config.link_bytes_per_s)
         if config.prefills_locally
         else None,
         run_ahead=RunAhead(
             prediction=prediction,
             latency=config.latency,
-            bytes_per_s=config.relay_bytes_per_s,
-            latency_of_make=config.latency_of_make,
+            bytes_per_s=config.link_bytes_per_s,
+            latency_of_device_class=config.latency_of_device_class,
         ),
         waiting_kv_share=config.waiting_kv_share,
         sends_computed_first=True,
-        relay=make_relay(config),
+        group_policy=make_group_policy(config),
         rebalancing=_rebalancing(config),
     )
 

@@ -22,8 +22,8 @@ class PolicyConfig:
     chunk_tokens: Annotated[int, COUNT, "tokens of prefill per step, where steps are static"] = 512
     #: Of an instance; from `scheduler.profile`, or measured.
     latency: Annotated[LinearLatencyModel, NO_SETTING] = PROFILES["a100-llama3-8b"]
-    #: Of makes of instances; those without one are as fast as ``latency`` says.
-    latency_of_make: Annotated[Mapping[str, LinearLatencyModel], NO_SETTING] = field(
+    #: Of device classes of instances; those without one are as fast as ``latency`` says.
+    latency_of_device_class: Annotated[Mapping[str, LinearLatencyModel], NO_SETTING] = field(
         default_factory=dict[str, LinearLatencyModel]
     )
     slo_ttft_s: Annotated[
@@ -58,21 +58,22 @@ class PolicyConfig:
     colocate_tokens: Annotated[int, "prompt tokens queued on an instance, up to which it takes more (`pecsched`)"] = (
         8192
     )
-    relay_members: Annotated[
+    max_group_members: Annotated[
         int, _MEMBERS, "`pdmesh` has up to so many instances compute a long prompt in turn, where others idle; 1: never"
     ] = 4
-    relay_improvement: Annotated[
+    group_improvement: Annotated[
         float | None,
         Range(0, 0.9),
         "...each more of them only if it brings the first token forward by this share; if not set, the best for the "
         "prompts of the last 30 s",
     ] = None
-    relay_bytes_per_s: Annotated[float, Range(1), "...at which an instance passes KV on to others"] = 1e9
+    link_bytes_per_s: Annotated[float, Range(1), "...at which an instance passes KV on to others"] = 1e9
     sequence_parallel: Annotated[
         str,
-        one_of("relay", "gang", "auto"),
-        "...in turn (`relay`), all at once with a slice each (`gang`), or whichever is predicted to end first (`auto`)",
-    ] = "relay"
+        one_of("pipelined", "parallel", "auto"),
+        "...in turn (`pipelined`), all at once with a slice each (`parallel`), or whichever is predicted to end first "
+        "(`auto`)",
+    ] = "pipelined"
     group_size: Annotated[
         int,
         _MEMBERS,

@@ -50,11 +50,11 @@ class RunAhead:
     prediction: Prediction
     latency: LatencyModel
     bytes_per_s: float  # at which KV moves
-    latency_of_make: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
+    latency_of_device_class: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
     def tokens_per_s(self, instance: InstanceView) -> float:
         """Return the tokens a second that an instance's requests draw once all of them decode."""
-        latency = self.latency_of_make.get(instance.make, self.latency)
+        latency = self.latency_of_device_class.get(instance.device_class, self.latency)
         shape = StepShape((), max(1, instance.num_seats_taken), instance.num_resident_tokens)
         return instance.num_seats_taken / max(1e-6, latency.step_s(shape))
 

@@ -71,7 +71,7 @@ class GuardedShortestFirst:
     While everyone has slack to spare this has the shortest mean wait, and a short request never waits for a long one.
     A long request that was put off too often becomes urgent while it can still be in time. Under overload everyone is
     urgent, and the order is that of LARS: relative slack falls without bound while a request waits, so none starves.
-    Requests of equal work are one lane: it is as urgent as the most urgent of them, and inside it they come by
+    Requests of equal work are one bucket: it is as urgent as the most urgent of them, and inside it they come by
     deadline, so that equals do not take turns and all end late, as under strict LARS.
 
     A long prompt with a target of its own gets what it needs to keep it. Any other is due so that it gets at least
@@ -95,7 +95,7 @@ class GuardedShortestFirst:
         return Rank(rounded(due_s), work_class_s(work_s), latest_s)
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
-        starts_s = {work_s: latest_s for _, work_s, latest_s in ranks}  # of the most urgent in each lane
+        starts_s = {work_s: latest_s for _, work_s, latest_s in ranks}  # of the most urgent in each bucket
         if len(starts_s) < len(ranks):
             for _, work_s, latest_s in ranks:
                 starts_s[work_s] = min(starts_s[work_s], latest_s)
@@ -109,7 +109,7 @@ class GuardedShortestFirst:
 
     def keeps_key_until_s(self, rank: Rank) -> float:
         """Return the time until which the request cannot be urgent, a little early for rounding errors."""
-        return rank.latest_start_s - self.spare_slack * rank.lane - 1e-3
+        return rank.latest_start_s - self.spare_slack * rank.bucket - 1e-3
 
 
 def work_class_s(work_s: float) -> float:

@@ -87,7 +87,9 @@ class AdaptiveChunks:
     max_shared: float
     local_step_share: float
     long_chunk_alone: bool = False  # a long prompt's chunk has its step to itself
-    sizer_of_make: Mapping[str, ChunkSizer] = field(default_factory=dict[str, ChunkSizer])  # of instances; else sizer
+    sizer_of_device_class: Mapping[str, ChunkSizer] = field(
+        default_factory=dict[str, ChunkSizer]
+    )  # of instances; else sizer
 
     def num_tokens(
         self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
@@ -118,7 +120,7 @@ class AdaptiveChunks:
         return num_steps * sizer.model.with_chunk_s(beside, half)(chunk_tokens)
 
     def _sizer(self, instance: InstanceView) -> ChunkSizer:
-        return self.sizer_of_make.get(instance.make, self.sizer)
+        return self.sizer_of_device_class.get(instance.device_class, self.sizer)
 
     def _excludes(self, step: PartialStep, request: Request) -> bool:
         if not step.chunks:

@@ -12,7 +12,7 @@ from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, AdaptiveChunks, ChunkSizer, StaticChunks
 from pdmesh.policy.placement import Freeness, InGroups, LeastQueuedTokens
 from pdmesh.policy.prediction import Prediction, RemainingTime
-from pdmesh.policy.relay import Relay, Schedule
+from pdmesh.policy.prefill_groups import GroupPolicy, Schedule
 from pdmesh.policy.seams import Packing, PrefillOrder
 
 _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
@@ -54,8 +54,9 @@ def adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = 
         max_shared=config.max_shared,
         local_step_share=config.local_step_share,
         long_chunk_alone=long_chunk_alone,
-        sizer_of_make={
-            make: ChunkSizer(latency, config.max_chunk_tokens) for make, latency in config.latency_of_make.items()
+        sizer_of_device_class={
+            device_class: ChunkSizer(latency, config.max_chunk_tokens)
+            for device_class, latency in config.latency_of_device_class.items()
         },
     )
     return packing, prediction
@@ -94,19 +95,19 @@ def in_groups(config: PolicyConfig, bundle: Bundle, *, need_idle: bool = False) 
         need_idle=need_idle,
         interrupt=bundle.interruption is not None,
     )
-    relay = replace(
-        make_relay(config), max_members=config.group_size, group_size=config.group_size, beside_decodes=True
+    group_policy = replace(
+        make_group_policy(config), max_members=config.group_size, group_size=config.group_size, beside_decodes=True
     )
-    return replace(bundle, prefill_placement=placement, relay=relay)
+    return replace(bundle, prefill_placement=placement, group_policy=group_policy)
 
 
-def make_relay(config: PolicyConfig) -> Relay:
+def make_group_policy(config: PolicyConfig) -> GroupPolicy:
     """Long prompts on several instances, as ``config.sequence_parallel`` says."""
-    return Relay(
+    return GroupPolicy(
         latency=config.latency,
-        max_members=config.relay_members,
-        improvement_rate=config.relay_improvement,
-        bytes_per_s=config.relay_bytes_per_s,
+        max_members=config.max_group_members,
+        improvement_rate=config.group_improvement,
+        bytes_per_s=config.link_bytes_per_s,
         min_step_s=config.latency.step_s(_ONE_TOKEN) / config.max_group_step_overhead,
         step_overhead=config.max_step_overhead,
         schedule=Schedule(config.sequence_parallel),

@@ -49,7 +49,7 @@ class Subject:
         )
 
     @property
-    def make(self) -> str:
+    def device_class(self) -> str:
         """What instances have in common that are equally fast: all but what the model is called."""
         device = self.device.partition(":")[0]
         sizes = f"{self.num_parameters} {self.num_layers} {self.num_kv_heads} {self.head_dim} {self.dtype}"
@@ -61,9 +61,9 @@ class Subject:
         return f"{self.model} ({size}{', ' if self.dtype else ''}{self.dtype}) on {hardware}"
 
 
-def make_of(instance: InstanceProfile) -> str:
+def device_class_of(instance: InstanceProfile) -> str:
     """What instances of equal speed have in common, in words: model, number of parameters, dtype and hardware."""
-    return Subject.of(instance).make
+    return Subject.of(instance).device_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Profile:
 
     def mismatch(self, other: Subject) -> str | None:
         """Why this profile says nothing of ``other``, in one sentence; None if it does. What models are called does
-        not matter: two of one make are equally fast.
+        not matter: two of one device class are equally fast.
         """
         own = self.subject
         same = (

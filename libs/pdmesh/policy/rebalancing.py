@@ -32,7 +32,7 @@ class Rebalancing:
     latency: LatencyModel
     slo_tpot_s: float  # of those without a target of their own
     bytes_per_s: float  # that an instance sends to another, until moves have been timed
-    latency_of_make: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
+    latency_of_device_class: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
     def move_s(self, num_bytes: int, bytes_per_s: float | None) -> float:
         """How long a move takes at the rate of moves before it, if there were any."""
@@ -48,7 +48,7 @@ class Rebalancing:
 
     def step_s(self, instance: InstanceView, num_decodes: int = 0, num_tokens: int = 0) -> float:
         """A decode step of an instance, with so many more or fewer, and their context."""
-        model = self.latency_of_make.get(instance.make, self.latency)
+        model = self.latency_of_device_class.get(instance.device_class, self.latency)
         shape = StepShape((), instance.num_decoding + num_decodes, instance.num_resident_tokens + num_tokens)
         return model.step_s(shape)
 

@@ -24,14 +24,14 @@ class PrefillOrder(Protocol):
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         """A key for each of ``ranks``, compared with each other now: smaller is earlier.
 
-        Equal keys are served by arrival, then by id. In a lane the keys never contradict the places; and a key depends
-        on the ranks of its own lane alone, so that they can be kept while those of another lane change. It never grows
-        as time passes, so that one of a later time tells how small it can be until then.
+        Equal keys are served by arrival, then by id. In a bucket the keys never contradict the places; and a key
+        depends on the ranks of its own bucket alone, so that they can be kept while those of another bucket change. It
+        never grows as time passes, so that one of a later time tells how small it can be until then.
         """
         ...
 
     def keeps_key_until_s(self, rank: Rank) -> float:
-        """Return how long a request of this rank, alone in its lane, keeps its key; -inf if that changes with time."""
+        """Return how long a rank alone in its bucket keeps its key; -inf if that changes with time."""
         ...
 
 
@@ -61,7 +61,7 @@ class Packing(Protocol):
 
 
 class PrefillPlacement(Protocol):
-    """Chooses where a prompt is computed: the first instance that has room and an opening for it, and `takes` it.
+    """Chooses where a prompt is computed: the first instance that has room and a step slot for it, and `takes` it.
 
     The core keeps the instances sorted by their keys, which so depend on nothing but the view.
     """

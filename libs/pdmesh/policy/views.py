@@ -12,7 +12,7 @@ from pdmesh.policy.latency import ChunkShape
 
 @dataclass(slots=True)
 class InstanceView:
-    """An instance as the core's books have it. Not to be changed, and not frozen, which would triple its cost.
+    """An instance as the core's state have it. Not to be changed, and not frozen, which would triple its cost.
 
     ``num_free_blocks`` leaves out what is promised to transfers on their way (*virtual usage*), and
     ``num_seats_taken`` counts their requests beside the decoding ones.
@@ -37,7 +37,7 @@ class InstanceView:
     shortest_long_prefill_tokens: int | None = None
     slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
     number: int = 0  # its place among those that joined, from 1 on; that of one that was lost is taken again
-    make: str = ""  # instances of one are equally fast
+    device_class: str = ""  # instances of one are equally fast
 
 
 @dataclass(slots=True)
@@ -60,10 +60,10 @@ class PartialStep:
 class Rank(NamedTuple):
     """A request's position in an order, independent of time; it changes only as its prompt is computed.
 
-    Requests in one lane keep the order of their ``place`` whatever the time. So the line of those that wait stays
-    sorted as time passes, and only the first of each lane are ever compared.
+    Requests in one bucket keep the order of their ``place`` whatever the time. So the line of those that wait stays
+    sorted as time passes, and only the first of each bucket are ever compared.
     """
 
     place: float = 0.0
-    lane: float = 0.0
+    bucket: float = 0.0
     latest_start_s: float = 0.0  # when what is left of it must start to be in time, in the orders that ask

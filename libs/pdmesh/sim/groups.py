@@ -29,7 +29,7 @@ class SimulatedGroups:
         agenda: Agenda,
         exchange: SimulatedExchange,
         departures: SimulatedDepartures,
-        gang_step_s: float = 0.0,
+        parallel_step_s: float = 0.0,
         report: Callable[[Event], None],
         end: Callable[[], None],
         go_on: Callable[[PlannedStep], None],
@@ -38,7 +38,7 @@ class SimulatedGroups:
         self._agenda = agenda
         self._exchange = exchange
         self._departures = departures
-        self._gang_step_s = gang_step_s
+        self._parallel_step_s = parallel_step_s
         self._report = report
         self._end = end
         self._go_on = go_on
@@ -91,9 +91,9 @@ class SimulatedGroups:
 
     def waits(self, step: PlannedStep) -> bool:
         """Whether a step that is computed waits for others; it goes on by itself, or when its end is due."""
-        if step.plan.in_gang and self._gang_step_s and not step.has_met:
+        if step.plan.in_parallel and self._parallel_step_s and not step.has_met:
             step.has_met = step.waits = True
-            step.end_s = self._agenda.now_s + self._gang_step_s
+            step.end_s = self._agenda.now_s + self._parallel_step_s
             step.end = self._agenda.at(step.end_s, self._end)
             return True
         for chunk in step.plan.chunks:
@@ -119,7 +119,7 @@ class SimulatedGroups:
         """What is left of a chunk when all KV before it is here, at least."""
         if plan.at_once:
             return 0.0  # what its last layer waited for was written a layer's time before the end of the slice before
-        if plan.in_gang:
+        if plan.in_parallel:
             return lag(self._profile.kv_layout.num_layers, self._exchange.num_members(key))
         return self._departures.last_layer_share
 

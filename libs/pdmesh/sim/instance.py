@@ -9,7 +9,8 @@ What is left of the interrupted step is computed after it.
 
 A step with a chunk of a prompt that several instances compute in turn (`pdmesh.sim.exchange`) ends when it is computed,
 and no sooner than a layer's time after the KV of the tokens before has come. While it waits, urgent plans run. The
-members of a gang are all in the same layer, so a slice of it ends no sooner than the one before it, and its last KV.
+members of a parallel step are all in the same layer, so a slice of it ends no sooner than the one before it, and its
+last KV.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from pdmesh.core.commands import (
     WithdrawTransfer,
 )
 from pdmesh.core.events import (
-    CreditLow,
     DecodeReserved,
     DecodeStepsDone,
     Event,
     HelperJoined,
+    KvLow,
     KvReleased,
     RequestFinished,
     TransferLanded,
 )
-from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
+from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.model import FinishReason, InstanceId, InstanceProfile, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan, TransferPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
@@ -79,7 +80,7 @@ class SimInstance:
         land: Callable[[TransferPlan, RequestKey, float], None],
         want_turn: Callable[[InstanceId], None],
         max_decode_steps: int,
-        gang_step_s: float = 0.0,
+        parallel_step_s: float = 0.0,
     ) -> None:
         self.profile = profile
         self.instance_id = profile.instance_id
@@ -103,7 +104,7 @@ class SimInstance:
             agenda=agenda,
             exchange=exchange,
             departures=self._departures,
-            gang_step_s=gang_step_s,
+            parallel_step_s=parallel_step_s,
             report=report,
             end=self._end_step,
             go_on=self._go_on,
@@ -441,7 +442,7 @@ class SimInstance:
         for run in told.finished:
             self._finish(run)
         if told.low:
-            self._report(CreditLow(self.instance_id, told.low))
+            self._report(KvLow(self.instance_id, told.low))
 
     def _finish(self, run: RequestRun) -> None:
         key = (run.current.request_id, run.current.epoch)

@@ -18,7 +18,7 @@ _NO_LIMIT = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """A mesh of so many instances of each role, all of one make."""
+    """A mesh of so many instances of each role, all of one device class."""
 
     num_prefill: int
     num_decode: int
@@ -27,7 +27,7 @@ class MeshShape:
     num_kv_tokens: int  # of one instance
     max_num_seqs: int = 256
     num_transfer_backends: int = 4
-    relays: bool = False  # instances can compute a prompt together, as live ones can
+    joins_groups: bool = False  # instances can compute a prompt together, as live ones can
 
     def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
         pools = ((Role.PREFILL, self.num_prefill), (Role.DECODE, self.num_decode), (Role.MIXED, self.num_mixed))
@@ -44,7 +44,7 @@ class MeshShape:
             max_num_seqs=self.max_num_seqs,
             num_transfer_backends=self.num_transfer_backends,
             data_address=b"",
-            relays=self.relays,
+            joins_groups=self.joins_groups,
         )
 
 

@@ -25,7 +25,7 @@ class PlannedStep:
     interruption: Appointment | None = None
     nested_s: float = 0.0  # of the urgent steps that ran inside it
     waits: bool = False  # computed but for KV that others send
-    has_met: bool = False  # what its layers wait for the others of its gang has passed
+    has_met: bool = False  # what its layers wait for the others of its parallel step has passed
     gives_up: bool = False  # a member was lost since it was planned: it waits for nobody
     undone: tuple[ChunkPlan, ...] = ()  # of its chunks: given up, or freed before they began
 

@@ -1,8 +1,8 @@
 """Who decodes on a modelled instance: in which step each resident ends, needs more room, or has none left.
 
 Residents draw a token each in every step that they take part in. A resident whose tokens fill its blocks stands still
-until it is granted more (`pdmesh.core.credit`); it says so, as a worker does, and before, when it has room for little
-more. Who was freed takes part in no step that begins afterwards.
+until it is granted more (`pdmesh.core.instances.on_demand`); it says so, as a worker does, and before, when it has room
+for little more. Who was freed takes part in no step that begins afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pdmesh.model import Request, RequestKey
 from pdmesh.plans import ResidentContext
-from pdmesh.policy.credit import LOW_TOKENS
+from pdmesh.policy.on_demand import LOW_TOKENS
 from pdmesh.sim.result import RequestRun
 
 

@@ -47,9 +47,11 @@ class SimConfig:
 
     port_bytes_per_s: float = 25e9  # each instance's, in and out: a 200 Gb/s adapter
     control_delay_s: float = 0.0  # from the scheduler to an instance, and back
-    gang_step_s: float = 0.0  # a step of a gang takes so much longer: its members wait for each other in each layer
+    parallel_step_s: float = (
+        0.0  # a step of a parallel step takes so much longer: its members wait for each other in each layer
+    )
     max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
-    events_between_checks: int = 10_000  # of the core's books
+    events_between_checks: int = 10_000  # of the core's state
     deaths: Sequence[Death] = ()  # of any instances
 
 
@@ -98,7 +100,7 @@ class Simulator:
             report=self._report,
             land=self._land,
             want_turn=self._want_turn,
-            gang_step_s=self._config.gang_step_s,
+            parallel_step_s=self._config.parallel_step_s,
             max_decode_steps=self._config.max_decode_steps,
         )
 

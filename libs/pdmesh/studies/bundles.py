@@ -11,7 +11,7 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.order import Fcfs
-from pdmesh.policy.parts import adaptive, in_groups, make_relay, mixed, with_order
+from pdmesh.policy.parts import adaptive, in_groups, make_group_policy, mixed, with_order
 from pdmesh.policy.placement import Apart, Freeness, LeastQueuedTokens, ShortAroundLong
 from pdmesh.studies.order import FcfsOfEachKind, LeastRelativeSlack, LeastSlack, ShortFirst
 from pdmesh.studies.placement import Reservation
@@ -83,7 +83,7 @@ def _tetris(config: PolicyConfig) -> Bundle:
         decode_placement=Freeness(),
         long_prompt_tokens=config.long_prompt_tokens,
         batching=mixed(config),
-        relay=replace(make_relay(config), planner=ChunkwisePlanner, doubles=True),
+        group_policy=replace(make_group_policy(config), planner=ChunkwisePlanner, doubles=True),
     )
 
 

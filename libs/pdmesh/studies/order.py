@@ -19,7 +19,7 @@ class FcfsOfEachKind(ByPlace):
     long_prompt_tokens: int
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
-        return Rank(lane=float(request.num_prompt_tokens >= self.long_prompt_tokens))
+        return Rank(bucket=float(request.num_prompt_tokens >= self.long_prompt_tokens))
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LeastSlack(ByPlace):
 class LeastRelativeSlack:
     """LARS, length-aware relative slack (Medha §4.1), strictly: the smallest first.
 
-    The whole work that slack is relative to is rounded to a class, at most 6 % off; a class is a lane.
+    The whole work that slack is relative to is rounded to a class, at most 6 % off; a class is a bucket.
     """
 
     prediction: Prediction

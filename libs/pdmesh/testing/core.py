@@ -23,8 +23,8 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
-from pdmesh.core.growth import Growth
-from pdmesh.core.operation_records import OperationView
+from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.operators.records import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     NO_TRANSFER,
@@ -96,8 +96,8 @@ def named_profile(name: str, **fields: Any) -> InstanceProfile:
 class FixedGrowth(Growth):
     """Expects this of everybody, whatever it sees. To be a core's before instances join it."""
 
-    def __init__(self, mean_tokens: float, *, by_credit: bool = True, risk: float = 0.01) -> None:
-        super().__init__(by_credit=by_credit, risk=risk)
+    def __init__(self, mean_tokens: float, *, on_demand: bool = True, risk: float = 0.01) -> None:
+        super().__init__(on_demand=on_demand, risk=risk)
         self.mean_tokens = mean_tokens
 
     def drew(self, num_tokens: int) -> bool:
@@ -166,9 +166,9 @@ class CoreBench:
     def released(self, instance_id: str, request_id: str, epoch: int = 0) -> list[Command]:
         """What it has of a request by now."""
         key = RequestId(request_id), Epoch(epoch)
-        instance = self.core._books.instances.get(InstanceId(instance_id))
-        hold = None if instance is None else instance.holds.get(key)
-        transfer_id = NO_TRANSFER if hold is None else hold.transfer_id
+        instance = self.core._mesh.instances.get(InstanceId(instance_id))
+        allocation = None if instance is None else instance.allocations.get(key)
+        transfer_id = NO_TRANSFER if allocation is None else allocation.transfer_id
         return self.feed(KvReleased(InstanceId(instance_id), *key, transfer_id))
 
     def offered(self, instance_id: str, request_id: str) -> list[Command]:

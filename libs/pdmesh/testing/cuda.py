@@ -14,7 +14,7 @@ from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.cuda.flashinfer import FlashInfer
 from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
-from pdmesh.engine.cuda.shared_cache import HANDLE_BYTES, Allocation
+from pdmesh.engine.cuda.shared_cache import HANDLE_BYTES, DeviceAllocation
 from pdmesh.engine.kernels import TorchKernels
 from pdmesh.errors import KvTransferError
 from pdmesh.testing.flashinfer import FakeFlashInfer
@@ -91,19 +91,19 @@ class FakeDriver:
     def __init__(self, host: FakeHost, streams: FakeStreams) -> None:
         self._host = host
         self._streams = streams
-        self._own: list[Allocation] = []
-        self.mapped: dict[int, Allocation] = {}  # what is mapped, by where
+        self._own: list[DeviceAllocation] = []
+        self.mapped: dict[int, DeviceAllocation] = {}  # what is mapped, by where
         self.num_copies = 0
         self.has_one_device = True
 
     def own(self, tensors: Sequence[Tensor]) -> None:
         """Each is an allocation."""
-        self._own += [Allocation(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        self._own += [DeviceAllocation(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
-    def allocation(self, address: int) -> Allocation:
+    def allocation(self, address: int) -> DeviceAllocation:
         for start, num_bytes in (*self._own, *((at, part.num_bytes) for at, part in self.mapped.items())):
             if start <= address < start + num_bytes:
-                return Allocation(start, num_bytes)
+                return DeviceAllocation(start, num_bytes)
         raise KvTransferError(f"cuMemGetAddressRange: {address:#x} is not this process's")
 
     def handle(self, address: int) -> bytes:

@@ -141,7 +141,7 @@ async def _scheduler(security: SecurityConfig) -> AsyncGenerator[str]:
             link.post(messages.RegisterGateway(gateway_id=GatewayId("last"), waiting=()))
             with anyio.fail_after(20):
                 async for frame in link.frames():
-                    if any(isinstance(message, messages.MeshState) for message in frame):
+                    if any(isinstance(message, messages.MeshStatus) for message in frame):
                         break
             pumping.cancel_scope.cancel()
         context.stopping.set()

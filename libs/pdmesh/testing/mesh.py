@@ -21,7 +21,7 @@ from pdmesh.cli.state import MeshRecord
 from pdmesh.config import SecurityConfig
 from pdmesh.model import Role
 from pdmesh.wire.admin import ask_scheduler
-from pdmesh.wire.messages import GetStatus, MeshState, RequestRecord
+from pdmesh.wire.messages import GetStatus, MeshStatus, RequestRecord
 
 #: Settings of a mesh without a model for tests that are not about numbers: instances start without torch, a decode step
 #: takes 5 ms, and a token follows from the last one and its position.
@@ -35,7 +35,7 @@ STOP_TIMEOUT_S = 300.0
 
 
 class _Status(msgspec.Struct):
-    state: MeshState
+    state: MeshStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class RunningMesh:
             timeout=STOP_TIMEOUT_S,
         ).stdout
 
-    def status(self) -> MeshState:
+    def status(self) -> MeshStatus:
         return msgspec.json.decode(self.pdmesh("status", "-o", "json"), type=_Status).state
 
-    async def state(self) -> MeshState:
+    async def state(self) -> MeshStatus:
         """What `status` shows, without a command that has to start."""
         security = SecurityConfig(mesh_token=self.record.mesh_token)
         state = await ask_scheduler(self.record.scheduler_address, security, GetStatus())
-        assert isinstance(state, MeshState)
+        assert isinstance(state, MeshStatus)
         return state
 
     def wait_until_idle(self, limit_s: float = 10.0) -> None:

@@ -31,13 +31,13 @@ from pdmesh.core.commands import (
     WithdrawTransfer,
 )
 from pdmesh.core.events import (
-    CreditLow,
     DecodeReserved,
     DecodeStepsDone,
     Event,
     GroupPrefix,
     HelperJoined,
     InstanceJoined,
+    KvLow,
     KvReleased,
     LoadReported,
     MoveFailed,
@@ -47,7 +47,7 @@ from pdmesh.core.events import (
     TransferOffered,
     TransferPaused,
 )
-from pdmesh.core.own_steps import OwnSteps
+from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.model import (
     NO_TRANSFER,
     FinishReason,
@@ -77,7 +77,7 @@ def modelled_profile(
     num_transfer_backends: int = 2,
     num_layers: int = 2,
     model: str = "modelled",
-    relays: bool = False,
+    joins_groups: bool = False,
     arithmetic: str = "",
     deterministic: bool = False,
 ) -> InstanceProfile:
@@ -91,7 +91,7 @@ def modelled_profile(
         max_num_seqs=max_num_seqs,
         num_transfer_backends=num_transfer_backends,
         data_address=instance_id.encode(),
-        relays=relays,
+        joins_groups=joins_groups,
         arithmetic=arithmetic,
         deterministic=deterministic,
     )
@@ -305,7 +305,7 @@ class ModelledInstance:
         """The next plan's chunks start: first chunks whose KV moves are offered."""
         assert self.can_begin
         plan = self.plans.popleft()
-        self._check_relay(plan)
+        self._check_group(plan)
         self.running.append(plan)
         self.own.planned(plan)
         for chunk in plan.chunks:
@@ -316,17 +316,17 @@ class ModelledInstance:
                 self.events.append(TransferOffered(self.instance_id, chunk.request_id, chunk.epoch, transfer_id))
         return plan
 
-    def _check_relay(self, plan: StepPlan) -> None:
+    def _check_group(self, plan: StepPlan) -> None:
         """Check what keeps pages whole, and waits free of circles, where prompts are computed in turn."""
         size = self.profile.kv_layout.block_size
-        relayed = [
+        grouped = [
             (chunk, hold)
             for chunk in plan.chunks
             if (hold := self.holds.get((chunk.request_id, chunk.epoch))) is not None and hold.member is not None
         ]
-        for chunk, hold in relayed:
+        for chunk, hold in grouped:
             assert not plan.urgent, f"{chunk} in an urgent plan"
-            assert len(relayed) == 1, f"{relayed} in one step"
+            assert len(grouped) == 1, f"{grouped} in one step"
             if not hold.leads:
                 assert len(plan.chunks) == 1, f"{plan} on a helper"
                 assert not chunk.is_last, f"{chunk} on a helper"
@@ -416,7 +416,7 @@ class ModelledInstance:
         has_drawn = hold.draw(num_tokens, size)
         if hold.asks(size):
             context = ResidentContext(request_id=key[0], epoch=key[1], num_tokens=hold.num_computed_tokens)
-            self.events.append(CreditLow(self.instance_id, (context,)))
+            self.events.append(KvLow(self.instance_id, (context,)))
         return has_drawn
 
     def finish(self, key: RequestKey, num_output_tokens: int = 1) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdmesh.model import NO_TRANSFER, TransferId
 from pdmesh.plans import ChunkPlan, TransferPlan
-from pdmesh.policy.credit import is_low
+from pdmesh.policy.on_demand import is_low
 from pdmesh.testing.modelled_groups import ModelledMember
 
 

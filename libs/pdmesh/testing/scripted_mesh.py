@@ -27,7 +27,7 @@ from pdmesh.wire.messages import (
     GatewayUp,
     Generation,
     InstanceStatus,
-    MeshState,
+    MeshStatus,
     NextActivity,
     PromptLogprobs,
     RegisterGateway,
@@ -106,7 +106,7 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(-1 / 8, top)
 
 
-READY = MeshState(
+READY = MeshStatus(
     ready=True,
     reason="",
     instances=(
@@ -137,7 +137,7 @@ class ScriptedMesh:
     """The mesh behind a gateway. Read what the gateway sent; post what a scheduler or a worker would."""
 
     script: Script = echo_prompt
-    state: MeshState = READY
+    state: MeshStatus = READY
     scheduler_id: str = ""  # empty: another one for each registration, as if it had been started again
     lease_s: float = 30.0
     heartbeat_s: float = 10.0
@@ -187,7 +187,7 @@ class ScriptedMesh:
         for message in messages:
             self._worker.post(message)
 
-    def set_state(self, state: MeshState) -> None:
+    def set_state(self, state: MeshStatus) -> None:
         self.state = state
         self.say(state)
 

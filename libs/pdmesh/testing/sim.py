@@ -75,7 +75,7 @@ def tiny_mesh(
     num_kv_tokens: int = 4096,
     max_num_seqs: int = 8,
     num_transfer_backends: int = 4,
-    relays: bool = False,
+    joins_groups: bool = False,
 ) -> MeshShape:
     return MeshShape(
         num_prefill=pools.get("prefill", 0),
@@ -85,7 +85,7 @@ def tiny_mesh(
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
         num_transfer_backends=num_transfer_backends,
-        relays=relays,
+        joins_groups=joins_groups,
     )
 
 
@@ -104,7 +104,7 @@ def simulate(
     num_transfer_backends: int = 4,
     seed: int = 0,
     config: SimConfig | None = None,
-    relays: bool = False,
+    joins_groups: bool = False,
 ) -> SimResult:
     """Serve ``arrivals`` on a tiny mesh."""
     mesh = tiny_mesh(
@@ -112,7 +112,7 @@ def simulate(
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
         num_transfer_backends=num_transfer_backends,
-        relays=relays,
+        joins_groups=joins_groups,
     )
     core = study_core(bundle, policy or PolicyConfig(chunk_tokens=chunk_tokens), seed)
     return Simulator(core, mesh.instances(model), arrivals, config).run()

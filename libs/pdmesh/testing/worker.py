@@ -172,7 +172,7 @@ class RunningInstance:
         *,
         with_decodes: bool = False,
         holds_decodes: bool = False,
-        in_gang: bool = False,
+        in_parallel: bool = False,
         at_once: bool = False,
     ) -> int:
         """Queue one plan and return its id."""
@@ -182,7 +182,7 @@ class RunningInstance:
             chunks=tuple(chunks),
             with_decodes=with_decodes,
             holds_decodes=holds_decodes,
-            in_gang=in_gang,
+            in_parallel=in_parallel,
             at_once=at_once,
         )
         self.instance.handle(RunStep(instance_id=self.instance.instance_id, plan=plan))
@@ -264,8 +264,8 @@ class RunningInstance:
     def assert_all_free(self) -> None:
         """Assert that no block is held and that the books balance."""
         self.instance.check_integrity()
-        books = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)
-        assert books == (self.pool.num_blocks, 0, 0), f"free, held, quarantined: {books}"
+        mesh = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)
+        assert mesh == (self.pool.num_blocks, 0, 0), f"free, held, quarantined: {mesh}"
 
 
 @asynccontextmanager

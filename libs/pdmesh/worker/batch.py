@@ -68,9 +68,9 @@ class Batch:
     @property
     def pace(self) -> ChunkPace:
         """Pace at which other members need the KV of the batch's group chunk, if it has one."""
-        if self.plan is None or not self.plan.in_gang:
+        if self.plan is None or not self.plan.in_parallel:
             return ChunkPace.IN_TURN
-        return ChunkPace.AT_ONCE if self.plan.at_once else ChunkPace.IN_GANG
+        return ChunkPace.AT_ONCE if self.plan.at_once else ChunkPace.IN_PARALLEL
 
     @property
     def waiting(self) -> list[BatchChunk]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from pdmesh.core.events import InstanceEvent, RequestDropped, TransferFailed
-from pdmesh.core.own_steps import OwnSteps
+from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.model import FinishReason, InstanceId, TransferId
 from pdmesh.worker.replies import finished
 from pdmesh.worker.sequences import Hold, Sequences

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdmesh.core.commands import GrowKv
-from pdmesh.core.events import CreditLow
+from pdmesh.core.events import KvLow
 from pdmesh.kv.blocks import OutOfBlocks
 from pdmesh.plans import ResidentContext
 from pdmesh.worker.context import InstanceContext
@@ -41,8 +41,8 @@ class RoomGrowth:
             [
                 ResidentContext(request_id=hold.request_id, epoch=hold.epoch, num_tokens=len(hold.sequence.token_ids))
                 for hold in holds
-                if hold.credit_is_news()
+                if hold.growth_is_news()
             ]
         )
         if low:
-            self._context.report(CreditLow(self._context.instance_id, low))
+            self._context.report(KvLow(self._context.instance_id, low))

@@ -32,7 +32,7 @@ from pdmesh.core.commands import (
     WithdrawTransfer,
 )
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
-from pdmesh.core.own_steps import OwnSteps
+from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import (

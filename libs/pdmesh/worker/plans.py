@@ -14,7 +14,7 @@ import anyio
 import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
-from pdmesh.core.own_steps import HOLD_LIMIT_S, OwnSteps
+from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.kv.presence import Bell
 from pdmesh.model import NO_TRANSFER, InstanceId
 from pdmesh.plans import ChunkPlan, StepPlan

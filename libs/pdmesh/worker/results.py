@@ -7,7 +7,7 @@ from collections.abc import Collection
 import structlog
 
 from pdmesh.core.events import DecodeStepsDone
-from pdmesh.core.own_steps import OwnSteps
+from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.engine.base import SliceResult
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import FinishReason

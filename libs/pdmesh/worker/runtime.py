@@ -98,7 +98,7 @@ async def serve_instance(
             num_parameters=facts.num_parameters,
             num_heads=facts.num_heads,
             measured_steps=facts.measured_steps,
-            relays=True,
+            joins_groups=True,
             compute=engine.compute_path,
             arithmetic=engine.arithmetic,
             deterministic=config.worker.deterministic,

@@ -20,7 +20,7 @@ from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import NO_TRANSFER, Epoch, InstanceId, RequestId, Resident, TransferId, num_blocks_for
 from pdmesh.plans import ChunkPlan, TransferPlan
-from pdmesh.policy.credit import is_low
+from pdmesh.policy.on_demand import is_low
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import HoldTrace
 
@@ -115,16 +115,16 @@ class Hold:
         return self.exchange.begin(first, num_blocks_for(end, self.block_size) - first)
 
     @property
-    def has_credit(self) -> bool:
+    def has_room(self) -> bool:
         """Whether there is room for the KV that the next decode step writes."""
         return len(self.sequence.token_ids) <= len(self.sequence.block_table) * self.block_size
 
-    def credit_is_news(self) -> bool:
+    def growth_is_news(self) -> bool:
         """Whether it needs more blocks soon, or at once, and that was not said yet."""
         num_blocks, num_tokens = len(self.sequence.block_table), len(self.sequence.token_ids)
         if self.doomed or num_blocks * self.block_size >= self.max_kv_tokens:
             return False
-        if not self.has_credit:
+        if not self.has_room:
             is_news, self.out_at_blocks = self.out_at_blocks != num_blocks, num_blocks
             return is_news
         if not is_low(num_tokens, num_blocks, self.block_size):
@@ -183,7 +183,7 @@ class Sequences:
     @property
     def decoding(self) -> list[Hold]:
         """The residents that have room for a token more, oldest first."""
-        return [hold for hold in self._decoding.values() if hold.has_credit]
+        return [hold for hold in self._decoding.values() if hold.has_room]
 
     @property
     def num_decoding(self) -> int:
@@ -199,7 +199,7 @@ class Sequences:
         for hold in self:
             if hold.stage is Stage.PREFILLING and hold.num_chunks == 0:
                 counts["queued"] += 1
-            elif hold.stage is Stage.DECODING and not hold.has_credit:
+            elif hold.stage is Stage.DECODING and not hold.has_room:
                 counts["out_of_credit"] += 1
             else:
                 counts[hold.stage.name.lower()] += 1

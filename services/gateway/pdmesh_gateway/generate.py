@@ -334,5 +334,5 @@ def _rejection(command: Reject) -> RequestRejected:
         type=kind,
         code=str(command.reason),
         retry_after_s=None if status == 400 else retry_after_s,
-        closed_s=command.closed_s,
+        reject_ttl_s=command.reject_ttl_s,
     )

@@ -19,7 +19,6 @@ from pdmesh.telemetry.exposition import watch_event_loop
 from pdmesh.wire.endpoint import bind_socket, check_bind
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys
-from pdmesh_gateway.door import Door
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grpc_service import serve_grpc
 from pdmesh_gateway.http.app import build_app
@@ -27,6 +26,7 @@ from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.http.server import open_listener, serve_http
 from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import RequestTemplates
@@ -84,7 +84,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             generator=generator,
             link=link,
             admission=RequestLimiter(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
-            door=Door(time.monotonic),
+            reject_cache=RejectCache(time.monotonic),
             keys=keys,
             origins=Origins(hosts=gateway.allowed_hosts, cors=gateway.cors_origins, has_keys=bool(keys)),
             metrics=metrics,

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from pdmesh.metrics import NO_SLO, Slo, keeps_slo, tpot_between_s
 from pdmesh.telemetry.exposition import Aliases
-from pdmesh.wire.messages import MeshState
+from pdmesh.wire.messages import MeshStatus
 from pdmesh_gateway.transcripts import Transcripts
 
 PREFIX = "pdmesh"
@@ -84,7 +84,7 @@ def _percentiles(values: deque[float]) -> dict[str, float] | None:
 class GatewayMetrics:
     """All metrics of one gateway, in a registry of its own."""
 
-    def __init__(self, model: str, transcripts: Transcripts, mesh_state: Callable[[], MeshState | None]) -> None:
+    def __init__(self, model: str, transcripts: Transcripts, mesh_state: Callable[[], MeshStatus | None]) -> None:
         self.latencies = RecentLatencies()
         self.registry = CollectorRegistry()
 
@@ -220,7 +220,7 @@ class GatewayMetrics:
 class _MeshCollector(Collector):
     """The gauges that routers read, from the scheduler's last report."""
 
-    def __init__(self, model: str, mesh_state: Callable[[], MeshState | None]) -> None:
+    def __init__(self, model: str, mesh_state: Callable[[], MeshStatus | None]) -> None:
         self._model = model
         self._mesh_state = mesh_state
 

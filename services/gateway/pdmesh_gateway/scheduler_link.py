@@ -27,7 +27,7 @@ from pdmesh.wire.messages import (
     GatewayDown,
     GatewayHeartbeat,
     GatewayUp,
-    MeshState,
+    MeshStatus,
     NextActivity,
     RegisterGateway,
     Submit,
@@ -92,7 +92,7 @@ class GatewaySession:
         #: Whom the last of them was made to.
         self.scheduler_id: str | None = None
         #: The scheduler's last word on the mesh; None while it is gone.
-        self.state: MeshState | None = None
+        self.state: MeshStatus | None = None
 
     @property
     def unready_reason(self) -> str | None:
@@ -158,7 +158,7 @@ class GatewaySession:
         self._change()
         log.info("registered with the scheduler", gateway_id=self._gateway_id)
 
-    def reported(self, state: MeshState) -> None:
+    def reported(self, state: MeshStatus) -> None:
         self.state = state
         self._change()
 
@@ -200,7 +200,7 @@ class _Talk:
 
     def handle(self, message: GatewayDown) -> None:
         match message:
-            case MeshState():
+            case MeshStatus():
                 self.link.reported(message)
             case CommandMessage():
                 self._obey(message.gateway_command)

@@ -15,12 +15,12 @@ from pdmesh.errors import RequestRejected
 from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys, Client
-from pdmesh_gateway.door import Door
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.sampling import invalid, too_long
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.text_stream import TextStream
@@ -49,7 +49,7 @@ class Serving:
     generator: Generator
     link: GatewaySession
     admission: RequestLimiter
-    door: Door
+    reject_cache: RejectCache
     keys: ApiKeys
     origins: Origins
     metrics: GatewayMetrics

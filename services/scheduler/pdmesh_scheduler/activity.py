@@ -23,7 +23,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import GatewayId, InstanceId, OwnDecodeSteps, RequestId
-from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, KvMove, MeshState, RequestActivity, StepBar
+from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, KvMove, MeshStatus, RequestActivity, StepBar
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peers import Peers
 
@@ -137,7 +137,7 @@ class ActivityFeed:
         if len(self._marks) < MAX_MARKS:
             self._marks.append(ActivityMark(instance_id, at_s, what, request_id))
 
-    async def run(self, state: Callable[[], MeshState]) -> None:
+    async def run(self, state: Callable[[], MeshStatus]) -> None:
         """Answer until cancelled."""
         while True:
             with anyio.move_on_after(IDLE_S if self._collects else None):
@@ -153,7 +153,7 @@ class ActivityFeed:
             self._asking = anyio.Event()
             await anyio.sleep(FRAME_S)
 
-    def frame(self, state: MeshState) -> Activity:
+    def frame(self, state: MeshStatus) -> Activity:
         """What was noted since the last one."""
         now_s = self._clock()
         requests = [

@@ -14,9 +14,9 @@ import anyio
 import msgspec
 import structlog
 
-from pdmesh.core.operation_records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
-from pdmesh.core.operations import COME_BACK_S
 from pdmesh.core.operator_events import ActuatorFacts, InstanceStartFailed, OperationRequested, ProcessesReported
+from pdmesh.core.operators.operations import COME_BACK_S
+from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId
 from pdmesh.wire.messages import MAX_WAIT_S, AdminError, FollowPools, PoolsWanted, ServiceProcess

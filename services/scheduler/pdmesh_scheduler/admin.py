@@ -61,7 +61,7 @@ from pdmesh_scheduler.operations import OperationsDesk
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.rolling import RollingDesk, RollingWish
-from pdmesh_scheduler.settling import Settling
+from pdmesh_scheduler.startup_grace import StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
 
 log = structlog.get_logger()
@@ -81,7 +81,7 @@ class Admin:
     operations: OperationsDesk
     actuators: ActuatorDesk
     rolling: RollingDesk
-    settling: Settling
+    startup_grace: StartupGrace
     operators: Operators
     mesh_token: str
     tenants: TenantUsage
@@ -151,7 +151,7 @@ class Admin:
                 return status or _unknown(operation_id)
             case FollowPools():
                 heard = self.actuators.hear(question)
-                self.settling.tell()
+                self.startup_grace.tell()
                 if isinstance(heard, AdminError):
                     return heard
                 for event in heard:
@@ -225,7 +225,7 @@ class Admin:
                         wish = replace(wish, request_id=RequestId(records[0].request_id))
                 if not _is_id(wish.operation_id):
                     return AdminError(message=_WANTED_ID)
-                await self.settling.wait()
+                await self.startup_grace.wait()
                 if wish.kind is OperationKind.RESTART and self.actuators.takes(wish.instance_id):
                     self.actuators.request(wish)
                 else:
@@ -234,7 +234,7 @@ class Admin:
             case StartResize():
                 if not _is_id(change.operation_id):
                     return AdminError(message=_WANTED_ID)
-                await self.settling.wait()
+                await self.startup_grace.wait()
                 there = Counter(view.role for view in self.driver.instances)
                 pools = {str(role): there[role] if role in change.kept else change.pools.of(role) for role in Role}
                 await self.driver.act(
@@ -250,7 +250,7 @@ class Admin:
             case StartRolling():
                 if not _is_id(change.operation_id):
                     return AdminError(message=_WANTED_ID)
-                await self.settling.wait()
+                await self.startup_grace.wait()
                 rolling = RollingWish(
                     operation_id=change.operation_id,
                     timeout_s=change.timeout_s,

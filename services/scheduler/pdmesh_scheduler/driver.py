@@ -1,7 +1,7 @@
 """Drives the scheduling core with real events and carries out what it commands.
 
 One task applies all events, in the order they came, so that the log of them repeats every decision. A failure there is
-a bug of ours: it ends the service rather than leave the books wrong.
+a bug of ours: it ends the service rather than leave a wrong mesh state.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from pdmesh.wire.messages import (
     Grant,
     GroupStatus,
     InstanceStatus,
-    MeshState,
+    MeshStatus,
     PeerGone,
     Regroup,
     WorkerDown,
@@ -379,7 +379,7 @@ class Driver:
 
     @property
     def instances(self) -> Sequence[InstanceView]:
-        """The instances as the core's books have them."""
+        """The instances as the core's state have them."""
         return self._core.instances
 
     @property
@@ -392,10 +392,10 @@ class Driver:
         """Profiles of the instances that are there."""
         return list(self._profiles.values())
 
-    def state(self) -> MeshState:
+    def state(self) -> MeshStatus:
         wish = self._core.resize_wish
         reason = self._core.unready_reason
-        return MeshState(
+        return MeshStatus(
             ready=reason is None,
             reason=reason or "",
             instances=self._statuses(),

@@ -41,8 +41,8 @@ from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.rolling import RollingDesk
-from pdmesh_scheduler.settling import Settling
 from pdmesh_scheduler.spans import SchedulerSpans
+from pdmesh_scheduler.startup_grace import StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import RETURN_GRACE_S, WorkerStreams
 
@@ -78,8 +78,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
 
     records = RequestRecords(wall_time)
     actuators = ActuatorDesk(core, clock)
-    settling = Settling(core, actuators, until_s=began_s + settings.orphan_grace_s, clock=clock)
-    rolling = RollingDesk(core, actuators, settling, clock=clock, wall_time=wall_time)
+    startup_grace = StartupGrace(core, actuators, until_s=began_s + settings.orphan_grace_s, clock=clock)
+    rolling = RollingDesk(core, actuators, startup_grace, clock=clock, wall_time=wall_time)
     operations = OperationsDesk(
         core,
         actuators=actuators,
@@ -127,7 +127,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 SchedulerSpans(context.tracing, wall_time),
                 operations,
                 rolling,
-                settling,
+                startup_grace,
                 tenants,
             ),
             event_log=event_log,
@@ -157,7 +157,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 operations=operations,
                 actuators=actuators,
                 rolling=rolling,
-                settling=settling,
+                startup_grace=startup_grace,
                 operators=operators,
                 mesh_token=config.security.mesh_token,
                 tenants=tenants,

@@ -101,10 +101,10 @@ class SchedulerMetrics:
         )
         for how in (TransferPurpose.HAND_OVER, TransferPurpose.MOVE, "restart"):
             self._cross_class.labels(how)
-        unreceived = Gauge(
+        awaiting_decode = Gauge(
             "pdmesh:kv_waiting_tokens", "Prompt tokens of placed requests whose KV has no receiver", registry=registry
         )
-        unreceived.set_function(lambda: core.num_unreceived_tokens)
+        awaiting_decode.set_function(lambda: core.num_awaiting_decode_tokens)
         waiting = Gauge("pdmesh:num_requests_waiting", "Requests in the queue", registry=registry)
         waiting.set_function(lambda: core.num_waiting)
         running = Gauge("pdmesh:num_requests_running", "Requests placed and not ended", registry=registry)
@@ -167,7 +167,7 @@ class SchedulerMetrics:
 
 
 class _CoreCollector(Collector):
-    """Figures of the core's books, one sample an instance or kind."""
+    """Figures of the core's state, one sample an instance or kind."""
 
     def __init__(self, core: SchedulerCore, tenants: TenantUsage) -> None:
         self._core = core

@@ -13,8 +13,8 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from pdmesh.core.operation_records import OperationState, OperationView
 from pdmesh.core.operator_events import BatchingChangeRequested, OperationRequested, ResizeRequested
+from pdmesh.core.operators.records import OperationState, OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import OperationId
 from pdmesh.ranges import out_of_range

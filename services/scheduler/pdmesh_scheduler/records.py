@@ -196,8 +196,8 @@ def _line(record: _Record, what: Happening) -> RecordLine | None:
         case Chunk():
             end = what.start + what.num_tokens
             detail = f"tokens {what.start} to {end - 1}, step {what.plan_id} of {ms(what.step_s)}"
-            if what.in_gang:
-                detail += " in a gang"
+            if what.in_parallel:
+                detail += " in a parallel step"
             if what.waited_s > 0:
                 detail += f" and {ms(what.waited_s)} of waiting for KV"
             if what.num_decodes:

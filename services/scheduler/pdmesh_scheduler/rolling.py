@@ -16,7 +16,6 @@ from typing import Annotated
 import anyio
 
 from pdmesh.core.events import InstanceJoined
-from pdmesh.core.operation_records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
 from pdmesh.core.operator_events import (
     MAX_OPERATION_S,
     OperationCancelled,
@@ -24,6 +23,7 @@ from pdmesh.core.operator_events import (
     ProcessesReported,
     ResizeRequested,
 )
+from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, Role
 from pdmesh.policy.views import InstanceView
@@ -31,7 +31,7 @@ from pdmesh.ranges import Range
 from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.observing import Handled
-from pdmesh_scheduler.settling import Settling
+from pdmesh_scheduler.startup_grace import StartupGrace
 
 #: How often it is looked whether a process that is replaced takes too long, if nothing else happens.
 LOOK_S = 5.0
@@ -89,14 +89,14 @@ class RollingDesk:
         self,
         core: SchedulerCore,
         actuators: ActuatorDesk,
-        settling: Settling,
+        startup_grace: StartupGrace,
         *,
         clock: Callable[[], float],
         wall_time: Callable[[float], float],
     ) -> None:
         self._core = core
         self._actuators = actuators
-        self._settling = settling
+        self._startup_grace = startup_grace
         self._clock = clock
         self._wall_time = wall_time
         self._rollings: OperationRecords[_Rolling] = OperationRecords()
@@ -211,7 +211,7 @@ class RollingDesk:
 
     async def run(self, driver: Driver, changed: Callable[[], anyio.Event]) -> None:
         """Carry on with it at every change, until cancelled."""
-        await self._settling.wait()
+        await self._startup_grace.wait()
         while True:
             change = changed()
             if self._running is not None:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from heapq import nlargest
 
-from pdmesh.core.fairness import TenantView
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.waiting.fairness import TenantView
 from pdmesh.wire.messages import TenantStatus
 from pdmesh_scheduler.observing import Handled
 

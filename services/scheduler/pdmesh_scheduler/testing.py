@@ -24,7 +24,7 @@ from pdmesh.wire.messages import (
     CommandMessage,
     EventMessage,
     GatewayDown,
-    MeshState,
+    MeshStatus,
     RegisterGateway,
     RegisterWorker,
     WelcomeGateway,
@@ -131,7 +131,7 @@ class SchedulerBench:
         registration = msgspec.structs.replace(REGISTRATION, waiting=waiting)
         async with self.connect(GATEWAY_METHOD, GatewayDown, registration) as peer:
             await peer.expect(WelcomeGateway)
-            await peer.expect(MeshState)
+            await peer.expect(MeshStatus)
             yield peer
 
     async def ask(self, question: AdminRequest) -> AdminResponse:

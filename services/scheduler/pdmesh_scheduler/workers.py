@@ -8,8 +8,8 @@ import anyio
 import structlog
 
 from pdmesh.config import SchedulerConfig
-from pdmesh.core.arithmetic import why_not_joins
 from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, InstanceUnreachable, LoadReported
+from pdmesh.core.instances.arithmetic import why_not_joins
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.policy.profile import Profile, Subject

@@ -38,7 +38,7 @@ _NUM_BLOCKS = struct.Struct("<Q")
 _LAYER = struct.Struct(f"<{HANDLE_BYTES}sQQ")  # handle of the allocation, where in it the layer begins, its address
 
 
-class Allocation(NamedTuple):
+class DeviceAllocation(NamedTuple):
     """What the driver has allocated together."""
 
     address: int
@@ -48,7 +48,7 @@ class Allocation(NamedTuple):
 class DeviceMemory(Protocol):
     """What is asked of the driver. Everything raises KvTransferError."""
 
-    def allocation(self, address: int) -> Allocation:
+    def allocation(self, address: int) -> DeviceAllocation:
         """What an address belongs to."""
         ...
 
@@ -171,7 +171,7 @@ class CudaPeerCache:
             addresses.append(allocation.address + offset)
         self._their_layers = addresses
 
-    def _check_place(self, offset: int, allocation: Allocation) -> None:
+    def _check_place(self, offset: int, allocation: DeviceAllocation) -> None:
         """A read beyond it, or of half a word, would end all that this process computes: no peer is believed."""
         if offset + self._num_blocks * self._block_bytes > allocation.num_bytes or offset % _WORD_BYTES:
             raise KvTransferError("the peer's cache is not where it says")
@@ -222,9 +222,9 @@ class CudaDriver:
         self._current_stream = current_stream
         self._local = threading.local()
 
-    def allocation(self, address: int) -> Allocation:
+    def allocation(self, address: int) -> DeviceAllocation:
         base, num_bytes = self._call("cuMemGetAddressRange", self._driver.CUdeviceptr(address))
-        return Allocation(int(base), int(num_bytes))
+        return DeviceAllocation(int(base), int(num_bytes))
 
     def handle(self, address: int) -> bytes:
         (handle,) = self._call("cuIpcGetMemHandle", self._driver.CUdeviceptr(address))

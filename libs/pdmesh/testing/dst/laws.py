@@ -55,7 +55,7 @@ class Laws:
             try:
                 core.check_integrity()
             except AssertionError as error:
-                timeline.broke(BLOCKS, f"the core's books after {event}: {error}")
+                timeline.broke(BLOCKS, f"the core's state after {event}: {error}")
         for command in commands:
             match command:
                 case PlaceDecode():

@@ -14,7 +14,7 @@ from pdmesh.model import (
 )
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
 from pdmesh.wire.messages.generation import Generation
-from pdmesh.wire.messages.state import Activity, MeshState
+from pdmesh.wire.messages.state import Activity, MeshStatus
 
 
 class RegisterGateway(Message, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class RegisterGateway(Message, frozen=True, kw_only=True):
 
 
 class GatewayHeartbeat(Message, frozen=True, kw_only=True):
-    """The gateway lives. Answered by a `MeshState`."""
+    """The gateway lives. Answered by a `MeshStatus`."""
 
 
 class OtherChoice(msgspec.Struct, frozen=True, array_like=True):
@@ -75,4 +75,4 @@ class WelcomeGateway(Message, frozen=True, kw_only=True):
     heartbeat_s: float
 
 
-GatewayDown = WelcomeGateway | CommandMessage | MeshState | Activity
+GatewayDown = WelcomeGateway | CommandMessage | MeshStatus | Activity

@@ -18,11 +18,11 @@ from pdmesh.model import (
 from pdmesh.ranges import Range
 from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsWanted
 from pdmesh.wire.messages.envelope import Message
-from pdmesh.wire.messages.state import MeshState
+from pdmesh.wire.messages.state import MeshStatus
 
 
 class GetStatus(Message, frozen=True, kw_only=True):
-    """Answered by a `MeshState`."""
+    """Answered by a `MeshStatus`."""
 
 
 class GetRequest(Message, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class SetPolicy(Message, frozen=True, kw_only=True):
 
 
 class ExpectInstances(Message, frozen=True, kw_only=True):
-    """Name the instances that their supervisor is starting again, and no others; answered by a `MeshState`."""
+    """Name the instances that their supervisor is starting again, and no others; answered by a `MeshStatus`."""
 
     instance_ids: tuple[InstanceId, ...]
 
@@ -131,7 +131,7 @@ class OperationStatus(Message, frozen=True, kw_only=True):
     kind: OperationKind
     instance_id: InstanceId
     role: Role | None
-    state: str  # as in `pdmesh.core.operations.OperationState`
+    state: str  # as in `pdmesh.core.operators.operations.OperationState`
     detail: str
     num_left: int  # requests that have to leave the instance; instances, or processes, of the whole mesh
     began_at: float  # Unix time, seconds
@@ -206,5 +206,5 @@ class AdminError(Message, frozen=True, kw_only=True):
 
 
 AdminResponse = (
-    MeshState | RequestRecord | RequestList | Policies | OperationStatus | OperationList | PoolsWanted | AdminError
+    MeshStatus | RequestRecord | RequestList | Policies | OperationStatus | OperationList | PoolsWanted | AdminError
 )

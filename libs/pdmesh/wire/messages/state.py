@@ -95,7 +95,7 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_planned_tokens: int  # computed, or in a plan
 
 
-class MeshState(Message, frozen=True, kw_only=True):
+class MeshStatus(Message, frozen=True, kw_only=True):
     """Pushed to gateways at each change of readiness and at each heartbeat; also what `pdmesh status` prints."""
 
     ready: bool  # a prefill and a decode instance can take a request
@@ -165,7 +165,7 @@ class Activity(Message, frozen=True, kw_only=True):
     """What the mesh does, and did since the last one; only so much of each as one can look at."""
 
     now_s: float  # the scheduler's clock
-    state: MeshState
+    state: MeshStatus
     requests: tuple[RequestActivity, ...]
     steps: tuple[StepBar, ...]
     moves: tuple[KvMove, ...]

@@ -16,12 +16,12 @@ from pdmesh.metrics import Slo
 from pdmesh.model import RejectReason, SamplingParams
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.door import RequestKind
 from pdmesh_gateway.http.body import INLINE_BYTES, decode_body
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import DONE, KEEP_ALIVE, usage_of
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import SamplingFields, Usage
+from pdmesh_gateway.reject_cache import RequestKind
 from pdmesh_gateway.sampling import stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent
 from pdmesh_gateway.text_stream import TextStream
@@ -113,15 +113,15 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         config = self._serving.config
         admission = self._serving.admission
         body = await exchange.body(admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-        door = self._serving.door
+        reject_cache = self._serving.reject_cache
         try:
-            if not door.is_open and (kind := self._kind(exchange, body)) is not None:
-                door.check(kind)
+            if not reject_cache.is_open and (kind := self._kind(exchange, body)) is not None:
+                reject_cache.check(kind)
             with admission.hold(num_bytes=len(body)):
                 await exchange.run_until_gone(lambda: self._serve(exchange, body))
         except RequestRejected as error:
-            if error.closed_s > 0 and (kind := self._kind(exchange, body)) is not None:
-                door.refused(kind, error)
+            if error.reject_ttl_s > 0 and (kind := self._kind(exchange, body)) is not None:
+                reject_cache.refused(kind, error)
             if error.code == RejectReason.OVERLOADED:
                 self._serving.metrics.refused(time.time() - exchange.received_at)
             raise

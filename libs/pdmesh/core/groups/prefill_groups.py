@@ -1,0 +1,454 @@
+"""Prompts that several instances compute in turn: who helps, and with which chunks, by `pdmesh.policy.prefill_groups`.
+
+A request's *leader* is the instance that it was placed on: it computes the last chunk, and its KV goes on from there,
+as that of any request. *Helpers* compute chunks of it in steps that they have nothing of their own for: whoever has an
+step slot takes the next chunk. So a prompt of another request never waits for more than what an instance has in flight,
+and short ones interrupt that on each member as anywhere.
+
+A helper is asked with room for the whole prompt, joins when it says that it has it (so that no KV is sent to one that
+knows of nothing), and is freed after the last chunk. The group rests while its leader decodes beside it: residents
+would wait for the chunks of others. One of a fixed size (`pdmesh.core.groups.formation`) is formed as its prompt is
+placed, does not rest, and takes its members' decodes into its steps.
+
+As a *parallel prefill* all members compute the next tokens at once, each a slice of them: chunks like others, one for
+each member that is spare, planned together once all of those have room for a plan.
+
+Nothing waits in a circle: a chunk needs only chunks of the same prompt that were planned before it, a step has at most
+one chunk of a group, and instances run such steps in the order in which they were planned. A parallel step's slices are
+planned in the order of the prompt, so this holds for them, too; plans that run before others need no chunk of a group.
+
+A helper that is lost costs what it had not computed (`pdmesh.core.groups.recovery`); without its leader a prompt starts
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
+from math import inf
+
+from pdmesh.core.commands import AdmitPrefill, RunStep
+from pdmesh.core.events import HelperJoined
+from pdmesh.core.groups.formation import Formation
+from pdmesh.core.groups.parallel_prefill import ParallelPrefill, in_flight_s
+from pdmesh.core.groups.recovery import GroupRecovery, tell_group
+from pdmesh.core.groups.schedule_choice import ScheduleChoice
+from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.step_slots import StepSlots
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.steps.batching import Modes
+from pdmesh.core.waiting.queue import in_order
+from pdmesh.model import InstanceId, Request, RequestKey
+from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
+from pdmesh.policy.batching import Mode
+from pdmesh.policy.bundle import Bundle
+from pdmesh.policy.improvement import RATES_BY_LOAD, ImprovementInForce
+from pdmesh.policy.prefill_groups import GroupPolicy, Schedule
+from pdmesh.policy.views import PartialStep
+
+#: Of a helper's free blocks, that a prompt may take: its own requests need room.
+_MAX_SHARE = 0.5
+
+
+class GroupPlanner:
+    def __init__(self, mesh: MeshState, modes: Modes) -> None:
+        self._mesh = mesh
+        self._modes = modes
+        self.recovery = GroupRecovery(mesh)
+        self._open: dict[RequestKey, RequestState] = {}  # that may be helped
+        self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
+        self._improvement = ImprovementInForce(RATES_BY_LOAD)
+        self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
+        self.schedule_choice = ScheduleChoice()
+        self._parallel = ParallelPrefill(mesh, self.schedule_choice)
+        self._formation = Formation(mesh)
+
+    def arrived(self, state: RequestState, now_s: float) -> None:
+        """A request joined the line: what it takes to compute its prompt counts for how large groups may be."""
+        self._improvement.arrived(now_s, state.work_us * 1e-6, self._num_prefill)
+
+    def _num_prefill(self) -> float:
+        return max(1, sum(instance.takes_prompts for instance in self._mesh.instances.values()))
+
+    def awaits_members(self, request: Request, bundle: Bundle) -> bool:
+        """Whether a prompt that waits is for a group of a fixed size, and too few instances are free for it."""
+        return bundle.group_policy is not None and self._formation.awaits_members(request, bundle)
+
+    def placed(self, state: RequestState, bundle: Bundle) -> list[InstanceState]:
+        """A request was placed; its first chunk is planned next. Who was asked to help, if its group has a size."""
+        leader = self._mesh.instances[state.prefill_ids[0]]
+        if bundle.group_policy is None or not leader.profile.joins_groups or not bundle.is_long(state.request):
+            return []
+        self._open[state.key] = state
+        return self._form(state, bundle)
+
+    def _form(self, state: RequestState, bundle: Bundle) -> list[InstanceState]:
+        """Ask those that a group of a fixed size lacks. They compute no other long prompt meanwhile."""
+        leader = self._mesh.instances[state.prefill_ids[0]]
+        helpers = self._formation.helpers(state, leader, bundle)
+        for helper in helpers:
+            self._admit(state, leader, helper, long_tokens=state.request.num_prompt_tokens)
+        return helpers
+
+    def may_be_helped(self, key: RequestKey) -> bool:
+        """Whether somebody may yet be asked to help with it."""
+        return key in self._open or key in self._mesh.recovering
+
+    @property
+    def helped(self) -> list[RequestState]:
+        """Return requests with helpers whose prompts are not planned to the end and may be helped by more."""
+        return [state for state in self._open.values() if self._is_helped_on(state) and len(state.prefill_ids) > 1]
+
+    def recover(self, bundle: Bundle, now_s: float) -> None:
+        """Go on with the prompts of groups that lost a helper, where it is known from which token on."""
+        for state in self.recovery.recover(bundle):
+            self._open[state.key] = state
+            self._considered.pop(state.key, None)
+            for lost_id in () if state.group is None else state.group.lost_ids:
+                self._helping.get(lost_id, {}).pop(state.key, None)
+            for helper_id in state.prefill_ids[1:]:
+                self._helping.setdefault(helper_id, {}).setdefault(state.key, now_s)
+
+    def joined(self, event: HelperJoined, now_s: float, bundle: Bundle) -> None:
+        """A helper has room for the prompt, and can be sent KV."""
+        instance = self._mesh.instances.get(event.instance_id)
+        state = self._mesh.find((event.request_id, event.epoch))
+        if instance is None or state is None or event.instance_id not in self._awaited(state):
+            self._mesh.ignore("HelperJoined")
+            return
+        if not self._is_helped_on(state) or state.key not in self._open:
+            self._mesh.free(event.instance_id, state.key)  # too late
+            return
+        assert state.group is not None
+        in_flight = [chunk.num_tokens for name in state.prefill_ids for chunk in self._in_flight(state, name)]
+        num_computed_tokens = state.num_planned_tokens - sum(in_flight)
+        state.group.join(event.instance_id, num_computed_tokens, now_s)
+        copy_s = (
+            0.0
+            if bundle.group_policy is None
+            else bundle.group_policy.copy_s(num_computed_tokens, instance.profile.kv_layout.token_bytes)
+        )
+        self._helping.setdefault(event.instance_id, {})[state.key] = now_s + copy_s
+        tell_group(self._mesh, state)
+
+    def _awaited(self, state: RequestState) -> list[InstanceId]:
+        """Return instances that were asked to help and have not answered."""
+        if state.group is None:
+            return []
+        asked = (self._mesh.instances.get(name) for name in state.asked_ids if name not in state.group.member_ids)
+        return [
+            instance.instance_id
+            for instance in asked
+            if instance is not None
+            and (allocation := instance.allocations.get(state.key)) is not None
+            and not allocation.freeing
+        ]
+
+    def _answers_soon(self, state: RequestState) -> bool:
+        """Whether somebody who was asked to help has not answered, and does so at once if it is well."""
+        return any(self._mesh.instances[name].takes_new for name in self._awaited(state))
+
+    # --- the leader's chunks ---
+
+    def first_tokens(
+        self, leader: InstanceState, state: RequestState, most: int, idle: Iterable[InstanceState], bundle: Bundle
+    ) -> int:
+        """How many of ``most`` tokens begin a prompt of which the others are asked next.
+
+        The KV of a step that begins before they have joined is sent when the step has ended: as long they wait.
+        """
+        group_policy, start = bundle.group_policy, state.num_planned_tokens
+        if (
+            group_policy is None
+            or start
+            or most <= 0
+            or state.key not in self._open
+            or not self._may_form_group(leader, group_policy)
+        ):
+            return most
+        spare = (each for each in idle if each is not leader and self._is_spare(each, group_policy))
+        num_members = 1 + sum(1 for _ in islice(spare, group_policy.max_members - 1))
+        first = group_policy.first_chunk_tokens(state.request.num_prompt_tokens, num_members, most)
+        return self._cut(leader, state, first, None)
+
+    def leader_tokens(
+        self, leader: InstanceState, step: PartialStep, state: RequestState, most: int, bundle: Bundle
+    ) -> int:
+        """How many of ``most`` tokens go into a step of the leader."""
+        if any(self._mesh.requests[chunk.request_id].group is not None for chunk in step.chunks):
+            return 0
+        if state.is_recovering:
+            return 0
+        is_fixed = bundle.group_policy is not None and bundle.group_policy.group_size > 1
+        if (is_fixed or state.chunks_in_flight) and self._answers_soon(state):
+            return 0  # the next chunk is for one of those
+        if self._parallel_members(state, bundle, step.now_s) is not None:
+            return 0  # its slice is planned together with the others'
+        if self._had_last(state, leader.instance_id):
+            return 0
+        return self._cut(leader, state, most, bundle.group_policy)
+
+    def holds_decodes_up(self, state: RequestState, bundle: Bundle) -> bool:
+        """Whether decodes beside the next chunk would wait for one that another member has in flight, and may not."""
+        if state.group is None or (bundle.group_policy is not None and bundle.group_policy.beside_decodes):
+            return False
+        return any(self._in_flight(state, helper_id) for helper_id in state.prefill_ids[1:])
+
+    def _had_last(self, state: RequestState, member_id: InstanceId) -> bool:
+        """Whether the chunk before the next one is in flight there, and others could take turns with it.
+
+        Who has two chunks one after the other computes the second when the other member has computed the first of its
+        own: from then on everybody is a layer's time late for each chunk.
+        """
+        ends = [chunk.start + chunk.num_tokens for chunk in self._in_flight(state, member_id)]
+        return len(state.prefill_ids) > 1 and state.num_planned_tokens in ends
+
+    def _in_flight(self, state: RequestState, member_id: InstanceId) -> list[ChunkPlan]:
+        """Chunks of it that this instance has in flight."""
+        member = self._mesh.instances.get(member_id)
+        plans = () if member is None else member.plans.values()
+        return [chunk for plan in plans for chunk in plan.chunks if (chunk.request_id, chunk.epoch) == state.key]
+
+    def _cut(self, leader: InstanceState, state: RequestState, most: int, group_policy: GroupPolicy | None) -> int:
+        """A chunk that ends with a block, or with the prompt."""
+        start, num_prompt_tokens, size = state.num_planned_tokens, state.request.num_prompt_tokens, leader.block_size
+        num_members = 1 if state.group is None else len(state.group.living_ids)
+        if group_policy is not None and num_members > 1:
+            most = min(most, group_policy.chunk_tokens(start, num_prompt_tokens - start, num_members, most))
+        end = start + most
+        if most <= 0 or end >= num_prompt_tokens:
+            return most
+        return min(max(end // size, start // size + 1) * size, num_prompt_tokens) - start
+
+    # --- the helpers' ---
+
+    def help(self, step_slots: StepSlots, bundle: Bundle, now_s: float) -> bool:
+        """Ask those who should help, and give each helper with nothing of its own one more chunk.
+
+        Whether any was given. Who helps has room for a plan, and no prompt for it.
+        """
+        if not self._open:
+            return False
+        for key in [key for key, state in self._open.items() if not self._is_helped_on(state)]:
+            self._close(key)
+        group_policy = bundle.group_policy
+        if group_policy is None or not self._open:
+            return False
+        spare = [each for each in step_slots.idle() if self._is_spare(each, group_policy)]
+        if not spare:
+            return False
+        for state in in_order(bundle.order, list(self._open.values()), now_s):
+            if group_policy.group_size > 1:
+                self._form(state, bundle)
+            else:
+                self._ask(state, spare, group_policy)
+            members = self._parallel_members(state, bundle, now_s)
+            if members is not None and self._plan_parallel(members, state, group_policy, step_slots, bundle, now_s):
+                return True
+        # Who has less in flight begins sooner, and everybody after it waits for its chunk. Of others it is whose chunk
+        # in flight comes first: members that once took turns in another order would wait for each other to the end.
+        helpers = sorted([each for each in spare if self._helping.get(each.instance_id)], key=_turn)
+        for _, equals in groupby(helpers, key=lambda each: len(each.plans)):
+            given = [self._give_chunk(instance, group_policy, bundle, now_s) for instance in tuple(equals)]
+            if any(given):
+                return True  # the others' turn comes after a leader's that has as few
+        return False
+
+    def _is_helped_on(self, state: RequestState) -> bool:
+        return state.phase is Phase.PREFILLING and not state.is_planned and self._mesh.find(state.key) is state
+
+    def _close(self, key: RequestKey) -> None:
+        del self._open[key]
+        self._considered.pop(key, None)
+        self._parallel.forget(key)
+        for helped in self._helping.values():
+            helped.pop(key, None)
+
+    def _is_spare(self, instance: InstanceState, group_policy: GroupPolicy) -> bool:
+        """Whether it has nothing of its own to do, and may help."""
+        return (
+            instance.profile.joins_groups
+            and instance.takes_prompts
+            and not instance.prefills
+            and (group_policy.beside_decodes or not instance.allocated.num_seats_taken)
+            and self._modes.mode_of(instance) is Mode.MIXED
+        )
+
+    def _may_form_group(self, leader: InstanceState, group_policy: GroupPolicy) -> bool:
+        rests = leader.allocated.num_decoding > 0 and not group_policy.beside_decodes
+        return leader.takes_new and not rests and self._modes.mode_of(leader) is Mode.MIXED
+
+    def _ask(self, state: RequestState, spare: list[InstanceState], group_policy: GroupPolicy) -> None:
+        """Ask instances that bring the first token forward by enough; at most once for each chunk."""
+        mesh, request = self._mesh, state.request
+        leader = mesh.instances[state.prefill_ids[0]]
+        considered = state.num_planned_tokens, len(spare)
+        if self._considered.get(state.key) == considered or not self._may_form_group(leader, group_policy):
+            return
+        self._considered[state.key] = considered
+        known = state.asked_ids if state.group is None else (*state.asked_ids, *state.group.member_ids)
+        candidates = [
+            instance
+            for instance in spare
+            if instance.exact_group == leader.exact_group
+            and instance.instance_id not in known
+            and instance.can_prefill(request)
+            and instance.num_prefill_blocks(request) <= _MAX_SHARE * instance.num_free_blocks
+        ]
+        if not candidates:
+            return
+        members = {leader.instance_id, *state.prefill_ids, *self._awaited(state)}
+        line = [*(mesh.instances[name] for name in members), *candidates]
+        helper_ids = group_policy.helpers(
+            request.num_prompt_tokens,
+            state.num_planned_tokens,
+            members,
+            [(in_flight_s(instance, group_policy), instance.instance_id) for instance in line],
+            leader.profile.kv_layout.token_bytes,
+            group_policy.most_members(leader.profile.kv_layout.num_layers),
+            self._improvement.rate,
+        )
+        for helper_id in helper_ids:
+            self._admit(state, leader, mesh.instances[helper_id])
+
+    def _admit(
+        self, state: RequestState, leader: InstanceState, helper: InstanceState, *, long_tokens: int = 0
+    ) -> None:
+        mesh = self._mesh
+        capability = mesh.broker.new_capability() if state.group is None else state.group.told.capability
+        state.ask_helper(helper.instance_id, leader.instance_id, capability)
+        shard = helper.shard(helper.num_prefill_blocks(state.request))
+        helper.take(state.key, shard.num_blocks, AllocationKind.PREFILL, long_tokens=long_tokens)
+        mesh.commands.append(
+            AdmitPrefill(
+                instance_id=helper.instance_id,
+                request_id=state.key[0],
+                epoch=state.key[1],
+                shards=(shard,),
+                transfer=None,
+                group=PrefillGroup(member_ids=(leader.instance_id, helper.instance_id), capability=capability),
+            )
+        )
+
+    def _give_chunk(self, helper: InstanceState, group_policy: GroupPolicy, bundle: Bundle, now_s: float) -> bool:
+        """The next chunk of the first in order that it helps and that has one for it."""
+        helped = self._helping.get(helper.instance_id, {})
+        for state in in_order(bundle.order, [self._open[key] for key in helped], now_s):
+            leader = self._mesh.instances[state.prefill_ids[0]]
+            if helped[state.key] > now_s + in_flight_s(leader, group_policy):
+                continue  # what it is sent of the tokens before arrives later than they are computed to here
+            start = state.num_planned_tokens
+            if start % leader.block_size or state.is_planned or not self._may_form_group(leader, group_policy):
+                continue
+            if state.group is None or state.group.is_recovering:
+                continue
+            if group_policy.schedule is Schedule.AUTO and state.group.shared is None and self._answers_soon(state):
+                continue  # how it is shared is known when all are here
+            if self._parallel_members(state, bundle, now_s) is not None:
+                continue
+            if self._had_last(state, helper.instance_id):
+                continue
+            if self._in_flight(state, helper.instance_id) and self._answers_soon(state):
+                continue  # a second one here would be computed after the first; one of those can begin it at once
+            most = bundle.packing.num_tokens(helper.view, PartialStep(now_s), state.request, start)
+            num_tokens = self._cut(leader, state, most, group_policy)
+            if 0 < num_tokens < state.request.num_prompt_tokens - start:
+                self._plan(helper, leader, state, num_tokens, bundle, now_s)
+                return True
+        return False
+
+    # --- all at once ---
+
+    def _parallel_members(self, state: RequestState, bundle: Bundle, now_s: float) -> list[InstanceState] | None:
+        """Return the members that compute the next tokens at once; None if in turn, or by the leader alone."""
+        group_policy, leader = bundle.group_policy, self._mesh.instances[state.prefill_ids[0]]
+        if (
+            group_policy is None
+            or group_policy.schedule is Schedule.PIPELINED
+            or state.group is None
+            or state.is_recovering
+        ):
+            return None
+        if leader.prefills != [state] or not self._may_form_group(leader, group_policy):
+            return None
+        if group_policy.schedule is Schedule.AUTO and state.group.shared is None and self._answers_soon(state):
+            return None
+        begin_s = now_s + in_flight_s(leader, group_policy)
+        helpers = [self._mesh.instances[name] for name in state.prefill_ids[1:]]
+        spare = [
+            each
+            for each in helpers
+            if self._is_spare(each, group_policy)
+            and self._helping.get(each.instance_id, {}).get(state.key, inf) <= begin_s
+        ]
+        return self._parallel.of(state, leader, spare, group_policy, bundle, now_s)
+
+    def _plan_parallel(
+        self,
+        members: Sequence[InstanceState],
+        state: RequestState,
+        group_policy: GroupPolicy,
+        step_slots: StepSlots,
+        bundle: Bundle,
+        now_s: float,
+    ) -> bool:
+        """All of its slices, once each has room for a plan and nobody else joins soon. Whether that is now."""
+        if state.chunks_in_flight and self._answers_soon(state):
+            return False
+        if not all(step_slots.has_room(member) for member in members):
+            return False
+        slices, at_once = self._parallel.slices(members, state, group_policy, bundle, now_s)
+        for member, num_tokens in slices:
+            self._plan(
+                member, members[-1], state, num_tokens, bundle, now_s, in_parallel=len(slices) > 1, at_once=at_once
+            )
+        return True
+
+    def _plan(
+        self,
+        member: InstanceState,
+        leader: InstanceState,
+        state: RequestState,
+        num_tokens: int,
+        bundle: Bundle,
+        now_s: float,
+        *,
+        in_parallel: bool = False,
+        at_once: bool = False,
+    ) -> None:
+        start = state.num_planned_tokens
+        is_last = start + num_tokens == state.request.num_prompt_tokens
+        chunk = ChunkPlan(
+            request_id=state.key[0], epoch=state.key[1], start=start, num_tokens=num_tokens, is_last=is_last
+        )
+        group_policy = bundle.group_policy
+        plan = StepPlan(
+            plan_id=member.next_plan_id,
+            chunks=(chunk,),
+            with_decodes=group_policy is not None
+            and group_policy.beside_decodes
+            and member.allocated.num_seats_taken > 0
+            and bundle.batching.carries_decodes(state.request.num_prompt_tokens),
+            in_parallel=in_parallel,
+            at_once=in_parallel and at_once,
+        )
+        member.begin_plan(plan)
+        member.queue_tokens(num_tokens)
+        leader.queue_tokens(-num_tokens)
+        state.plan_chunk(member.instance_id, plan.plan_id, num_tokens)
+        if is_last:
+            leader.prefills.remove(state)
+        else:
+            state.rank_by(bundle.order)
+        self._modes.sent(member, plan, now_s)
+        self._mesh.commands.append(RunStep(instance_id=member.instance_id, plan=plan))
+        if len(state.chunks_in_flight) == 1:
+            self._mesh.offer_again(state)
+
+
+def _turn(instance: InstanceState) -> tuple[int, int, int]:
+    """Sort key of an instance's turn among the members."""
+    starts = [chunk.start for plan in instance.plans.values() for chunk in plan.chunks]
+    return len(instance.plans), min(starts, default=0), instance.number

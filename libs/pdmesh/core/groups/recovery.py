@@ -1,0 +1,83 @@
+"""When a group loses a helper: the others have most of what it computed, and compute what they have not.
+
+All members are told (`lose_helper`). Whatever they have in flight of the prompt then ends without waiting for
+anybody: computed, or not at all. The leader says how much of the prompt it has from the first token on. When both are
+known, the prompt goes on from the first token that neither the leader has, nor a member that is left has computed and
+passes on. What came after it is computed again, with the same bits.
+"""
+
+from __future__ import annotations
+
+from pdmesh.core.commands import SetGroup
+from pdmesh.core.events import GroupPrefix
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import GroupState, RequestState
+from pdmesh.model import InstanceId
+from pdmesh.policy.bundle import Bundle
+
+
+def lose_helper(mesh: MeshState, state: RequestState, instance_id: InstanceId) -> None:
+    """The rest of its group has most of what this one computed; what it has not is computed again."""
+    state.lose_helper(instance_id)
+    mesh.note_interruption(state)
+    mesh.recovering[state.key] = state
+    mesh.free(instance_id, state.key)
+    tell_group(mesh, state)
+
+
+def tell_group(mesh: MeshState, state: RequestState) -> None:
+    """Tell all members who they are."""
+    assert state.group is not None, f"{state.key} has no group to tell"
+    (request_id, epoch), group = state.key, state.group.told
+    for member_id in group.living_ids:
+        mesh.commands.append(SetGroup(instance_id=member_id, request_id=request_id, epoch=epoch, group=group))
+
+
+class GroupRecovery:
+    def __init__(self, mesh: MeshState) -> None:
+        self._mesh = mesh
+
+    def on_prefix_report(self, event: GroupPrefix) -> None:
+        """A leader says what it has."""
+        state = self._mesh.recovering.get((event.request_id, event.epoch))
+        if (
+            state is None
+            or state.group is None
+            or event.instance_id != state.prefill_ids[0]
+            or event.num_lost != len(state.group.lost_ids)
+        ):
+            self._mesh.ignore("GroupPrefix")
+            return
+        state.group.hear_prefix(event.num_tokens)
+
+    def recover(self, bundle: Bundle) -> list[RequestState]:
+        """Take back what was planned and is not computed, of those of whom that is known. Returns those."""
+        recovered = [
+            (state, state.group)
+            for state in self._mesh.recovering.values()
+            if state.group is not None and self._is_known(state, state.group)
+        ]
+        for state, group in recovered:
+            del self._mesh.recovering[state.key]
+            self._take_back(state, group, bundle)
+        return [state for state, _ in recovered]
+
+    def _is_known(self, state: RequestState, group: GroupState) -> bool:
+        members = (self._mesh.instances[name] for name in state.prefill_ids)
+        in_flight = (chunk for member in members for plan in member.plans.values() for chunk in plan.chunks)
+        return group.prefix_tokens is not None and all(
+            (chunk.request_id, chunk.epoch) != state.key for chunk in in_flight
+        )
+
+    def _take_back(self, state: RequestState, group: GroupState, bundle: Bundle) -> None:
+        leader = self._mesh.instances[state.prefill_ids[0]]
+        last = (state.request.num_prompt_tokens - 1) // leader.block_size * leader.block_size  # it was not computed
+        end = group.recover(min(last, state.num_planned_tokens))
+        num_again = state.num_planned_tokens - end
+        if num_again > 0:
+            if state.is_planned:
+                leader.prefills.append(state)
+            state.plan_again_from(end)
+            leader.queue_tokens(num_again)
+            state.rank_by(bundle.order)
+            self._mesh.note_interruption(state)

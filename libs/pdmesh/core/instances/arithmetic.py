@@ -1,0 +1,45 @@
+"""Arithmetic classes in a mesh: which instances may join, and what is said where there are several.
+
+Two instances of one class compute the same bits from the same tokens, so a request that goes from one to the other goes
+on with the tokens that it would have had. The core prefers to keep a request in its class (`pdmesh.core.steps.placing`,
+`pdmesh.core.transfers.moves`); nothing here decides where requests go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pdmesh.model import InstanceId, InstanceProfile
+
+
+def why_not_joins(instance: InstanceProfile, others: Iterable[InstanceProfile]) -> str | None:
+    """Why an instance may not serve beside ``others``, in one sentence; None if it may.
+
+    Instances of one model must be of one class if one of them is deterministic. Who was there first decides which
+    class that is; an instance of the same name is the one that registers again, and is left out.
+    """
+    for other in others:
+        if other.instance_id == instance.instance_id or other.model != instance.model:
+            continue
+        if other.arithmetic != instance.arithmetic and (other.deterministic or instance.deterministic):
+            return (
+                f"{instance.instance_id} computes in the arithmetic class {instance.arithmetic or 'unknown'} and "
+                f"{other.instance_id} in {other.arithmetic or 'unknown'}, but a deterministic mesh has one class: "
+                "give both the same dtype, pdmesh version and kernels (`pdmesh doctor` names them), or start without "
+                "--deterministic"
+            )
+    return None
+
+
+def several_classes(class_of: Mapping[InstanceId, str]) -> str | None:
+    """What a mesh whose instances are of several classes does not promise, in one sentence; None of one class."""
+    members: dict[str, list[InstanceId]] = {}
+    for instance_id, arithmetic in class_of.items():
+        members.setdefault(arithmetic, []).append(instance_id)
+    if len(members) < 2:
+        return None
+    classes = "; ".join(f"{name or 'unknown'}: {', '.join(ids)}" for name, ids in members.items())
+    return (
+        f"{len(members)} arithmetic classes ({classes}): a request that goes from one to another may draw other "
+        "tokens; --deterministic keeps a mesh in one class"
+    )

@@ -1,0 +1,102 @@
+"""How the core's latency models follow the mesh: from what instances measured of themselves, and from their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pdmesh.core.config import LatencyLearning
+from pdmesh.core.events import StepDone
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.model import InstanceProfile, OwnDecodeSteps
+from pdmesh.plans import StepPlan
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.profile import device_class_of, self_measured
+from pdmesh.policy.refine import Refinement
+
+
+class LatencyLearner:
+    """Keeps a model for each make of instance: those that compute the same model on the same hardware.
+
+    ``model`` is of the first make that prefills; until there is one, of any. Each call that takes note of something
+    says whether a model is another one now.
+    """
+
+    def __init__(self, prior: LinearLatencyModel, learning: LatencyLearning) -> None:
+        self._prior = prior
+        self._learning = learning
+        self._of_device_class: dict[str, Refinement] = {}
+        self._timed_prefill: set[str] = set()  # device classes of which an instance that prefills has timed itself
+        self._main = ""
+        self._main_prefills = False
+
+    @property
+    def model(self) -> LinearLatencyModel:
+        main = self._of_device_class.get(self._main)
+        return self._prior if main is None else main.model
+
+    @property
+    def models(self) -> Mapping[str, LinearLatencyModel]:
+        """Latency models by device class, where something is known."""
+        return {device_class: refinement.model for device_class, refinement in self._of_device_class.items()}
+
+    def estimate(self, device_class: str) -> LinearLatencyModel:
+        """What is known by now of a make, to the last steps: `model` waits until predictions have moved by more."""
+        refinement = self._of_device_class.get(device_class)
+        return self.model if refinement is None else refinement.estimate
+
+    def joined(self, profile: InstanceProfile) -> bool:
+        """Start from the first instance of a make that prefills and timed itself; until there is one, from any."""
+        device_class = device_class_of(profile)
+        if self._learning is not LatencyLearning.MEASURED or device_class in self._timed_prefill:
+            return False
+        model = self_measured(profile)
+        if model is None:
+            return False
+        if profile.role.can_prefill:
+            self._timed_prefill.add(device_class)
+        self._of_device_class[device_class] = Refinement(model)
+        self._consider(device_class, profile.role.can_prefill)
+        return True
+
+    def step_done(self, instance: InstanceState, plan: StepPlan, event: StepDone) -> bool:
+        """Take note of a planned step, and of the decode steps that the instance made by itself before it."""
+        moved = event.own_steps is not None and self.own_steps(instance, event.own_steps)
+        computed = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
+        chunks = tuple(
+            ChunkShape(chunk.num_tokens, chunk.start)
+            for chunk in plan.chunks
+            if computed.get((chunk.request_id, chunk.epoch)) == chunk.num_tokens
+        )
+        if event.num_decodes and not chunks:
+            instance.switches.decoded(event.began_s, event.ended_s)
+        elif chunks and not event.num_decodes and instance.allocated.num_decoding:
+            instance.switches.prefilled(event.duration_s)
+        else:
+            instance.switches.forget()
+        shape = StepShape(chunks, event.num_decodes, event.num_decode_context_tokens)
+        instance.batching.meter.step(event.began_s, event.ended_s, shape)
+        return self._observe(instance, shape, event.duration_s) or moved
+
+    def own_steps(self, instance: InstanceState, own: OwnDecodeSteps) -> bool:
+        """Take note of decode steps that an instance made by itself, as of so many equal ones."""
+        instance.switches.decoded(own.began_s, own.ended_s)
+        number = max(1, own.num_steps)
+        shape = StepShape((), own.num_tokens / number, own.num_context_tokens / number)
+        instance.batching.meter.step(own.began_s, own.ended_s, shape, number)
+        return self._observe(instance, shape, own.duration_s / number)
+
+    def _observe(self, instance: InstanceState, shape: StepShape, seconds: float) -> bool:
+        if self._learning is LatencyLearning.FIXED:
+            return False
+        if shape.num_decodes:
+            instance.note_context(shape.num_decodes, shape.num_decode_context_tokens)
+        refinement = self._of_device_class.get(instance.device_class)
+        if refinement is None:
+            refinement = self._of_device_class[instance.device_class] = Refinement(self.model)
+            self._consider(instance.device_class, instance.role.can_prefill)
+        return refinement.observe(shape, seconds)
+
+    def _consider(self, device_class: str, can_prefill: bool) -> None:
+        """Make a make that is new the main one, if none yet prefills."""
+        if not self._main_prefills:
+            self._main, self._main_prefills = device_class, can_prefill

@@ -1,0 +1,216 @@
+"""Requests that decode are granted KV as they grow; where there is none left, some move away or are preempted.
+
+An instance says which of its requests have room for few tokens more, long before they have none. They are granted more
+at once, the oldest first; what cannot be granted waits for the next release. A request that cannot go on at all takes
+precedence over younger ones: of these, those are preempted that cost the least work to bring back for each block that
+they free. So the oldest on an instance always goes on, and no two ever preempt each other in turns. Where there is
+another instance that has room, what would take longer to compute again than to move is moved instead, and already
+when somebody asks in vain, long before that cannot go on (`pdmesh.core.transfers.rebalancing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from pdmesh.core.commands import GrowKv
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.steps.placing import could_place
+from pdmesh.core.transfers.rebalancing import Rebalancer
+from pdmesh.model import InstanceId, RequestId, RequestKey
+from pdmesh.plans import ResidentContext
+from pdmesh.policy.bundle import Bundle
+from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+from pdmesh.policy.on_demand import granted_blocks, is_low
+
+#: Older is less.
+_Age = tuple[float, RequestId]
+
+
+class _Victim(NamedTuple):
+    cost_s: float  # for each block
+    youth: float  # of equal ones the youngest
+    request_id: RequestId
+    state: RequestState
+    num_blocks: int
+
+
+class OnDemandKv:
+    def __init__(self, mesh: MeshState, rebalancer: Rebalancer) -> None:
+        self._mesh = mesh
+        self._rebalancer = rebalancer
+        self._short: dict[InstanceId, None] = {}  # where somebody has asked
+
+    def joined(self, instance: InstanceState) -> None:
+        """Take over what a joining instance says its residents have; grants on their way to it are lost."""
+        for key, allocation in instance.allocations.items():
+            self._note(instance, key, allocation)
+
+    def is_low(self, instance: InstanceState, residents: Iterable[ResidentContext]) -> None:
+        """Some of its residents have room for few tokens more."""
+        has_news = False
+        for resident in residents:
+            key = (resident.request_id, resident.epoch)
+            allocation = instance.allocations.get(key)
+            if allocation is None or resident.num_tokens < allocation.num_tokens:
+                self._mesh.ignore("CreditLow")
+                continue
+            state = self._mesh.find(key)
+            before = allocation.num_tokens or (
+                resident.num_tokens if state is None else state.request.num_prompt_tokens
+            )
+            has_news |= self._mesh.growth.drew(max(0, resident.num_tokens - before))
+            allocation.num_tokens = resident.num_tokens
+            self._note(instance, key, allocation)
+        if has_news:
+            self._tell_growth()
+
+    def _note(self, instance: InstanceState, key: RequestKey, allocation: Allocation) -> None:
+        if self._wants(instance, allocation):
+            instance.low[key] = None
+            self._short[instance.instance_id] = None
+
+    def ended(self, state: RequestState, instance_id: InstanceId, num_output_tokens: int) -> None:
+        """A request drew its last token."""
+        instance = self._mesh.instances.get(instance_id)
+        allocation = None if instance is None else instance.allocations.get(state.key)
+        request = state.request
+        num_tokens = 0
+        if request.epoch == 0:  # else what it drew before counts, too, and was counted
+            drawn_before = 0 if allocation is None else max(0, allocation.num_tokens - request.num_prompt_tokens)
+            num_tokens = max(0, min(num_output_tokens, request.max_tokens) - drawn_before)
+        if self._mesh.growth.ended(num_tokens):
+            self._tell_growth()
+
+    def _tell_growth(self) -> None:
+        if self._mesh.growth.on_demand:
+            for instance in self._mesh.instances.values():
+                instance.hear_of_growth()
+
+    @staticmethod
+    def _wants(instance: InstanceState, allocation: Allocation) -> bool:
+        return (
+            allocation.num_tokens > 0
+            and allocation.num_blocks < allocation.max_blocks
+            and not allocation.freeing
+            and is_low(allocation.num_tokens, allocation.num_blocks, instance.block_size)
+        )
+
+    # --- granting ---
+
+    def serve(self, bundle: Bundle, latency: LatencyModel, now_s: float, *, moves: bool) -> None:
+        """Give those that asked what there is, and make room for those that cannot go on without."""
+        for instance_id in list(self._short):
+            instance = self._mesh.instances.get(instance_id)
+            if instance is None or not instance.low:
+                del self._short[instance_id]
+                continue
+            stuck = self._grant_all(instance)
+            if instance.low and moves and bundle.rebalancing is not None:
+                self._rebalancer.relieve(
+                    instance,
+                    len(instance.low),
+                    _younger_than(min(map(self._age, instance.low))),
+                    bundle.rebalancing,
+                    bundle.decode_placement,
+                    now_s,
+                )
+            if stuck:
+                self._make_room(instance, stuck, bundle, latency)
+
+    def _grant_all(self, instance: InstanceState) -> list[RequestKey]:
+        """Grant blocks, and return residents that cannot go on and got nothing; the oldest first."""
+        line = sorted(instance.low, key=self._age)
+        instance.low.clear()
+        size = instance.block_size
+        wanted = {
+            key: granted_blocks(allocation.num_tokens, allocation.max_blocks, size)
+            for key in line
+            if self._wants(instance, allocation := instance.allocations[key])
+        }
+        is_short = (
+            sum(wanted.values()) - sum(instance.allocations[key].num_blocks for key in wanted)
+            > instance.num_free_blocks
+        )
+        stuck: list[RequestKey] = []
+        for key, num_blocks in wanted.items():
+            allocation = instance.allocations[key]
+            if instance.num_free_blocks > 0:
+                self._grant(instance, key, allocation.num_blocks + 1 if is_short else num_blocks)
+                continue
+            instance.low[key] = None
+            if allocation.num_tokens > allocation.num_blocks * size:
+                stuck.append(key)
+        return stuck
+
+    def _grant(self, instance: InstanceState, key: RequestKey, num_blocks: int) -> None:
+        instance.grow(key, num_blocks)
+        self._mesh.commands.append(
+            GrowKv(instance_id=instance.instance_id, request_id=key[0], epoch=key[1], num_blocks=num_blocks)
+        )
+
+    def _age(self, key: RequestKey) -> _Age:
+        """A resident that nobody has claimed yet is the youngest."""
+        state = self._mesh.find(key)
+        return (float("inf"), key[0]) if state is None else _age_of(state)
+
+    # --- preempting ---
+
+    def _make_room(
+        self, instance: InstanceState, stuck: Iterable[RequestKey], bundle: Bundle, latency: LatencyModel
+    ) -> None:
+        """A block for each of ``stuck``, the oldest first, from what is being freed or from somebody younger."""
+        coming = sum(allocation.num_blocks for allocation in instance.allocations.values() if allocation.freeing)
+        coming += self._rebalancer.num_leaving_blocks(instance)
+        for key in stuck:
+            if not coming:
+                victim = self._victim(instance, self._age(key), bundle, latency)
+                if victim is None:
+                    return
+                self._mesh.restart(victim.state, f"instance {instance.instance_id} is short of memory", preempted=True)
+                coming = victim.num_blocks
+            coming -= 1
+
+    def _victim(self, instance: InstanceState, age: _Age, bundle: Bundle, latency: LatencyModel) -> _Victim | None:
+        """Return the younger resident that is cheapest to preempt for each block."""
+        found: list[_Victim] = []
+        for key, allocation in instance.allocations.items():
+            state = self._mesh.find(key)
+            if state is None or allocation.freeing or allocation.kind is not AllocationKind.RESIDENT or state.move:
+                continue
+            if _age_of(state) > age and self._can_resume(instance, state, allocation, bundle):
+                cost_s = self._cost_s(instance, state, allocation, latency) / allocation.num_blocks
+                found.append(_Victim(cost_s, -state.request.arrival_s, key[0], state, allocation.num_blocks))
+        return min(found, default=None, key=lambda victim: victim[:3])
+
+    def _cost_s(
+        self, instance: InstanceState, state: RequestState, allocation: Allocation, latency: LatencyModel
+    ) -> float:
+        """Predicted work left of it: its context computed again, and what it will still draw."""
+        num_tokens = allocation.num_tokens or allocation.num_blocks * instance.block_size
+        num_left = max(1.0, min(self._mesh.growth.mean_tokens, state.request.max_total_tokens - num_tokens + 1))
+        again_s = latency.step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))
+        return again_s + num_left * latency.step_s(StepShape((), 1, num_tokens))
+
+    def _can_resume(self, instance: InstanceState, state: RequestState, allocation: Allocation, bundle: Bundle) -> bool:
+        """Whether there is an instance that computes all that it holds as a prompt."""
+        num_tokens = min(state.request.max_total_tokens, allocation.num_blocks * instance.block_size)
+        num_more = max(0, num_tokens - state.request.num_prompt_tokens)
+        resumed = replace(
+            state.request,
+            num_prompt_tokens=state.request.num_prompt_tokens + num_more,
+            max_tokens=state.request.max_tokens - num_more,
+        )
+        return could_place(resumed, self._mesh.kinds)
+
+
+def _age_of(state: RequestState) -> _Age:
+    return state.request.arrival_s, state.request.request_id
+
+
+def _younger_than(age: _Age) -> Callable[[RequestState], bool]:
+    return lambda state: _age_of(state) > age

@@ -1,0 +1,460 @@
+"""All the core's state together, and the few ways in which they change at once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    ForgetRequest,
+    FreeKv,
+    GrantTransfer,
+    Outcome,
+    PauseTransfer,
+    PlaceDecode,
+    Reject,
+    Restart,
+)
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.instances.numbers import Numbers
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
+from pdmesh.core.transfers.broker import TransferBroker
+from pdmesh.core.transfers.transfer import Transfer
+from pdmesh.core.waiting.queue import WaitingQueue
+from pdmesh.model import (
+    GatewayId,
+    InstanceId,
+    RejectReason,
+    Request,
+    RequestId,
+    RequestKey,
+    TransferPurpose,
+)
+from pdmesh.policy.views import Rank
+
+
+class FromInstance(Protocol):
+    """An event of one instance."""
+
+    @property
+    def instance_id(self) -> InstanceId: ...
+
+
+class MeshState:
+    """Requests by id and by gateway, instances, the queue, the broker; and the commands under way."""
+
+    def __init__(self, rng: random.Random, growth: Growth, max_lost_receivers: int = 0) -> None:
+        self.growth = growth
+        self.max_lost_receivers = max_lost_receivers  # of one request's KV
+        self.requests: dict[RequestId, RequestState] = {}
+        self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
+        self.instances: dict[InstanceId, InstanceState] = {}
+        self.numbers = Numbers()  # of the instances
+        self.suspected: dict[InstanceId, None] = {}  # have fallen silent
+        self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
+        self.in_prefill_phase: dict[
+            InstanceId, InstanceState
+        ] = {}  # their residents wait for the end of a prefill phase
+        self._kinds: list[InstanceState] | None = None
+        self._exact_groups, self._kv_groups = Counter[str](), Counter[str]()  # of the instances that are there
+        self.queue = WaitingQueue()
+        self.awaiting_decode = AwaitingDecode()
+        self.recovering: dict[
+            RequestKey, RequestState
+        ] = {}  # their groups lost a helper, and what of them is not known
+        self.broker = TransferBroker(self._is_interrupted, self._is_computed, rng)
+        self.moving: dict[RequestKey, RequestState] = {}  # decode, and are on their way to another instance
+        self.commands: list[Command] = []
+        self.ignored: Counter[str] = Counter()
+
+    def find(self, key: RequestKey) -> RequestState | None:
+        state = self.requests.get(key[0])
+        return state if state is not None and state.request.epoch == key[1] else None
+
+    def allocation_of(self, instance_id: InstanceId, key: RequestKey) -> Allocation | None:
+        """What a request has on an instance."""
+        instance = self.instances.get(instance_id)
+        return None if instance is None else instance.allocations.get(key)
+
+    def instance_of(self, event: FromInstance) -> InstanceState | None:
+        """The instance that an event is of; if it is not known, the event is ignored."""
+        instance = self.instances.get(event.instance_id)
+        if instance is None:
+            self.ignore(type(event).__name__)
+        return instance
+
+    def ignore(self, what: str) -> None:
+        """Something from outside does not fit the mesh state: it changes nothing."""
+        self.ignored[what] += 1
+
+    def regroup(self) -> None:
+        """An instance came or went, or has another role."""
+        self._kinds = None
+
+    @property
+    def kinds(self) -> Sequence[InstanceState]:
+        """One instance of each kind: what fits none of them fits no instance, even if it were empty."""
+        if self._kinds is None:
+            self._kinds = list({instance.kind: instance for instance in self.instances.values()}.values())
+        return self._kinds
+
+    # --- instances come and go ---
+
+    def add_instance(self, instance: InstanceState) -> None:
+        """Enter an instance whose number comes from `numbers`, or is that of its predecessor."""
+        self.instances[instance.instance_id] = instance
+        self._exact_groups[instance.exact_group] += 1
+        self._kv_groups[instance.kv_group] += 1
+        self.regroup()
+
+    def remove_instance(self, instance_id: InstanceId) -> InstanceState | None:
+        """Take an instance out of the mesh state and return it; None if there is none. It keeps its number."""
+        self.in_prefill_phase.pop(instance_id, None)
+        self.suspected.pop(instance_id, None)
+        self.regroup()
+        instance = self.instances.pop(instance_id, None)
+        if instance is not None:
+            self._exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
+            self._kv_groups -= Counter((instance.kv_group,))
+        return instance
+
+    @property
+    def spans_classes(self) -> bool:
+        """Whether instances of several arithmetic classes exchange KV."""
+        return len(self._exact_groups) > len(self._kv_groups)
+
+    def suspect(self, instance: InstanceState, suspected: bool) -> None:
+        """Note that an instance has fallen silent, or speaks again."""
+        instance.set_suspected(suspected)
+        if suspected:
+            self.suspected[instance.instance_id] = None
+        else:
+            self.suspected.pop(instance.instance_id, None)
+
+    # --- a request begins ---
+
+    def open(self, request: Request, rank: Rank, work_us: int = 0) -> RequestState:
+        state = RequestState(request, rank, work_us)
+        self.requests[request.request_id] = state
+        self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None
+        return state
+
+    def adopt(self, state: RequestState, instance_id: InstanceId) -> None:
+        """The request turns out to be decoding already."""
+        if state.key in self.queue:
+            self.queue.remove(state)
+        instance = self.instances[instance_id]
+        state.adopt(instance.shard(instance.allocations[state.key].num_blocks))
+
+    # --- it is placed ---
+
+    def place(
+        self,
+        state: RequestState,
+        prefill: InstanceState,
+        decode: InstanceState | None,
+        *,
+        long_tokens: int,
+        now_s: float,
+    ) -> None:
+        """A waiting request gets its room: on ``prefill``, which computes it, and on ``decode``.
+
+        It stays where it is computed if these are one; None for ``decode`` means that it gets its room later.
+        ``long_tokens`` are its prompt's, if it is long. Where it decodes it gets what it is admitted with.
+        """
+        request, (request_id, epoch) = state.request, state.key
+        self.queue.remove(state)
+        self.queue.counters.placed(request)
+        stays, awaits_receiver = decode is prefill, decode is None
+        num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
+        state.place(prefill.shard(num_blocks), now_s, stays=stays)
+        plan = None
+        if decode is None:
+            self.awaiting_decode.add(state, prefill.kv_group, prefill.num_first_blocks(request))
+        elif not stays:
+            plan = self.promise(state, decode, long_tokens).plan
+        prefill.take(
+            state.key,
+            num_blocks,
+            AllocationKind.LOCAL if stays else AllocationKind.PREFILL,
+            max_blocks=prefill.num_decode_blocks(request) if stays else 0,
+            long_tokens=long_tokens,
+            slo_tpot_s=request.slo_tpot_s,
+        )
+        prefill.defer(state.key, awaits_receiver)
+        self.commands.append(
+            AdmitPrefill(
+                instance_id=prefill.instance_id,
+                request_id=request_id,
+                epoch=epoch,
+                shards=state.prefill_shards,
+                transfer=plan,
+                awaits_receiver=awaits_receiver,
+            )
+        )
+        prefill.add_prefill(state)
+
+    def promise(self, state: RequestState, decode: InstanceState, long_tokens: int) -> Transfer:
+        """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV."""
+        request, (request_id, epoch) = state.request, state.key
+        shard = decode.shard(decode.num_first_blocks(request))
+        purpose = TransferPurpose.HAND_OVER
+        transfer = self.broker.open(state.key, purpose, state.prefill_shards, (shard,), state.rank_of_offer)
+        state.receive(transfer)
+        decode.take(
+            state.key,
+            shard.num_blocks,
+            AllocationKind.PROMISED,
+            max_blocks=decode.num_decode_blocks(request),
+            long_tokens=long_tokens,
+            slo_tpot_s=request.slo_tpot_s,
+            transfer_id=transfer.plan.transfer_id,
+        )
+        self.commands.append(
+            PlaceDecode(instance_id=decode.instance_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
+        )
+        return transfer
+
+    # --- its KV moves on ---
+
+    def offer(self, state: RequestState) -> None:
+        """Its KV begins to be computed where it cannot stay: for the receiver that it has, or will have."""
+        if state.transfer is not None:
+            self.grant(self.broker.offer(state.transfer))
+        elif state.rank_of_offer is None:
+            state.offer(self.broker.new_rank())
+            self.awaiting_decode.offered(state.key)
+
+    def computed(self, state: RequestState) -> None:
+        """Its prompt is, and its KV is to move on."""
+        self._free_helpers(state)
+        state.end_prompt()
+        self.awaiting_decode.is_ready(state.key)
+        self.instances[state.prefill_ids[0]].defer(state.key, True)
+
+    def grant(self, transfers: Iterable[Transfer]) -> None:
+        """Tell the sources of transfers that the broker granted."""
+        for transfer in transfers:
+            request_id, epoch = transfer.key
+            for source_id in transfer.source_ids:
+                self.commands.append(
+                    GrantTransfer(instance_id=source_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
+                )
+
+    def offer_again(self, state: RequestState) -> None:
+        """A preempted request goes on, and so may its transfer."""
+        if state.transfer is not None:
+            self.grant(self.broker.offer_again(state.transfer))
+
+    def take_back_backends(self) -> None:
+        """Ask the sources of preempted requests for the backends that others wait for."""
+        for transfer in self.broker.take_back():
+            request_id, epoch = transfer.key
+            for source_id in transfer.source_ids:
+                self.commands.append(
+                    PauseTransfer(
+                        instance_id=source_id,
+                        request_id=request_id,
+                        epoch=epoch,
+                        transfer_id=transfer.plan.transfer_id,
+                    )
+                )
+
+    def _is_interrupted(self, key: RequestKey) -> bool:
+        state = self.find(key)
+        return state is not None and state.is_interrupted
+
+    def _is_computed(self, key: RequestKey) -> bool:
+        state = self.find(key)
+        return state is not None and state.is_computed
+
+    def land(self, state: RequestState) -> None:
+        """Its whole KV is where it decodes."""
+        self._free_helpers(state)
+        if not state.decodes:  # or this was heard before
+            state.land()
+        for instance_id in state.decode_ids:
+            self.instances[instance_id].settle(state.key)
+            if state.transfer is not None:
+                self.grant(self.broker.land(state.transfer, instance_id))
+
+    def _free_helpers(self, state: RequestState) -> None:
+        """Its prompt is computed: who helped is not needed any more."""
+        self.recovering.pop(state.key, None)
+        for helper_id in state.asked_ids:
+            self.free(helper_id, state.key)
+
+    def land_move(self, state: RequestState) -> None:
+        """Its target goes on with a request that moved. One that was told to free it, or is gone, will not for long."""
+        move = state.move
+        assert move is not None, f"{state.key} lands without a move"
+        if move.given_up or state.key not in self.instances[move.target_id].allocations:
+            self.restart(state, f"it was lost on {move.target_id}, where it had moved")
+            return
+        del self.moving[state.key]
+        target = self.instances[move.target_id]
+        if (source := self.instances.get(move.source_id)) is not None:
+            if (before := source.allocations.get(state.key)) is not None:
+                target.allocations[state.key].num_tokens = before.num_tokens
+            source.leave(state.key)
+        state.land_move()
+        target.settle(state.key)
+
+    def end_move(self, state: RequestState, *, failed: bool = False) -> None:
+        """The request is on its way nowhere any more."""
+        if state.move is not None:
+            del self.moving[state.key]
+            self.broker.withdraw(state.move.transfer)
+            state.end_move(failed=failed)
+
+    def drop_plans(self, instance: InstanceState) -> None:
+        """Drop the plans in flight on an instance that has gone or begun anew, because nothing will report them."""
+        for plan in instance.plans.values():
+            for chunk in plan.chunks:
+                if state := self.find((chunk.request_id, chunk.epoch)):
+                    state.end_chunk(instance.instance_id, plan.plan_id)
+                    self.note_interruption(state)
+
+    def note_interruption(self, state: RequestState) -> None:
+        """A chunk of it is in flight no more: others may need the backend that it has, if none is."""
+        if state.is_interrupted and state.transfer is not None:
+            self.broker.interrupted(state.transfer)
+
+    # --- it ends ---
+
+    def end(
+        self,
+        state: RequestState,
+        outcome: Outcome,
+        *,
+        num_output_tokens: int | None = None,
+        spare: Iterable[InstanceId] = (),
+    ) -> None:
+        """The one way a request ends: out of every table, its KV freed but on ``spare``, which free it unasked.
+
+        ``num_output_tokens`` is what it drew in all its epochs, where that is known. What is started again pays for
+        them when it ends.
+        """
+        request_id, epoch = key = state.key
+        del self.requests[request_id]
+        self.of_gateway[state.request.gateway_id].pop(request_id, None)
+        if key in self.queue:
+            self.queue.remove(state)
+        self.awaiting_decode.discard(key)
+        self.recovering.pop(key, None)
+        for instance_id in state.prefill_ids:
+            if instance_id in self.instances:
+                self.instances[instance_id].drop_prefill(state)
+        if state.transfer is not None:
+            self.broker.withdraw(state.transfer)
+        held_by = state.prefill_ids + state.decode_ids + state.asked_ids
+        if state.move is not None:
+            held_by += (state.move.target_id,)
+            self.end_move(state)
+        for instance_id in dict.fromkeys(held_by):
+            if instance_id not in spare:
+                self.free(instance_id, key)
+        self.queue.counters.ended(state.request, 0 if outcome.goes_on else num_output_tokens)
+        gateway_id = state.request.gateway_id
+        self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
+
+    def refuse(
+        self,
+        request: Request,
+        message: str,
+        retry_after_s: float | None,
+        reason: RejectReason = RejectReason.OVERLOADED,
+        reject_ttl_s: float = 0.0,
+    ) -> None:
+        """Tell the gateway that a request which is in no book will not be served."""
+        self.commands.append(
+            Reject(
+                gateway_id=request.gateway_id,
+                request_id=request.request_id,
+                epoch=request.epoch,
+                reason=reason,
+                message=message,
+                retry_after_s=retry_after_s,
+                reject_ttl_s=reject_ttl_s,
+            )
+        )
+
+    def reject(
+        self,
+        state: RequestState,
+        reason: RejectReason,
+        message: str,
+        retry_after_s: float | None,
+        *,
+        reject_ttl_s: float = 0.0,
+    ) -> None:
+        self.refuse(state.request, message, retry_after_s, reason, reject_ttl_s)
+        self.end(state, Outcome.REJECTED)
+
+    def restart(self, state: RequestState, reason: str, *, preempted: bool = False) -> None:
+        self.ask_to_resume(state.request.gateway_id, state.key, reason, preempted=preempted)
+        self.end(state, Outcome.PREEMPTED if preempted else Outcome.RESTARTED)
+
+    def ask_to_resume(self, gateway_id: GatewayId, key: RequestKey, reason: str, *, preempted: bool = False) -> None:
+        self.commands.append(
+            Restart(gateway_id=gateway_id, request_id=key[0], epoch=key[1], reason=reason, preempted=preempted)
+        )
+
+    def free(self, instance_id: InstanceId, key: RequestKey) -> None:
+        """Ask once for the KV of a request that nobody needs there any more."""
+        instance = self.instances.get(instance_id)
+        allocation = None if instance is None else instance.allocations.get(key)
+        if allocation is not None and not allocation.freeing:
+            allocation.freeing = True
+            self.commands.append(
+                FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1], transfer_id=allocation.transfer_id)
+            )
+
+    def check_integrity(self) -> None:
+        """Every book balances with every other; AssertionError names the numbers."""
+        instances = self.instances.values()
+        assert self._exact_groups == Counter(each.exact_group for each in instances), "exact groups miscounted"
+        assert self._kv_groups == Counter(each.kv_group for each in instances), "KV groups miscounted"
+        self.queue.check_integrity()
+        self.broker.check_integrity()
+        self.awaiting_decode.check_integrity()
+        self.numbers.check_integrity([instance.number for instance in self.instances.values()])
+        suspected = {instance.instance_id for instance in self.instances.values() if instance.suspected}
+        assert suspected == set(self.suspected), f"{suspected} are suspected, the sums say {set(self.suspected)}"
+        for instance in self.instances.values():
+            instance.check_integrity()
+            for key in self.broker.granted(instance.instance_id):
+                assert key in instance.allocations, f"{instance.instance_id}: a backend for {key}, which holds nothing"
+        in_flight: dict[RequestKey, set[tuple[InstanceId, int]]] = {}
+        for instance in self.instances.values():
+            for plan in instance.plans.values():
+                for chunk in plan.chunks:
+                    chunks = in_flight.setdefault((chunk.request_id, chunk.epoch), set())
+                    chunks.add((instance.instance_id, plan.plan_id))
+        num_waiting = sum(state.phase is Phase.WAITING for state in self.requests.values())
+        assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} are in the queue"
+        num_of_gateways = sum(len(requests) for requests in self.of_gateway.values())
+        assert num_of_gateways == len(self.requests), f"gateways have {num_of_gateways} of {len(self.requests)}"
+        for state in self.requests.values():
+            state.check_integrity()
+            assert state.is_recovering == (state.key in self.recovering), (
+                f"{state.key} is healing: {state.is_recovering}"
+            )
+            chunks, known = in_flight.get(state.key, set()), state.chunks_in_flight
+            assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, the sums say {known}"
+            lost = [each for each in chunks - known if each[0] in state.prefill_ids]
+            assert not lost, f"chunks {lost} of {state.key} are in flight, and not in the mesh state"
+            is_awaiting_decode = state.is_in_prefill and not state.decode_shards
+            assert is_awaiting_decode == (state.key in self.awaiting_decode), (
+                f"{state.key} has no receiver: {is_awaiting_decode}"
+            )
+            if state.phase is not Phase.WAITING and not is_awaiting_decode:
+                assert state.decode_id is not None, f"{state.key} runs without a decode instance"
+                assert state.key in self.instances[state.decode_id].allocations, f"{state.key} has no room to decode"

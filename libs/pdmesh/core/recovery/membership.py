@@ -1,0 +1,79 @@
+"""Instances come, are cut off, fall silent, stop and are lost: who hears of it, and in which order."""
+
+from __future__ import annotations
+
+from pdmesh.core.events import DrainRequested, InstanceJoined, InstanceLost, InstanceSuspected, InstanceUnreachable
+from pdmesh.core.instances.on_demand import OnDemandKv
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operators.bundle_choice import BundleChoice
+from pdmesh.core.operators.operations import Operations
+from pdmesh.core.recovery.failure_detection import go_on_without, receive_elsewhere, start_elsewhere
+from pdmesh.core.recovery.reconcile import Reconciler
+from pdmesh.core.transfers.moves import Moves
+from pdmesh.core.transfers.rebalancing import Rebalancer
+
+
+class Membership:
+    """Tells all that keep something of an instance."""
+
+    def __init__(
+        self,
+        mesh: MeshState,
+        choice: BundleChoice,
+        reconciler: Reconciler,
+        on_demand_kv: OnDemandKv,
+        moves: Moves,
+        rebalancer: Rebalancer,
+        operations: Operations,
+    ) -> None:
+        self._mesh = mesh
+        self._choice = choice
+        self._reconciler = reconciler
+        self._on_demand = on_demand_kv
+        self._moves = moves
+        self._rebalancer = rebalancer
+        self._operations = operations
+
+    def joined(self, event: InstanceJoined, now_s: float) -> None:
+        """First what it holds meets who waits for it; then what is learnt, moves and operations hear of it.
+
+        At last, what suspected instances have not begun may start on it.
+        """
+        instance_id = event.profile.instance_id
+        before = self._mesh.instances.get(instance_id)
+        is_another = before is None or not before.profile.is_process_of(event.profile)
+        self._reconciler.instance_joined(event.profile, event.residents, now_s, stopping=event.stopping)
+        self._on_demand.joined(self._mesh.instances[instance_id])
+        self._choice.joined(event.profile)
+        self._moves.joined(instance_id, stopping=event.stopping, is_another=is_another)
+        self._operations.joined(instance_id, now_s)
+        start_elsewhere(self._mesh, self._choice.bundle)
+
+    def unreachable(self, event: InstanceUnreachable) -> None:
+        """Its groups go on without it, and what it has not received is received by others."""
+        if instance := self._mesh.instance_of(event):
+            instance.set_reachable(False)
+            go_on_without(self._mesh, instance)
+            receive_elsewhere(self._mesh, instance)
+
+    def suspected(self, event: InstanceSuspected) -> None:
+        """What it has not begun starts elsewhere, if that can be; once it has spoken, what others have not begun."""
+        if instance := self._mesh.instance_of(event):
+            self._mesh.suspect(instance, event.suspected)
+            if event.suspected:
+                self._moves.suspected(event.instance_id)
+                go_on_without(self._mesh, instance)
+            start_elsewhere(self._mesh, self._choice.bundle)
+
+    def lost(self, event: InstanceLost, now_s: float) -> None:
+        """First its requests start again or go on without it; then moves and operations hear of it."""
+        self._reconciler.instance_lost(event.instance_id)
+        self._moves.lost(event.instance_id)
+        self._rebalancer.lost(event.instance_id)
+        self._operations.lost(event.instance_id, now_s)
+
+    def stops(self, event: DrainRequested) -> None:
+        """It takes nothing new, and what decodes there moves away; or it takes that back."""
+        if instance := self._mesh.instance_of(event):
+            instance.set_draining(event.enabled)
+            self._moves.stops(event.instance_id, event.enabled)

@@ -1,0 +1,61 @@
+"""Halves that wait for their counterpart after a scheduler's restart: see `pdmesh.core.recovery.reconcile`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import inf
+from typing import Generic, TypeVar
+
+from pdmesh.model import GatewayId, InstanceId, RequestId, RequestKey
+
+OwnerT = TypeVar("OwnerT", InstanceId, GatewayId)
+
+
+class Orphan(Generic[OwnerT]):
+    """A request known from one side only."""
+
+    # Not a dataclass: mypyc cannot compile one that is generic (mypyc issue 827).
+    __slots__ = ("deadline_s", "gateway_id", "key", "owner")
+
+    def __init__(self, key: RequestKey, owner: OwnerT, gateway_id: GatewayId, deadline_s: float) -> None:
+        self.key = key
+        self.owner: OwnerT = owner
+        self.gateway_id = gateway_id  # whose request it is
+        self.deadline_s = deadline_s
+
+
+class Orphans(Generic[OwnerT]):
+    """One kind of orphan by request, oldest first. All have the same grace, so that is also the order of deadlines."""
+
+    def __init__(self) -> None:
+        self._orphans: OrderedDict[RequestId, Orphan[OwnerT]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._orphans)
+
+    def add(self, key: RequestKey, owner: OwnerT, gateway_id: GatewayId, deadline_s: float) -> None:
+        self._orphans.pop(key[0], None)
+        self._orphans[key[0]] = Orphan(key, owner, gateway_id, deadline_s)
+
+    def get(self, request_id: RequestId) -> Orphan[OwnerT] | None:
+        return self._orphans.get(request_id)
+
+    def pop(self, request_id: RequestId, gateway_id: GatewayId) -> Orphan[OwnerT] | None:
+        """Take out the request of this gateway; one of another stays."""
+        orphan = self._orphans.get(request_id)
+        return self._orphans.pop(request_id) if orphan is not None and orphan.gateway_id == gateway_id else None
+
+    def drop_owner(self, owner: OwnerT) -> None:
+        for orphan in [orphan for orphan in self._orphans.values() if orphan.owner == owner]:
+            del self._orphans[orphan.key[0]]
+
+    def pop_due(self, now_s: float) -> list[Orphan[OwnerT]]:
+        due: list[Orphan[OwnerT]] = []
+        while self._orphans and next(iter(self._orphans.values())).deadline_s <= now_s:
+            due.append(self._orphans.popitem(last=False)[1])
+        return due
+
+    @property
+    def next_deadline_s(self) -> float:
+        """Deadline of the oldest orphan; infinite if there is none."""
+        return next(iter(self._orphans.values())).deadline_s if self._orphans else inf

@@ -1,0 +1,231 @@
+"""Instances and gateways join, rejoin and are lost; residents meet the requests that wait for them.
+
+After a scheduler's restart workers and gateways register again in any order: whichever side comes second finds the
+other among the orphans. What has no counterpart when its grace is over is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from pdmesh.core.commands import Outcome
+from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.recovery.orphans import Orphans
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.transfers.receivers import do_without
+from pdmesh.model import (
+    Epoch,
+    GatewayId,
+    InstanceId,
+    InstanceProfile,
+    Request,
+    RequestId,
+    RequestKey,
+    Resident,
+    num_blocks_for,
+)
+from pdmesh.policy.views import Rank
+
+
+class Reconciler:
+    def __init__(self, mesh: MeshState, grace_s: float) -> None:
+        self._mesh = mesh
+        self._grace_s = grace_s
+        self._unclaimed: Orphans[InstanceId] = Orphans()  # residents that no gateway waits for, so far
+        self._unfound: Orphans[GatewayId] = Orphans()  # waited for, and on no instance, so far
+
+    @property
+    def next_deadline_s(self) -> float:
+        """Infinite if there is none."""
+        return min(self._unclaimed.next_deadline_s, self._unfound.next_deadline_s)
+
+    def expire(self, now_s: float) -> None:
+        for unfound in self._unfound.pop_due(now_s):
+            self._mesh.ask_to_resume(unfound.owner, unfound.key, "its KV is on no instance")
+        for unclaimed in self._unclaimed.pop_due(now_s):
+            self._mesh.free(unclaimed.owner, unclaimed.key)
+
+    # --- single requests ---
+
+    def gateway_of(self, request_id: RequestId) -> GatewayId | None:
+        """Return the gateway of a request of which one half waits here."""
+        orphan = self._unfound.get(request_id) or self._unclaimed.get(request_id)
+        return None if orphan is None else orphan.gateway_id
+
+    def claim(self, key: RequestKey, gateway_id: GatewayId) -> InstanceId | None:
+        """Return the instance on which exactly this request is decoding, if any; an older epoch of it is freed."""
+        self._unfound.pop(key[0], gateway_id)
+        return self._claim_resident(key, gateway_id)
+
+    def forget(self, request_id: RequestId, gateway_id: GatewayId) -> bool:
+        """Its client went away: whether anything was known here of such a request of the gateway."""
+        unfound = self._unfound.pop(request_id, gateway_id)
+        resident = self._unclaimed.pop(request_id, gateway_id)
+        if resident is not None:
+            self._mesh.free(resident.owner, resident.key)
+        return unfound is not None or resident is not None
+
+    def released(self, instance_id: InstanceId, key: RequestKey) -> None:
+        """An unclaimed resident ended by itself."""
+        if (resident := self._unclaimed.get(key[0])) and (resident.owner, resident.key) == (instance_id, key):
+            self._unclaimed.pop(key[0], resident.gateway_id)
+
+    # --- gateways ---
+
+    def gateway_joined(
+        self,
+        gateway_id: GatewayId,
+        waiting: dict[RequestId, Epoch],
+        now_s: float,
+        *,
+        unbegun: Collection[RequestId] = (),
+    ) -> None:
+        mesh = self._mesh
+        for request_id in list(mesh.of_gateway.setdefault(gateway_id, {})):
+            if request_id not in waiting:
+                mesh.end(mesh.requests[request_id], Outcome.CANCELLED)
+        self._unfound.drop_owner(gateway_id)
+        for key in waiting.items():
+            known = mesh.requests.get(key[0])
+            owner = self.gateway_of(key[0]) if known is None else known.request.gateway_id
+            if owner is not None and owner != gateway_id:
+                mesh.ask_to_resume(gateway_id, key, "another gateway's request has this id")  # and be refused, or not
+                continue
+            if known is not None:
+                if known.request.epoch >= key[1]:
+                    continue
+                mesh.end(known, Outcome.SUPERSEDED)
+            instance_id = self._claim_resident(key, gateway_id)
+            if instance_id is not None:
+                mesh.adopt(self._open_unknown(key, gateway_id, instance_id, now_s), instance_id)
+            elif key[0] in unbegun:
+                mesh.ask_to_resume(gateway_id, key, "it was lost on the way to the scheduler")
+            else:
+                self._unfound.add(key, gateway_id, gateway_id, now_s + self._grace_s)
+
+    def gateway_lost(self, gateway_id: GatewayId) -> None:
+        mesh = self._mesh
+        for request_id in list(mesh.of_gateway.get(gateway_id, ())):
+            mesh.end(mesh.requests[request_id], Outcome.GATEWAY_LOST)
+        mesh.of_gateway.pop(gateway_id, None)
+        self._unfound.drop_owner(gateway_id)
+
+    # --- instances ---
+
+    def instance_joined(
+        self, profile: InstanceProfile, residents: tuple[Resident, ...], now_s: float, *, stopping: bool = False
+    ) -> None:
+        mesh, instance_id = self._mesh, profile.instance_id
+        old = mesh.remove_instance(instance_id)  # what it was told of phases ends with its stream
+        instance = InstanceState(
+            profile,
+            changed=mesh.changed,
+            growth=mesh.growth,
+            number=mesh.numbers.take() if old is None else old.number,
+            next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
+            draining=stopping,
+        )
+        mesh.add_instance(instance)
+        self._unclaimed.drop_owner(instance_id)
+        mesh.broker.join(instance_id, profile.num_transfer_backends)
+        for resident in residents:
+            key = (resident.request_id, resident.epoch)
+            if key in instance.allocations:
+                mesh.ignore("resident")
+                continue
+            instance.take(
+                key,
+                resident.num_blocks,
+                AllocationKind.RESIDENT,
+                max_blocks=num_blocks_for(resident.max_total_tokens, instance.block_size),
+                num_tokens=resident.num_context_tokens,
+                transfer_id=resident.transfer_id,
+            )
+            being_freed = old is not None and key in old.allocations and old.allocations[key].freeing
+            known = mesh.find(key)
+            if resident.decoding and known is not None and known.move and known.move.target_id == instance_id:
+                mesh.land_move(known)  # unheard of until now
+            if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
+                mesh.free(instance_id, key)
+        if old is not None:
+            cut_off = [key for key in old.allocations if key not in instance.allocations]
+            self._restart_without(instance_id, cut_off, f"instance {instance_id} was cut off")
+            mesh.drop_plans(old)
+        mesh.queue.unpark()
+
+    def instance_lost(self, instance_id: InstanceId) -> None:
+        instance = self._mesh.remove_instance(instance_id)
+        if instance is None:
+            self._mesh.ignore("instance_lost")
+            return
+        self._mesh.numbers.give_back(instance.number)
+        self._mesh.changed[instance_id] = None
+        self._mesh.broker.leave(instance_id)
+        self._unclaimed.drop_owner(instance_id)
+        self._restart_without(instance_id, instance.allocations, f"instance {instance_id} was lost")
+        self._mesh.drop_plans(instance)
+
+    def _restart_without(self, instance_id: InstanceId, keys: Iterable[RequestKey], reason: str) -> None:
+        for key in keys:
+            state = self._mesh.find(key)
+            if state is not None and state.needs(instance_id):
+                do_without(self._mesh, state, instance_id, reason)
+
+    # --- residents ---
+
+    def _keep_resident(self, instance_id: InstanceId, resident: Resident, now_s: float) -> bool:
+        """Match what an instance decodes with who waits for it. False if nobody does or ever will."""
+        mesh, gateway_id = self._mesh, resident.gateway_id
+        key = (resident.request_id, resident.epoch)
+        known = mesh.requests.get(key[0])
+        if known is not None:
+            if known.request.gateway_id != gateway_id:
+                return False
+            if known.key == key and known.decode_id == instance_id:
+                mesh.land(known)  # perhaps unheard of until now
+            elif known.key == key and known.phase is Phase.WAITING:
+                mesh.adopt(known, instance_id)
+            else:
+                return False
+            return True
+        unfound = self._unfound.get(key[0])
+        if unfound is not None:
+            if unfound.key != key or self._unfound.pop(key[0], gateway_id) is None:
+                return False
+            mesh.adopt(self._open_unknown(key, unfound.owner, instance_id, now_s), instance_id)
+            return True
+        other = self._unclaimed.get(key[0])
+        if other is not None:
+            if other.gateway_id != gateway_id or other.key[1] >= key[1]:
+                return False
+            mesh.free(other.owner, other.key)
+        self._unclaimed.add(key, instance_id, gateway_id, now_s + self._grace_s)
+        return True
+
+    def _claim_resident(self, key: RequestKey, gateway_id: GatewayId) -> InstanceId | None:
+        resident = self._unclaimed.pop(key[0], gateway_id)
+        if resident is None:
+            return None
+        if resident.key == key:
+            return resident.owner
+        self._mesh.free(resident.owner, resident.key)
+        return None
+
+    def _open_unknown(
+        self, key: RequestKey, gateway_id: GatewayId, instance_id: InstanceId, now_s: float
+    ) -> RequestState:
+        """A request of which its instance alone tells: what it has is taken for its prompt. It came just now."""
+        instance = self._mesh.instances[instance_id]
+        allocation = instance.allocations[key]
+        num_tokens = max(1, allocation.num_tokens)
+        request = Request(
+            request_id=key[0],
+            epoch=key[1],
+            gateway_id=gateway_id,
+            num_prompt_tokens=num_tokens,
+            max_tokens=max(1, allocation.max_blocks * instance.block_size - num_tokens + 1),
+            arrival_s=now_s,
+        )
+        return self._mesh.open(request, Rank())

@@ -1,0 +1,378 @@
+"""Which batching mode each instance is in, and what that lets it do now. The modes are `pdmesh.policy.batching`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, log, log1p
+from typing import NamedTuple
+
+from pdmesh.core.instances.batching_state import BatchingState
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.lengths_seen import LengthsSeen
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import RequestState
+from pdmesh.model import Role
+from pdmesh.plans import StepPlan
+from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode
+from pdmesh.policy.bundle import Bundle
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, ChunkSizer
+from pdmesh.policy.probing import Tally
+from pdmesh.policy.views import InstanceView
+
+#: A cycle of a mixed instance is so many ended requests at least; of an exclusive one it is a phase of each kind.
+_MIN_CYCLE = 8
+
+#: Cycles without another switch after one.
+_DWELL = 3
+
+#: Of the mean number of requests, at each cycle.
+_FORGETTING = 0.7
+
+#: Of a predicted decode phase: then a prefill phase that was too short goes on. Less than 1, so that what has piled up
+#: is caught up with.
+_RESUMED_AFTER = 0.5
+
+#: Of the constant of a decode step: so long a prefill phase waits for more. Its instance has begun another decode step
+#: before any plan can reach it, so that costs next to nothing.
+_GATHERING = 0.5
+
+#: Between the beginnings of prefill phases of two instances of a pool.
+_LEAST_GAP_S = 0.001
+
+
+class BatchingView(NamedTuple):
+    """An instance's batching as others may see it."""
+
+    mode: Mode
+    is_prefill_phase: bool
+    num_seats: int
+    idle_share: float
+    gain: float | None
+    reason: str
+
+
+class Modes:
+    """Asked by the packer, told of what ends."""
+
+    def __init__(self, mesh: MeshState) -> None:
+        self._mesh = mesh
+        self._lengths = LengthsSeen()
+        self._policy: Batching | None = None  # as of the last packing
+        self._turns: dict[str, float] = {}  # by pool: when another instance may begin a prefill phase
+        self.wake_s = inf  # when a decode phase may end by time alone, as of the last packing
+
+    # --- what ends ---
+
+    def finished(self, state: RequestState, num_output_tokens: int) -> None:
+        """A request ended by itself, with so many tokens in this epoch."""
+        if state.request.epoch == 0 and num_output_tokens > 0:
+            self._lengths.add(state.request.num_prompt_tokens, num_output_tokens - 1)
+
+    def released(self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel) -> None:
+        """A seat is idle now."""
+        batching = instance.batching
+        if not instance.allocated.num_seats_taken:
+            batching.meter.forget()
+        if not bundle.batching.adapts or not can_switch(instance):
+            return
+        batching.sum_taken += instance.allocated.num_seats_taken + 1
+        batching.sum_waiting += len(self._mesh.queue)
+        batching.num_ended += 1
+        if batching.num_ended >= max(_MIN_CYCLE, batching.choice.idle_share * (batching.num_slots or 0)):
+            self._end_cycle(instance, bundle, model)
+
+    def _end_cycle(self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel) -> None:
+        batching = instance.batching
+        mean = (batching.sum_taken + batching.sum_waiting / len(self._pool(instance))) / batching.num_ended
+        known = batching.num_slots
+        batching.num_slots = mean if known is None else _FORGETTING * known + (1 - _FORGETTING) * mean
+        batching.sum_taken = batching.sum_waiting = batching.num_ended = 0
+        batching.num_dwelt += 1
+        if self._lengths.is_enough:
+            self._choose(instance, bundle, model)
+
+    def _choose(self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel) -> None:
+        batching = instance.batching
+        batching.model = model
+        costs = self._lengths.costs(model, instance.switches.switch_s(model))
+        if costs.decode_step_s <= 0 or costs.switch_s <= 0:
+            return  # a model without the constants of steps says nothing about either mode
+        tally = batching.meter.take()
+        if batching.choice.mode is Mode.MIXED and not batching.probing.is_on:
+            batching.together.note(tally)
+        own_s = [slo_s for slo_s in instance.view.slo_tpots_s if slo_s is not None]
+        assert batching.num_slots is not None
+        num_slots = min(batching.num_slots, instance.profile.max_num_seqs)
+        load = Load(
+            num_slots=num_slots,
+            max_num_seqs=instance.profile.max_num_seqs,
+            num_kv_tokens=instance.profile.num_blocks * instance.block_size,
+            lengths=self._lengths.moments,
+            threshold=self._lengths.threshold(costs, num_slots),
+            costs=costs,
+            tpot_s=min(own_s, default=None),
+            mixed_limit=bundle.packing.step_limit(instance.view),
+            correction=batching.probing.correction,
+            together=batching.together.number,
+        )
+        if bundle.batching.probes:
+            self._learn(batching, tally, load, model)
+            load = load._replace(correction=batching.probing.correction)
+        choice = bundle.batching.choose(load, batching.home)
+        if choice.mode is not batching.home and batching.num_dwelt < _DWELL:
+            choice = choice._replace(mode=batching.home)
+        if choice.mode is not batching.home or choice.reason:
+            batching.probing.restart()
+        self._set(instance, choice)
+
+    def _learn(self, batching: BatchingState, tally: Tally, load: Load, model: LinearLatencyModel) -> None:
+        """Learn from the cycle that ended, and decide whether to probe the other mode."""
+        probing, gain = batching.probing, batching.choice.gain
+        if gain is None or batching.choice.reason:
+            return
+        predicted = log1p(gain) - probing.correction.log_gain
+        probed = probing.passed(tally, log1p(gain)) if batching.choice.is_open else None
+        if probed is None:
+            return
+        there_s = probed.decode_s(model, load.costs, load.lengths)
+        here_s = probing.at_home.decode_s(model, load.costs, load.lengths)
+        if there_s is not None and here_s is not None:
+            measured = log(here_s / there_s)
+            probing.learn((-measured if batching.home is Mode.EXCLUSIVE else measured) - predicted)
+
+    def _set(self, instance: InstanceState, choice: ModeChoice) -> None:
+        """Do what is chosen, or probe the other mode."""
+        batching = instance.batching
+        if choice.mode is not batching.home:
+            batching.home = choice.mode
+            batching.num_dwelt = 0
+        if batching.probing.is_on:
+            choice = choice._replace(mode=other_mode(choice.mode))
+        if choice.mode is not batching.choice.mode:
+            batching.gathers_s = None
+            self._mesh.changed[instance.instance_id] = None
+        batching.choice = choice
+
+    # --- what may begin ---
+
+    def look_at(self, bundle: Bundle) -> None:
+        """Give instances that changed, or all under another bundle, a choice of its batching; before packing."""
+        self.wake_s = inf
+        policy = bundle.batching
+        changed = self._mesh.changed if policy is self._policy else self._mesh.instances
+        self._policy = policy
+        for instance_id in list(changed):
+            instance = self._mesh.instances.get(instance_id)
+            if instance is None:
+                continue
+            batching = instance.batching
+            if batching.chosen_by is not policy:
+                if batching.chosen_by != policy:  # it is made anew each time that latencies have moved
+                    batching.probing.restart()
+                    self._set(instance, policy.first)
+                batching.chosen_by = policy
+
+    def mode_of(self, instance: InstanceState) -> Mode:
+        """What it does now: mixed while any phase, or that of a prompt that it computes, would stall for too long."""
+        choice = instance.batching.choice
+        if choice.mode is Mode.MIXED or not can_switch(instance):
+            return Mode.MIXED
+        if instance.longest_prefill_tokens > choice.max_prompt_tokens:
+            return Mode.MIXED
+        stall_s = _max_stall_s(instance)
+        if stall_s < choice.least_stall_s or stall_s < _least_chunk_s(instance):
+            return Mode.MIXED
+        return choice.mode
+
+    def may_begin(
+        self, instance: InstanceState, head: RequestState, bundle: Bundle, now_s: float, *, has_begun: bool
+    ) -> bool:
+        """Whether the instance may begin the prefill of the first in line now; if not, `wake_s` may say when.
+
+        ``has_begun``: the step that is being packed has a prompt, and so begins a prefill phase if none is under way.
+        """
+        if self.mode_of(instance) is Mode.MIXED:
+            return True
+        batching, choice = instance.batching, instance.batching.choice
+        if bundle.is_long(head.request) and head.request.num_prompt_tokens > choice.max_prompt_tokens:
+            return True  # it is mixed from then on
+        num_seats = min(choice.num_seats or instance.profile.max_num_seqs, instance.profile.max_num_seqs)
+        num_busy = instance.allocated.num_seats_taken
+        num_idle = max(0, num_seats - num_busy)
+        if batching.holds_decodes or has_begun:
+            least = min(CHUNK_UNIT_TOKENS, head.request.num_prompt_tokens)
+            fits = has_begun or self.within_phase(instance, (), ChunkShape(least, 0)) > 0
+            return fits and (num_idle > 0 or num_busy == 0)
+        num_blocks = max(1, instance.num_first_blocks(head.request))
+        phase = DecodePhase(
+            now_s=now_s,
+            began_s=batching.decodes_from_s,
+            limit_s=2 * choice.cycle_s if choice.cycle_s else inf,
+            num_seats=num_seats,
+            num_busy=num_busy,
+            num_fillable=min(len(self._mesh.queue), num_idle, instance.num_free_blocks // num_blocks),
+            urgent_s=_latest_start_s(head, now_s),
+            turn_s=self._turns.get(instance.kv_group, -inf),
+        )
+        if num_busy and batching.resumes_s > -inf:
+            return self._is_time(min(phase.urgent_s, batching.resumes_s), now_s)
+        begin_s = bundle.batching.prefills_from_s(choice, phase)
+        if begin_s <= now_s < phase.urgent_s and num_busy:
+            begin_s = self._gathered_s(instance, now_s)
+        else:
+            batching.gathers_s = None
+        return self._is_time(begin_s, now_s)
+
+    @staticmethod
+    def _gathered_s(instance: InstanceState, now_s: float) -> float:
+        """Return when a phase that could begin has gathered all requests that can be in it.
+
+        Several requests may end with one step. Each is reported by itself, as is who comes in its place: a phase that
+        began with the first of them would leave the others' seats idle until the next one.
+        """
+        batching = instance.batching
+        if batching.gathers_s is None:
+            batching.gathers_s = now_s
+        return batching.gathers_s + _GATHERING * (batching.model.decode_a_s if batching.model is not None else 0.0)
+
+    def _is_time(self, begin_s: float, now_s: float) -> bool:
+        if begin_s <= now_s:
+            return True
+        self.wake_s = min(self.wake_s, begin_s)
+        return False
+
+    def may_go_on(self, instance: InstanceState, now_s: float, *, has_begun: bool) -> bool:
+        """Whether prompts that the instance has begun go on now, or after a decode phase; `wake_s` may say when."""
+        batching = instance.batching
+        if has_begun or batching.holds_decodes or not _is_limited(instance) or self.mode_of(instance) is Mode.MIXED:
+            return True
+        return self._is_time(batching.resumes_s, now_s)
+
+    def within_phase(self, instance: InstanceState, beside: Sequence[ChunkShape], chunk: ChunkShape) -> int:
+        """How many tokens of a chunk keep the phase, with a step of it that has ``beside``, within its limit."""
+        batching = instance.batching
+        if batching.model is None or not _is_limited(instance) or self.mode_of(instance) is Mode.MIXED:
+            return chunk.num_tokens
+        sizer = ChunkSizer(batching.model, chunk.num_tokens)
+        step = StepShape(tuple(beside), 0, 0)
+        return sizer.largest(step, chunk.num_history_tokens, chunk.num_tokens, _phase_left_s(instance))
+
+    def ends_phase(self, instance: InstanceState) -> bool:
+        """Whether its prefill phase is over, where there is room for a plan and there was no prompt for it."""
+        return not instance.prefills or _is_limited(instance)
+
+    def _pool(self, instance: InstanceState) -> list[InstanceState]:
+        """The instances that the same requests could go to, and that have modes to choose from."""
+        return [
+            other
+            for other in self._mesh.instances.values()
+            if other.kv_group == instance.kv_group and can_switch(other)
+        ]
+
+    # --- phases ---
+
+    def view(self, instance: InstanceState) -> BatchingView:
+        """What is shown of it."""
+        choice = instance.batching.choice
+        return BatchingView(
+            mode=self.mode_of(instance),
+            is_prefill_phase=instance.batching.holds_decodes,
+            num_seats=choice.num_seats or instance.profile.max_num_seqs,
+            idle_share=choice.idle_share,
+            gain=choice.gain,
+            reason=choice.reason,
+        )
+
+    def beside(self, instance: InstanceState) -> InstanceView:
+        """The instance as a chunk on it finds it: alone, in a prefill phase."""
+        if self.mode_of(instance) is Mode.MIXED:
+            return instance.view
+        return replace(instance.view, num_decoding=0, num_resident_tokens=0, slo_tpots_s=frozenset())
+
+    def sent(self, instance: InstanceState, plan: StepPlan, now_s: float) -> None:
+        """A plan was sent."""
+        batching, holds = instance.batching, plan.holds_decodes
+        if plan.urgent or not (holds or batching.holds_decodes):
+            return
+        if holds and not batching.holds_decodes:
+            self._enter(instance, now_s)
+        if holds:
+            self._mesh.in_prefill_phase[instance.instance_id] = instance
+            if batching.model is not None:
+                chunks = tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks])
+                batching.phase_s += batching.model.step_s(StepShape(chunks, 0, 0))
+        else:
+            self._leave(instance, now_s)
+            self._mesh.in_prefill_phase.pop(instance.instance_id, None)
+        batching.holds_decodes = holds
+
+    def _enter(self, instance: InstanceState, now_s: float) -> None:
+        """Begin a prefill phase; others of the pool wait for half of their share of a cycle, or a moment."""
+        num_exclusive = sum(self.mode_of(other) is Mode.EXCLUSIVE for other in self._pool(instance))
+        if num_exclusive > 1:
+            gap_s = max(_LEAST_GAP_S, instance.batching.choice.cycle_s / (2 * num_exclusive))
+            self._turns[instance.kv_group] = now_s + gap_s
+        instance.batching.gathers_s = None
+        instance.batching.prefills_from_s = now_s
+        instance.batching.phase_s = 0.0
+
+    def _leave(self, instance: InstanceState, now_s: float) -> None:
+        """End a prefill phase. One that had no time left for all goes on after a part of a decode phase."""
+        batching = instance.batching
+        batching.decodes_from_s, batching.resumes_s = now_s, -inf
+        if not _is_limited(instance) or batching.model is None:
+            return
+        least_s = batching.model.step_s(StepShape((ChunkShape(CHUNK_UNIT_TOKENS, 0),), 0, 0))
+        if instance.prefills or _phase_left_s(instance) < least_s:
+            ends_s = max(now_s, batching.prefills_from_s + batching.phase_s)  # of what is in flight
+            batching.resumes_s = ends_s + _RESUMED_AFTER * batching.choice.decodes_s
+
+
+def _max_stall_s(instance: InstanceState) -> float:
+    """Return the longest allowed prefill phase: the smallest target of a resident, the choice's for one without."""
+    most_s = instance.batching.choice.max_stall_s
+    if most_s == inf:
+        return inf
+    return min([most_s if slo_s is None else slo_s for slo_s in instance.view.slo_tpots_s], default=most_s)
+
+
+def _least_chunk_s(instance: InstanceState) -> float:
+    """Return the time of a phase with only the smallest chunk of a prompt here, which grows with its history.
+
+    Of the one with the longest history; 0 without any. One that does not fit into a phase would never go on.
+    """
+    model = instance.batching.model
+    if model is None or not instance.prefills:
+        return 0.0
+    history = max([state.num_planned_tokens for state in instance.prefills])
+    return instance.switches.overhead_s + model.step_s(StepShape((ChunkShape(CHUNK_UNIT_TOKENS, history),), 0, 0))
+
+
+def _is_limited(instance: InstanceState) -> bool:
+    """Whether a phase has a limit, and somebody who would stand still: one who decodes, or is computed and will."""
+    if instance.batching.choice.max_stall_s == inf:
+        return False
+    return instance.allocated.num_seats_taken > len(instance.prefills)
+
+
+def _phase_left_s(instance: InstanceState) -> float:
+    """Return the seconds left for more steps of the present prefill phase, or of a new one."""
+    batching = instance.batching
+    used_s = batching.phase_s if batching.holds_decodes else 0.0
+    return _max_stall_s(instance) - instance.switches.overhead_s - used_s
+
+
+def can_switch(instance: InstanceState) -> bool:
+    """Whether it prefills and decodes, by itself: there are modes to choose from."""
+    return instance.role is Role.MIXED
+
+
+def _latest_start_s(head: RequestState, now_s: float) -> float:
+    """Return when a request must begin to keep its own target; infinite if it has none, or has missed it."""
+    request = head.request
+    if request.slo_ttft_s is None or not 0 < request.slo_ttft_s < inf:
+        return inf
+    due_s = request.arrival_s + request.slo_ttft_s
+    return due_s - head.work_us / 1e6 if due_s > now_s else inf

@@ -1,0 +1,352 @@
+"""Placing requests and packing steps: late, when an instance has room for a plan, and strictly in order.
+
+An instance's running prompts and the first in line compete for its next plan. So a more urgent request takes the step
+after the ones in flight, and a prompt that it overtakes is preempted at a chunk boundary: its KV stays where it is.
+Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.instances.step_slots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.core.commands import RunStep
+from pdmesh.core.groups.prefill_groups import GroupPlanner
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.step_slots import StepSlots
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.steps.batching import Modes
+from pdmesh.core.steps.placing import (
+    Placement,
+    Wait,
+    could_place,
+    place,
+    place_locally,
+    room_or_turn,
+)
+from pdmesh.core.transfers.handover import HandOvers
+from pdmesh.core.waiting.queue import in_order
+from pdmesh.model import InstanceId, Role
+from pdmesh.plans import ChunkPlan, StepPlan
+from pdmesh.policy.batching import Mode
+from pdmesh.policy.bundle import Bundle
+from pdmesh.policy.latency import ChunkShape
+from pdmesh.policy.views import PartialStep
+
+
+@dataclass(slots=True, eq=False)
+class StepSlot:
+    """An instance's next step while it is packed."""
+
+    instance: InstanceState
+    step: PartialStep
+    running: list[RequestState] = field(default_factory=list[RequestState])  # that have not had their turn at it
+    urgent: bool = False  # the instance has its plans; what may interrupt them can be added
+    is_late: bool = False  # the instance was idle, and takes its turn behind those that were not
+    fits: tuple[RequestState, int] | None = None  # who was last asked for, with the tokens of its first chunk
+
+    @property
+    def place(self) -> tuple[bool, int]:
+        """Late ones stay as they come."""
+        return self.is_late, 0 if self.is_late else self.instance.number
+
+
+class Packer:
+    """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
+
+    def __init__(
+        self, mesh: MeshState, plans_in_flight: int, bundle: Bundle, modes: Modes, handovers: HandOvers
+    ) -> None:
+        self._mesh = mesh
+        self._modes = modes
+        self._handovers = handovers
+        self._step_slots = StepSlots(mesh, plans_in_flight, bundle, modes)
+        self.prefill_groups = GroupPlanner(mesh, modes)
+
+    def pack(self, bundle: Bundle, now_s: float) -> None:
+        """Give every instance with room for a plan something to do."""
+        step_slots = self._step_slots
+        self._modes.look_at(bundle)
+        if self._mesh.recovering:
+            self.prefill_groups.recover(bundle, now_s)
+        step_slots.update(bundle)
+        self._handovers.find_receivers(step_slots, bundle, now_s)
+        step_slots.update(bundle)
+        instances, for_waiting = step_slots.computing(), step_slots.for_waiting()
+        has_helped = not for_waiting and self._help(bundle, now_s)
+        while has_helped or instances or for_waiting:
+            if instances or for_waiting:
+                # Those that get nothing now get nothing in the next round either: room only shrinks.
+                packed = Round(
+                    self._mesh,
+                    step_slots,
+                    self._modes,
+                    self.prefill_groups,
+                    self._handovers,
+                    bundle,
+                    now_s,
+                    instances,
+                    for_waiting,
+                )
+                instances, for_waiting = packed.pack(), False
+                step_slots.update(bundle)
+            has_helped = self._help(bundle, now_s)
+            if has_helped:
+                instances = step_slots.computing()  # it may be a leader's turn
+        if self._mesh.in_prefill_phase:
+            self._end_prefill_phases(now_s)
+            step_slots.update(bundle)
+
+    def _help(self, bundle: Bundle, now_s: float) -> bool:
+        """Whether somebody was given a chunk of another's prompt."""
+        has_helped = self.prefill_groups.help(self._step_slots, bundle, now_s)
+        if has_helped:
+            self._step_slots.update(bundle)
+        return has_helped
+
+    def _end_prefill_phases(self, now_s: float) -> None:
+        """Let the residents decode where there is room for a plan and there was no prompt for it."""
+        for instance in list(self._mesh.in_prefill_phase.values()):
+            if not (instance.reachable and self._step_slots.has_room(instance) and self._modes.ends_phase(instance)):
+                continue
+            plan = StepPlan(plan_id=instance.next_plan_id, chunks=(), with_decodes=True)
+            instance.begin_plan(plan)
+            self._modes.sent(instance, plan, now_s)
+            self._mesh.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
+
+
+class Round:
+    """One more plan for each of ``instances``; with ``for_waiting``, also for others where a request is placed."""
+
+    def __init__(
+        self,
+        mesh: MeshState,
+        step_slots: StepSlots,
+        modes: Modes,
+        prefill_groups: GroupPlanner,
+        handovers: HandOvers,
+        bundle: Bundle,
+        now_s: float,
+        instances: Iterable[InstanceState],
+        for_waiting: bool,
+    ) -> None:
+        self._mesh = mesh
+        self._known = step_slots
+        self._modes = modes
+        self._prefill_groups = prefill_groups
+        self._handovers = handovers
+        self._bundle = bundle
+        self._now_s = now_s
+        self._for_waiting = for_waiting
+        self._least_prompt_tokens = mesh.queue.least_prompt_tokens
+        self._step_slots: dict[InstanceId, StepSlot] = {}
+        for instance in instances:
+            self._open(instance)
+
+    def pack(self) -> list[InstanceState]:
+        """The instances that were given a plan."""
+        if not self._step_slots and not self._for_waiting:
+            return []
+        self._place_waiting()
+        for step_slot in list(self._step_slots.values()):
+            self._plan_running(step_slot, self._in_order(step_slot.running))
+        return [step_slot.instance for step_slot in self._step_slots.values() if self._send(step_slot)]
+
+    def _open(self, instance: InstanceState) -> None:
+        """Open an instance for a plan, unless there is nothing that it could be given."""
+        may_take = self._mesh.queue.has_line and instance.role.can_prefill
+        if not instance.reachable or not (instance.prefills or may_take):
+            return
+        urgent = not self._known.has_room(instance)
+        if urgent and not self._known.is_interruptible(instance):
+            return
+        running = [state for state in instance.prefills if not urgent or self._may_interrupt(instance, state)]
+        if running or may_take or not urgent:
+            self._step_slots[instance.instance_id] = StepSlot(instance, PartialStep(self._now_s), running, urgent)
+
+    # --- requests that wait ---
+
+    def _place_waiting(self) -> None:
+        """Place strictly in order: if there is no room for the head, nobody behind it is placed."""
+        queue = self._mesh.queue
+        queue.call_all()
+        while (head := queue.head(self._bundle.order, self._now_s)) is not None:
+            match self._place_for(head):
+                case Placement() as placement:
+                    self._place(head, placement)
+                    self._plan_chunk(self._step_slot_of(placement.prefill), head)
+                case Wait.FOR_TURN:
+                    queue.defer(head, as_long=self._bundle.is_long(head.request))
+                case Wait.FOR_INSTANCE:
+                    queue.park(head)
+                case Wait.FOR_ROOM | Wait.FOR_STEP_SLOT:
+                    return
+
+    def _place_for(self, head: RequestState) -> Placement | Wait:
+        """Return where the head goes, or what it waits for. Running prompts take their part of the steps first."""
+        mesh, bundle, request = self._mesh, self._bundle, head.request
+        if self._prefill_groups.awaits_members(request, bundle):
+            return Wait.FOR_TURN
+        for step_slot in list(self._step_slots.values()):
+            if step_slot.running:
+                line = self._in_order([*step_slot.running, head])
+                self._plan_running(step_slot, line[: line.index(head)])
+        placement = place(
+            request,
+            self._offers(head),
+            self._known.decoders,
+            bundle,
+            self._handovers,
+            self._now_s,
+            spans_classes=mesh.spans_classes,
+        )
+        if placement is Wait.FOR_ROOM:
+            wait = room_or_turn(request, self._known.any_long, bundle)
+            never = wait is Wait.FOR_ROOM and not could_place(request, mesh.kinds)
+            return Wait.FOR_INSTANCE if never else wait
+        if placement is not Wait.FOR_STEP_SLOT:
+            return placement
+        if self._for_waiting and bundle.local_prefill is not None and not bundle.is_long(request):
+            spare = (instance for instance in self._known.spare() if instance.instance_id not in self._step_slots)
+            local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers)
+            if local is not None:
+                return local
+        in_group = bundle.group_policy is not None and bundle.group_policy.group_size > 1
+        others = bundle.is_long(request) and (
+            in_group
+            or any(o.step.longest_prompt_tokens >= bundle.long_prompt_tokens for o in self._step_slots.values())
+        )
+        return Wait.FOR_TURN if others else Wait.FOR_STEP_SLOT
+
+    def _offers(self, head: RequestState) -> Iterator[InstanceState]:
+        """The instances whose next step takes a first chunk of the head, in the order of the placement."""
+        opened = [step_slot.instance for step_slot in self._step_slots.values()]
+        for instance in self._known.for_prompts(opened, others=self._for_waiting):
+            if instance.takes_prompts and self._fits(instance, head):
+                yield instance
+
+    def _fits(self, instance: InstanceState, head: RequestState) -> bool:
+        """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""
+        step_slot = self._step_slots.get(instance.instance_id)
+        has_begun = step_slot is not None and bool(step_slot.step.chunks)
+        if not self._modes.may_begin(instance, head, self._bundle, self._now_s, has_begun=has_begun):
+            return False
+        if step_slot is None:
+            return self._known.has_room(instance) or self._may_interrupt(instance, head)
+        if step_slot.urgent and not self._may_interrupt(instance, head):
+            return False
+        if not step_slot.step.chunks:
+            return True
+        step_slot.fits = head, self._num_tokens(step_slot, head, shared=True)
+        return step_slot.fits[1] > 0
+
+    def _place(self, state: RequestState, placement: Placement) -> None:
+        self._mesh.place(
+            state,
+            placement.prefill,
+            placement.decode,
+            long_tokens=state.request.num_prompt_tokens if self._bundle.is_long(state.request) else 0,
+            now_s=self._now_s,
+        )
+        helpers = self._prefill_groups.placed(state, self._bundle)
+        self._known.refresh([*placement.instances, *helpers])
+
+    def _step_slot_of(self, instance: InstanceState) -> StepSlot:
+        """Return the step slot of an instance that has one; instances that were idle come last."""
+        step_slot = self._step_slots.get(instance.instance_id)
+        if step_slot is None:
+            is_late = not self._known.is_interruptible(instance, self._least_prompt_tokens)
+            urgent = not self._known.has_room(instance)
+            step_slot = StepSlot(instance, PartialStep(self._now_s), urgent=urgent, is_late=is_late)
+            self._step_slots[instance.instance_id] = step_slot
+            if not is_late:
+                self._step_slots = dict(sorted(self._step_slots.items(), key=lambda item: item[1].place))
+        return step_slot
+
+    # --- prompts that are being computed ---
+
+    def _plan_running(self, step_slot: StepSlot, line: list[RequestState]) -> None:
+        for state in line:
+            if not self._modes.may_go_on(step_slot.instance, self._now_s, has_begun=bool(step_slot.step.chunks)):
+                return
+            step_slot.running.remove(state)
+            self._plan_chunk(step_slot, state)
+
+    def _num_tokens(self, step_slot: StepSlot, state: RequestState, *, shared: bool) -> int:
+        """How many tokens of the request go into the step; 0: none."""
+        beside = self._modes.beside(step_slot.instance)
+        start = state.num_planned_tokens
+        most = self._bundle.packing.num_tokens(beside, step_slot.step, state.request, start, shared=shared)
+        if most > 0:
+            most = self._modes.within_phase(step_slot.instance, step_slot.step.shapes, ChunkShape(most, start))
+        if state.group is None:
+            return self._prefill_groups.first_tokens(step_slot.instance, state, most, self._known.idle(), self._bundle)
+        return self._prefill_groups.leader_tokens(step_slot.instance, step_slot.step, state, most, self._bundle)
+
+    def _plan_chunk(self, step_slot: StepSlot, state: RequestState) -> None:
+        instance, start = step_slot.instance, state.num_planned_tokens
+        shared = len(instance.prefills) > 1 or self._mesh.queue.has_line
+        if shared and step_slot.fits is not None and step_slot.fits[0] is state:
+            num_tokens = step_slot.fits[1]
+        else:
+            num_tokens = self._num_tokens(step_slot, state, shared=shared)
+        step_slot.fits = None
+        if num_tokens <= 0:
+            return
+        step_slot.step.add(_next_chunk(state, num_tokens), state.request)
+        state.plan_chunk(instance.instance_id, instance.next_plan_id, num_tokens)
+        if state.is_planned:
+            instance.prefills.remove(state)
+        else:
+            state.rank_by(self._bundle.order)
+        if len(state.chunks_in_flight) == 1 and start > 0:
+            self._mesh.offer_again(state)
+
+    # --- steps ---
+
+    def _send(self, step_slot: StepSlot) -> bool:
+        """Send what was packed for the instance; False if that is nothing."""
+        instance, step = step_slot.instance, step_slot.step
+        if not step.chunks:
+            return False
+        urgent = step_slot.urgent or all(
+            self._may_interrupt(instance, self._mesh.requests[chunk.request_id]) for chunk in step.chunks
+        )
+        holds = not urgent and self._modes.mode_of(instance) is Mode.EXCLUSIVE
+        plan = StepPlan(
+            plan_id=instance.next_plan_id,
+            chunks=tuple(step.chunks),
+            with_decodes=not (urgent or holds or self._holds_decodes_up(step))
+            and self._bundle.batching.carries_decodes(step.longest_prompt_tokens)
+            and (instance.role is not Role.PREFILL or instance.allocated.num_seats_taken > 0),
+            urgent=urgent,
+            holds_decodes=holds,
+        )
+        instance.begin_plan(plan)
+        self._modes.sent(instance, plan, self._now_s)
+        self._mesh.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
+        return True
+
+    def _holds_decodes_up(self, step: PartialStep) -> bool:
+        """Whether a chunk in the step waits for other instances: decodes beside it would wait, too."""
+        states = (self._mesh.requests[chunk.request_id] for chunk in step.chunks)
+        return any(self._prefill_groups.holds_decodes_up(state, self._bundle) for state in states)
+
+    def _in_order(self, states: Sequence[RequestState]) -> list[RequestState]:
+        return in_order(self._bundle.order, states, self._now_s)
+
+    def _may_interrupt(self, instance: InstanceState, state: RequestState) -> bool:
+        return self._known.may_interrupt(instance, state, self._now_s)
+
+
+def _next_chunk(state: RequestState, num_tokens: int) -> ChunkPlan:
+    """The next ``num_tokens`` of its prompt."""
+    start = state.num_planned_tokens
+    return ChunkPlan(
+        request_id=state.request.request_id,
+        epoch=state.request.epoch,
+        start=start,
+        num_tokens=num_tokens,
+        is_last=start + num_tokens >= state.request.num_prompt_tokens,
+    )

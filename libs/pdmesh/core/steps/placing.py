@@ -1,0 +1,167 @@
+"""Where a request goes: the hard rules of what is possible, around the policy's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from itertools import islice
+from typing import NamedTuple
+
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.ranking import Decoders
+from pdmesh.core.transfers.handover import HandOvers
+from pdmesh.model import Request
+from pdmesh.policy.bundle import Bundle
+
+#: So many instances are asked whether a prompt had better begin there before its time, the first in the order of the
+#: policy: what one says no to, those behind it seldom do, and nobody pays for a look at all of a large mesh.
+MAX_ASKED = 8
+
+
+class Wait(Enum):
+    """Why a request is not placed now."""
+
+    FOR_STEP_SLOT = auto()  # no instance has a step slot whose step takes it
+    FOR_ROOM = auto()  # nothing that is there has room for it
+    FOR_TURN = auto()  # the policy lets it wait; others may go past it
+    FOR_INSTANCE = auto()  # nothing that is there could ever take it
+
+
+class Placement(NamedTuple):
+    """``prefill is decode`` where the request stays; without ``decode`` it is computed ahead of room to decode."""
+
+    prefill: InstanceState
+    decode: InstanceState | None
+
+    @property
+    def instances(self) -> Sequence[InstanceState]:
+        """All that have a part in it."""
+        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+
+
+def place(
+    request: Request,
+    offers: Iterable[InstanceState],
+    decoders: Decoders,
+    bundle: Bundle,
+    handovers: HandOvers,
+    now_s: float,
+    *,
+    spans_classes: bool = False,
+) -> Placement | Wait:
+    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy.
+
+    Where the mesh ``spans_classes``, within one arithmetic class if there is room in one, else across classes. The
+    class of a request that is resumed is that of its tokens so far.
+    """
+    firsts = decoders.firsts(request)
+    if closed := handovers.closed_groups:
+        firsts = {name: first for name, first in firsts.items() if first.kv_group not in closed}
+    if spans_classes:
+        offers = list(offers)
+        same = [offer for offer in offers if offer.arithmetic == request.arithmetic]
+        for within in (same, offers):
+            placement = _place(request, within, firsts, decoders, bundle, handovers, now_s, may_be_ahead=False)
+            if isinstance(placement, Placement):
+                return placement
+        across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
+        firsts = {name: first for name, first in across if first is not None} | firsts
+    return _place(request, offers, firsts, decoders, bundle, handovers, now_s)
+
+
+def _place(
+    request: Request,
+    offers: Iterable[InstanceState],
+    firsts: Mapping[str, InstanceState],
+    decoders: Decoders,
+    bundle: Bundle,
+    handovers: HandOvers,
+    now_s: float,
+    *,
+    may_be_ahead: bool = True,
+) -> Placement | Wait:
+    """`place`, with the first place to decode for what is computed in each exact group.
+
+    ``may_be_ahead``: it may begin where there is no such place yet.
+    """
+    wait = Wait.FOR_STEP_SLOT
+    num_asked = 0
+    for prefill in offers:
+        if not firsts and (bundle.run_ahead is None or num_asked == MAX_ASKED):
+            return Wait.FOR_ROOM
+        first = firsts.get(prefill.exact_group)
+        if handovers.holds_back(prefill, bundle):
+            continue
+        if not prefill.can_prefill(request):
+            wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
+        elif first is None:
+            if may_be_ahead and num_asked < MAX_ASKED and bundle.prefill_placement.takes(request, prefill.view):
+                num_asked += 1
+                if handovers.begins_ahead(request, prefill, decoders.sums, bundle, now_s):
+                    return Placement(prefill, None)
+            wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
+        elif not bundle.prefill_placement.takes(request, prefill.view):
+            wait = Wait.FOR_TURN
+        else:
+            if prefill.can_decode(request) and bundle.decode_placement.stays(request, prefill.view, first.view):
+                return Placement(prefill, prefill)
+            return Placement(prefill, None if handovers.promises_later(request, prefill, bundle) else first)
+    return wait
+
+
+def place_locally(
+    request: Request,
+    spare: Iterable[InstanceState],
+    least_queued: Callable[[str], InstanceState | None],
+    bundle: Bundle,
+    handovers: HandOvers,
+) -> Placement | None:
+    """Place a prompt on one of ``spare``, which only decode, if it has room and that pays; its KV stays there.
+
+    Otherwise it waits for an instance that prefills: of a KV group the ``least_queued`` is the first to take it.
+    """
+    local = bundle.local_prefill
+    if local is None:
+        return None
+    asked: Iterable[InstanceState] = islice(spare, MAX_ASKED)
+    if request.arithmetic:
+        asked = sorted(asked, key=lambda instance: instance.arithmetic != request.arithmetic)
+    for instance in asked:
+        if instance.kv_group in handovers.closed_groups or not instance.can_decode(request):
+            continue
+        prefill = least_queued(instance.kv_group)
+        layer_bytes = instance.num_prefill_blocks(request) * instance.profile.kv_layout.block_bytes
+        if local.pays(
+            request, instance.view, None if prefill is None else prefill.view, layer_bytes
+        ) and bundle.prefill_placement.takes(request, instance.view):
+            return Placement(instance, instance)
+    return None
+
+
+def room_or_turn(request: Request, others: bool, bundle: Bundle) -> Wait:
+    """Return what a request without room waits for; a long one, if there are ``others``, for its turn."""
+    return Wait.FOR_TURN if others and bundle.is_long(request) else Wait.FOR_ROOM
+
+
+def could_place(request: Request, instances: Collection[InstanceState]) -> bool:
+    """Whether some pair of the instances could take the request if they were empty."""
+    targets = {instance.kv_group for instance in instances if instance.could_decode(request)}
+    return any(instance.kv_group in targets and instance.could_prefill(request) for instance in instances)
+
+
+def have_pair(instances: Collection[InstanceState]) -> bool:
+    """Whether some instance prefills and some instance, perhaps the same, decodes what it prefilled."""
+    groups = {instance.kv_group for instance in instances if instance.role.can_decode}
+    return any(instance.role.can_prefill and instance.kv_group in groups for instance in instances)
+
+
+def unready_reason(instances: Iterable[InstanceState]) -> str | None:
+    """Why no request can be served now; None if one can."""
+    takers = [instance for instance in instances if instance.is_usable]
+    if have_pair(takers):
+        return None
+    if not any(instance.role.can_prefill for instance in takers):
+        return "no prefill instance is there"
+    if not any(instance.role.can_decode for instance in takers):
+        return "no decode instance is there"
+    return "no prefill and decode instance have the same model and KV layout"

@@ -1,0 +1,71 @@
+"""What instances report of their steps: how long they took, and which chunks of prompts they computed."""
+
+from __future__ import annotations
+
+from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
+from pdmesh.core.groups.schedule_choice import ScheduleChoice
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operators.bundle_choice import BundleChoice
+from pdmesh.core.waiting.admission import Admission
+
+
+class StepReports:
+    """Takes note of them; what does not fit the mesh state is counted, and changes nothing."""
+
+    def __init__(
+        self, mesh: MeshState, choice: BundleChoice, admission: Admission, schedule_choice: ScheduleChoice
+    ) -> None:
+        self._mesh = mesh
+        self._choice = choice
+        self._admission = admission
+        self._schedule_choice = schedule_choice
+
+    def own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
+        """Learn from decode steps that an instance made by itself. Whether that changes what is decided."""
+        own_steps, instance = event.own_steps, self._mesh.instances.get(event.instance_id)
+        if own_steps is None:
+            return False
+        if instance is None:
+            self._mesh.ignore(type(event).__name__)
+            return False
+        moved = self._choice.learner.own_steps(instance, own_steps)
+        if moved:
+            self._choice.rebuild()
+        return moved
+
+    def done(self, instance: InstanceState, event: StepDone, now_s: float) -> None:
+        """A planned step has ended: its chunks are computed, or were dropped."""
+        plan = instance.end_plan(event.plan_id)
+        if plan is None:
+            self._mesh.ignore("StepDone")
+            return
+        if self._choice.learner.step_done(instance, plan, event):
+            self._choice.rebuild()
+        done = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
+        for chunk in plan.chunks:
+            state = self._mesh.find((chunk.request_id, chunk.epoch))
+            if state is None:
+                continue
+            state.end_chunk(event.instance_id, event.plan_id)
+            if not state.is_in_prefill:
+                continue
+            is_computed = done.get(state.key) == chunk.num_tokens
+            if chunk.is_last and is_computed:
+                state.draw_first_token(now_s)
+                self._admission.first_token(state, now_s)
+            if is_computed and state.group is not None:
+                state.group.compute(event.instance_id, chunk.start, chunk.start + chunk.num_tokens)
+                if chunk.is_last:
+                    self._schedule_choice.ended(state.group, now_s)
+            if not is_computed and not state.is_recovering:
+                if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
+                    self._mesh.restart(state, f"instance {event.instance_id} dropped a chunk")
+            elif not is_computed:
+                self._mesh.note_interruption(state)
+            elif chunk.is_last and state.decode_id == event.instance_id:
+                self._mesh.land(state)
+            elif chunk.is_last:
+                self._mesh.computed(state)
+            else:
+                self._mesh.note_interruption(state)

@@ -1,0 +1,326 @@
+"""The transfer broker: it holds the KV transfers, and says which of them may run.
+
+A receiver has few transfer backends, and a transfer needs one of each of its destinations, all at once. When they are
+scarce, transfers are served in the order of their *first* offer, and keep their backends until all of their KV has
+moved, so that later chunks cannot starve (Tetris §4.2). The order is the same at every receiver, so transfers with
+several destinations never wait for each other in a circle.
+
+While its request is being computed, a backend moves little. So with ``computed_first`` those of whom all is computed
+go before those that are being computed, each in the order of first offers. Nobody starves: a prompt is computed after a
+while, and then only those that were offered before it still go before it.
+
+A preempted request moves nothing for as long as it is not computed. So it does not stand in the way of others: it is
+passed over while they wait, and backends that it has are taken back by handshake too (its sources finish the pieces
+under way and say so). With its next chunk it is offered again, at the rank of its first offer.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from pdmesh.core.transfers.transfer import Transfer, TransferState
+from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
+from pdmesh.plans import KvShard, TransferPlan
+
+_RANK = attrgetter("rank")
+
+#: Of a receiver's backends, that running decodes which move there may have: prompts are waited for, these are not.
+MAX_MOVE_BACKENDS = 2
+
+
+#: Turns of those that wait, from the earliest.
+_COMPUTED, _COMPUTING, _LAST = 0, 1, 2
+
+
+@dataclass(slots=True)
+class _Receiver:
+    num_backends: int
+    line: list[Transfer] = field(default_factory=list[Transfer])  # only a backend is missing, by rank
+    granted: dict[TransferId, Transfer] = field(default_factory=dict[TransferId, Transfer])  # with a backend of it
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.granted) == self.num_backends
+
+    def may_begin(self, transfer: Transfer) -> bool:
+        """Whether its kind may have one more of the backends."""
+        return not transfer.is_move or self.num_moves < self.most_moves
+
+    @property
+    def num_moves(self) -> int:
+        return sum(granted.is_move for granted in self.granted.values())
+
+    @property
+    def most_moves(self) -> int:
+        return max(1, min(MAX_MOVE_BACKENDS, self.num_backends - 1))
+
+    @property
+    def num_returning(self) -> int:
+        return sum(transfer.is_returning for transfer in self.granted.values())
+
+
+class TransferBroker:
+    """Calls that return transfers have granted them, in order.
+
+    ``is_interrupted`` tells who moves nothing at present, ``is_computed`` who has all of its KV to move.
+    """
+
+    def __init__(
+        self,
+        is_interrupted: Callable[[RequestKey], bool],
+        is_computed: Callable[[RequestKey], bool],
+        rng: random.Random,
+    ) -> None:
+        self.computed_first = False  # of those that wait, whose whole KV is computed
+        self._is_interrupted = is_interrupted
+        self._is_computed = is_computed
+        self._rng = rng
+        self._transfers: dict[TransferId, Transfer] = {}
+        self._num_opened = 0
+        self._num_ranked = 0
+        self._receivers: dict[InstanceId, _Receiver] = {}
+        self._changed: dict[InstanceId, None] = {}  # receivers where someone may have to give a backend back
+
+    # --- receivers come and go ---
+
+    def join(self, receiver_id: InstanceId, num_backends: int) -> None:
+        """A receiver joined, perhaps again, with nothing on its way to it."""
+        self.leave(receiver_id)
+        self._receivers[receiver_id] = _Receiver(num_backends)
+
+    def leave(self, receiver_id: InstanceId) -> None:
+        """A receiver is gone, and with it what was on its way there."""
+        self._receivers.pop(receiver_id, None)
+        for transfer in [t for t in self._transfers.values() if receiver_id in t.destination_ids]:
+            transfer.give_back(receiver_id)
+            self.withdraw(transfer)
+
+    # --- transfers ---
+
+    def open(
+        self,
+        key: RequestKey,
+        purpose: TransferPurpose,
+        sources: tuple[KvShard, ...],
+        destinations: tuple[KvShard, ...],
+        rank: int | None = None,
+    ) -> Transfer:
+        """A new transfer, with a name and a capability of its own; ``rank`` if its request was offered before."""
+        self._num_opened += 1
+        plan = TransferPlan(
+            transfer_id=TransferId(self._num_opened),
+            purpose=purpose,
+            sources=sources,
+            destinations=destinations,
+            capability=self.new_capability(),
+        )
+        transfer = self._transfers[plan.transfer_id] = Transfer(key, plan, rank)
+        return transfer
+
+    def new_capability(self) -> int:
+        """64 random bits, for the KV of one request."""
+        return self._rng.getrandbits(64)
+
+    def find(self, transfer_id: TransferId, key: RequestKey) -> Transfer | None:
+        """The transfer of this request by this name, if it is not over."""
+        transfer = self._transfers.get(transfer_id)
+        return transfer if transfer is not None and transfer.key == key and not transfer.is_over else None
+
+    def offer(self, transfer: Transfer) -> list[Transfer]:
+        """A source has something to send. A repeated offer changes nothing."""
+        if transfer.state is TransferState.GRANTED:
+            return []
+        transfer.offer(self.new_rank() if transfer.rank is None else transfer.rank)
+        return self._line_up(transfer)
+
+    def new_rank(self) -> int:
+        """Return a rank behind every earlier offer."""
+        self._num_ranked += 1
+        return self._num_ranked
+
+    def offer_again(self, transfer: Transfer) -> list[Transfer]:
+        """A preempted request goes on. Nothing if its transfer has not been offered yet."""
+        return [] if transfer.rank is None else self.offer(transfer)
+
+    def reserve(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+        """A destination is ready for it. A repeated confirmation changes nothing."""
+        transfer.reserve(destination_id)
+        return self._line_up(transfer)
+
+    def land(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+        """All that goes to this destination is there."""
+        transfer.land(destination_id)
+        return self.release(transfer, destination_id)
+
+    def release(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+        """Release a destination's backend after landing or freeing; return transfers granted in its place."""
+        self._leave_line(transfer)
+        had_backend = transfer.give_back(destination_id)
+        self._forget_if_done(transfer)
+        receiver = self._receivers.get(destination_id)
+        if receiver is None or not had_backend:
+            return []
+        del receiver.granted[transfer.plan.transfer_id]
+        return self._grant(destination_id)
+
+    def release_of(self, key: RequestKey, destination_id: InstanceId) -> list[Transfer]:
+        """The same for all of a request's, whose KV this destination has freed."""
+        receiver = self._receivers.get(destination_id)
+        if receiver is None:
+            return []
+        found = [transfer for transfer in receiver.granted.values() if transfer.key == key]
+        return [granted for transfer in found for granted in self.release(transfer, destination_id)]
+
+    def withdraw(self, transfer: Transfer) -> None:
+        """Withdraw a transfer. A granted one keeps its backends until `release`."""
+        self._leave_line(transfer)
+        transfer.withdraw()
+        self._forget_if_done(transfer)
+
+    def takes_move(self, receiver_id: InstanceId) -> bool:
+        """Whether one more running decode could move there now, without waiting for a backend."""
+        receiver = self._receivers.get(receiver_id)
+        return receiver is not None and not receiver.is_full and receiver.num_moves < receiver.most_moves
+
+    def granted(self, receiver_id: InstanceId) -> tuple[RequestKey, ...]:
+        """The requests that have a backend of this receiver."""
+        receiver = self._receivers.get(receiver_id)
+        return () if receiver is None else tuple(transfer.key for transfer in receiver.granted.values())
+
+    # --- preempted requests ---
+
+    def interrupted(self, transfer: Transfer) -> None:
+        """Its request was preempted."""
+        self._changed.update(dict.fromkeys(transfer.destination_ids))
+
+    def take_back(self) -> list[Transfer]:
+        """Return transfers of preempted requests that must give backends up; each is named once, the last first."""
+        asked: list[Transfer] = []
+        for receiver_id in self._changed:
+            receiver = self._receivers.get(receiver_id)
+            if receiver is not None:
+                asked += self._take_back(receiver)
+        self._changed.clear()
+        return asked
+
+    def _take_back(self, receiver: _Receiver) -> list[Transfer]:
+        idle = self._idle(receiver)
+        num_wanted = self._num_wanted(receiver) if idle else 0
+        if num_wanted <= 0:
+            return []
+        asked = sorted(idle, key=_RANK, reverse=True)[:num_wanted]
+        for transfer in asked:
+            transfer.ask_back()
+        return asked
+
+    def _num_wanted(self, receiver: _Receiver) -> int:
+        """Backends that requests wait for which are being computed, beyond those that are on their way back."""
+        wanted = (t for t in receiver.line if not self._is_interrupted(t.key) and receiver.may_begin(t))
+        return sum(1 for _ in wanted) - receiver.num_returning
+
+    def _idle(self, receiver: _Receiver) -> list[Transfer]:
+        """Return granted transfers of preempted requests that are still wanted."""
+        granted = (t for t in receiver.granted.values() if t.state is TransferState.GRANTED)
+        return [transfer for transfer in granted if self._is_interrupted(transfer.key)]
+
+    def stopped(self, transfer: Transfer, source_id: InstanceId) -> list[Transfer] | None:
+        """A source has stopped, as it was asked to. None if it was not asked."""
+        all_stopped = transfer.stop(source_id)
+        if not all_stopped:
+            return None if all_stopped is None else []
+        for destination_id in transfer.destination_ids:
+            del self._receivers[destination_id].granted[transfer.plan.transfer_id]
+        if transfer.is_waiting:  # offered again meanwhile
+            self._join_line(transfer)
+        return [granted for receiver_id in transfer.destination_ids for granted in self._grant(receiver_id)]
+
+    # --- inside ---
+
+    def _line_up(self, transfer: Transfer) -> list[Transfer]:
+        """Grant what can be granted now that the transfer may have come to wait."""
+        if transfer.is_waiting:
+            self._join_line(transfer)
+        return self._grant(transfer.plan.destinations[0].instance_id)
+
+    def _join_line(self, transfer: Transfer) -> None:
+        for destination_id in transfer.destination_ids:
+            line = self._receivers[destination_id].line
+            index = bisect_left(line, transfer.rank, key=_RANK)
+            if index == len(line) or line[index] is not transfer:
+                line.insert(index, transfer)
+        if len(transfer.plan.destinations) > 1:
+            self._changed.update(dict.fromkeys(transfer.destination_ids))
+
+    def _leave_line(self, transfer: Transfer) -> None:
+        for destination_id in transfer.destination_ids:
+            receiver = self._receivers.get(destination_id)
+            if receiver is not None and transfer in receiver.line:
+                receiver.line.remove(transfer)
+
+    def _forget_if_done(self, transfer: Transfer) -> None:
+        if transfer.is_over and not transfer.backends:
+            self._transfers.pop(transfer.plan.transfer_id, None)
+
+    def _grant(self, receiver_id: InstanceId) -> list[Transfer]:
+        receiver = self._receivers[receiver_id]
+        granted: list[Transfer] = []
+        while (transfer := self._next_grantable(receiver)) is not None:
+            self._leave_line(transfer)
+            transfer.grant()
+            for destination_id in transfer.destination_ids:
+                self._receivers[destination_id].granted[transfer.plan.transfer_id] = transfer
+            granted.append(transfer)
+        if receiver.line:
+            self._changed[receiver_id] = None
+        return granted
+
+    def _next_grantable(self, receiver: _Receiver) -> Transfer | None:
+        """The first by its turn, if its destinations have backends.
+
+        Moves are passed over while as many are under way as may be.
+        """
+        if receiver.is_full or not receiver.line:
+            return None
+        first, least = None, _LAST + 1
+        earliest = _COMPUTED if self.computed_first else _COMPUTING
+        for transfer in receiver.line:
+            if (turn := self._turn(transfer)) < least and receiver.may_begin(transfer):
+                first, least = transfer, turn
+                if turn == earliest:
+                    break  # of equal ones the first offer counts
+        if first is None:
+            return None
+        others = (self._receivers[destination_id] for destination_id in first.destination_ids)
+        return None if any(other.is_full for other in others) else first
+
+    def _turn(self, transfer: Transfer) -> int:
+        """Smaller is earlier, a preempted request the last; of equal ones the first offer counts."""
+        if self._is_interrupted(transfer.key):
+            return _LAST
+        return _COMPUTED if self.computed_first and self._is_computed(transfer.key) else _COMPUTING
+
+    def check_integrity(self) -> None:
+        """AssertionError names what does not balance."""
+        for receiver_id, receiver in self._receivers.items():
+            self._check_receiver(receiver_id, receiver)
+        for transfer in self._transfers.values():
+            held = {name for name, other in self._receivers.items() if transfer.plan.transfer_id in other.granted}
+            assert held == set(transfer.backends), f"{transfer.key} has backends of {held}, not {transfer.backends}"
+            waits = any(transfer in receiver.line for receiver in self._receivers.values())
+            assert waits == transfer.is_waiting, f"{transfer.key} is {transfer.state.name}, in line: {waits}"
+
+    def _check_receiver(self, receiver_id: InstanceId, receiver: _Receiver) -> None:
+        num_granted = len(receiver.granted)
+        assert num_granted <= receiver.num_backends, f"{receiver_id}: {num_granted} on {receiver.num_backends} backends"
+        due = self._next_grantable(receiver)
+        assert due is None, f"{receiver_id}: {due.key} waits for backends that are free"
+        ranks = [transfer.rank for transfer in receiver.line]
+        assert ranks == sorted(ranks, key=lambda rank: rank or 0), f"{receiver_id}: the line is out of order"
+        num_wanted, num_idle = self._num_wanted(receiver), len(self._idle(receiver))
+        assert num_wanted <= 0 or not num_idle, (
+            f"{receiver_id}: {num_wanted} transfers wait while {num_idle} preempted requests have a backend"
+        )

@@ -1,0 +1,136 @@
+"""Requests whose KV is computed where it cannot stay, and that have no receiver.
+
+Some are computed ahead of room to decode (`pdmesh.policy.handover`). Others had a receiver: one that dies, refuses or
+times out takes nothing with it. What is computed stays where it is, keeps the rank of its first offer, and is granted
+to the next instance with room; or it decodes where it is, if that instance may. It is computed again only if its own
+instance fails, if its receivers fail too often, or if none was found for a time limit. While one needs room, room to
+decode goes to nobody who has no place yet.
+
+KV that waits to move away is bounded on each instance, and that bound holds back new prompts there.
+"""
+
+from __future__ import annotations
+
+from pdmesh.core.instances.decoding import DecodingSums
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.step_slots import StepSlots
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.transfers.awaiting_decode import Wanted
+from pdmesh.core.transfers.receivers import keep, receive
+from pdmesh.model import Request, Role
+from pdmesh.policy.bundle import Bundle
+
+
+class HandOvers:
+    """Finds receivers; what has none for ``limit_s`` starts again."""
+
+    def __init__(self, mesh: MeshState, limit_s: float) -> None:
+        self._mesh = mesh
+        self._limit_s = limit_s
+        self._closed: set[str] = set()  # KV groups where somebody waits for room
+
+    @property
+    def closed_groups(self) -> set[str]:
+        """KV groups whose room to decode is for requests that are computed already."""
+        return self._closed
+
+    @property
+    def next_deadline_s(self) -> float:
+        """Infinite if nobody waits."""
+        return self._mesh.awaiting_decode.next_due_s
+
+    def find_receivers(self, step_slots: StepSlots, bundle: Bundle, now_s: float) -> None:
+        """Give those that need one now what room there is, strictly in the order of their first offers."""
+        mesh, awaiting_decode = self._mesh, self._mesh.awaiting_decode
+        self._closed.clear()
+        awaiting_decode.set_limits(now_s + self._limit_s)
+        before: dict[str, Wanted] = {}  # in each KV group, by those that go on without
+        for _, state, kv_group, num_blocks in awaiting_decode.in_turn():
+            if len(self._closed) == awaiting_decode.num_kv_groups:
+                return
+            if kv_group in self._closed:
+                continue
+            source = mesh.instances[state.prefill_ids[0]]
+            firsts = step_slots.decoders.firsts(state.request)
+            receiver = firsts.get(source.exact_group)
+            if receiver is None and firsts and not source.can_keep(state.request):
+                receiver = step_slots.decoders.across(firsts, source)
+            wanted = before.get(kv_group, Wanted()).plus(num_blocks)
+            if self._may_yet_wait(state, bundle) and not self._needs_room(
+                state, source, wanted, None if receiver is not None else step_slots.decoders.sums, bundle
+            ):
+                before[kv_group] = wanted
+                continue
+            if receiver is not None:
+                receive(mesh, state, receiver)
+            elif source.can_keep(state.request):
+                keep(mesh, state)
+            else:
+                self._closed.add(kv_group)
+                continue
+            state.find_room(now_s)
+            step_slots.refresh([source] if receiver is None else [source, receiver])
+
+    def expire(self, now_s: float) -> None:
+        """Start those again that nobody took in time."""
+        for state in self._mesh.awaiting_decode.overdue(now_s):
+            self._mesh.restart(state, f"no instance took its KV for {self._limit_s:g} s")
+
+    # --- ahead of room to decode ---
+
+    def holds_back(self, prefill: InstanceState, bundle: Bundle) -> bool:
+        """Whether as much KV waits there as may."""
+        return not prefill.may_add_waiting(0, bundle.waiting_kv_share)
+
+    def begins_ahead(
+        self, request: Request, prefill: InstanceState, sums: DecodingSums, bundle: Bundle, now_s: float
+    ) -> bool:
+        """Whether to compute a prompt there that has no room to decode now."""
+        ahead = bundle.run_ahead
+        if ahead is None or not self._may_wait(request, prefill, bundle):
+            return False
+        decoding = sums.decoding(prefill.kv_group, self._mesh.growth.mean_tokens, request)
+        if decoding is None:
+            return False
+        wanted = self._mesh.awaiting_decode.wanted(prefill.kv_group).plus(prefill.num_first_blocks(request))
+        return ahead.begins(request, prefill.view, room_s=decoding.room_s(*wanted), now_s=now_s)
+
+    def promises_later(self, request: Request, prefill: InstanceState, bundle: Bundle) -> bool:
+        """Whether a long prompt leaves the room that there is to those who wait behind it, until it needs it."""
+        ahead = bundle.run_ahead
+        if ahead is None or not bundle.is_long(request) or len(self._mesh.queue) < 2:
+            return False
+        if not self._may_wait(request, prefill, bundle):
+            return False
+        return not ahead.needs_room(request, 0, _kv_bytes(request, prefill), 0.0)
+
+    def _may_wait(self, request: Request, prefill: InstanceState, bundle: Bundle) -> bool:
+        return prefill.role is Role.PREFILL and prefill.may_add_waiting(
+            prefill.num_prefill_blocks(request), bundle.waiting_kv_share
+        )
+
+    def _may_yet_wait(self, state: RequestState, bundle: Bundle) -> bool:
+        """Whether it may leave room to others while it is computed."""
+        is_open = bundle.run_ahead is not None and not state.is_planned
+        return is_open and bundle.is_long(state.request) and bool(len(self._mesh.queue))
+
+    def _needs_room(
+        self,
+        state: RequestState,
+        source: InstanceState,
+        wanted: Wanted,
+        sums: DecodingSums | None,
+        bundle: Bundle,
+    ) -> bool:
+        """Whether it is time to promise it room, the last of all ``wanted``; without ``sums`` there is some now."""
+        ahead, request = bundle.run_ahead, state.request
+        assert ahead is not None
+        decoding = None if sums is None else sums.decoding(source.kv_group, self._mesh.growth.mean_tokens)
+        room_s = 0.0 if decoding is None else decoding.room_s(*wanted)
+        return ahead.needs_room(request, state.num_planned_tokens, _kv_bytes(request, source), room_s)
+
+
+def _kv_bytes(request: Request, instance: InstanceState) -> int:
+    """Return the bytes of a prompt's KV."""
+    return request.num_prompt_tokens * instance.profile.kv_layout.token_bytes

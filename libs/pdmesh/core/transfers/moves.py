@@ -1,0 +1,273 @@
+"""Running decodes move to another instance with their KV, in the same epoch: nothing is computed again.
+
+The target reserves room and a backend; the source decodes on while its KV goes over, stands still for the rest, and
+commits. Before the commit it may go on at any time; after it never by itself. Who goes on is then told by the order of
+the target's reports: *landed* makes it the target; *released* without landed proves that the target never began, and
+the source resumes; *landed*, then *released*, or a target that is gone, is the next epoch (the table is
+in `docs/architecture/moves.md`). The gateway takes tokens from the target because the source's last token names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode
+from pdmesh.core.events import MoveFailed, MoveSent
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.transfers.transfer import Move
+from pdmesh.model import InstanceId, RequestKey, TransferPurpose
+from pdmesh.policy.on_demand import granted_blocks
+from pdmesh.policy.seams import DecodePlacement
+
+#: Away from one instance, or to one, at once: two are sent, and the next are ready.
+MAX_AT_ONCE = 4
+
+#: A request whose moves failed so often stays where it is.
+MAX_FAILED = 3
+
+
+class Moves:
+    def __init__(self, mesh: MeshState) -> None:
+        self._mesh = mesh
+        self._stopping: dict[InstanceId, None] = {}  # said that they are about to stop
+
+    # --- one begins ---
+
+    def why_not(self, state: RequestState, target: InstanceState, spare_blocks: int | None = None) -> str | None:
+        """Why a request cannot move to an instance now, in the words of a sentence that begins with its name.
+
+        ``spare_blocks`` as for `InstanceState.can_take_over`.
+        """
+        if state.move is not None:
+            return f"is on its way to {state.move.target_id} already"
+        if state.phase is not Phase.DECODING:
+            return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
+        source, allocation = self._where(state)
+        if source is target:
+            return f"decodes on {target.instance_id} already"
+        if source.kv_group != target.kv_group:
+            return f"has KV of another model or layout than {target.instance_id}"
+        if allocation.kind is not AllocationKind.RESIDENT or allocation.freeing:
+            return "is about to end"
+        request = state.request
+        if (
+            not target.can_take_over(
+                state.key, self._num_blocks(source, allocation), allocation.max_blocks, spare_blocks
+            )
+            or request.num_prompt_tokens + request.max_tokens > target.profile.max_model_len
+        ):
+            return f"has no room on {target.instance_id}"
+        return None
+
+    def begin(self, state: RequestState, target: InstanceState) -> Move:
+        """Move a request to an instance that `why_not` says nothing against."""
+        source, allocation = self._where(state)
+        num_blocks = self._num_blocks(source, allocation)
+        mesh, (request_id, epoch) = self._mesh, state.key
+        transfer = mesh.broker.open(
+            state.key, TransferPurpose.MOVE, (source.shard(allocation.num_blocks),), (target.shard(num_blocks),)
+        )
+        move = state.begin_move(transfer)
+        mesh.moving[state.key] = state
+        target.take(
+            state.key,
+            num_blocks,
+            AllocationKind.PROMISED,
+            max_blocks=allocation.max_blocks,
+            num_tokens=allocation.num_tokens,
+            long_tokens=allocation.long_tokens,
+            slo_tpot_s=allocation.slo_tpot_s,
+            transfer_id=transfer.plan.transfer_id,
+        )
+        mesh.commands.append(
+            PlaceDecode(instance_id=target.instance_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
+        )
+        mesh.grant(mesh.broker.offer(transfer))
+        return move
+
+    def cancel(self, state: RequestState) -> None:
+        """Cancel a request's move, which may have landed all the same."""
+        if state.move is not None:
+            self._tell_source(state, state.move)
+
+    def _where(self, state: RequestState) -> tuple[InstanceState, Allocation]:
+        assert state.decode_id is not None
+        source = self._mesh.instances[state.decode_id]
+        return source, source.allocations[state.key]
+
+    @staticmethod
+    def _num_blocks(source: InstanceState, allocation: Allocation) -> int:
+        """Return the blocks to reserve, with room for what the request draws on the way."""
+        return granted_blocks(allocation.num_blocks * source.block_size, allocation.max_blocks, source.block_size)
+
+    # --- what instances say of it ---
+
+    def sent(self, event: MoveSent) -> None:
+        """Its target has acknowledged all of it, and goes on."""
+        state = self._of(event)
+        if state is None or state.move is None:
+            return  # the target told of it first
+        self._mesh.land_move(state)
+
+    def failed(self, event: MoveFailed) -> None:
+        """Its source sends no more. What becomes of it is told by the target, if that is there to tell."""
+        state = self._of(event)
+        if state is None:
+            self._mesh.free(event.instance_id, (event.request_id, event.epoch))  # it missed the acknowledgement
+            return
+        move = state.move
+        if move is None or move.transfer.plan.transfer_id != event.transfer_id:
+            return
+        if self._holds(move.target_id, state.key):
+            move.given_up, move.committed = True, event.committed
+            self._mesh.free(move.target_id, state.key)
+        elif event.committed:
+            self._mesh.restart(state, f"it was lost on its way to {move.target_id}: {event.reason}")
+        else:
+            self._over(state)
+
+    def released(self, instance_id: InstanceId, key: RequestKey) -> None:
+        """An instance has given a request's room back: if it was to move there, it never began there."""
+        state = self._mesh.find(key)
+        if state is not None and state.move is not None and state.move.target_id == instance_id:
+            self._resume(state, state.move)
+
+    def _of(self, event: MoveSent | MoveFailed) -> RequestState | None:
+        """The request, if it needs the source that reports: it has not landed elsewhere."""
+        state = self._mesh.find((event.request_id, event.epoch))
+        return state if state is not None and state.needs(event.instance_id) else None
+
+    def _holds(self, instance_id: InstanceId, key: RequestKey) -> bool:
+        instance = self._mesh.instances.get(instance_id)
+        return instance is not None and key in instance.allocations
+
+    def _resume(self, state: RequestState, move: Move) -> None:
+        request_id, epoch = state.key
+        self._over(state)
+        self._mesh.commands.append(
+            ResumeDecode(
+                instance_id=move.source_id,
+                request_id=request_id,
+                epoch=epoch,
+                transfer_id=move.transfer.plan.transfer_id,
+            )
+        )
+
+    def _over(self, state: RequestState) -> None:
+        """End a move: the request stays where it is."""
+        self._mesh.end_move(state, failed=True)
+
+    def _tell_source(self, state: RequestState, move: Move) -> None:
+        request_id, epoch = state.key
+        self._mesh.commands.append(
+            CancelMove(
+                instance_id=move.source_id,
+                request_id=request_id,
+                epoch=epoch,
+                transfer_id=move.transfer.plan.transfer_id,
+            )
+        )
+
+    # --- instances come and go ---
+
+    def lost(self, instance_id: InstanceId) -> None:
+        """An instance is gone: the sources of what was on its way there say how far they were."""
+        self._stopping.pop(instance_id, None)
+        for state in list(self._mesh.moving.values()):
+            if state.move is not None and state.move.target_id == instance_id:
+                self._target_is_gone(state, state.move)
+
+    def _target_is_gone(self, state: RequestState, move: Move) -> None:
+        """Handle a target that is gone: only the source knows whether the request may have begun there."""
+        move.given_up = True
+        if move.committed is None:
+            self._tell_source(state, move)
+        elif move.committed:
+            self._mesh.restart(state, f"it was lost on {move.target_id}, where it may have moved")
+        else:
+            self._over(state)
+
+    def suspected(self, instance_id: InstanceId) -> None:
+        """An instance is silent: what was to move there goes on where it is, if it can."""
+        for state in self._mesh.moving.values():
+            if state.move is not None and state.move.target_id == instance_id:
+                self._tell_source(state, state.move)
+
+    def joined(self, instance_id: InstanceId, *, stopping: bool, is_another: bool) -> None:
+        """An instance registered, perhaps again: it has dropped what had not landed, and moves no more of its own.
+
+        Unless it ``is_another`` process under the name, or was told to free what may have landed: that says nothing.
+        """
+        self.stops(instance_id, stopping)
+        for state in list(self._mesh.moving.values()):
+            move = state.move
+            if move is None:
+                continue
+            if move.target_id == instance_id and not self._holds(instance_id, state.key):
+                if is_another or move.given_up:
+                    self._target_is_gone(state, move)
+                else:
+                    self._resume(state, move)
+            elif move.source_id == instance_id:
+                move.given_up = True
+                self._mesh.free(move.target_id, state.key)
+
+    # --- everything leaves ---
+
+    def stops(self, instance_id: InstanceId, stopping: bool = True) -> None:
+        """An instance is about to stop: what decodes there moves away."""
+        self._stopping.pop(instance_id, None)
+        if stopping:
+            self._stopping[instance_id] = None
+
+    def evacuate(self, leaving: Sequence[InstanceId], placement: DecodePlacement) -> None:
+        """Move what decodes on the instances that stop, and on these, to others that have room; after any event."""
+        for instance_id in dict.fromkeys((*self._stopping, *leaving)):
+            instance = self._mesh.instances.get(instance_id)
+            if (
+                instance is not None
+                and instance.allocated.num_decoding
+                and instance.reachable
+                and not instance.suspected
+            ):
+                self._empty(instance, placement)
+
+    def _empty(self, source: InstanceState, placement: DecodePlacement) -> None:
+        targets = [other for other in self._mesh.instances.values() if other is not source and other.num_decode_tokens]
+        under_way = [state.move for state in self._mesh.moving.values() if state.move is not None]
+        num_free = MAX_AT_ONCE - sum(move.source_id == source.instance_id for move in under_way)
+        num_left = {
+            target.instance_id: MAX_AT_ONCE - sum(move.target_id == target.instance_id for move in under_way)
+            for target in targets
+        }
+        for key, allocation in source.allocations.items():
+            if num_free <= 0 or not any(number > 0 for number in num_left.values()):
+                return
+            state = self._mesh.find(key)
+            if (
+                allocation.kind is not AllocationKind.RESIDENT
+                or state is None
+                or state.move is not None
+                or state.num_failed_moves >= MAX_FAILED
+            ):
+                continue
+            able = [each for each in targets if self.why_not(state, each) is None]
+            exact = [each for each in able if each.exact_group == source.exact_group]
+            found = [each for each in exact or able if num_left[each.instance_id] > 0]
+            target = min(found, default=None, key=lambda each: (placement.key(each.view), each.instance_id))
+            if target is not None:
+                self.begin(state, target)
+                num_free -= 1
+                num_left[target.instance_id] -= 1
+
+    def check_integrity(self) -> None:
+        for key, state in self._mesh.moving.items():
+            assert self._mesh.find(key) is state, f"{key} moves, and is over"
+            assert state.phase is Phase.MOVING, f"{key} moves, and is {state.phase}"
+        num_moving = sum(state.phase is Phase.MOVING for state in self._mesh.requests.values())
+        assert num_moving == len(self._mesh.moving), f"{num_moving} move, the sums say {len(self._mesh.moving)}"
+        gone = self._stopping.keys() - self._mesh.instances.keys()
+        assert not gone, f"{gone} stop, and are gone"

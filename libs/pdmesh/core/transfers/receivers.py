@@ -1,0 +1,85 @@
+"""A request loses the instance that was to receive its KV, and gets another, or decodes where it is computed.
+
+What is computed of it stays where that was done. Who receives it next is chosen in `pdmesh.core.transfers.handover`.
+"""
+
+from __future__ import annotations
+
+from pdmesh.core.commands import KeepKv, WithdrawTransfer
+from pdmesh.core.groups.recovery import lose_helper
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import RequestState
+from pdmesh.model import InstanceId
+
+
+def do_without(mesh: MeshState, state: RequestState, instance_id: InstanceId, reason: str) -> None:
+    """An instance fails a request that needs it.
+
+    If that was to receive its KV, another one will; if it only helped, the others compute what it did not.
+    """
+    if state.is_helped_by(instance_id):
+        lose_helper(mesh, state, instance_id)
+    elif has_all_kv(mesh, state) and instance_id not in state.prefill_ids:
+        lose_receiver(mesh, state)
+    else:
+        mesh.restart(state, reason)
+
+
+def has_all_kv(mesh: MeshState, state: RequestState) -> bool:
+    """Whether all that is computed of a request that moves is where it was computed, for another receiver."""
+    transfer = state.transfer
+    too_often = state.num_lost_receivers >= mesh.max_lost_receivers
+    if not state.is_in_prefill or transfer is None or too_often:
+        return False
+    source_ids = transfer.source_ids
+    allocations = [mesh.allocation_of(source_id, state.key) for source_id in source_ids]
+    has_left = any(transfer.was_sent_by(source_id) for source_id in source_ids)
+    return not has_left and all(allocation is not None and not allocation.freeing for allocation in allocations)
+
+
+def lose_receiver(mesh: MeshState, state: RequestState, *, told_by: InstanceId | None = None) -> None:
+    """Its KV waits where it is computed for another receiver. The source ``told_by`` knows."""
+    transfer = state.transfer
+    assert transfer is not None, f"{state.key} has no receiver to lose"
+    mesh.broker.withdraw(transfer)
+    for source_id in transfer.source_ids:
+        if source_id != told_by:
+            mesh.commands.append(
+                WithdrawTransfer(
+                    instance_id=source_id,
+                    request_id=state.key[0],
+                    epoch=state.key[1],
+                    transfer_id=transfer.plan.transfer_id,
+                )
+            )
+    for destination_id in transfer.destination_ids:
+        mesh.free(destination_id, state.key)
+    state.lose_receiver()
+    source = mesh.instances[state.prefill_ids[0]]
+    mesh.awaiting_decode.add(state, source.kv_group, source.num_first_blocks(state.request))
+    mesh.awaiting_decode.is_ready(state.key)
+    source.defer(state.key, True)
+
+
+def receive(mesh: MeshState, state: RequestState, decode: InstanceState) -> None:
+    """A request without a receiver gets one."""
+    mesh.awaiting_decode.discard(state.key)
+    allocation = mesh.allocation_of(state.prefill_ids[0], state.key)
+    assert allocation is not None, f"{state.key} has no KV to send"
+    mesh.promise(state, decode, allocation.long_tokens)
+    mesh.instances[state.prefill_ids[0]].defer(state.key, state.is_computed)
+
+
+def keep(mesh: MeshState, state: RequestState) -> None:
+    """A request without a receiver decodes where it is computed."""
+    mesh.awaiting_decode.discard(state.key)
+    request, instance = state.request, mesh.instances[state.prefill_ids[0]]
+    num_blocks = instance.num_first_blocks(request)
+    instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
+    state.keep(instance.shard(num_blocks))
+    mesh.commands.append(
+        KeepKv(instance_id=instance.instance_id, request_id=state.key[0], epoch=state.key[1], num_blocks=num_blocks)
+    )
+    if state.is_computed:
+        mesh.land(state)

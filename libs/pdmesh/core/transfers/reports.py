@@ -1,0 +1,84 @@
+"""What instances report of KV transfers; the ends of moves are in `pdmesh.core.transfers.moves`."""
+
+from __future__ import annotations
+
+from pdmesh.core.events import (
+    DecodeReserved,
+    TransferFailed,
+    TransferLanded,
+    TransferOffered,
+    TransferPaused,
+    TransferSent,
+)
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.transfers.receivers import has_all_kv, lose_receiver
+from pdmesh.core.transfers.transfer import Side, Transfer, TransferState
+from pdmesh.model import NO_TRANSFER
+
+
+class TransferReports:
+    """Takes note of them; what does not fit the mesh state is counted, and changes nothing."""
+
+    def __init__(self, mesh: MeshState) -> None:
+        self._mesh = mesh
+
+    def reserved(self, event: DecodeReserved) -> None:
+        if transfer := self._find(event, Side.DESTINATION):
+            self._mesh.grant(self._mesh.broker.reserve(transfer, event.instance_id))
+
+    def offered(self, event: TransferOffered) -> None:
+        state = self._mesh.find((event.request_id, event.epoch))
+        if (
+            state is not None
+            and state.is_in_prefill
+            and (state.num_lost_receivers or event.transfer_id == NO_TRANSFER)
+            and (state.transfer is not None or state.key in self._mesh.awaiting_decode)
+            and event.instance_id in state.prefill_ids
+        ):
+            self._mesh.offer(state)  # to whoever receives it now
+        elif transfer := self._find(event, Side.SOURCE):
+            self._mesh.grant(self._mesh.broker.offer(transfer))
+
+    def paused(self, event: TransferPaused) -> None:
+        if transfer := self._find(event, Side.SOURCE):
+            granted = self._mesh.broker.stopped(transfer, event.instance_id)
+            if granted is None:
+                self._mesh.ignore("TransferPaused")
+            else:
+                self._mesh.grant(granted)
+
+    def landed(self, event: TransferLanded) -> None:
+        if transfer := self._find(event, Side.DESTINATION):
+            self._mesh.grant(self._mesh.broker.land(transfer, event.instance_id))
+            state = self._mesh.requests[event.request_id]
+            if state.move is not None and state.move.transfer is transfer:
+                self._mesh.land_move(state)
+            elif transfer.state is TransferState.LANDED and not transfer.is_move:
+                self._mesh.land(state)
+
+    def sent(self, event: TransferSent) -> None:
+        """All that a source sent was acknowledged."""
+        if transfer := self._find(event, Side.SOURCE):
+            transfer.sent(event.instance_id)
+
+    def failed(self, event: TransferFailed) -> None:
+        key = (event.request_id, event.epoch)
+        state = self._mesh.find(key)
+        if state is None or not state.needs(event.instance_id):
+            self._mesh.free(event.instance_id, key)  # a move's target, or a sender without acknowledgement
+        elif state.transfer is None or state.transfer.plan.transfer_id != event.transfer_id:
+            self._mesh.ignore("TransferFailed")  # the other side said so before
+        elif has_all_kv(self._mesh, state):
+            lose_receiver(self._mesh, state, told_by=event.instance_id)
+        else:
+            self._mesh.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}")
+
+    def _find(
+        self, event: DecodeReserved | TransferOffered | TransferPaused | TransferLanded | TransferSent, side: Side
+    ) -> Transfer | None:
+        """The transfer that an instance reports of, if the instance is on that side of it and it is not over."""
+        transfer = self._mesh.broker.find(event.transfer_id, (event.request_id, event.epoch))
+        if transfer is not None and event.instance_id in transfer.ids_of(side):
+            return transfer
+        self._mesh.ignore(type(event).__name__)
+        return None

@@ -1,0 +1,271 @@
+"""The line of one tenant: its requests that wait for a place, in the order of the policy."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Container, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from pdmesh.core.requests import RequestState
+from pdmesh.model import Epoch, RequestId
+from pdmesh.policy.seams import PrefillOrder
+from pdmesh.policy.views import Rank
+
+#: The first of a bucket behind its key, its arrival and a number of its own: so entries compare without the requests.
+_Head = tuple[tuple[float, ...], tuple[float, RequestId, Epoch], int, RequestState]
+
+#: The first of a bucket behind a key that it will not go below for some time, and a number of its own.
+_Bound = tuple[tuple[float, ...], int, RequestState]
+
+#: For so long are these keys made. Shorter means more of them; longer that more firsts could be the first of all.
+BOUND_S = 0.1
+
+#: So many firsts are asked for their keys together.
+NUM_ASKED = 4
+
+#: Entries of a heap that are out of date may be twice as many as buckets, and these.
+SPARE = 64
+
+
+class Line:
+    """Kept in the buckets of the order, each sorted for good: only the first of each are compared with each other.
+
+    Most of these keep their keys as time passes. The others are sorted by what their keys will be a little later: since
+    no key grows with time, only those of whom that is small enough are asked for their keys of now.
+
+    The order is asked for a line by itself: what is urgent for one tenant is not so for another.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: dict[float, list[RequestState]] = {}  # each sorted, none empty
+        self._changed_buckets: dict[float, None] = {}  # of which the first is to be looked up
+        # A heap of the firsts that keep their keys, and of some that were; until when those keep them, the first of
+        # these times or an earlier one. A heap of those of the other firsts that could be the first at this time.
+        self._steady: list[_Head] = []
+        self._steady_until_s: dict[float, float] = {}
+        self._next_s = inf
+        self._moving: list[_Head] = []
+        self._moving_buckets: dict[float, None] = {}
+        # The other firsts, and some that were, sorted by their keys of a later time; how many of these are in the heap.
+        self._bounds: list[_Bound] = []
+        self._bounded_until_s = -inf
+        self._num_asked = 0
+        self._numbers = count()
+        self._order: PrefillOrder | None = None
+        self._now_s = -inf
+        self._waiting_buckets: set[float] = set()  # for their turn
+        self._passed_over: list[float] = []  # those of them that were taken out of the heaps
+        self._work_us: dict[float, int] = {}  # of each bucket
+        self.num_requests = 0
+        self.num_prompt_tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        for bucket in self._buckets.values():
+            yield from bucket
+
+    def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
+        """The first now, but for buckets that were told to wait for their turn."""
+        if order is not self._order or now_s < self._now_s or len(self._steady) > 2 * len(self._buckets) + SPARE:
+            self._forget_keys()
+        if now_s != self._now_s:
+            self._order, self._now_s = order, now_s
+            if self._next_s <= now_s:
+                self._see_who_moves()
+            if now_s > self._bounded_until_s or len(self._bounds) > 2 * len(self._buckets) + SPARE:
+                self._bound_all(order, now_s + BOUND_S)
+            self._moving.clear()
+            self._num_asked = 0
+        if self._changed_buckets:
+            self._look_up_firsts(order, now_s)
+        steady = self._top(self._steady, self._steady_until_s)
+        while True:
+            moving = self._top(self._moving, self._moving_buckets)
+            first = steady or moving if steady is None or moving is None else min(steady, moving)
+            rest = self._bounds[self._num_asked : self._num_asked + NUM_ASKED]
+            if not rest or (first is not None and first[0] < rest[0][0]):
+                return None if first is None else first[3]
+            self._num_asked += len(rest)
+            self._ask([state for _, _, state in rest])
+
+    def _ask(self, states: Sequence[RequestState]) -> None:
+        """Put those that still are the first of a bucket into the heap, with their keys of now."""
+        buckets, moving = self._buckets, self._moving_buckets
+        firsts = [s for s in states if s.rank.bucket in moving and buckets[s.rank.bucket][0] is s]
+        for head in self._keyed(firsts):
+            heappush(self._moving, head)
+
+    def _bound_all(self, order: PrefillOrder, until_s: float) -> None:
+        """Sort the firsts whose keys change by what these will be at ``until_s``."""
+        self._bounded_until_s = until_s
+        firsts = [self._buckets[bucket][0] for bucket in self._moving_buckets if bucket not in self._changed_buckets]
+        keys = order.keys([state.rank for state in firsts], until_s)
+        numbers = self._numbers
+        self._bounds = [(key, next(numbers), state) for key, state in zip(keys, firsts, strict=True)]
+        self._bounds.sort()
+
+    def _look_up_firsts(self, order: PrefillOrder, now_s: float) -> None:
+        moving: list[RequestState] = []
+        for state in [self._buckets[bucket][0] for bucket in self._changed_buckets]:
+            bucket = state.rank.bucket
+            until_s = order.keeps_key_until_s(state.rank)
+            if until_s > now_s:
+                self._moving_buckets.pop(bucket, None)
+                self._steady_until_s[bucket] = until_s
+                self._next_s = min(self._next_s, until_s)
+                heappush(self._steady, self._keyed([state])[0])
+            else:
+                self._steady_until_s.pop(bucket, None)
+                self._moving_buckets[bucket] = None
+                moving.append(state)
+        self._changed_buckets.clear()
+        keys = order.keys([state.rank for state in moving], self._bounded_until_s)
+        for key, state in zip(keys, moving, strict=True):
+            bound = key, next(self._numbers), state
+            place = bisect_right(self._bounds, bound)
+            self._bounds.insert(place, bound)
+            if place < self._num_asked:
+                self._num_asked += 1
+                self._ask([state])
+
+    def _see_who_moves(self) -> None:
+        """The keys of some change with the time from now on."""
+        for bucket in [bucket for bucket, until_s in self._steady_until_s.items() if until_s <= self._now_s]:
+            del self._steady_until_s[bucket]
+            self._changed_buckets[bucket] = None
+        self._next_s = min(self._steady_until_s.values(), default=inf)
+
+    def _forget_keys(self) -> None:
+        """All buckets are to be looked up."""
+        self._steady.clear()
+        self._steady_until_s.clear()
+        self._moving.clear()
+        self._moving_buckets.clear()
+        self._bounds.clear()
+        self._bounded_until_s, self._num_asked = -inf, 0
+        self._passed_over.clear()
+        self._changed_buckets = dict.fromkeys(self._buckets)
+        self._next_s, self._now_s = inf, -inf
+
+    def _top(self, heap: list[_Head], buckets: Container[float]) -> _Head | None:
+        """The first of a heap that still is the first of its bucket, of ``buckets``, and does not wait for its turn."""
+        while heap:
+            state = heap[0][3]
+            bucket = state.rank.bucket
+            if bucket not in buckets or self._buckets[bucket][0] is not state:
+                heappop(heap)
+            elif bucket in self._waiting_buckets:
+                heappop(heap)
+                self._passed_over.append(bucket)
+            else:
+                return heap[0]
+        return None
+
+    def _keyed(self, states: Sequence[RequestState]) -> list[_Head]:
+        assert self._order is not None, "only `head` asks for keys"
+        keys = self._order.keys([state.rank for state in states], self._now_s)
+        numbers = self._numbers
+        return [(key, arrival(state), next(numbers), state) for key, state in zip(keys, states, strict=True)]
+
+    def defer(self, bucket: float) -> None:
+        """Pass over a bucket, which waits for its turn, until `call_all`."""
+        self._waiting_buckets.add(bucket)
+
+    def defer_from(self, num_prompt_tokens: int) -> None:
+        """The buckets whose first request has at least so many prompt tokens."""
+        for bucket, states in self._buckets.items():
+            if states[0].request.num_prompt_tokens >= num_prompt_tokens:
+                self._waiting_buckets.add(bucket)
+
+    def call_all(self) -> None:
+        """Let no bucket wait for its turn any more."""
+        self._waiting_buckets.clear()
+        for bucket in self._passed_over:
+            if bucket in self._buckets:
+                self._changed_buckets[bucket] = None
+        self._passed_over.clear()
+
+    @property
+    def work_us(self) -> int:
+        """Predicted, of all in it."""
+        return sum(self._work_us.values())
+
+    def work_before_us(self, rank: Rank, order: PrefillOrder, now_s: float) -> int:
+        """Predicted work of those that come before one of this rank, as things are now.
+
+        A bucket whose first comes before it counts as a whole, its own by the share of those that come before it.
+        """
+        buckets = list(self._buckets)
+        own, *firsts = order.keys([rank, *(self._buckets[bucket][0].rank for bucket in buckets)], now_s)
+        work_us = 0
+        for bucket, first in zip(buckets, firsts, strict=True):
+            if bucket == rank.bucket:
+                states = self._buckets[bucket]
+                num_before = bisect_right(states, rank.place, key=_rank_place)
+                work_us += self._work_us[bucket] * num_before // len(states)
+            elif first <= own:
+                work_us += self._work_us[bucket]
+        return work_us
+
+    def reorder(self, order: PrefillOrder) -> None:
+        """Another order: all get their rank in it."""
+        states = list(self)
+        self._buckets.clear()
+        self._work_us.clear()
+        self._waiting_buckets.clear()
+        self.num_requests = self.num_prompt_tokens = 0
+        self._forget_keys()
+        for state in states:
+            state.rank_by(order)
+            self.join(state)
+
+    def join(self, state: RequestState) -> None:
+        insort(self._buckets.setdefault(state.rank.bucket, []), state, key=_place)
+        self._work_us[state.rank.bucket] = self._work_us.get(state.rank.bucket, 0) + state.work_us
+        self._changed_buckets[state.rank.bucket] = None
+        self.num_requests += 1
+        self.num_prompt_tokens += state.request.num_prompt_tokens
+
+    def leave(self, state: RequestState) -> None:
+        bucket = self._buckets[state.rank.bucket]
+        index = bisect_left(bucket, _place(state), key=_place)
+        assert bucket[index] is state, f"{state.key} is not in line where its rank says"
+        del bucket[index]
+        self.num_requests -= 1
+        self.num_prompt_tokens -= state.request.num_prompt_tokens
+        self._work_us[state.rank.bucket] -= state.work_us
+        if bucket:
+            self._changed_buckets[state.rank.bucket] = None
+        else:
+            del self._buckets[state.rank.bucket], self._work_us[state.rank.bucket]
+            self._changed_buckets.pop(state.rank.bucket, None)
+            self._steady_until_s.pop(state.rank.bucket, None)
+            self._moving_buckets.pop(state.rank.bucket, None)
+
+    def check_integrity(self) -> None:
+        assert self.num_requests == sum(1 for _ in self), "the number is not that of the requests in line"
+        num_prompt_tokens = sum(state.request.num_prompt_tokens for state in self)
+        assert self.num_prompt_tokens == num_prompt_tokens, "the tokens are not those of the prompts in line"
+        work_us = {bucket: sum(state.work_us for state in states) for bucket, states in self._buckets.items()}
+        assert work_us == self._work_us, "the work is not that of the prompts in line"
+        for bucket in self._buckets.values():
+            places = [_place(state) for state in bucket]
+            assert places, "a bucket is empty"
+            assert places == sorted(places), "the line is out of order"
+
+
+def arrival(state: RequestState) -> tuple[float, RequestId, Epoch]:
+    """What decides between requests that the order finds equal. A resumed one may have come at the same time."""
+    return state.request.arrival_s, state.request.request_id, state.request.epoch
+
+
+def _rank_place(state: RequestState) -> float:
+    return state.rank.place
+
+
+def _place(state: RequestState) -> tuple[float, float, RequestId]:
+    return state.rank.place, state.request.arrival_s, state.request.request_id

@@ -1,0 +1,108 @@
+"""Requests come, and join the line or are refused; those that wait are given up, or wait for too long."""
+
+from __future__ import annotations
+
+from pdmesh.core.commands import Outcome
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import RequestCancelled
+from pdmesh.core.groups.prefill_groups import GroupPlanner
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operators.bundle_choice import BundleChoice
+from pdmesh.core.operators.judging import Judge
+from pdmesh.core.recovery.reconcile import Reconciler
+from pdmesh.core.steps.placing import could_place, have_pair, unready_reason
+from pdmesh.core.waiting.admission import Admission, work_us
+from pdmesh.model import RejectReason, Request
+from pdmesh.policy.bundle import Bundle
+
+
+class NewRequests:
+    """Takes note of what gateways say of their requests."""
+
+    def __init__(
+        self,
+        mesh: MeshState,
+        config: CoreConfig,
+        admission: Admission,
+        reconciler: Reconciler,
+        judge: Judge,
+        prefill_groups: GroupPlanner,
+    ) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._admission = admission
+        self._reconciler = reconciler
+        self._judge = judge
+        self._prefill_groups = prefill_groups
+
+    def arrived(self, request: Request, choice: BundleChoice, now_s: float) -> None:
+        """A request comes for the first time, or again in a later epoch."""
+        mesh, bundle = self._mesh, choice.bundle
+        known = mesh.requests.get(request.request_id)
+        owner = self._reconciler.gateway_of(request.request_id) if known is None else known.request.gateway_id
+        if owner is not None and owner != request.gateway_id:
+            mesh.refuse(request, "another gateway's request has this id", self._config.retry_after_s)
+            return
+        if known is not None:
+            if known.request.epoch >= request.epoch:
+                mesh.ignore("RequestArrived")  # sent again after a reconnect
+                return
+            mesh.end(known, Outcome.SUPERSEDED)
+        state = mesh.open(request, bundle.order.rank(request, 0, None), work_us(request, choice.learner.model))
+        instance_id = self._reconciler.claim(state.key, request.gateway_id)
+        if instance_id is not None:
+            mesh.adopt(state, instance_id)
+        elif self._is_full_for(request):
+            self._judge.refused(request, now_s)
+            message = f"{len(mesh.queue)} requests are waiting"
+            retry_after_s, reject_ttl_s = self._admission.when_full(state, bundle.order, now_s)
+            mesh.reject(state, RejectReason.OVERLOADED, message, retry_after_s, reject_ttl_s=reject_ttl_s)
+        elif self._is_too_long(request, bundle):
+            message = f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate fit no instance"
+            mesh.reject(state, RejectReason.TOO_LONG, message, None)
+        elif (refusal := self._admission.refusal(state, bundle.order, now_s)) is not None:
+            self._judge.refused(request, now_s)
+            message = (
+                f"its first token is predicted {refusal.predicted_s:.2g} s from now, later than {refusal.limit_s:g} s"
+            )
+            mesh.reject(
+                state, RejectReason.OVERLOADED, message, refusal.retry_after_s, reject_ttl_s=refusal.reject_ttl_s
+            )
+        else:
+            mesh.queue.add(state, now_s + self._config.max_queue_s)
+            self._prefill_groups.arrived(state, now_s)
+
+    def _is_full_for(self, request: Request) -> bool:
+        if request.epoch > 0:
+            return False  # it was let in before, and half of its answer may be out
+        queue = self._mesh.queue
+        return (
+            len(queue) >= self._config.max_queue_entries
+            or queue.num_tokens + request.num_prompt_tokens > self._config.max_queue_tokens
+        )
+
+    def _is_too_long(self, request: Request, bundle: Bundle) -> bool:
+        kinds = self._mesh.kinds
+        return have_pair(kinds) and not could_place(request, kinds)
+
+    def cancelled(self, event: RequestCancelled) -> None:
+        was_orphan = self._reconciler.forget(event.request_id, event.gateway_id)
+        state = self._mesh.requests.get(event.request_id)
+        if state is not None and state.request.gateway_id == event.gateway_id and state.request.epoch <= event.epoch:
+            self._mesh.end(state, Outcome.CANCELLED, num_output_tokens=event.num_output_tokens)
+        elif not was_orphan:
+            self._mesh.ignore("RequestCancelled")
+
+    def expire(self, now_s: float) -> None:
+        """Refuse what has waited for too long."""
+        retry_after_s = self._config.retry_after_s
+        while (state := self._mesh.queue.first_due(now_s)) is not None:
+            unready = unready_reason(self._mesh.instances.values())
+            if unready is None and state.request.epoch > 0:  # it was let in before, and half of its answer may be out
+                self._mesh.queue.postpone(state, now_s + self._config.max_queue_s)
+            elif unready is None:
+                self._judge.refused(state.request, now_s)
+                message = f"no room for {self._config.max_queue_s:g} s"
+                self._mesh.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
+            else:
+                self._mesh.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)

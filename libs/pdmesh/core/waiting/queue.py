@@ -1,0 +1,195 @@
+"""Requests that wait for a place, with their time limit: a line for each tenant, in turns that are fair."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import chain
+from math import inf
+from operator import itemgetter
+
+from pdmesh.core.instances.lengths import Lengths
+from pdmesh.core.requests import RequestState
+from pdmesh.core.waiting.fairness import TokenCounters
+from pdmesh.core.waiting.line import Line, arrival
+from pdmesh.model import RequestKey
+from pdmesh.policy.seams import PrefillOrder
+
+
+class WaitingQueue:
+    """The lines, and those *parked* beside them because no instance that is there now could ever take them.
+
+    A parked request keeps its time limit but does not hold up those behind it.
+    """
+
+    def __init__(self) -> None:
+        self.counters = TokenCounters()
+        self._lines: dict[str, Line] = {}  # of each tenant; none empty
+        self._lets_wait = False  # some buckets
+        self._parked: dict[RequestKey, RequestState] = {}
+        # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
+        # dict, finds its first entry at once after many deletions at the front.)
+        self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
+        self.num_tokens = 0
+        self._prompt_tokens = Lengths()  # of all that wait
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._deadlines
+
+    @property
+    def has_line(self) -> bool:
+        """Whether anyone waits in line."""
+        return bool(self._lines)
+
+    def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
+        """The first of the tenant whose turn it is, but for those told to wait; then the first of the next tenant."""
+        for tenant in self.counters.in_turn():
+            if (head := self._lines[tenant].head(order, now_s)) is not None:
+                return head
+        return None
+
+    def defer(self, head: RequestState, *, as_long: bool) -> None:
+        """Pass over what comes behind the head in its bucket, until `call_all`.
+
+        ``as_long``: so that nobody goes past it who waits for the same, also all buckets of any tenant whose first
+        prompt is at least as long.
+        """
+        self._lets_wait = True
+        self._lines[head.request.tenant].defer(head.rank.bucket)
+        if as_long:
+            for line in self._lines.values():
+                line.defer_from(head.request.num_prompt_tokens)
+
+    def call_all(self) -> None:
+        """Let no request be passed over any more."""
+        if self._lets_wait:
+            self._lets_wait = False
+            for line in self._lines.values():
+                line.call_all()
+
+    def work_before_s(self, state: RequestState, order: PrefillOrder, now_s: float) -> float:
+        """Predicted work, in seconds, of those in line that come before a new request, as things are now.
+
+        Its own tenant's; and of each other's line no more than there is, nor than its turns until then last.
+        """
+        tenant = state.request.tenant
+        own = self._lines.get(tenant)
+        own_us = 0 if own is None else own.work_before_us(state.rank, order, now_s)
+        work_us = own_us
+        if len(self._lines) > (own is not None):
+            num_units = 0 if own is None else own_us * self._price(tenant, own) // max(1, own.work_us)
+            for other, units in self.counters.before(tenant, num_units):
+                line = self._lines[other]
+                work_us += min(line.work_us, units * line.work_us // self._price(other, line))
+        return work_us / 1e6
+
+    def _price(self, tenant: str, line: Line) -> int:
+        """Return the price of all requests in a tenant's line."""
+        return max(1, self.counters.price(tenant, line.num_requests, line.num_prompt_tokens))
+
+    @property
+    def least_prompt_tokens(self) -> int:
+        """Length of the shortest waiting prompt."""
+        return self._prompt_tokens.least
+
+    @property
+    def next_deadline_s(self) -> float:
+        """Deadline of the longest waiting request; infinite if none waits."""
+        return next(iter(self._deadlines.values()))[0] if self._deadlines else inf
+
+    @property
+    def first(self) -> RequestState | None:
+        """The longest waiting request; None if none waits."""
+        return next(iter(self._deadlines.values()))[1] if self._deadlines else None
+
+    def first_due(self, now_s: float) -> RequestState | None:
+        """The request that has waited longest, if its time is over."""
+        if not self._deadlines:
+            return None
+        deadline_s, state = next(iter(self._deadlines.values()))
+        return state if deadline_s <= now_s else None
+
+    def add(self, state: RequestState, deadline_s: float) -> None:
+        self._join_line(state)
+        self._deadlines[state.key] = deadline_s, state
+        self.num_tokens += state.request.num_prompt_tokens
+        self._prompt_tokens.add(state.request.num_prompt_tokens)
+
+    def postpone(self, state: RequestState, deadline_s: float) -> None:
+        """Let a request wait until ``deadline_s``, which is later than any other deadline."""
+        del self._deadlines[state.key]
+        self._deadlines[state.key] = deadline_s, state
+
+    def remove(self, state: RequestState) -> None:
+        del self._deadlines[state.key]
+        self.num_tokens -= state.request.num_prompt_tokens
+        self._prompt_tokens.remove(state.request.num_prompt_tokens)
+        if self._parked.pop(state.key, None) is None:
+            self._leave_line(state)
+
+    def park(self, state: RequestState) -> None:
+        self._leave_line(state)
+        self._parked[state.key] = state
+
+    def unpark(self) -> None:
+        """The mesh changed: all wait in line again."""
+        for state in self._parked.values():
+            self._join_line(state)
+        self._parked.clear()
+
+    def reorder(self, order: PrefillOrder) -> None:
+        """Another order: all get their rank in it."""
+        for state in self._parked.values():
+            state.rank_by(order)
+        for line in self._lines.values():
+            line.reorder(order)
+
+    def _join_line(self, state: RequestState) -> None:
+        tenant = state.request.tenant
+        if (line := self._lines.get(tenant)) is None:
+            line = self._lines[tenant] = Line()
+        line.join(state)
+        self.counters.joined(state.request)
+
+    def _leave_line(self, state: RequestState) -> None:
+        tenant = state.request.tenant
+        line = self._lines[tenant]
+        line.leave(state)
+        if not line:
+            del self._lines[tenant]
+        self.counters.left(state.request)
+
+    def check_integrity(self) -> None:
+        num_in_line = sum(1 for _ in chain.from_iterable(self._lines.values()))
+        assert num_in_line + len(self._parked) == len(self._deadlines), (
+            f"{num_in_line} in line and {len(self._parked)} parked are not {len(self._deadlines)} waiting"
+        )
+        prompt_tokens = sorted(state.request.num_prompt_tokens for _, state in self._deadlines.values())
+        num_tokens = sum(prompt_tokens)
+        assert prompt_tokens == self._prompt_tokens.all(), "the lengths are not those of the prompts that wait"
+        assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, the sums say {self.num_tokens}"
+        self.counters.check_integrity()
+        num_waiting = {view.tenant: view.num_waiting for view in self.counters.views if view.num_waiting}
+        assert num_waiting == {tenant: sum(1 for _ in line) for tenant, line in self._lines.items()}, "not in line"
+        for tenant, line in self._lines.items():
+            line.check_integrity()
+            assert all(state.request.tenant == tenant for state in line), f"a stranger is in the line of {tenant!r}"
+
+
+def first_of(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> RequestState:
+    """The first of what `in_order` gives."""
+    keys = order.keys([state.rank for state in states], now_s)
+    first = min(keys)
+    return min((state for key, state in zip(keys, states, strict=True) if key == first), key=arrival)
+
+
+def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> list[RequestState]:
+    """Sorted by what the order makes of them now, then by arrival, then by id."""
+    if len(states) < 2:
+        return list(states)
+    keys = order.keys([state.rank for state in states], now_s)
+    keyed = [(key, arrival(state), state) for key, state in zip(keys, states, strict=True)]
+    return [state for *_, state in sorted(keyed, key=itemgetter(0, 1))]

@@ -1,0 +1,55 @@
+"""A scheduler that has just begun has not heard of everybody yet: what is asked of it meanwhile waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from pdmesh.core.events import InstanceJoined
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh_scheduler.actuators import ActuatorDesk
+from pdmesh_scheduler.observing import Handled
+
+#: For instances whose processes run, as the actuator says, to register; commands wait longer for their first answer.
+REGISTER_S = 5.0
+
+
+class StartupGrace:
+    """Ends once the actuator and all its instances were heard from, at ``until_s``, or `REGISTER_S` later.
+
+    Implements `pdmesh_scheduler.observing.Observer`.
+    """
+
+    def __init__(
+        self, core: SchedulerCore, actuators: ActuatorDesk, *, until_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._core = core
+        self._actuators = actuators
+        self._until_s = until_s
+        self._clock = clock
+        self._news = anyio.Event()
+
+    def observe(self, handled: Handled) -> None:
+        if isinstance(handled.event, InstanceJoined):
+            self.tell()
+
+    def tell(self) -> None:
+        """Note that the actuator or an instance was heard from."""
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def wait(self) -> None:
+        """Wait until the time to settle is over."""
+        while (left_s := self._left_s()) > 0:
+            with anyio.move_on_after(left_s):
+                await self._news.wait()
+
+    def _left_s(self) -> float:
+        """Return seconds left, at most."""
+        followed = self._actuators.instance_ids
+        if followed is None:
+            return self._until_s - self._clock()
+        if {view.instance_id for view in self._core.instances}.issuperset(followed):
+            return 0.0
+        return self._until_s + REGISTER_S - self._clock()
