@@ -229,6 +229,7 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
         grant = await p.expect(Grant)
         assert (grant.command.transfer, grant.destination_addresses) == (expect.command.transfer, (b"d",))
         p.post(step_report(run))
+        await told(mesh, "chunk", 1)  # the two workers' streams have no common order
         d.post(TransferLanded(*of_d, transfer_id, num_bytes=1000, duration_s=0.5))
         p.post(TransferSent(*of_p, transfer_id, num_bytes=1000, duration_s=0.5, exposed_s=0.25))
         p.post(KvReleased(*of_p))
