@@ -33,8 +33,9 @@ STATE := $(shell { cat pyproject.toml constraints.txt; find libs/pdmesh/engine/c
 RUN_STAMP := $(VENV)/.run-$(STATE)
 TEST_STAMP := $(VENV)/.test-$(STATE)
 
-# Two cores and many processes: one thread for each. Tests never ask a hub.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# Two cores and many processes: one thread for each, and what one has compiled the others read, also where the environment
+# says to write no bytecode. Tests never ask a hub.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
 LINTS := ruff mypy pyright imports
 

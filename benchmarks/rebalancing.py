@@ -38,7 +38,7 @@ FAKE_LATENCY = "a_s=0.005,b_s=5e-4,decode_a_s=0.005"
 FAKE_BLOCK_BYTES = 2 * 2 * 2 * 64 * BLOCK_SIZE * 4  # layers, keys and values, heads, dimension, tokens, bytes
 
 #: Answers that are short, before.
-NUM_SHORT, SHORT_TOKENS = 60, 8
+NUM_SHORT, SHORT_TOKENS, SHORT_AT_ONCE = 60, 8, 6
 
 #: Of what the streams come to in the end, that one instance has room for.
 SHARE = 0.7
@@ -74,7 +74,7 @@ async def serve(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens:
     found: list[list[int]] = [[] for _ in prompts]
     again: list[list[int]] = [[] for _ in prompts]
     names: list[str] = []
-    half = anyio.CapacityLimiter(max(1, len(prompts) // 2))
+    half, few = anyio.CapacityLimiter(max(1, len(prompts) // 2)), anyio.CapacityLimiter(SHORT_AT_ONCE)
 
     async def one(place: int, into: list[list[int]]) -> None:
         into[place] = await ask(client, mesh, prompts[place], place, num_tokens)
@@ -83,9 +83,14 @@ async def serve(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens:
         async with half:
             await one(place, again)
 
-    async with mesh.client() as client:
-        for number in range(NUM_SHORT):
+    async def short(number: int) -> None:
+        async with few:
             await ask(client, mesh, prompts[0][:BLOCK_SIZE], number, SHORT_TOKENS)
+
+    async with mesh.client() as client:
+        async with anyio.create_task_group() as tasks:
+            for number in range(NUM_SHORT):
+                tasks.start_soon(short, number)
         await operator.operate(OperationKind.DRAIN, "decode-1")
         began_s = time.monotonic()
         async with anyio.create_task_group() as tasks:

@@ -101,7 +101,7 @@ def install(purpose: str, torch: Sequence[str]) -> None:
     run_together(
         [
             Part("looking for what is missing", pip(*requirements(purpose))),
-            *(Part(f"bytecode of {names[0]}", [str(PYTHON), "-c", f"import {', '.join(names)}"]) for names in PROGRAMS),
+            *(Part(f"bytecode of {names[0]}", writing_bytecode(PYTHON, names)) for names in PROGRAMS),
         ]
     )
 
@@ -144,6 +144,14 @@ def pip(*arguments: str) -> list[str]:
     """pip's command. Bytecode of all of torch takes longer than to install it; most of it is never imported."""
     options = ["--disable-pip-version-check", "--no-input", "install", "-qq", "--no-compile", "-c", str(CONSTRAINTS)]
     return [str(PYTHON), "-m", "pip", *options, *arguments]
+
+
+def writing_bytecode(python: Path, modules: Sequence[str]) -> list[str]:
+    """Return a command that imports modules and writes their bytecode, also where PYTHONDONTWRITEBYTECODE is set.
+
+    Images of Python set it for what is built into them; here each process would compile torch again, for a second.
+    """
+    return [str(python), "-c", f"import sys; sys.dont_write_bytecode = False; import {', '.join(modules)}"]
 
 
 def is_usable(venv: Path) -> bool:

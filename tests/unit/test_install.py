@@ -88,6 +88,17 @@ def test_an_environment_without_pip_is_made_again(install: ModuleType, tmp_path:
     assert install.is_usable(Path(sys.prefix))
 
 
+def test_bytecode_is_written_whatever_the_environment_says(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported.py").touch()
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    install.run_together([install.Part("bytecode", install.writing_bytecode(Path(sys.executable), ["imported"]))])
+    assert [file.name.partition(".")[0] for file in tmp_path.glob("__pycache__/*.pyc")] == ["imported"]
+
+
 def test_a_part_that_fails_ends_the_others_and_says_why(
     install: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

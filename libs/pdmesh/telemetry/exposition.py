@@ -58,6 +58,7 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security
     try:
         yield server.server_port
     finally:
+        server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which else looks twice a second whether to end
         server.shutdown()
         server.server_close()
         thread.join()
