@@ -3,11 +3,11 @@
 Architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
 tokens, alone and 32 at a time; log-probabilities to 1e-4; and sampled tokens of one seed, which must be the same in
 every topology and chunk size of an architecture. And long prompts that 2 and 3 prefill instances compute together: in
-turn (pipelined prefill), all at once (parallel step), whichever was faster so far (mixed), and by groups of two under
-`pecsched` (fixed), of mixed instances, too, which decode beside it.
+turn (pipelined prefill), all at once (parallel prefill), and by groups of two under `pecsched` (fixed), of mixed
+instances, too, which decode beside it.
 
     python benchmarks/exactness.py [--architectures llama,qwen2,qwen3] [--chunks 1,16,512,8192,adaptive]
-        [--groups pipelined,parallel,mixed,fixed]
+        [--groups pipelined,parallel,fixed]
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ MIXED_GROUPS = {"3 mixed": (0, 0, 3)}
 SCHEDULES = {
     "pipelined": {"POLICY_SEQUENCE_PARALLEL": "pipelined"},
     "parallel": {"POLICY_SEQUENCE_PARALLEL": "parallel"},
-    "mixed": {"POLICY_SEQUENCE_PARALLEL": "auto"},
     "fixed": {"POLICY_SEQUENCE_PARALLEL": "parallel", "SCHEDULER_BUNDLE": "pecsched", "POLICY_GROUP_SIZE": "2"},
 }
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 100, 511, 513, 1000)

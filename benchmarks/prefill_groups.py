@@ -210,9 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16 * 1024)
     parser.add_argument("--members", type=int, nargs="+", default=sorted(STAND_IN_TARGETS))
-    parser.add_argument(
-        "--schedules", nargs="+", choices=["pipelined", "parallel", "auto"], default=["pipelined", "parallel"]
-    )
+    parser.add_argument("--schedules", nargs="+", choices=["pipelined", "parallel"], default=["pipelined", "parallel"])
     parser.add_argument("--only", choices=["stand-in", "model"])
     parser.add_argument("--minutes", type=float, default=10.0)
     options = parser.parse_args()

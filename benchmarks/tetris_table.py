@@ -69,7 +69,6 @@ CORE_ROWS = (
     ("core, `tetris` by parallel step", "tetris", NUM_INSTANCES, "parallel"),
     ("core, `pdmesh` by pipelined prefill", "pdmesh", NUM_INSTANCES, "pipelined"),
     ("core, `pdmesh` by parallel step", "pdmesh", NUM_INSTANCES, "parallel"),
-    ("core, `pdmesh` by auto", "pdmesh", NUM_INSTANCES, "auto"),
 )
 PORT_BYTES_PER_S = 1e11  # between NVLink's and an adapter's for each device
 

@@ -180,7 +180,7 @@ def test_a_group_goes_on_beside_decodes_of_its_members() -> None:
     seed=st.integers(0, 10_000),
     bundle=st.sampled_from(IN_GROUPS),
     group_size=st.sampled_from([2, 3, 4]),
-    schedule=st.sampled_from(["parallel", "pipelined", "auto"]),
+    schedule=st.sampled_from(["parallel", "pipelined"]),
     control_delay_s=st.sampled_from([0.0, 0.003]),
 )
 def test_every_request_ends_and_no_instance_is_in_two_groups(

@@ -209,10 +209,3 @@ def test_short_prompts_interrupt_each_member_of_a_gang() -> None:
     assert long.num_preemptions > 0
     assert all(len(each.token_times_s) == 3 for each in others)
     assert max(each.ttft_s or 0.0 for each in others) < 0.5
-
-
-@pytest.mark.parametrize("num_prompt_tokens", [512, 1024, 4096])
-def test_auto_is_no_later_than_either(num_prompt_tokens: int) -> None:
-    arrivals = [replace(LONG, num_prompt_tokens=num_prompt_tokens)]
-    found = {name: run(arrivals, schedule=name).requests[0].ttft_s or 0.0 for name in ("pipelined", "parallel", "auto")}
-    assert found["auto"] <= 1.02 * min(found["pipelined"], found["parallel"])

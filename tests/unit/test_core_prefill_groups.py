@@ -707,13 +707,3 @@ def test_without_a_member_the_rest_of_a_parallel_step_goes_on_from_what_it_has()
     assert [[name for name, _ in parallel] for parallel in parallel_steps] == [["p2", LEADER]] * 2
     assert parallel_steps[0][0][1].start == num_computed
     assert not of(Restart, bench.commands)
-
-
-@pytest.mark.parametrize(("bytes_per_s", "max_chunk_tokens"), [(1e9, 600), (1e9, 64), (16.0, 600)])
-def test_auto_begins_with_a_parallel_step_unless_its_last_layer_takes_longer_than_the_end_of_a_pipelined_one(
-    bytes_per_s: float, max_chunk_tokens: int
-) -> None:
-    policy = replace(PARALLEL, sequence_parallel="auto", link_bytes_per_s=bytes_per_s, prefill_step_s=1e3)
-    bench = bench_of(policy=replace(policy, max_chunk_tokens=max_chunk_tokens))
-    bench.arrive("long", 1021)
-    assert bool(parallel_steps_of(join(bench))) == (bytes_per_s > 1e6)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pdmesh.core.requests as requests
-from pdmesh.core.requests import FACTS, TRANSITIONS, GroupState, IllegalTransition, Phase, RequestState, Shared
+from pdmesh.core.requests import FACTS, TRANSITIONS, GroupState, IllegalTransition, Phase, RequestState
 from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.model import InstanceId
 from pdmesh.policy.views import Rank
@@ -118,7 +118,7 @@ def test_the_integrity_check_names_what_is_not_as_the_phase_has_it() -> None:
 def test_a_group_is_over_when_its_prompt_is_computed() -> None:
     state = planned()
     group = state.ask_helper(InstanceId("h"), InstanceId("p"), capability=1)
-    group.join(InstanceId("h"), 4, now_s=2.0)
+    group.join(InstanceId("h"), 4)
     assert (state.prefill_ids, state.is_helped_by(InstanceId("h"))) == (("p", "h"), True)
     state.end_prompt()
     assert (state.group, state.prefill_ids, state.asked_ids) == (None, ("p",), ())
@@ -126,8 +126,8 @@ def test_a_group_is_over_when_its_prompt_is_computed() -> None:
 
 def test_a_prompt_goes_on_from_what_the_members_that_are_left_have_computed() -> None:
     group = planned().ask_helper(InstanceId("h"), InstanceId("p"), capability=1)
-    group.join(InstanceId("h"), 2, now_s=2.0)
-    group.join(InstanceId("i"), 2, now_s=2.0)
+    group.join(InstanceId("h"), 2)
+    group.join(InstanceId("i"), 2)
     group.compute(InstanceId("h"), 2, 4)
     group.compute(InstanceId("i"), 4, 6)
     group.lose(InstanceId("h"))
@@ -151,7 +151,7 @@ def test_the_tables_have_every_phase_and_every_transition() -> None:
 
 
 def test_only_its_own_module_assigns_a_request_s_fields() -> None:
-    own = {each.name for kind in (RequestState, GroupState, Shared) for each in fields(kind)}
+    own = {each.name for kind in (RequestState, GroupState) for each in fields(kind)}
     found: set[str] = set()
     for path in CORE.glob("**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

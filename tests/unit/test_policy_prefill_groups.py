@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,24 +87,6 @@ def test_later_slices_are_shorter() -> None:
     assert slices[0] > 1.1 * slices[-1]
 
 
-TOKEN_BYTES = 131_072.0
-
-
-def test_at_once_nobody_waits_for_the_end_of_others_but_every_step_costs() -> None:
-    group_policy, fast = a_group_policy(), TOKEN_BYTES / 1000
-    in_turn_s = group_policy.in_turn_s(0, 8192, 4, fast)
-    assert group_policy.at_once_s(0, 8192, 4, fast, 32, 1) == pytest.approx(in_turn_s - 0.075, abs=1e-3), (
-        "the tail of 0.1 s"
-    )
-    assert group_policy.at_once_s(0, 8192, 4, fast, 32, 9) > in_turn_s, "eight more constants of 30 ms"
-
-
-def test_at_once_the_last_layer_is_waited_for() -> None:
-    group_policy = a_group_policy()
-    few, many = (group_policy.at_once_s(0, 8192, 4, TOKEN_BYTES, layers, 1) for layers in (64, 2))
-    assert many - few == pytest.approx(8192 * 0.75 * TOKEN_BYTES / 1e9 * (1 / 2 - 1 / 64))
-
-
 def test_the_first_chunk_before_a_parallel_step_is_short_as_everybody_waits_for_it() -> None:
     in_turn, at_once = (
         a_group_policy(each).first_chunk_tokens(50_000, 2, 8192) for each in (Schedule.PIPELINED, Schedule.PARALLEL)
@@ -115,4 +96,4 @@ def test_the_first_chunk_before_a_parallel_step_is_short_as_everybody_waits_for_
 
 
 def test_in_turn_there_are_no_more_members_than_layers() -> None:
-    assert [a_group_policy(schedule).most_members(4) for schedule in Schedule] == [4, 8, 8]
+    assert [a_group_policy(schedule).most_members(4) for schedule in Schedule] == [4, 8]

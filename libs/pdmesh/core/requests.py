@@ -104,34 +104,12 @@ class ComputedPart(NamedTuple):
     instance_id: InstanceId
 
 
-@dataclass(slots=True)
-class Shared:
-    """How a prompt is shared by its group, if that was chosen for it."""
-
-    is_parallel: bool
-    device_class: str  # of its instances
-    predicted_s: float  # summed over its members, until all is computed
-    num_members: int
-    since_s: float  # there are so many
-    member_s: float = 0.0  # that passed before, summed over members
-
-    def join(self, now_s: float) -> None:
-        """One more member computes it."""
-        self.member_s, self.since_s = self.taken_s(now_s), now_s
-        self.num_members += 1
-
-    def taken_s(self, now_s: float) -> float:
-        """Seconds so far, summed over its members."""
-        return self.member_s + self.num_members * (now_s - self.since_s)
-
-
 @dataclass(slots=True, eq=False)
 class GroupState:
     """The instances that compute a prompt together, from when the first helper is asked until all of it is computed."""
 
     told: PrefillGroup  # as its members know it: the leader, the helpers that have joined, and those that were lost
     asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
-    shared: Shared | None = None  # whether they take turns or compute at once, where that was to be chosen
     computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
     is_recovering: bool = False  # a helper was lost, and what of the prompt is computed is not known yet
     prefix_tokens: int | None = None  # of the prompt, that the leader said it had since then
@@ -150,13 +128,11 @@ class GroupState:
     def lost_ids(self) -> tuple[InstanceId, ...]:
         return self.told.lost_ids
 
-    def join(self, instance_id: InstanceId, num_computed_tokens: int, now_s: float) -> None:
+    def join(self, instance_id: InstanceId, num_computed_tokens: int) -> None:
         """A helper has room for the prompt, of which the leader has computed so many tokens."""
         if not self.computed_parts:
             self.computed_parts = [ComputedPart(0, num_computed_tokens, self.living_ids[0])]
         self.told = structs.replace(self.told, member_ids=(*self.member_ids, instance_id))
-        if self.shared is not None:
-            self.shared.join(now_s)
 
     def lose(self, instance_id: InstanceId) -> None:
         """A helper is lost; what it computed is known when `hear_prefix` was called and nothing is in flight."""
@@ -184,12 +160,8 @@ class GroupState:
             if part.start <= end < part.end:
                 end = part.end
                 self.computed_parts.append(part)
-        self.is_recovering, self.shared = False, None
+        self.is_recovering = False
         return end
-
-    def share(self, shared: Shared | None) -> None:
-        """How its members share the prompt, or (None) that this is to be chosen again."""
-        self.shared = shared
 
 
 @dataclass(slots=True, eq=False)

@@ -114,9 +114,7 @@ class SchedulerCore:
         self._new_requests = NewRequests(
             self._mesh, config, self._admission, self._reconciler, self._judge, self._packer.prefill_groups
         )
-        self._steps = StepReports(
-            self._mesh, self._choice, self._admission, self._packer.prefill_groups.schedule_choice
-        )
+        self._steps = StepReports(self._mesh, self._choice, self._admission)
         self._handlers = self._all_handlers()
         self._now_s = 0.0
         self._due_s = inf  # when the next time limit of a request ends

@@ -70,9 +70,8 @@ class PolicyConfig:
     link_bytes_per_s: Annotated[float, Range(1), "...at which an instance passes KV on to others"] = 1e9
     sequence_parallel: Annotated[
         str,
-        one_of("pipelined", "parallel", "auto"),
-        "...in turn (`pipelined`), all at once with a slice each (`parallel`), or whichever is predicted to end first "
-        "(`auto`)",
+        one_of("pipelined", "parallel"),
+        "...in turn (`pipelined`), or all at once with a slice each (`parallel`)",
     ] = "pipelined"
     group_size: Annotated[
         int,

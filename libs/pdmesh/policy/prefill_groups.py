@@ -44,7 +44,6 @@ class Schedule(StrEnum):
 
     PIPELINED = "pipelined"
     PARALLEL = "parallel"
-    AUTO = "auto"  # whichever is predicted to end first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,18 +124,6 @@ class GroupPolicy:
     def most_members(self, num_layers: int) -> int:
         """Return the largest useful number of members; in turn, one for each layer can compute at a time."""
         return num_layers if self.schedule is Schedule.PIPELINED else self.max_members
-
-    def in_turn_s(self, start: int, num_left: int, num_members: int, token_bytes: float) -> float:
-        """Predicted time in which so many compute the rest of a prompt in turn."""
-        return _chunk_s(self._of_size(num_members, token_bytes, self._tail_s(num_members)), start, num_left)
-
-    def at_once_s(
-        self, start: int, num_left: int, num_members: int, token_bytes: float, num_layers: int, num_steps: int
-    ) -> float:
-        """The same for as many at once, in so many steps: at the end of each all are sent the last layer of it."""
-        sent_s = num_left * (1 - 1 / num_members) * token_bytes / num_layers / self.bytes_per_s
-        constant_s = (num_steps - 1) * self.latency.a_s + sent_s
-        return _chunk_s(self._of_size(num_members, token_bytes, constant_s), start, num_left)
 
     def last_slices(self, start: int, num_tokens: int, begin_s: Sequence[float], unit: int) -> list[int]:
         """All that is left of a prompt: as many slices as there are members, of which the last one ends the soonest.

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from itertools import accumulate, islice
 from math import ceil
 
-from pdmesh.core.groups.schedule_choice import ScheduleChoice
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
@@ -29,9 +28,8 @@ _MAX_WAIT = 0.1
 
 
 class ParallelPrefill:
-    def __init__(self, mesh: MeshState, schedule_choice: ScheduleChoice) -> None:
+    def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
-        self._schedule_choice = schedule_choice
         #: Of each prompt's members: which plan each is at, and since when.
         self._steps: dict[RequestKey, dict[InstanceId, tuple[int, float]]] = {}
 
@@ -41,12 +39,11 @@ class ParallelPrefill:
         leader: InstanceState,
         spare: Sequence[InstanceState],
         group_policy: GroupPolicy,
-        bundle: Bundle,
         now_s: float,
     ) -> list[InstanceState] | None:
         """Return the members that compute the next tokens at once, in slice order: some ``spare`` ones, and the leader.
 
-        None if they are computed in turn, or there is too little for more than one.
+        None if there is too little for more than one.
         """
         self._note_steps(state, now_s)
         start, num_left = state.num_planned_tokens, state.request.num_prompt_tokens - state.num_planned_tokens
@@ -55,13 +52,7 @@ class ParallelPrefill:
             return None
         left_s = self._left_s(state, group_policy, now_s)
         first = sorted(spare, key=lambda each: (left_s[each.instance_id], each.number))[: most - 1]
-        members = [*sorted(first, key=lambda each: state.prefill_ids.index(each.instance_id)), leader]
-        num_steps = ceil(num_left / _steps_tokens(members, state, bundle, now_s))
-        return (
-            members
-            if self._schedule_choice.is_parallel(state, leader, len(members), num_steps, group_policy, now_s)
-            else None
-        )
+        return [*sorted(first, key=lambda each: state.prefill_ids.index(each.instance_id)), leader]
 
     def slices(
         self,

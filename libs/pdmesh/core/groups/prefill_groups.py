@@ -32,7 +32,6 @@ from pdmesh.core.events import HelperJoined
 from pdmesh.core.groups.formation import Formation
 from pdmesh.core.groups.parallel_prefill import ParallelPrefill, in_flight_s
 from pdmesh.core.groups.recovery import GroupRecovery, tell_group
-from pdmesh.core.groups.schedule_choice import ScheduleChoice
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.step_slots import StepSlots
@@ -61,8 +60,7 @@ class GroupPlanner:
         self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
         self._improvement = ImprovementInForce(RATES_BY_LOAD)
         self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
-        self.schedule_choice = ScheduleChoice()
-        self._parallel = ParallelPrefill(mesh, self.schedule_choice)
+        self._parallel = ParallelPrefill(mesh)
         self._formation = Formation(mesh)
 
     def arrived(self, state: RequestState, now_s: float) -> None:
@@ -124,7 +122,7 @@ class GroupPlanner:
         assert state.group is not None
         in_flight = [chunk.num_tokens for name in state.prefill_ids for chunk in self._in_flight(state, name)]
         num_computed_tokens = state.num_planned_tokens - sum(in_flight)
-        state.group.join(event.instance_id, num_computed_tokens, now_s)
+        state.group.join(event.instance_id, num_computed_tokens)
         copy_s = (
             0.0
             if bundle.group_policy is None
@@ -344,8 +342,6 @@ class GroupPlanner:
                 continue
             if state.group is None or state.group.is_recovering:
                 continue
-            if group_policy.schedule is Schedule.AUTO and state.group.shared is None and self._answers_soon(state):
-                continue  # how it is shared is known when all are here
             if self._parallel_members(state, bundle, now_s) is not None:
                 continue
             if self._had_last(state, helper.instance_id):
@@ -373,8 +369,6 @@ class GroupPlanner:
             return None
         if leader.prefills != [state] or not self._may_form_group(leader, group_policy):
             return None
-        if group_policy.schedule is Schedule.AUTO and state.group.shared is None and self._answers_soon(state):
-            return None
         begin_s = now_s + in_flight_s(leader, group_policy)
         helpers = [self._mesh.instances[name] for name in state.prefill_ids[1:]]
         spare = [
@@ -383,7 +377,7 @@ class GroupPlanner:
             if self._is_spare(each, group_policy)
             and self._helping.get(each.instance_id, {}).get(state.key, inf) <= begin_s
         ]
-        return self._parallel.of(state, leader, spare, group_policy, bundle, now_s)
+        return self._parallel.of(state, leader, spare, group_policy, now_s)
 
     def _plan_parallel(
         self,

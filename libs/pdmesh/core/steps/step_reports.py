@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
-from pdmesh.core.groups.schedule_choice import ScheduleChoice
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
@@ -13,13 +12,10 @@ from pdmesh.core.waiting.admission import Admission
 class StepReports:
     """Takes note of them; what does not fit the mesh state is counted, and changes nothing."""
 
-    def __init__(
-        self, mesh: MeshState, choice: BundleChoice, admission: Admission, schedule_choice: ScheduleChoice
-    ) -> None:
+    def __init__(self, mesh: MeshState, choice: BundleChoice, admission: Admission) -> None:
         self._mesh = mesh
         self._choice = choice
         self._admission = admission
-        self._schedule_choice = schedule_choice
 
     def own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
         """Learn from decode steps that an instance made by itself. Whether that changes what is decided."""
@@ -56,8 +52,6 @@ class StepReports:
                 self._admission.first_token(state, now_s)
             if is_computed and state.group is not None:
                 state.group.compute(event.instance_id, chunk.start, chunk.start + chunk.num_tokens)
-                if chunk.is_last:
-                    self._schedule_choice.ended(state.group, now_s)
             if not is_computed and not state.is_recovering:
                 if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
                     self._mesh.restart(state, f"instance {event.instance_id} dropped a chunk")
