@@ -71,10 +71,10 @@ def install(name: str) -> None:
     @functools.cache
     def watch_reader() -> None:
         # Not before there is something to read: services that take no pieces do not import it.
-        from pdmesh.kv import loans
+        from pdmesh.kv import peer_reads
         from pdmesh.kv.incoming import PieceReader
 
-        loans.__dict__["read_memory"] = read_memory  # what says where lent KV lies is no piece
+        peer_reads.__dict__["read_memory"] = read_memory  # what says where KV lies is no piece
         copy = PieceReader._copy
 
         def copy_and_tell(

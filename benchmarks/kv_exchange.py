@@ -1,4 +1,4 @@
-"""KV that one member of a prefill group passes on to another one on this host: in pieces, and lent, in turn.
+"""KV that one member of a prefill group passes on to another one on this host: in pieces, and by peer reads, in turn.
 
     python benchmarks/kv_exchange.py [--tokens 16384] [--chunk-tokens 1024] [--rounds 7] [--at-once]
 
@@ -32,7 +32,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.exchange import PieceExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outgoing import Blocks
-from pdmesh.kv.presence import Bell, Urgent
+from pdmesh.kv.presence import Urgent, Wakeup
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh.transport.ucx import UcxTransport
@@ -86,13 +86,15 @@ async def take_part(pipe: Connection, number: int, load: Load) -> None:
         store, pool = TorchKvStore(LAYOUT, load.num_blocks), BlockPool(load.num_blocks)
         for pages in store.layers:
             pages.fill_(number)
-        lends = await anyio.to_thread.run_sync(pipe.recv)
-        config = replace(TransferConfig(), lends_kv=lends)
+        peer_reads = await anyio.to_thread.run_sync(pipe.recv)
+        config = replace(TransferConfig(), peer_reads=peer_reads)
         mover = KvMover(transport=transport, store=store, pool=pool, config=config, on_outcome=print)
         await stack.enter_async_context(mover)
         for epoch in range(load.rounds):
             block_ids = pool.allocate(load.num_blocks)
-            exchange = mover.groups.open(REQUEST, Epoch(epoch), capability=CAPABILITY, block_ids=block_ids, bell=Bell())
+            exchange = mover.groups.open(
+                REQUEST, Epoch(epoch), capability=CAPABILITY, block_ids=block_ids, wakeup=Wakeup()
+            )
             mover.groups.set_members(REQUEST, Epoch(epoch), number, addresses)
             if number == 1:
                 assert exchange.begin(0, load.num_blocks)
@@ -114,7 +116,7 @@ async def take_part(pipe: Connection, number: int, load: Load) -> None:
             counters = mover.counters()
             num_bytes = counters.num_bytes_exchanged.received
             assert num_bytes == load.rounds * load.num_bytes
-            assert counters.num_bytes_borrowed == (num_bytes if lends else 0)
+            assert counters.num_bytes_peer_read == (num_bytes if peer_reads else 0)
 
 
 def run_member(pipe: Connection, number: int, load: Load) -> None:
@@ -124,7 +126,7 @@ def run_member(pipe: Connection, number: int, load: Load) -> None:
 class Pair:
     """Two members in processes of their own."""
 
-    def __init__(self, load: Load, *, lends: bool) -> None:
+    def __init__(self, load: Load, *, peer_reads: bool) -> None:
         context = multiprocessing.get_context("spawn")
         ends = [context.Pipe() for _ in range(2)]
         self._pipes = [ours for ours, _ in ends]
@@ -136,7 +138,7 @@ class Pair:
         addresses = [pipe.recv() for pipe in self._pipes]
         for pipe in self._pipes:
             pipe.send(addresses)
-            pipe.send(lends)
+            pipe.send(peer_reads)
 
     def round(self) -> tuple[float, float]:
         """(seconds, processor's seconds of both) until the one has what the other one published."""
@@ -176,14 +178,14 @@ def main() -> None:
     pace = ChunkPace.AT_ONCE if options.at_once else ChunkPace.IN_TURN
     load = Load(options.tokens, options.chunk_tokens, options.rounds, pace)
     print(heading("KV passed on within a host"))
-    pairs = {lends: Pair(load, lends=lends) for lends in (False, True)}
-    found: dict[bool, list[tuple[float, float]]] = {lends: [] for lends in pairs}
+    pairs = {peer_reads: Pair(load, peer_reads=peer_reads) for peer_reads in (False, True)}
+    found: dict[bool, list[tuple[float, float]]] = {peer_reads: [] for peer_reads in pairs}
     for _ in range(load.rounds):
-        for lends, pair in pairs.items():
-            found[lends].append(pair.round())
-    for lends, pair in pairs.items():
+        for peer_reads, pair in pairs.items():
+            found[peer_reads].append(pair.round())
+    for peer_reads, pair in pairs.items():
         pair.join()
-        print(f"{'lent' if lends else 'in pieces':10}", summary(found[lends], load))
+        print(f"{'peer reads' if peer_reads else 'in pieces':10}", summary(found[peer_reads], load))
 
 
 if __name__ == "__main__":

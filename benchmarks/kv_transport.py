@@ -45,7 +45,7 @@ from pdmesh.transport.ucx import UcxTransport
 EPOCH, CAPABILITY = Epoch(0), 1
 NUM_LAYERS = 16
 SENDERS = PIECES_IN_FLIGHT  # sends under way at once, as in one transfer
-OURS = ("one", "ring", "hand-over", "lent")
+OURS = ("one", "ring", "hand-over", "peer reads")
 
 
 def layout_for(piece_bytes: int) -> KvLayout:
@@ -308,7 +308,7 @@ def main() -> None:
     print(f"{'piece':>10} {'perftest':>9}" + "".join(f" {name:>9} ratio" for name in OURS) + "   (GB/s)")
     for size in options.sizes:
         num_pieces = min(20_000, max(64, options.megabytes * 1_000_000 // size))
-        config = TransferConfig(max_payload_bytes=size, ucx_tls=options.tls, lends_kv=False)
+        config = TransferConfig(max_payload_bytes=size, ucx_tls=options.tls, peer_reads=False)
         single = replace(config, num_send_buffers=1, num_receive_buffers=1)
         best = [0.0] * (1 + len(OURS))
         for _ in range(options.rounds):
@@ -317,7 +317,7 @@ def main() -> None:
                 measure_raw(single, num_pieces),
                 measure_raw(config, num_pieces),
                 measure_handover(config, num_pieces),
-                measure_handover(replace(config, lends_kv=True), num_pieces),
+                measure_handover(replace(config, peer_reads=True), num_pieces),
             )
             best = [max(pair) for pair in zip(best, figures, strict=True)]
         perftest, *ours = best

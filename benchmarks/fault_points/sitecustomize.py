@@ -90,8 +90,8 @@ def _pages_go_over(cls: Any) -> None:
     cls.send = sending
 
 
-def _kv_loans(module: ModuleType) -> None:
-    _pages_go_over(module.LoanWriter)
+def _kv_peer_reads(module: ModuleType) -> None:
+    _pages_go_over(module.PeerReadWriter)
 
 
 def _kv_outgoing(module: ModuleType) -> None:
@@ -162,7 +162,7 @@ def _worker_replies(module: ModuleType) -> None:
 
 _WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
     "pdmesh.worker.moves": _worker_moves,
-    "pdmesh.kv.loans": _kv_loans,
+    "pdmesh.kv.peer_reads": _kv_peer_reads,
     "pdmesh.kv.outgoing": _kv_outgoing,
     "pdmesh.kv.receiver": _kv_receiver,
     "pdmesh.kv.context": _kv_context,

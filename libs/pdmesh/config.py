@@ -219,7 +219,7 @@ class TransferConfig:
     group_no_progress_s: Annotated[
         float, "a prompt that several instances compute is given up where for so long no KV comes that it waits for"
     ] = 30.0
-    lends_kv: Annotated[
+    peer_reads: Annotated[
         bool,
         "instances on one host copy KV from each other's cache, where both can and both have this set; "
         "else it travels in pieces",

@@ -70,9 +70,9 @@ def in_pieces(kind: str) -> TransportMaker:
     return TransportMaker(kind)
 
 
-@pytest.fixture(params=["in pieces", "lent"])
+@pytest.fixture(params=["in pieces", "peer reads"])
 def maker(request: pytest.FixtureRequest, kind: str) -> TransportMaker:
-    return TransportMaker(kind, lends=request.param == "lent")
+    return TransportMaker(kind, peer_reads=request.param == "peer reads")
 
 
 async def test_a_member_that_stopped_keeps_nobody_else_from_being_welcomed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_does_not_belong_is_dropped(maker: TransportMaker, name: str) -> None:
-    """One has the key of the request's transfer, which a group's pieces do not touch; a loan may be of more pages."""
+    """One has the key of the request's transfer, which a group's pieces do not touch; peer reads may be larger."""
     maker = TransportMaker(maker.kind) if "more than a piece" in name else maker
     async with open_members(maker, 2) as members:
         leader, helper = members

@@ -97,7 +97,7 @@ def served(
     ) as mesh:
         yield Served(mesh, references)
         mesh.wait_until_idle()
-        assert (mesh.borrowed_bytes() > 0) == (case.prefill > 0 and not case.over_ucx)
+        assert (mesh.peer_read_bytes() > 0) == (case.prefill > 0 and not case.over_ucx)
 
 
 @pytest.mark.timeout(300)

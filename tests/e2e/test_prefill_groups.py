@@ -48,10 +48,10 @@ def alone(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Generat
 
 #: How many prefill instances, how they share a prompt, and whether they copy KV from each other's caches.
 GROUPS = {
-    "2 that lend": (2, "pipelined", True),
+    "2 that read peers": (2, "pipelined", True),
     "3": (3, "pipelined", False),
     "3 at once": (3, "parallel", False),
-    "3 at once that lend": (3, "parallel", True),
+    "3 at once that read peers": (3, "parallel", True),
 }
 
 
@@ -59,12 +59,12 @@ GROUPS = {
 def together(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[RunningMesh]:
-    folder, (number, schedule, lends) = tmp_path_factory.mktemp("together"), request.param
-    settings = SETTINGS | {"POLICY_SEQUENCE_PARALLEL": schedule, "TRANSFER_LENDS_KV": str(lends).lower()}
+    folder, (number, schedule, peer_reads) = tmp_path_factory.mktemp("together"), request.param
+    settings = SETTINGS | {"POLICY_SEQUENCE_PARALLEL": schedule, "TRANSFER_PEER_READS": str(peer_reads).lower()}
     with running_mesh(folder, model=checkpoint, prefill=number, settings=settings) as mesh:
         yield mesh
         mesh.wait_until_idle()
-        assert (mesh.borrowed_bytes() > 0) == lends
+        assert (mesh.peer_read_bytes() > 0) == peer_reads
 
 
 def groups(*names: str) -> pytest.MarkDecorator:
@@ -72,7 +72,7 @@ def groups(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("together", slow, indirect=True, ids=names)
 
 
-three, either = groups("3"), groups("3", "3 at once", "3 at once that lend")
+three, either = groups("3"), groups("3", "3 at once", "3 at once that read peers")
 
 
 async def ask(mesh: RunningMesh, **fields: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ async def test_an_instance_may_die_while_its_kv_is_read(tmp_path: Path) -> None:
                 await anyio.to_thread.run_sync(mesh.wait_until_replaced, "prefill-0", pid)
         assert not found, "\n".join([*found, log_tails(mesh)])
         assert mesh.pids()["decode-0"] == decodes
-        assert mesh.borrowed_bytes() > 0
+        assert mesh.peer_read_bytes() > 0
         await anyio.to_thread.run_sync(mesh.wait_until_idle)
 
 

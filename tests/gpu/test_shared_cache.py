@@ -74,7 +74,7 @@ def test_blocks_are_copied_from_another_processes_cache(number: int) -> None:
             shared.open(owner.pid, lie)
         owner.kill()
         owner.wait()
-        with contextlib.suppress(KvTransferError):  # whatever is read now, the loan's word says that it is nothing
+        with contextlib.suppress(KvTransferError):  # whatever is read now, the window's word says that it is nothing
             peer.read(IndexRange(0, layout.num_layers), theirs, ours)
         peer.close()
         with pytest.raises(KvTransferError):

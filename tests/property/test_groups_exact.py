@@ -137,15 +137,15 @@ def table_of(member: RunningInstance) -> list[int]:
     number=st.integers(1, MAX_MEMBERS),
     schedule=st.randoms(use_true_random=False),
 )
-@pytest.mark.parametrize("lends", [False, True], ids=["in pieces", "lent"])
+@pytest.mark.parametrize("peer_reads", [False, True], ids=["in pieces", "peer reads"])
 @pytest.mark.parametrize("kind", ["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_a_group_gives_the_bits_of_one_instance(
-    engines: list[TorchEngine], kind: str, lends: bool, num_tokens: int, number: int, schedule: random.Random
+    engines: list[TorchEngine], kind: str, peer_reads: bool, num_tokens: int, number: int, schedule: random.Random
 ) -> None:
     prompt = prompt_of(num_tokens)
     alone = generate(engines[-1], prompt, MAX_TOKENS, params=PARAMS)
     expected = pages_of(engines[-1], alone.sequence.block_table, num_tokens)
-    found = anyio.run(group_policy, engines[:number], prompt, TransportMaker(kind, lends=lends), schedule)
+    found = anyio.run(group_policy, engines[:number], prompt, TransportMaker(kind, peer_reads=peer_reads), schedule)
     assert found["tokens"] == alone.output_ids
     logprobs = [(result.logprobs.logprob, result.logprobs.top) for result in alone.results if result.logprobs]
     assert [(part.logprob, part.top) for part in found["logprobs"]] == logprobs

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.kv.loans import note_bytes
+from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.kv.repair import FREE_PIECES, DamageLimit, RefusalLimit
@@ -74,7 +74,7 @@ def a_piece(part: KvPart, *, is_lent: bool) -> PieceHeader:
     page_bytes = part.num_pages * SMALL_LAYOUT.block_bytes
     return replace(
         A_COMMIT,
-        kind=PieceKind.LOAN if is_lent else PieceKind.KV,
+        kind=PieceKind.PEER_READ if is_lent else PieceKind.KV,
         part=part,
         payload_bytes=note_bytes(part.blocks.size) if is_lent else page_bytes,
         has_token=False,
@@ -83,9 +83,9 @@ def a_piece(part: KvPart, *, is_lent: bool) -> PieceHeader:
 
 
 @given(st.integers(1, 50), st.lists(st.integers(1, 9)))
-def test_every_page_may_be_refused_once_and_nothing_for_ever(num_pages: int, loans: list[int]) -> None:
+def test_every_page_may_be_refused_once_and_nothing_for_ever(num_pages: int, windows: list[int]) -> None:
     limit, num_refused = RefusalLimit(num_pages), 0
-    for size in loans:
+    for size in windows:
         is_allowed = limit.add(size)
         assert is_allowed or num_refused + size > num_pages
         num_refused += size if is_allowed else 0
@@ -96,7 +96,7 @@ def test_every_page_may_be_refused_once_and_nothing_for_ever(num_pages: int, loa
 def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
     pieces: list[KvPart], data: st.DataObject, is_move: bool
 ) -> None:
-    """The commit comes after all were taken, of which some are damaged, checked late, lent in vain, or come twice."""
+    """The commit comes after all were taken, of which some are damaged, checked late, read in vain, or come twice."""
     receiver = KvReceiver(
         RequestId("r"),
         Epoch(0),
@@ -119,10 +119,10 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
             unread.append(header)
         else:
             header = unread.pop(data.draw(st.integers(0, len(unread) - 1)))
-            if header.kind is PieceKind.LOAN and data.draw(st.booleans()):
+            if header.kind is PieceKind.PEER_READ and data.draw(st.booleans()):
                 if data.draw(st.booleans()):
-                    assert receiver.refuse_loan(header) is None
-                    assert receiver.to_ask.pop() == (PieceKind.NO_LOANS, header)
+                    assert receiver.refuse_read(header) is None
+                    assert receiver.to_ask.pop() == (PieceKind.NO_PEER_READS, header)
                 else:  # it was over
                     receiver.await_again(header)
                 to_come.append(a_piece(header.part, is_lent=False))

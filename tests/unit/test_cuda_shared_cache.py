@@ -24,7 +24,7 @@ from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outgoing import Blocks
-from pdmesh.kv.presence import Bell
+from pdmesh.kv.presence import Wakeup
 from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
 from pdmesh.testing.cuda import FakeDriver, FakeHost, FakeStreams
 from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker
@@ -151,7 +151,7 @@ async def test_members_pass_each_other_kv_from_device_to_device(
     monkeypatch: pytest.MonkeyPatch, same_process: bool
 ) -> None:
     """As soon as the device has written it, and not before; nothing goes through host memory."""
-    host, maker = FakeHost(), TransportMaker("memory", lends=True)
+    host, maker = FakeHost(), TransportMaker("memory", peer_reads=True)
     processes = [a_process(host, seed) for seed in range(2)]
     for process in processes:
         monkeypatch.setattr(process.store, "gather", None)
@@ -174,7 +174,7 @@ async def test_members_pass_each_other_kv_from_device_to_device(
             )
             await stack.enter_async_context(mover)
             exchanges.append(
-                mover.groups.open(RequestId("r"), Epoch(0), capability=1, block_ids=tables[number], bell=Bell())
+                mover.groups.open(RequestId("r"), Epoch(0), capability=1, block_ids=tables[number], wakeup=Wakeup())
             )
             mover.groups.set_members(RequestId("r"), Epoch(0), number, [peer.address for peer in transports])
         leader, helper = exchanges

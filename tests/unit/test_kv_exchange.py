@@ -12,7 +12,7 @@ import pytest
 from pdmesh.kv.exchange import PieceExchange
 from pdmesh.kv.outgoing import Blocks, PieceWriter, marked, runs
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.presence import Bell, KvPresence
+from pdmesh.kv.presence import KvPresence, Wakeup
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.policy.pacing import ChunkPace
@@ -32,7 +32,7 @@ class NoWriter:
     max_pages = 1 << 20
 
     def close(self) -> None:
-        """Nothing is lent."""
+        """Nothing is read."""
 
 
 def a_leader(num_blocks: int) -> PieceExchange:
@@ -50,7 +50,7 @@ def a_member(num_blocks: int) -> PieceExchange:
         capability=1,
         block_ids=range(num_blocks),
         presence=KvPresence(
-            Bell(), num_layers=LAYOUT.num_layers, num_blocks=num_blocks, no_progress_s=1, clock=lambda: 0.0
+            Wakeup(), num_layers=LAYOUT.num_layers, num_blocks=num_blocks, no_progress_s=1, clock=lambda: 0.0
         ),
         store=store,
         writer=cast(PieceWriter, NoWriter()),

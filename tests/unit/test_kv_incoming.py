@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.incoming import UNREADABLE, PieceReader
-from pdmesh.kv.loans import note_bytes
+from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart
@@ -48,7 +48,7 @@ class Noting(HostKvStore):
         self.copied_by.append(threading.get_ident())
 
 
-async def test_a_loan_that_cannot_be_read_commits_no_memory() -> None:
+async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
     """The pieces that come in its place do, on a thread."""
     store, pool = Noting(1 << 16), BlockPool(1 << 16)
     pool.allocate(2)
@@ -56,7 +56,10 @@ async def test_a_loan_that_cannot_be_read_commits_no_memory() -> None:
     faults: list[str | None] = []
     async with anyio.create_task_group() as tasks:
         reader = PieceReader(store=store, pool=pool, key=KEY, copies=anyio.CapacityLimiter(1), tasks=tasks)
-        for kind, num_bytes in ((PieceKind.LOAN, note_bytes(2)), (PieceKind.KV, part.num_pages * LAYOUT.block_bytes)):
+        for kind, num_bytes in (
+            (PieceKind.PEER_READ, note_bytes(2)),
+            (PieceKind.KV, part.num_pages * LAYOUT.block_bytes),
+        ):
             payload = memoryview(bytes(num_bytes))
             header = PieceHeader(
                 kind=kind,

@@ -48,14 +48,14 @@ LARGE_TRANSFER = replace(SMALL_TRANSFER, max_payload_bytes=3 * LARGE_LAYOUT.bloc
 assert LARGE_LAYOUT.block_bytes > ByteStore(LARGE_LAYOUT, 1).inline_copy_bytes
 
 
-@pytest.fixture(params=["in pieces", "lent"])
-def lends(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "lent")
+@pytest.fixture(params=["in pieces", "peer reads"])
+def peer_reads(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "peer reads")
 
 
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
-def maker(request: pytest.FixtureRequest, lends: bool) -> TransportMaker:
-    return TransportMaker(request.param, lends=lends)
+def maker(request: pytest.FixtureRequest, peer_reads: bool) -> TransportMaker:
+    return TransportMaker(request.param, peer_reads=peer_reads)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_
         assert sent.duration_s >= 0
         assert pair.b.mover.counters().num_bytes_received == pair.a.mover.counters().num_bytes_sent == pair.total_bytes
         assert pair.b.mover.counters().dropped == {}
-        assert pair.b.mover.counters().num_bytes_borrowed == (pair.total_bytes if maker.lends else 0)
+        assert pair.b.mover.counters().num_bytes_peer_read == (pair.total_bytes if maker.peer_reads else 0)
         pair.free_all()
 
 
@@ -239,7 +239,7 @@ def damaged_at_first() -> MemoryFaults:
     def is_new(data: bytes) -> bool:
         header = unpack_header(data, KEY)
         what = header.destination, header.part
-        is_new = header.kind in (PieceKind.KV, PieceKind.LOAN) and what not in seen
+        is_new = header.kind in (PieceKind.KV, PieceKind.PEER_READ) and what not in seen
         seen.add(what)
         return is_new
 
@@ -517,7 +517,7 @@ def _forgeries() -> list[Forgery]:
         Forgery("epoch", replace(good, epoch=Epoch(4)), size),
         Forgery("capability", replace(good, capability=CAPABILITY ^ 1), size),
         Forgery("capability", replace(good, kind=PieceKind.COMMIT, capability=0), 0),
-        Forgery("range", replace(good, kind=PieceKind.LOAN), size),
+        Forgery("range", replace(good, kind=PieceKind.PEER_READ), size),
         Forgery("kind", replace(good, kind=PieceKind.HELLO), size),
         Forgery("range", replace(good, source=1), size),
         Forgery("range", replace(good, destination=1), size),
@@ -737,12 +737,14 @@ class Mesh:
 
 
 @asynccontextmanager
-async def open_mesh(memory: TransportMaker, lends: Sequence[bool] = (False,) * 4) -> AsyncIterator[Mesh]:
+async def open_mesh(memory: TransportMaker, peer_reads: Sequence[bool] = (False,) * 4) -> AsyncIterator[Mesh]:
     async with AsyncExitStack() as stack:
         stores = [ByteStore(SMALL_LAYOUT, NUM_BLOCKS, seed=seed) for seed in (1, 2, 3, 4)]
         sides = [
-            await stack.enter_async_context(open_side(memory, SMALL_LAYOUT, SMALL_TRANSFER, store, lends=one_lends))
-            for store, one_lends in zip(stores, lends, strict=True)
+            await stack.enter_async_context(
+                open_side(memory, SMALL_LAYOUT, SMALL_TRANSFER, store, peer_reads=one_reads)
+            )
+            for store, one_reads in zip(stores, peer_reads, strict=True)
         ]
         with anyio.fail_after(30):
             yield Mesh(sides)
@@ -751,14 +753,14 @@ async def open_mesh(memory: TransportMaker, lends: Sequence[bool] = (False,) * 4
             assert side.mover.counters()[-2:] == (0, 0)
 
 
-@pytest.mark.parametrize("lends", ["0000", "1111", "1110", "1011"])
+@pytest.mark.parametrize("peer_reads", ["0000", "1111", "1110", "1011"])
 @pytest.mark.parametrize("faults", [MemoryFaults, damaged_at_first])
 async def test_each_source_sends_its_blocks_to_all_and_the_sampler_the_token(
-    memory: TransportMaker, faults: Callable[[], MemoryFaults], lends: str
+    memory: TransportMaker, faults: Callable[[], MemoryFaults], peer_reads: str
 ) -> None:
-    """Whoever of them lends; one may lend to one of two, and one of two may lend."""
+    """Whoever of them reads; one may be read by one of two, and one of two may be read."""
     memory.fabric.faults = faults()
-    async with open_mesh(memory, [letter == "1" for letter in lends]) as mesh:
+    async with open_mesh(memory, [letter == "1" for letter in peer_reads]) as mesh:
         mesh.expect()
         first, second = mesh.offer()
         second.commit(FirstToken(7, 2))
@@ -774,7 +776,7 @@ async def test_each_source_sends_its_blocks_to_all_and_the_sampler_the_token(
             sent = await side.outcome()
             assert isinstance(sent, SentTransfer)
             num_bytes = 2 * share.size * SMALL_LAYOUT.num_layers * SMALL_LAYOUT.block_bytes
-            if faults is damaged_at_first and lends == "1110":  # by the one that refuses, as loans and as bytes
+            if faults is damaged_at_first and peer_reads == "1110":  # by the one that refuses
                 assert 2 * num_bytes <= sent.num_bytes <= 5 * num_bytes / 2
             else:
                 assert sent.num_bytes == (2 if faults is damaged_at_first else 1) * num_bytes

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.kv import presence as module
-from pdmesh.kv.presence import Bell, KvPresence, Urgent
+from pdmesh.kv.presence import KvPresence, Urgent, Wakeup
 from pdmesh.testing.examples import examples
 
 NOTHING = Urgent(lambda: False, lambda: None)
@@ -106,8 +106,8 @@ class Turns:
         return self._trace
 
 
-class TurnedBell(Bell):
-    """A bell whose lock and sleep are turns."""
+class TurnedWakeup(Wakeup):
+    """A wakeup whose lock and sleep are turns."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -145,7 +145,7 @@ class TurnedBell(Bell):
         return True
 
 
-class CarelessBell(TurnedBell):
+class CarelessWakeup(TurnedWakeup):
     """It looks before it takes the lock, and sleeps without looking again."""
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
@@ -160,9 +160,9 @@ class CarelessBell(TurnedBell):
         return True
 
 
-def waits_for_pages(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
+def waits_for_pages(turns: Turns, wakeup: Wakeup) -> list[Callable[[], object]]:
     """Two layers' pages come from two threads, urgent work in between."""
-    here = KvPresence(bell, num_layers=2, num_blocks=3, no_progress_s=LIMIT_S, clock=lambda: 0.0)
+    here = KvPresence(wakeup, num_layers=2, num_blocks=3, no_progress_s=LIMIT_S, clock=lambda: 0.0)
     inbox: list[str] = []
     done: list[str] = []
     urgent = Urgent(lambda: bool(inbox), lambda: done.append(inbox.pop()))
@@ -180,14 +180,14 @@ def waits_for_pages(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
     def other() -> None:
         inbox.append("a prompt")
         turns.stop()
-        bell.ring()
+        wakeup.ring()
         here.add(0, 0, 1)
 
     return [engine, loop, other]
 
 
-def is_aborted(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
-    here = KvPresence(bell, num_layers=1, num_blocks=2, no_progress_s=LIMIT_S, clock=lambda: 0.0)
+def is_aborted(turns: Turns, wakeup: Wakeup) -> list[Callable[[], object]]:
+    here = KvPresence(wakeup, num_layers=1, num_blocks=2, no_progress_s=LIMIT_S, clock=lambda: 0.0)
 
     def engine() -> None:
         assert not here.wait(0, 2, NOTHING)
@@ -202,9 +202,9 @@ def is_aborted(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
     return [engine, loop]
 
 
-def waits_for_urgent_work_only(turns: Turns, bell: Bell) -> list[Callable[[], object]]:
+def waits_for_urgent_work_only(turns: Turns, wakeup: Wakeup) -> list[Callable[[], object]]:
     """What was urgent ends the waiting, as when it frees the request."""
-    here = KvPresence(bell, num_layers=1, num_blocks=1, no_progress_s=LIMIT_S, clock=lambda: 0.0)
+    here = KvPresence(wakeup, num_layers=1, num_blocks=1, no_progress_s=LIMIT_S, clock=lambda: 0.0)
     inbox: list[None] = []
 
     def run() -> None:
@@ -217,12 +217,12 @@ def waits_for_urgent_work_only(turns: Turns, bell: Bell) -> list[Callable[[], ob
     def scheduler() -> None:
         inbox.append(None)
         turns.stop()
-        bell.ring()
+        wakeup.ring()
 
     return [engine, scheduler]
 
 
-Scenario = Callable[[Turns, Bell], Sequence[Callable[[], object]]]
+Scenario = Callable[[Turns, Wakeup], Sequence[Callable[[], object]]]
 SCENARIOS: list[Scenario] = [waits_for_pages, is_aborted, waits_for_urgent_work_only]
 
 
@@ -246,35 +246,35 @@ def schedules(max_preemptions: int, run: Callable[[Callable[[int], int]], None])
             ]
 
 
-def explore(scenario: Scenario, bell: type[TurnedBell], max_preemptions: int) -> int:
+def explore(scenario: Scenario, wakeup: type[TurnedWakeup], max_preemptions: int) -> int:
     """How many schedules there were."""
 
     def run(choose: Callable[[int], int]) -> None:
         turns = Turns(choose)
-        turns.run(scenario(turns, bell(turns)))
+        turns.run(scenario(turns, wakeup(turns)))
 
     return sum(1 for _ in schedules(max_preemptions, run))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_schedule_loses_a_wake_up(scenario: Scenario) -> None:
-    assert explore(scenario, TurnedBell, 1 if scenario is waits_for_pages else 2) > 50
+    assert explore(scenario, TurnedWakeup, 1 if scenario is waits_for_pages else 2) > 50
 
 
 def test_a_lost_wake_up_would_be_found() -> None:
     with pytest.raises(Stuck):
-        explore(is_aborted, CarelessBell, 2)
+        explore(is_aborted, CarelessWakeup, 2)
 
 
 @settings(max_examples=examples(150))
 @given(st.sampled_from(SCENARIOS), st.randoms(use_true_random=False))
 def test_no_random_schedule_loses_a_wake_up(scenario: Scenario, random: Any) -> None:
     turns = Turns(random.randrange)
-    turns.run(scenario(turns, TurnedBell(turns)))
+    turns.run(scenario(turns, TurnedWakeup(turns)))
 
 
 def test_pages_may_come_in_any_order() -> None:
-    here = KvPresence(Bell(), num_layers=2, num_blocks=5, no_progress_s=LIMIT_S, clock=lambda: 0.0)
+    here = KvPresence(Wakeup(), num_layers=2, num_blocks=5, no_progress_s=LIMIT_S, clock=lambda: 0.0)
     for first, count in ((3, 2), (1, 1), (0, 1)):
         assert not here.has(1, 3)
         here.add(1, first, count)
@@ -288,6 +288,6 @@ def test_pages_may_come_in_any_order() -> None:
 
 def test_waiting_ends_itself_when_nothing_comes() -> None:
     now = iter(range(1000))
-    here = KvPresence(Bell(), num_layers=1, num_blocks=1, no_progress_s=0.02, clock=lambda: next(now) / 100)
+    here = KvPresence(Wakeup(), num_layers=1, num_blocks=1, no_progress_s=0.02, clock=lambda: next(now) / 100)
     assert not here.wait(0, 1, NOTHING)
     assert here.aborted == "no KV came from other members of the group for 0.02 s"

@@ -611,7 +611,7 @@ async def test_damaged_pieces_are_asked_for_again(memory: TransportMaker) -> Non
     def is_new(data: bytes) -> bool:
         header = unpack_header(data, MeshKey(""))
         what = header.source, header.destination, header.part
-        is_new = header.kind in (PieceKind.KV, PieceKind.LOAN) and what not in seen
+        is_new = header.kind in (PieceKind.KV, PieceKind.PEER_READ) and what not in seen
         seen.add(what)
         return is_new
 

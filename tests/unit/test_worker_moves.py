@@ -46,14 +46,14 @@ LONG = SamplingParams(max_tokens=300, temperature=0)
 BLOCK = FAKE_LAYOUT.block_size
 
 #: How KV travels.
-PAGES = frozenset({PieceKind.KV, PieceKind.LOAN})
+PAGES = frozenset({PieceKind.KV, PieceKind.PEER_READ})
 
 Pair = tuple[RunningInstance, RunningInstance, MemoryFabric]
 
 
-@pytest.fixture(params=["in pieces", "lent"], autouse=True)
-def lends_kv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "CONFIG", replace(CONFIG, lends_kv=request.param == "lent"))
+@pytest.fixture(params=["in pieces", "peer reads"], autouse=True)
+def peer_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", replace(CONFIG, peer_reads=request.param == "peer reads"))
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ async def pair(*, step_s: float = 0.0, num_blocks: int = 512) -> AsyncGenerator[
 
 
 def is_kind(header: bytes, kind: PieceKind) -> bool:
-    """KV may be lent, too."""
+    """KV may be read where it lies, too."""
     return header[4] in (PAGES if kind is PieceKind.KV else {kind})
 
 

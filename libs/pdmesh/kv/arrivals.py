@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from pdmesh.kv.context import KvContext, mismatch
-from pdmesh.kv.incoming import LOAN_OVER, UNREADABLE, PieceReader
+from pdmesh.kv.incoming import UNREADABLE, WINDOW_CLOSED, PieceReader
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.receiver import KvReceiver
@@ -25,7 +25,7 @@ class KvArrivals:
         self._reader = reader
         self._receivers: dict[bytes, KvReceiver] = {}
         self.num_pieces = self.num_bytes = 0  # that came, of all of them
-        self.num_bytes_borrowed = 0  # of these
+        self.num_bytes_peer_read = 0  # of these
 
     def __len__(self) -> int:
         return len(self._receivers)
@@ -80,7 +80,7 @@ class KvArrivals:
         return True
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece of KV, a loan, a piece of a transcript, or a commit."""
+        """A piece of KV, a window, a piece of a transcript, or a commit."""
         context, receiver = self._context, self._receivers.get(header.request_key)
         if receiver is None:
             context.drop(piece, "unknown")
@@ -98,7 +98,7 @@ class KvArrivals:
                 self._check_landed(receiver)
         elif header.kind is PieceKind.TRANSCRIPT:
             self._take_transcript(receiver, header, piece)
-        elif header.kind not in (PieceKind.KV, PieceKind.LOAN):
+        elif header.kind not in (PieceKind.KV, PieceKind.PEER_READ):
             context.drop(piece, "kind")
         elif reason := receiver.claim(header, len(piece.payload)):
             context.drop(piece, reason)
@@ -137,16 +137,18 @@ class KvArrivals:
         num_bytes = header.part.num_pages * self._context.store.layout.block_bytes
         self.num_pieces += 1
         self.num_bytes += num_bytes
-        self.num_bytes_borrowed += num_bytes if header.kind is PieceKind.LOAN else 0
+        self.num_bytes_peer_read += num_bytes if header.kind is PieceKind.PEER_READ else 0
         receiver.place(header)
         self._check_landed(receiver)
 
     def _take_useless(self, receiver: KvReceiver, header: PieceHeader, fault: str) -> None:
         """Release a claimed piece that could not be copied, and ask for its pages again or give up."""
-        if fault == LOAN_OVER:  # so is the transfer, at its sender: who ended it says so, if that is not the scheduler
+        if (
+            fault == WINDOW_CLOSED
+        ):  # so is the transfer, at its sender: who ended it says so, if that is not the scheduler
             receiver.await_again(header)
             return
-        if reason := receiver.refuse_loan(header) if fault == UNREADABLE else receiver.take_damaged(header):
+        if reason := receiver.refuse_read(header) if fault == UNREADABLE else receiver.take_damaged(header):
             self._give_up(receiver, reason)
             return
         self._context.num_asked_again += 1

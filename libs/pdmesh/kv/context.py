@@ -13,9 +13,9 @@ import structlog
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.loans import Lending, LoanWriter
 from pdmesh.kv.outcome import FailedTransfer, OnOutcome
 from pdmesh.kv.outgoing import Means, PieceWriter
+from pdmesh.kv.peer_reads import PeerReads, PeerReadWriter
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, pack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, KvPart, RequestId
@@ -51,30 +51,30 @@ class KvContext:
     call_soon: Callable[[Callable[[], object]], object]  # from any thread, without waiting for the result
     clock: Callable[[], float]
     on_outcome: OnOutcome
-    lending: Lending | None = None  # if instances read each other's caches
+    peer_reads: PeerReads | None = None  # if instances read each other's caches
     dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
     num_asked_again: int = 0  # of those damaged
 
     @property
     def max_pages(self) -> int:
-        """Maximum number of pages in one piece or loan."""
-        if self.lending is not None:
-            return self.lending.max_pages
+        """Maximum number of pages in one piece or window."""
+        if self.peer_reads is not None:
+            return self.peer_reads.max_pages
         return self.transport.max_payload_bytes // self.store.layout.block_bytes
 
     def writer(self, block_ids: Sequence[int]) -> PieceWriter:
-        """Return a writer of a request's pieces; until closed, it lends its blocks where the peer can read them."""
+        """Return a writer of a request's pieces; until closed, peers that can may read its blocks."""
         means = Means(store=self.store, transport=self.transport, key=self.key, copies=self.copies)
-        lending = self.lending
-        loan = None if lending is None else lending.begin()
-        if lending is None or loan is None:
+        peer_reads = self.peer_reads
+        window = None if peer_reads is None else peer_reads.begin()
+        if peer_reads is None or window is None:
             return PieceWriter(block_ids, **means)
-        return LoanWriter(lending, loan, block_ids, **means)
+        return PeerReadWriter(peer_reads, window, block_ids, **means)
 
     def decline(self, address: bytes) -> None:
-        """The peer there cannot read what is lent: lend it nothing more."""
-        if self.lending is not None:
-            self.lending.decline(address)
+        """The peer there cannot read caches: send it bytes from now on."""
+        if self.peer_reads is not None:
+            self.peer_reads.decline(address)
 
     def drop(self, piece: ReceivedPiece, reason: str) -> None:
         self.dropped[reason] += 1

@@ -152,7 +152,7 @@ class KvDepartures:
             del self._senders[key]
 
     def clear(self) -> None:
-        """Withdraw every offer and end every loan."""
+        """Withdraw every offer and end every window."""
         self._senders.clear()
         for transfer in self._granted.values():
             transfer.close()
@@ -169,7 +169,7 @@ class KvDepartures:
             granted.landed(header.destination)
 
     def take_again(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece was damaged on its way to a receiver, or lent, and cannot be read there."""
+        """A piece was damaged on its way to a receiver, or cannot be read there."""
         granted = self._granted.get(header.request_key)
         if granted is None:
             self._context.drop(piece, "unknown")
@@ -177,7 +177,7 @@ class KvDepartures:
         if reason := mismatch(granted, header):
             self._context.drop(piece, reason)
             return
-        if header.kind is PieceKind.NO_LOANS and header.destination < len(granted.destinations):
+        if header.kind is PieceKind.NO_PEER_READS and header.destination < len(granted.destinations):
             self._context.decline(granted.destinations[header.destination].address)
         if reason := granted.send_again(header):
             self._context.drop(piece, reason)
@@ -215,7 +215,7 @@ class KvDepartures:
             self._forget(transfer)
 
     def _forget(self, transfer: GrantedTransfer) -> None:
-        """Take it out of the table, and lend nothing more of it; its task may still be ending."""
+        """Take it out of the table, and let nothing more of it be read; its task may still be ending."""
         transfer.close()
         if self._granted.get(transfer.key) is transfer:
             del self._granted[transfer.key]

@@ -15,7 +15,7 @@ waits no longer for it (`pdmesh.policy.pacing`). Whose turn is next is told by w
 makes somebody wait for half a chunk. A parallel step's slices are in the order of its members, the leader's last.
 
 **How pages travel** is the writer's business, and that of `pdmesh.kv.groups`, which takes them: in pieces, or, inside a
-host, copied from where they lie (`pdmesh.kv.loans`).
+host, copied from where they lie (`pdmesh.kv.peer_reads`).
 
 **When a member is lost.** The scheduler says so by an empty address. Whatever was taken from it stays; the leader sends
 that to all others again, for the lost one may have had no time to. What the leader misses then is computed again, by
@@ -38,10 +38,10 @@ import anyio.abc
 import structlog
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.loans import note_bytes
 from pdmesh.kv.outbox import Outbox, Outgoing
 from pdmesh.kv.outgoing import Blocks, PieceWriter
 from pdmesh.kv.pages import PageBooks
+from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.presence import KvPresence
 from pdmesh.kv.repair import DamageLimit, RefusalLimit
@@ -114,7 +114,7 @@ class PieceExchange:
 
     Made by `pdmesh.kv.groups.KvGroups.open`, which also runs it and brings it the pieces. Everything but `publish`
     belongs to the event loop. ``on_landed`` is told of blocks of a layer that others computed and that are in place.
-    What ``writer`` lends of its pages ends with it.
+    Nothing of its pages is read once it has ended.
     """
 
     def __init__(
@@ -250,8 +250,8 @@ class PieceExchange:
         return list(self._block_ids[header.part.blocks.start : header.part.blocks.stop])
 
     def claim(self, header: PieceHeader, parts: Sequence[KvPart], payload_bytes: int) -> str | None:
-        """Accept these parts of a piece of KV or a loan, or say why it must be dropped."""
-        if header.kind is PieceKind.LOAN:
+        """Accept these parts of a piece of KV or a window, or say why it must be dropped."""
+        if header.kind is PieceKind.PEER_READ:
             expected_bytes = note_bytes(header.part.blocks.size)
         else:
             expected_bytes = header.part.num_pages * self._layout.block_bytes
@@ -266,9 +266,9 @@ class PieceExchange:
         return None
 
     def missing(self, header: PieceHeader) -> list[KvPart]:
-        """Return the parts of a loan that are neither here nor on their way; empty if the loan cannot be claimed.
+        """Return the parts of a peer read that are neither here nor on their way; empty if it cannot be claimed.
 
-        Only this is copied: what was copied of a loan that is over means nothing, and must not lie where good pages do.
+        Only this is copied: what was copied too late means nothing, and must not lie where good pages do.
         """
         return self.pages.missing(header.part) if self._names_pages(header) else []
 
@@ -296,7 +296,7 @@ class PieceExchange:
             self.presence.add(layer, blocks.first_block, blocks.num_blocks)
 
     def take_damaged(self, header: PieceHeader, parts: Sequence[KvPart], *, asks: PieceKind = PieceKind.AGAIN) -> bool:
-        """A piece was damaged on the way, or lent and not to be read. Whether all of it is asked for again, and how.
+        """A piece was damaged on the way, or cannot be read here. Whether all of it is asked for again, and how.
 
         Not that of a member that was lost since: what is missing of its chunks is computed again.
         """
@@ -305,9 +305,9 @@ class PieceExchange:
         peer = self._peers.get(header.source)
         if peer is None:
             return False
-        if asks is PieceKind.NO_LOANS:
+        if asks is PieceKind.NO_PEER_READS:
             if not peer.refusals.add(blocks.num_pages):
-                self.fail(f"member {peer.number} lends again and again what cannot be read here")
+                self.fail(f"member {peer.number} offers again and again what cannot be read here")
                 return False
         elif not peer.received.add_damaged():
             self.fail(
@@ -319,14 +319,14 @@ class PieceExchange:
         return True
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """Another member asks for what was damaged on its way there, or lent; or say why that must be dropped."""
+        """Another member asks for pages that came damaged, or cannot be read there; or say why that must be dropped."""
         if not self._names_pages(header) or header.part.num_pages > self._writer.max_pages:
             return "range"
         if not self.pages.has(header.part):
             return "range"  # not here, so it was not sent
         peer = self._peers[header.source]
-        if header.kind is PieceKind.NO_LOANS:
-            is_allowed = self._writer.take_back(peer.address, header.part.num_pages)
+        if header.kind is PieceKind.NO_PEER_READS:
+            is_allowed = self._writer.refused(peer.address, header.part.num_pages)
         else:
             is_allowed = peer.sent.add_damaged()
         if not is_allowed:

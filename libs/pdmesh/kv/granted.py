@@ -1,6 +1,6 @@
 """What all granted transfers have in common at a source, of prompts and of what decodes.
 
-Who it is, how it ends, and that what was damaged on the way, or lent to who cannot read it, is sent again.
+Who it is, how it ends, and that what was damaged on the way, or cannot be read there, is sent again.
 """
 
 from __future__ import annotations
@@ -72,20 +72,20 @@ class GrantedTransfer(ABC):
         """A destination has all that goes there."""
 
     def close(self) -> None:
-        """End the transfer, so that blocks it lent may be used again. Idempotent."""
+        """End the transfer, so that blocks that peers could read may be used again. Idempotent."""
         self._writer.close()
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """A destination asks for what was damaged on its way there, or lent; or say why that must be dropped."""
+        """A destination asks for pages that came damaged, or cannot be read there; or say why that must be dropped."""
         if (
             header.destination >= len(self.destinations)
             or not 0 < header.part.num_pages <= self._writer.max_pages
             or not self._has(header.destination, header.part)
         ):
             return "range"
-        if header.kind is PieceKind.NO_LOANS:
+        if header.kind is PieceKind.NO_PEER_READS:
             address = self.destinations[header.destination].address
-            is_allowed = self._writer.take_back(address, header.part.num_pages)
+            is_allowed = self._writer.refused(address, header.part.num_pages)
         else:
             is_allowed = self._limits[header.destination].add_damaged()
         if not is_allowed:

@@ -10,11 +10,11 @@ import structlog
 
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.exchange import PieceExchange, exchange_key
-from pdmesh.kv.incoming import LOAN_OVER, UNREADABLE, PieceReader
+from pdmesh.kv.incoming import UNREADABLE, WINDOW_CLOSED, PieceReader
 from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.presence import Bell, KvPresence
+from pdmesh.kv.presence import KvPresence, Wakeup
 from pdmesh.model import Epoch, KvPart, RequestId
 from pdmesh.transport.base import ReceivedPiece
 
@@ -29,7 +29,7 @@ class KvGroups:
         self._reader = reader
         self._exchanges: dict[bytes, PieceExchange] = {}
         self.num_bytes_received = 0
-        self.num_bytes_borrowed = 0  # of these
+        self.num_bytes_peer_read = 0  # of these
         self._num_bytes_sent = 0  # by those that have ended
 
     def __len__(self) -> int:
@@ -49,15 +49,15 @@ class KvGroups:
         *,
         capability: int,
         block_ids: Sequence[int],
-        bell: Bell,
+        wakeup: Wakeup,
         on_landed: Callable[[Blocks], object] | None = None,
     ) -> PieceExchange:
         """Pass KV of the request on to the other members of its group, and take theirs, into all of ``block_ids``.
 
-        `set_members` says who they are. ``bell`` wakes whoever waits for their KV. An older epoch is ended.
+        `set_members` says who they are. ``wakeup`` wakes whoever waits for their KV. An older epoch is ended.
         """
         presence = KvPresence(
-            bell,
+            wakeup,
             num_layers=self._context.store.layout.num_layers,
             num_blocks=len(block_ids),
             no_progress_s=self._context.config.group_no_progress_s,
@@ -110,16 +110,16 @@ class KvGroups:
         exchange = self._exchanges[header.request_key]
         if fault := mismatch(exchange, header):
             self._context.drop(piece, fault)
-        elif header.kind in (PieceKind.KV, PieceKind.LOAN):
+        elif header.kind in (PieceKind.KV, PieceKind.PEER_READ):
             self._take_pages(exchange, header, piece)
         elif header.kind in (PieceKind.HELLO, PieceKind.WELCOME):
             if fault := exchange.take_greeting(header):
                 self._context.drop(piece, fault)
             else:
                 piece.release()
-        elif header.kind in (PieceKind.AGAIN, PieceKind.NO_LOANS):
+        elif header.kind in (PieceKind.AGAIN, PieceKind.NO_PEER_READS):
             fault = exchange.send_again(header)
-            if fault != "range" and header.kind is PieceKind.NO_LOANS:
+            if fault != "range" and header.kind is PieceKind.NO_PEER_READS:
                 self._context.decline(exchange.address_of(header))
             if fault:
                 self._context.drop(piece, fault)
@@ -136,15 +136,15 @@ class KvGroups:
         if self._exchanges.get(exchange.key) is not exchange:
             self._context.drop(piece, "unknown")
             return
-        if exchange.pages.waits_for_loan(header.part, partial(self._take_pages, exchange, header, piece)):
+        if exchange.pages.waits_for_read(header.part, partial(self._take_pages, exchange, header, piece)):
             return
-        is_loan = header.kind is PieceKind.LOAN
-        parts = exchange.missing(header) if is_loan else [header.part]
+        is_read = header.kind is PieceKind.PEER_READ
+        parts = exchange.missing(header) if is_read else [header.part]
         if fault := exchange.claim(header, parts, len(piece.payload)):
             self._context.drop(piece, fault)
             return
-        if is_loan:
-            exchange.pages.begin_loan(header.part)
+        if is_read:
+            exchange.pages.begin_read(header.part)
         self._reader.read(
             header,
             piece,
@@ -161,18 +161,18 @@ class KvGroups:
         if fault is None:
             num_bytes = sum(part.num_pages for part in parts) * self._context.store.layout.block_bytes
             self.num_bytes_received += num_bytes
-            self.num_bytes_borrowed += num_bytes if header.kind is PieceKind.LOAN else 0
+            self.num_bytes_peer_read += num_bytes if header.kind is PieceKind.PEER_READ else 0
             for part in parts if is_wanted else ():
                 exchange.place(replace(header, part=part))
         else:
             self._context.dropped[fault] += 1
-            if is_wanted and fault == LOAN_OVER:
+            if is_wanted and fault == WINDOW_CLOSED:
                 exchange.unclaim(header, parts)
             elif is_wanted:
-                asks = PieceKind.NO_LOANS if fault == UNREADABLE else PieceKind.AGAIN
+                asks = PieceKind.NO_PEER_READS if fault == UNREADABLE else PieceKind.AGAIN
                 self._context.num_asked_again += exchange.take_damaged(header, parts, asks=asks)
-        if header.kind is PieceKind.LOAN:
-            exchange.pages.end_loan(header.part)
+        if header.kind is PieceKind.PEER_READ:
+            exchange.pages.end_read(header.part)
 
     def _failed(self, exchange: PieceExchange, reason: str) -> None:
         log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)

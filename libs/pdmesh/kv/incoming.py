@@ -1,6 +1,6 @@
 """Pieces on their way into blocks: the payload is checked, then copied, on the event loop or on a thread.
 
-Of a loan the payload says where the pages lie in its sender's cache, and they are copied from there.
+Of a peer read the payload says where the pages lie in its sender's cache, and they are copied from there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import structlog
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.loans import Copies, Lender, Lending, LoanNote
+from pdmesh.kv.peer_reads import CacheOwner, Copies, PeerReads, ReadNote
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
 from pdmesh.model import KvPart
@@ -24,8 +24,8 @@ from pdmesh.transport.seal import MeshKey
 
 log = structlog.get_logger()
 
-#: Why a loan was dropped: the lender's cache cannot be read here, so it is asked for bytes; or it has ended since.
-UNREADABLE, LOAN_OVER = "unreadable", "loan over"
+#: Why a peer read was dropped: the sender's cache cannot be read here, so it is asked for bytes; or it ended meanwhile.
+UNREADABLE, WINDOW_CLOSED = "unreadable", "window closed"
 
 #: Smaller caches are committed in no time.
 _LARGE_CACHE_BYTES = 64 << 20
@@ -47,10 +47,10 @@ class PieceReader:
         key: MeshKey,
         copies: anyio.CapacityLimiter,
         tasks: anyio.abc.TaskGroup,
-        lending: Lending | None = None,
+        peer_reads: PeerReads | None = None,
     ) -> None:
-        """Read pieces only; with ``lending``, read loans too."""
-        self._lending = lending
+        """Read pieces only; with ``peer_reads``, make those too."""
+        self._peer_reads = peer_reads
         self._store = store
         self._pool = pool
         self._key = key
@@ -72,19 +72,19 @@ class PieceReader:
         on_read: Callable[[str | None], None],
         parts: Sequence[KvPart] | None = None,
     ) -> None:
-        """Copy a KV piece or a loan, and release it; ``on_read`` is then told why it was dropped, or None. Event loop.
+        """Copy a piece of KV or a peer read, and release it; ``on_read`` hears why it was dropped, or None. Event loop.
 
-        ``is_wanted`` says whether the blocks are still the request's. ``address`` is the sender's. Of a loan only
+        ``is_wanted`` says whether the blocks are still the request's. ``address`` is the sender's. Of a peer read only
         ``parts`` are copied, if there are any.
         """
         is_inline = header.part.num_pages * self._store.layout.block_bytes <= self._store.inline_copy_bytes
         is_there = True
-        if header.kind is PieceKind.LOAN:
-            lender = None if self._lending is None else self._lending.lender(address)
-            is_there = lender is not None
-            is_inline = is_inline and self._lending is not None and self._lending.copies_inline
+        if header.kind is PieceKind.PEER_READ:
+            owner = None if self._peer_reads is None else self._peer_reads.owner(address)
+            is_there = owner is not None
+            is_inline = is_inline and self._peer_reads is not None and self._peer_reads.copies_inline
             fetch: Callable[[], str | None] = partial(
-                self._borrow, header, piece, block_ids, parts or (header.part,), lender
+                self._read_peer, header, piece, block_ids, parts or (header.part,), owner
             )
         else:
             fetch = partial(self._scatter, header, piece, block_ids)
@@ -137,26 +137,26 @@ class PieceReader:
             start = index * layer_bytes
             self._store.scatter(layers.start + index, block_ids, piece.payload[start : start + layer_bytes])
 
-    def _borrow(
+    def _read_peer(
         self,
         header: PieceHeader,
         piece: ReceivedPiece,
         block_ids: Sequence[int],
         parts: Sequence[KvPart],
-        lender: Lender | None,
+        owner: CacheOwner | None,
     ) -> str | None:
-        """Copy the ``parts`` of what is lent, from where they lie. If the loan ended meanwhile that means nothing."""
-        if self._lending is None or lender is None:
+        """Copy the ``parts`` from where they lie. If the window was closed meanwhile that means nothing."""
+        if self._peer_reads is None or owner is None:
             return UNREADABLE
-        note, first_block = LoanNote.unpack(piece.payload), header.part.blocks.start
+        note, first_block = ReadNote.unpack(piece.payload), header.part.blocks.start
         copies = [
             Copies(part.layers, note.block_ids[blocks], block_ids[blocks])
             for part in parts
             for blocks in [slice(part.blocks.start - first_block, part.blocks.stop - first_block)]
         ]
         try:
-            is_good = self._lending.borrow(lender, note, copies)
+            is_good = self._peer_reads.read(owner, note, copies)
         except KvTransferError as error:
             log.warning("a peer's KV cannot be read where it lies: asking for bytes", reason=str(error))
             return UNREADABLE
-        return None if is_good else LOAN_OVER
+        return None if is_good else WINDOW_CLOSED

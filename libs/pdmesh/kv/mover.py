@@ -51,8 +51,8 @@ from pdmesh.kv.context import KvContext
 from pdmesh.kv.departures import KvDepartures
 from pdmesh.kv.groups import KvGroups
 from pdmesh.kv.incoming import PieceReader
-from pdmesh.kv.loans import Lending
 from pdmesh.kv.outcome import OnOutcome
+from pdmesh.kv.peer_reads import PeerReads
 from pdmesh.kv.piece import PieceKind, unpack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
@@ -78,7 +78,7 @@ class TransferCounters(NamedTuple):
     num_pieces_received: int
     num_bytes_received: int
     num_bytes_exchanged: ExchangedBytes  # beside the transfers'
-    num_bytes_borrowed: int  # of those received, by transfers or not: copied from where they lay
+    num_bytes_peer_read: int  # of those received, by transfers or not: copied from where they lay
     dropped: Mapping[str, int]
     num_asked_again: int  # of those, damaged ones
     num_exchanging: int
@@ -116,10 +116,10 @@ class KvMover:
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
         self._stack.enter_context(self._store.serving(self._transport.memory))
-        shared = self._store.shared if self._config.lends_kv else None
-        lending = None if shared is None else Lending(shared, self._store.layout, self._transport)
-        if lending is not None:
-            self._stack.callback(lending.close)
+        shared = self._store.shared if self._config.peer_reads else None
+        peer_reads = None if shared is None else PeerReads(shared, self._store.layout, self._transport)
+        if peer_reads is not None:
+            self._stack.callback(peer_reads.close)
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         context = self._context = KvContext(
             transport=self._transport,
@@ -132,7 +132,7 @@ class KvMover:
             call_soon=asyncio.get_running_loop().call_soon_threadsafe,
             clock=self._clock,
             on_outcome=self._on_outcome,
-            lending=lending,
+            peer_reads=peer_reads,
         )
         reader = PieceReader(
             store=self._store,
@@ -140,7 +140,7 @@ class KvMover:
             key=self._key,
             copies=context.copies,
             tasks=self._tasks,
-            lending=lending,
+            peer_reads=peer_reads,
         )
         self.departures = KvDepartures(context)
         self.arrivals = KvArrivals(context, reader=reader)
@@ -165,8 +165,8 @@ class KvMover:
     def forget(self, address: bytes) -> None:
         """The peer at this data address is gone: what is being sent there fails, and its endpoint is closed."""
         self.groups.forget(address)
-        if self._context.lending is not None:
-            self._context.lending.forget(address)
+        if self._context.peer_reads is not None:
+            self._context.peer_reads.forget(address)
         self._tasks.start_soon(self._transport.forget, address)
 
     def counters(self) -> TransferCounters:
@@ -176,7 +176,7 @@ class KvMover:
             num_pieces_received=self.arrivals.num_pieces,
             num_bytes_received=self.arrivals.num_bytes,
             num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.num_bytes_received),
-            num_bytes_borrowed=self.arrivals.num_bytes_borrowed + self.groups.num_bytes_borrowed,
+            num_bytes_peer_read=self.arrivals.num_bytes_peer_read + self.groups.num_bytes_peer_read,
             dropped=dict(self._context.dropped),
             num_asked_again=self._context.num_asked_again,
             num_exchanging=len(self.groups),
@@ -189,8 +189,8 @@ class KvMover:
         self._pool.check_integrity()
         self.groups.check_integrity()
         self.arrivals.check_integrity()
-        if self._context.lending is not None:
-            self._context.lending.check_integrity()
+        if self._context.peer_reads is not None:
+            self._context.peer_reads.check_integrity()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class KvMover:
                 self.groups.take(header, piece)
             elif header.kind is PieceKind.LANDED:
                 self.departures.take_landed(header, piece)
-            elif header.kind in (PieceKind.AGAIN, PieceKind.NO_LOANS):
+            elif header.kind in (PieceKind.AGAIN, PieceKind.NO_PEER_READS):
                 self.departures.take_again(header, piece)
             elif header.kind is not PieceKind.ABORT:
                 self.arrivals.take(header, piece)

@@ -119,12 +119,12 @@ class PieceWriter:
         except KvTransferError:
             return self.max_pages
 
-    def take_back(self, address: bytes, num_pages: int) -> bool:
-        """Whether so many more pages were lent there than were taken back before: they are to be sent as bytes."""
+    def refused(self, address: bytes, num_pages: int) -> bool:
+        """Whether so many pages were offered there and not refused before: they are to be sent as bytes."""
         return False
 
     def close(self) -> None:
-        """End every loan: what was lent counts only if it has been copied already. Idempotent."""
+        """Let nothing be read any more: what has not been copied by now does not count. Idempotent."""
 
     async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
         """Send them with headers that say ``about`` and what each piece holds; how many. Raises KvTransferError."""

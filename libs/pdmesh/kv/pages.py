@@ -88,18 +88,18 @@ class PageBooks:
 
     # --- loans, which are copied before it is known whether they were good --------------------------------------------
 
-    def waits_for_loan(self, part: KvPart, take: Callable[[], object]) -> bool:
-        """Whether a loan is being copied to some of them: ``take`` is called after that."""
+    def waits_for_read(self, part: KvPart, take: Callable[[], object]) -> bool:
+        """Whether a window is being copied to some of them: ``take`` is called after that."""
         waits = any(all(span.size for span in other.common(part)) for other in self._borrowing)
         if waits:
             self._after_borrowing.append(take)  # pieces, of which there are as many as buffers
         return waits
 
-    def begin_loan(self, part: KvPart) -> None:
+    def begin_read(self, part: KvPart) -> None:
         """Note that a thread is about to copy a part; no chunk begins there meanwhile."""
         self._borrowing.append(part)
 
-    def end_loan(self, part: KvPart) -> None:
+    def end_read(self, part: KvPart) -> None:
         """Note that the copy of a part has ended, and run what waited for that."""
         self._borrowing.remove(part)
         after, self._after_borrowing = self._after_borrowing, []

@@ -37,8 +37,8 @@ class PieceKind(IntEnum):
     WELCOME = 6  # the same, in answer to it
     TRANSCRIPT = 7  # of a move: bytes of what the request is, and has drawn
     AGAIN = 8  # to who sent KV: this part of it came damaged
-    LOAN = 9  # as KV, between instances on one host: where the blocks lie (`pdmesh.kv.loans`)
-    NO_LOANS = 10  # as AGAIN: this part of it was lent, and cannot be read here; from now on nothing is to be
+    PEER_READ = 9  # as KV, between instances on one host: where the blocks may be read (`pdmesh.kv.peer_reads`)
+    NO_PEER_READS = 10  # as AGAIN: this part cannot be read here; send it, and what follows, as bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class PieceHeader:
     destination: int = 0
     num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by who computed it
     chunk: int = 0
-    part: KvPart = NO_PART  # KV, LOAN, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
+    part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
     # TRANSCRIPT: ``blocks`` are bytes
     payload_bytes: int = 0
     checksum: int = 0  # of the payload: `MeshKey.checksum`

@@ -1,8 +1,8 @@
 """Which of a request's KV is in this instance's cache, where several instances compute its prompt in turn.
 
 The engine's thread writes pages and, before a layer's attention, waits for those that others compute; the event loop
-notes what has landed, and aborts. All that a waiting thread waits for is changed, or told of by `Bell.ring`, under the
-bell's lock, and the thread looks again under that lock before it sleeps: so no wake-up is lost.
+notes what has landed, and aborts. All that a waiting thread waits for is changed, or told of by `Wakeup.ring`, under
+the wakeup's lock, and the thread looks again under that lock before it sleeps: so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 
-class Bell:
+class Wakeup:
     """Wakes the engine's thread of an instance where it waits. One thread waits at a time; any thread rings."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Bell:
 class Urgent(NamedTuple):
     """What a thread does instead of idling. Both are called on the waiting thread."""
 
-    waits: Callable[[], bool]  # whether there is something; cheap, called under the bell's lock
+    waits: Callable[[], bool]  # whether there is something; cheap, called under the wakeup's lock
     run: Callable[[], object]
 
 
@@ -51,14 +51,14 @@ class KvPresence:
 
     def __init__(
         self,
-        bell: Bell,
+        wakeup: Wakeup,
         *,
         num_layers: int,
         num_blocks: int,
         no_progress_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._bell = bell
+        self._wakeup = wakeup
         self._here = [bytearray(num_blocks) for _ in range(num_layers)]
         self._num_first = [0] * num_layers  # so many blocks from the context's beginning, without a gap
         self._no_progress_s = no_progress_s
@@ -75,27 +75,27 @@ class KvPresence:
 
     def add(self, layer: int, first_block: int, num_blocks: int) -> None:
         """Mark pages as present: written here, or landed. Any thread."""
-        with self._bell.lock:
+        with self._wakeup.lock:
             here = self._here[layer]
             here[first_block : first_block + num_blocks] = b"\1" * num_blocks
             missing = here.find(0, self._num_first[layer])
             self._num_first[layer] = len(here) if missing < 0 else missing
             self._progress_s = self._clock()
             if self._awaited is not None and self._awaited[0] == layer and self.has(*self._awaited):
-                self._bell.ring()
+                self._wakeup.ring()
 
     def abort(self, reason: str) -> None:
         """End every wait, now and later, because nothing more will come. Any thread; the first reason counts."""
-        with self._bell.lock:
+        with self._wakeup.lock:
             if self._aborted is None:
                 self._aborted = reason
-            self._bell.ring()
+            self._wakeup.ring()
 
     def give_up(self, plan_id: int) -> None:
         """Chunks of plans up to this one end where they would wait, or do: what they wait for is planned anew."""
-        with self._bell.lock:
+        with self._wakeup.lock:
             self._given_up_plan_id = max(self._given_up_plan_id, plan_id)
-            self._bell.ring()
+            self._wakeup.ring()
 
     @property
     def num_complete_blocks(self) -> int:
@@ -121,9 +121,9 @@ class KvPresence:
 
         since_s = self._clock()
         while True:
-            with self._bell.lock:
+            with self._wakeup.lock:
                 self._awaited = layer, num_blocks
-                self._bell.wait_for(can_go_on, self._left_s(since_s))
+                self._wakeup.wait_for(can_go_on, self._left_s(since_s))
                 self._awaited = None
                 if is_over():
                     return False

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pdmesh.kv.loans import note_bytes
+from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.repair import DamageLimit, RefusalLimit
 from pdmesh.kv.transcript import is_complete
@@ -30,7 +30,7 @@ class KvReceiver:
     """A destination's side of a transfer: its books. `pdmesh.kv.arrivals.KvArrivals` does the work.
 
     A page, that is a (layer, block), is *claimed* when a piece for it has been accepted and *placed* when it has been
-    copied in. One whose piece was of no use (damaged, or lent and not to be read) stays claimed, by the piece that is
+    copied in. One whose piece was of no use (damaged, or not to be read here) stays claimed, by the piece that is
     to come again. Every source ends with a commit that says what it sent; together they must have sent all pages. A
     move's commit may overtake the last of its pieces and of its transcript.
     """
@@ -63,7 +63,7 @@ class KvReceiver:
         self.first_token: FirstToken | None = None
         self.num_bytes = 0
         self.transcript = bytearray()
-        #: Of no use, and not yet asked for again, as AGAIN or NO_LOANS; bounded by their limits.
+        #: Of no use, and not yet asked for again, as AGAIN or NO_PEER_READS; bounded by their limits.
         self.to_ask: deque[tuple[PieceKind, PieceHeader]] = deque()
         self.is_asking = False
         self._block_ids = list(block_ids[:num_blocks])
@@ -84,16 +84,16 @@ class KvReceiver:
         return self._block_ids[header.part.blocks.start : header.part.blocks.stop]
 
     def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
-        """Accept a piece of KV or a loan, or say why it must be dropped."""
+        """Accept a piece of KV or a window, or say why it must be dropped."""
         blocks, layers, heads = part = header.part
-        is_loan = header.kind is PieceKind.LOAN
+        is_read = header.kind is PieceKind.PEER_READ
         if (
             header.source >= len(self.source_addresses)
             or header.destination != self.destination
             or not self._part.layers.holds(layers)
             or not self._part.blocks.holds(blocks)
             or heads != self._part.heads
-            or header.payload_bytes != (note_bytes(blocks.size) if is_loan else self._bytes_of(part))
+            or header.payload_bytes != (note_bytes(blocks.size) if is_read else self._bytes_of(part))
             or header.payload_bytes != payload_bytes
         ):
             return "range"
@@ -116,12 +116,12 @@ class KvReceiver:
         self.to_ask.append((PieceKind.AGAIN, header))
         return None
 
-    def refuse_loan(self, header: PieceHeader) -> str | None:
-        """A claimed loan cannot be read here: its pages are to come as bytes. Or say why the transfer has failed."""
+    def refuse_read(self, header: PieceHeader) -> str | None:
+        """A claimed peer read cannot be made: its pages are to come as bytes. Or say why the transfer has failed."""
         if not self._refusals.add(header.part.num_pages):
-            return "the sender lends again and again what cannot be read here"
+            return "the sender offers again and again what cannot be read here"
         self.await_again(header)
-        self.to_ask.append((PieceKind.NO_LOANS, header))
+        self.to_ask.append((PieceKind.NO_PEER_READS, header))
         return None
 
     def await_again(self, header: PieceHeader) -> None:

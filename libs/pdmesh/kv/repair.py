@@ -1,4 +1,4 @@
-"""Pieces of KV that come damaged, or are lent and cannot be read, are asked for again: how many of them.
+"""Pieces of KV that come damaged, or cannot be read where they lie, are asked for again: how many of them.
 
 The receiver forgets that it took the piece, and says AGAIN with the piece's blocks and layers; the sender, which has
 them until the receiver has everything, sends them like any other piece. What comes damaged again is asked for again.
@@ -38,9 +38,9 @@ class DamageLimit:
 
 
 class RefusalLimit:
-    """Bounds refusals of lent pages: each page once, and once more where its sender was forgotten meanwhile.
+    """Bounds refusals of peer reads: each page once, and once more where its sender was forgotten meanwhile.
 
-    Nothing is wrong with the peer that lends it, so this is no damage; but nobody lends for ever what is not taken.
+    Nothing is wrong with the sender, so this is no damage; but nobody offers for ever what is not taken.
     """
 
     def __init__(self, num_pages: int) -> None:

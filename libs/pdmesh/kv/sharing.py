@@ -1,7 +1,7 @@
 """A KV cache that processes of the same host may copy pages from: how it is named, opened and read.
 
 Only ever read: nobody writes into another instance's memory, so whoever owns a page is who wrote it. What a page held
-when it was read, its owner says beside (`pdmesh.kv.loans`).
+when it was read, its owner says beside (`pdmesh.kv.peer_reads`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SharedCache(Protocol):
         ...
 
     @property
-    def max_loan_bytes(self) -> int:
-        """Maximum bytes of KV in one loan. A copy runs to its end whatever becomes of the request."""
+    def max_read_bytes(self) -> int:
+        """Maximum bytes of KV in one window. A copy runs to its end whatever becomes of the request."""
         ...
 
     @property
@@ -65,10 +65,10 @@ class HostCache:
     kind = b"host"
     copies_inline = True
 
-    # All buffers of a receiver may hold loans that are copied before what comes next, such as the commit of a decode
+    # All buffers of a receiver may hold reads that are copied before what comes next, such as the commit of a decode
     # that stands still. A prompt of one block behind 1.5 GiB took 3 to 9 ms where those went in pieces, 10 to 26 in
-    # loans of 16 MiB, 19 to 57 in such of 64; the long one 0.23 s, 0.11 and 0.10 (2-core VM, 2026-11-23).
-    max_loan_bytes = 16 << 20
+    # reads of 16 MiB, 19 to 57 in such of 64; the long one 0.23 s, 0.11 and 0.10 (2-core VM, 2026-11-23).
+    max_read_bytes = 16 << 20
 
     def __init__(self, layout: KvLayout, num_blocks: int, layer_addresses: Sequence[int]) -> None:
         """``layer_addresses`` are of each layer's block 0; the others follow it."""

@@ -16,7 +16,7 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.outgoing import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
-from pdmesh.kv.presence import Bell
+from pdmesh.kv.presence import Wakeup
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
@@ -49,7 +49,7 @@ class Member:
             epoch,
             capability=capability,
             block_ids=self.table,
-            bell=Bell(),
+            wakeup=Wakeup(),
             on_landed=self.landed.append,
         )
         self.tell(members, epoch=epoch)

@@ -81,18 +81,18 @@ def introduce(one: KvTransport, other: KvTransport) -> None:
 class TransportMaker:
     """Opens transports of one kind that can reach each other.
 
-    With ``lends``, instances on them are to lend each other KV: see `config`.
+    With ``peer_reads``, instances on them read each other's caches: see `config`.
     """
 
-    def __init__(self, kind: str, *, lends: bool = False) -> None:
+    def __init__(self, kind: str, *, peer_reads: bool = False) -> None:
         self.kind = kind
-        self.lends = lends
+        self.peer_reads = peer_reads
         self.fabric = MemoryFabric()
         self._opened: list[KvTransport] = []
 
     def config(self, config: TransferConfig = SMALL_TRANSFER) -> TransferConfig:
         """Return an instance's transfer settings."""
-        return replace(config, lends_kv=self.lends)
+        return replace(config, peer_reads=self.peer_reads)
 
     def make(self, config: TransferConfig) -> MemoryTransport | UcxTransport:
         if self.kind == "memory":

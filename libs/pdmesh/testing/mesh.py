@@ -119,10 +119,10 @@ class RunningMesh:
         urls["gateway"] = f"{self.base_url}/metrics"
         return {name: httpx.get(url, timeout=30).raise_for_status().text for name, url in urls.items()}
 
-    def borrowed_bytes(self) -> float:
+    def peer_read_bytes(self) -> float:
         """Bytes of KV that the mesh's instances copied from each other's caches."""
         text = "\n".join(self.metrics().values())
-        return sum(map(float, re.findall(r"^pdmesh:kv_borrowed_bytes(?:_total)? (\S+)$", text, re.M)))
+        return sum(map(float, re.findall(r"^pdmesh:kv_peer_read_bytes(?:_total)? (\S+)$", text, re.M)))
 
     def event_loop_tasks(self) -> dict[str, int]:
         """Live tasks of each service."""

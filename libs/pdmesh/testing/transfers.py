@@ -99,16 +99,16 @@ class Pair:
 
 @asynccontextmanager
 async def open_side(
-    maker: TransportMaker, layout: KvLayout, config: TransferConfig, store: ByteStore, *, lends: bool | None = None
+    maker: TransportMaker, layout: KvLayout, config: TransferConfig, store: ByteStore, *, peer_reads: bool | None = None
 ) -> AsyncIterator[DataSide]:
-    """Whether it lends is as of all that the ``maker`` makes, if nothing is said."""
+    """Whether it peer_reads is as of all that the ``maker`` makes, if nothing is said."""
 
     def on_outcome(outcome: TransferOutcome) -> None:
         side.outcomes.append(outcome)
         side.told.set()
 
     pool, config = BlockPool(NUM_BLOCKS), maker.config(config)
-    config = config if lends is None else replace(config, lends_kv=lends)
+    config = config if peer_reads is None else replace(config, peer_reads=peer_reads)
     async with maker.open(config) as transport:
         mover = KvMover(transport=transport, store=store, pool=pool, config=config, on_outcome=on_outcome)
         side = DataSide(transport, store, pool, mover)
@@ -124,11 +124,11 @@ async def open_pair(
     config: TransferConfig = SMALL_TRANSFER,
     *,
     make_store: Callable[[KvLayout, int], ByteStore] = ByteStore,
-    receiver_lends: bool | None = None,
+    receiver_reads: bool | None = None,
 ) -> AsyncIterator[Pair]:
     async with (
         open_side(maker, layout, config, ByteStore(layout, NUM_BLOCKS, seed=1)) as a,
-        open_side(maker, layout, config, make_store(layout, NUM_BLOCKS), lends=receiver_lends) as b,
+        open_side(maker, layout, config, make_store(layout, NUM_BLOCKS), peer_reads=receiver_reads) as b,
     ):
         with anyio.fail_after(30):
             yield Pair(a, b)

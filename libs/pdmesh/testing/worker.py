@@ -300,7 +300,7 @@ async def running_instance(
             block_size=engine.kv.layout.block_size,
             pool=pool,
             mover=mover,
-            bell=thread.bell,
+            wakeup=thread.wakeup,
             report=running.report,
             tokens=running,
             metrics=WorkerMetrics(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.exchange import KvExchange
-from pdmesh.kv.presence import Bell
+from pdmesh.kv.presence import Wakeup
 from pdmesh.model import num_blocks_for
 from pdmesh.plans import MAX_GROUP_MEMBERS, PrefillGroup
 from pdmesh.wire.messages import Admit, Regroup
@@ -16,12 +16,12 @@ from pdmesh.worker.sequences import Hold, Stage
 
 
 class PrefillGroups:
-    """An instance's memberships. ``bell`` rings for an engine's thread that waits for the others' KV."""
+    """An instance's memberships. ``wakeup`` rings for an engine's thread that waits for the others' KV."""
 
-    def __init__(self, context: InstanceContext, *, bell: Bell) -> None:
+    def __init__(self, context: InstanceContext, *, wakeup: Wakeup) -> None:
         self._context = context
         self._exchanges = context.mover.groups
-        self._bell = bell
+        self._wakeup = wakeup
 
     def check(self, message: Admit) -> None:
         """Raise ProtocolError if it is the admission of a group that cannot be."""
@@ -96,7 +96,7 @@ class PrefillGroups:
             hold.epoch,
             capability=group.capability,
             block_ids=hold.sequence.block_table[:num_blocks],
-            bell=self._bell,
+            wakeup=self._wakeup,
             on_landed=None if hold.sender is None else hold.sender.blocks_landed,
         )
         exchange.reserve(0, num_blocks_for(hold.num_begun_tokens, hold.block_size))

@@ -43,7 +43,7 @@ from pdmesh.kv.outcome import (
     SentTransfer,
     TransferOutcome,
 )
-from pdmesh.kv.presence import Bell
+from pdmesh.kv.presence import Wakeup
 from pdmesh.model import InstanceId, Resident, Role, TransferPurpose
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, ExpectMove, Grant, PeerGone, Regroup
@@ -80,7 +80,7 @@ class Instance:
         block_size: int,
         pool: BlockPool,
         mover: KvMover,
-        bell: Bell,
+        wakeup: Wakeup,
         report: Callable[[InstanceEvent], None],
         tokens: TokenSink,
         metrics: WorkerMetrics,
@@ -96,7 +96,7 @@ class Instance:
         own = OwnSteps()
         self._sequences = sequences = Sequences(pool, mover, on_released=self._released)
         endings = Endings(instance_id, sequences=sequences, own=own, report=report)
-        self.plans = Plans(instance_id, sequences, own, bell=bell, report=report, drop=endings.drop)
+        self.plans = Plans(instance_id, sequences, own, wakeup=wakeup, report=report, drop=endings.drop)
         context = InstanceContext(
             instance_id=instance_id,
             max_model_len=max_model_len,
@@ -113,7 +113,7 @@ class Instance:
         )
         self._endings = endings
         self._growth = growth = RoomGrowth(context)
-        self._groups = groups = PrefillGroups(context, bell=bell)
+        self._groups = groups = PrefillGroups(context, wakeup=wakeup)
         self._intake = intake = Intake(context, groups=groups)
         self._departures = Departures(context, growth=growth)
         self._moves = moves = MovingDecodes(context, intake=intake)

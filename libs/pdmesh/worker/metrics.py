@@ -117,9 +117,9 @@ class _Books(Collector):
         exchanged.add_metric(["in"], counters.num_bytes_exchanged.received)
         yield exchanged
         yield CounterMetricFamily(
-            "pdmesh:kv_borrowed_bytes",
+            "pdmesh:kv_peer_read_bytes",
             "Of the KV taken from other instances: copied from their caches, where it lay.",
-            counters.num_bytes_borrowed,
+            counters.num_bytes_peer_read,
         )
 
 

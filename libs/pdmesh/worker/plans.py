@@ -15,7 +15,7 @@ import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
-from pdmesh.kv.presence import Bell
+from pdmesh.kv.presence import Wakeup
 from pdmesh.model import NO_TRANSFER, InstanceId
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk
@@ -31,7 +31,7 @@ MAX_QUEUED_PLANS = 1024
 class Plans:
     """Urgent plans, plans, and decode steps of the residents when there is neither, unless ``own`` has them held.
 
-    A plan of which nothing is left to do is answered at once. ``bell`` rings when there is something urgent, for an
+    A plan of which nothing is left to do is answered at once. ``wakeup`` rings when there is something urgent, for an
     engine's thread that waits. ``drop`` gives up a request whose chunk does not follow
     what is computed of it.
     """
@@ -42,14 +42,14 @@ class Plans:
         sequences: Sequences,
         own: OwnSteps,
         *,
-        bell: Bell,
+        wakeup: Wakeup,
         report: Callable[[InstanceEvent], None],
         drop: Callable[[Hold, str], None],
     ) -> None:
         self._instance_id = instance_id
         self._sequences = sequences
         self._own = own
-        self._bell = bell
+        self._wakeup = wakeup
         self._held_until_s: float | None = None  # set while decodes are held and nothing is planned
         self._report = report
         self._drop = drop
@@ -64,7 +64,7 @@ class Plans:
             batch = self._batch(plan)
             if batch is not None:
                 self._urgent.append(batch)
-                self._bell.ring()
+                self._wakeup.ring()
                 self.wake()
         elif len(self._plans) < MAX_QUEUED_PLANS:
             self._plans.append(plan)

@@ -125,7 +125,7 @@ async def serve_instance(
             block_size=engine.kv.layout.block_size,
             pool=pool,
             mover=mover,
-            bell=thread.bell,
+            wakeup=thread.wakeup,
             report=report,
             tokens=tokens,
             metrics=metrics,

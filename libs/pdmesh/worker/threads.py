@@ -13,7 +13,7 @@ from anyio import from_thread, to_thread
 from anyio.lowlevel import current_token
 
 from pdmesh.host import num_usable_cores
-from pdmesh.kv.presence import Bell
+from pdmesh.kv.presence import Wakeup
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class EngineThread:
     """
 
     def __init__(self, name: str = "engine") -> None:
-        self.bell = Bell()  #: for calls that wait for something
+        self.wakeup = Wakeup()  #: for calls that wait for something
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 

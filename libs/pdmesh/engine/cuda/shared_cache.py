@@ -94,7 +94,7 @@ class CudaSharedCache:
 
     kind = b"cuda"
     copies_inline = False
-    max_loan_bytes = 64 << 20
+    max_read_bytes = 64 << 20
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ def draw(seed: int) -> Plan:
         window=64 if is_roomy else rng.choice((1, 2, 64)),
         delay_s=rng.choice((0.002, 0.002, 0.05)),
         clocks={name: rng.uniform(0, 1e6) for name in (SCHEDULER, *gateways, *instances)},
-        lends_kv=rng.random() < 0.5,
+        peer_reads=rng.random() < 0.5,
     )
 
 

@@ -14,7 +14,7 @@ import anyio
 
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, FakeKvStore
-from pdmesh.kv.presence import Bell
+from pdmesh.kv.presence import Wakeup
 from pdmesh.testing.dst.process import running_process
 from pdmesh.worker.threads import EngineThread
 
@@ -63,7 +63,7 @@ class _Wait(NamedTuple):
     limit_s: float
 
 
-class SimulatedBell(Bell):
+class SimulatedWakeup(Wakeup):
     """Waiting hands the turn back to the simulation's loop. Only one of them runs at a time, so there is no lock."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class SimulatedThread(EngineThread):
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self.bell = self._simulated_bell = SimulatedBell()
+        self.wakeup = self._simulated_wakeup = SimulatedWakeup()
 
     async def __aenter__(self) -> SimulatedThread:
         return self
@@ -118,15 +118,15 @@ class SimulatedThread(EngineThread):
         await sleep_through(early_s)
         before_s = process.busy_s
         turns = _Turns(copy_context(), call)
-        bell = self._simulated_bell
+        wakeup = self._simulated_wakeup
         try:
-            bell.running(turns.suspend)
+            wakeup.running(turns.suspend)
             while (wait := turns.resume()) is not None:
                 try:
-                    await bell.until(wait)
+                    await wakeup.until(wait)
                 except anyio.get_cancelled_exc_class():  # comes again at whatever the caller awaits next
                     on_cancel()
-            bell.running(None)
+            wakeup.running(None)
             return turns.result()
         finally:
             await sleep_through(max(0.0, process.busy_s - before_s - early_s))

@@ -58,7 +58,7 @@ def config_of(plan: Plan) -> MeshConfig:
             num_receive_buffers=plan.num_buffers,
             deadline_s=8.0 + 40 * plan.copy_s,  # some twenty copies to a hand-over, several at once
             no_progress_s=2.0,
-            lends_kv=plan.lends_kv,
+            peer_reads=plan.peer_reads,
         ),
     )
 

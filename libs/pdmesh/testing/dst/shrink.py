@@ -25,7 +25,7 @@ _WEATHER = (
     "max_queue_entries",
     "max_outbox",
     "keeps_ids",
-    "lends_kv",
+    "peer_reads",
 )
 
 #: Runs that a plan is shrunk with at most.

@@ -12,8 +12,8 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.kv.loans import MAX_LOANS, Loan, LoanWriter
 from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.peer_reads import MAX_WINDOWS, PeerReadWriter, ReadWindow
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.model import IndexRange, KvPart
@@ -28,17 +28,17 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
 def maker(request: pytest.FixtureRequest) -> TransportMaker:
-    return TransportMaker(request.param, lends=True)
+    return TransportMaker(request.param, peer_reads=True)
 
 
 def a_store(seed: int) -> HookedStore:
     return HookedStore(SMALL_LAYOUT, 2 * NUM_BLOCKS, seed=seed)
 
 
-def loan_of(member: Member) -> Loan:
+def window_of(member: Member) -> ReadWindow:
     writer = member.exchange._writer
-    assert isinstance(writer, LoanWriter)
-    return writer._loan
+    assert isinstance(writer, PeerReadWriter)
+    return writer._window
 
 
 def store_of(member: Member) -> HookedStore:
@@ -69,7 +69,7 @@ async def test_nothing_is_staged(maker: TransportMaker) -> None:
             computed = {leader: 3, helper: 5, late: 8}[member]
             counters = member.mover.counters()
             num_bytes = (NUM_BLOCKS - computed) * block_bytes
-            assert counters.num_bytes_borrowed == counters.num_bytes_exchanged.received == num_bytes
+            assert counters.num_bytes_peer_read == counters.num_bytes_exchanged.received == num_bytes
         for member in members:
             member.free()
 
@@ -84,7 +84,7 @@ async def test_a_member_that_cannot_read_is_sent_bytes(maker: TransportMaker, re
         return made
 
     def config(number: int) -> TransferConfig:
-        return replace(SMALL_TRANSFER, lends_kv=not (number == 1 and reason == "its setting is off"))
+        return replace(SMALL_TRANSFER, peer_reads=not (number == 1 and reason == "its setting is off"))
 
     async with open_members(maker, 3, store=store, config=config) as members:
         leader, other, third = members
@@ -104,9 +104,9 @@ async def test_a_member_that_cannot_read_is_sent_bytes(maker: TransportMaker, re
                 member.free()
             assert set(other.mover.counters().dropped) == {"unreadable"}
         for member in (leader, third):
-            lending = member.mover._context.lending
-            assert lending is not None
-            assert [lending.lends_to(peer.transport.address) for peer in members] == [True, False, True]
+            peer_reads = member.mover._context.peer_reads
+            assert peer_reads is not None
+            assert [peer_reads.may_read(peer.transport.address) for peer in members] == [True, False, True]
         num_dropped = other.mover.counters().dropped["unreadable"]
         for member in members:
             member.join(members)
@@ -121,18 +121,18 @@ async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(
     maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a piece of each page, of all that there was before it came. It counts once, and what was counted stays."""
-    take_back = LoanWriter.take_back
+    refused = PeerReadWriter.refused
 
-    def taking_back(writer: LoanWriter, address: bytes, num_pages: int) -> bool:
+    def taking_back(writer: PeerReadWriter, address: bytes, num_pages: int) -> bool:
         num_bytes = leader.mover.counters().num_bytes_exchanged.sent
-        is_allowed = take_back(writer, address, num_pages)
+        is_allowed = refused(writer, address, num_pages)
         assert leader.mover.counters().num_bytes_exchanged.sent >= num_bytes
         return is_allowed
 
-    monkeypatch.setattr(LoanWriter, "take_back", taking_back)
+    monkeypatch.setattr(PeerReadWriter, "refused", taking_back)
 
     def config(number: int) -> TransferConfig:
-        return replace(SMALL_TRANSFER, lends_kv=number == 0, max_payload_bytes=SMALL_LAYOUT.block_bytes)
+        return replace(SMALL_TRANSFER, peer_reads=number == 0, max_payload_bytes=SMALL_LAYOUT.block_bytes)
 
     async with open_members(maker, 2, store=a_store, config=config) as members:
         leader, late = members
@@ -152,7 +152,7 @@ async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(
 
 @pytest.mark.parametrize("on_thread", [False, True])
 async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: TransportMaker, on_thread: bool) -> None:
-    """The lender ends its request and writes another's into the same blocks: not a byte of that is used.
+    """The owner ends its request and writes another's into the same blocks: not a byte of that is used.
 
     The pages can be taken from somebody else.
     """
@@ -182,7 +182,7 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
         reader.before = before
         assert lost.exchange.begin(0, 5)
         lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
-        await helper.until_dropped("loan over")
+        await helper.until_dropped("window closed")
         assert loop_called.is_set()
         assert not any(helper.exchange.presence.has(layer, 1) for layer in range(NUM_LAYERS))
         reader.before = lambda: None
@@ -198,7 +198,7 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
 async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: TransportMaker) -> None:
     """Of a chunk that was abandoned in its second layer, as a member was lost, the first layer's are here."""
     async with open_members(maker, 3, store=a_store) as members:
-        _, helper, lender = members
+        _, helper, owner = members
         for member in members:
             member.join(members)
         await anyio.wait_all_tasks_blocked()
@@ -208,23 +208,23 @@ async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: Tr
         helper.exchange.abandon(0, 5)
         computed = helper.content(0, 5)[:5]
 
-        def end_loan() -> None:
-            loan_of(lender).end()
-            for block_id in lender.table:
-                lender.store.block(0, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
+        def end_read() -> None:
+            window_of(owner).end()
+            for block_id in owner.table:
+                owner.store.block(0, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
 
-        store_of(helper).before = end_loan
-        lender.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
-        await helper.until_dropped("loan over")
+        store_of(helper).before = end_read
+        owner.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
+        await helper.until_dropped("window closed")
         assert helper.exchange.presence.has(0, 5)
         assert helper.content(0, 5)[:5] == computed
         for member in members:
             member.free()
 
 
-async def test_a_loan_that_cannot_be_read_is_asked_for_once_whatever_of_it_is_here(maker: TransportMaker) -> None:
+async def test_a_peer_read_that_cannot_be_made_is_asked_for_once_whatever_of_it_is_here(maker: TransportMaker) -> None:
     def config(number: int) -> TransferConfig:
-        return replace(SMALL_TRANSFER, lends_kv=number == 0)
+        return replace(SMALL_TRANSFER, peer_reads=number == 0)
 
     async with open_members(maker, 3, config=config) as members:
         leader, helper, lost = members
@@ -241,7 +241,7 @@ async def test_a_loan_that_cannot_be_read_is_asked_for_once_whatever_of_it_is_he
             member.free()
 
 
-async def test_blocks_that_a_loan_is_copied_to_stay_quarantined(maker: TransportMaker) -> None:
+async def test_blocks_that_a_peer_read_goes_to_stay_quarantined(maker: TransportMaker) -> None:
     async with open_members(maker, 2, store=a_store) as members:
         leader, helper = members
         for member in members:
@@ -260,7 +260,7 @@ async def test_blocks_that_a_loan_is_copied_to_stay_quarantined(maker: Transport
         leader.free()
 
 
-async def test_pages_wait_for_a_loan_that_is_copied_to_the_same_blocks(maker: TransportMaker) -> None:
+async def test_pages_wait_for_a_peer_read_to_the_same_blocks(maker: TransportMaker) -> None:
     """If it is over, what was copied of it does not lie over theirs; nor does a chunk begin there meanwhile."""
     async with open_members(maker, 3, store=a_store) as members:
         leader, helper, lost = members
@@ -283,7 +283,7 @@ async def test_pages_wait_for_a_loan_that_is_copied_to_the_same_blocks(maker: Tr
         leader.compute(3, 13)
         await anyio.wait_all_tasks_blocked()
         reader.go_on()
-        await helper.until_dropped("loan over")
+        await helper.until_dropped("window closed")
         assert helper.exchange.begin(0, 3)
         for layer in range(NUM_LAYERS):
             helper.exchange.publish(Blocks(0, layer, 0, 3))
@@ -301,8 +301,8 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "unreadable: not its cache": ({"card_address": "word"}, {}),
     "unreadable: no such block": ({"block_ids": [2 * NUM_BLOCKS]}, {}),
     "unreadable: far away": ({"block_ids": [(1 << 32) - 1]}, {}),
-    "loan over: another word": ({"word": 1}, {}),
-    "loan over: no word": ({"word_address": 8}, {}),
+    "window closed: another word": ({"word": 1}, {}),
+    "window closed: no word": ({"word_address": 8}, {}),
     "range: too short": ({"block_ids": []}, {}),
     "range: too long": ({"block_ids": [0, 1]}, {}),
     "checksum": ({}, {"checksum": 1}),
@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) -> None:
+async def test_a_peer_read_that_is_none_is_dropped(maker: TransportMaker, name: str) -> None:
     """Nothing is taken of it, and the request goes on."""
     async with open_members(maker, 2, store=a_store) as members:
         leader, helper = members
@@ -322,15 +322,15 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
         leader.compute(8, 8)
         await helper.until_here(0)
         await anyio.wait_all_tasks_blocked()
-        lending = helper.mover._context.lending
-        loan = loan_of(helper)
-        assert lending is not None
-        good = lending.note(loan, [0])
+        peer_reads = helper.mover._context.peer_reads
+        window = window_of(helper)
+        assert peer_reads is not None
+        good = peer_reads.note(window, [0])
         changes, header = REFUSED[name]
         if changes.get("card_address") == "word":
             changes = {"card_address": good.word_address}
         note = good._replace(**changes).pack()  # type: ignore[arg-type]
-        await helper.say(leader, replace(a_piece(PieceKind.LOAN, len(note)), **header), note)  # type: ignore[arg-type]
+        await helper.say(leader, replace(a_piece(PieceKind.PEER_READ, len(note)), **header), note)  # type: ignore[arg-type]
         await leader.until_dropped(name.partition(":")[0])
         assert not leader.exchange.presence.has(0, 1)
         helper.compute(0, 8)
@@ -341,7 +341,7 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
             member.free()
 
 
-async def test_a_loan_that_is_over_leaves_pages_as_they_are_that_are_here(maker: TransportMaker) -> None:
+async def test_a_peer_read_too_late_leaves_pages_as_they_are_that_are_here(maker: TransportMaker) -> None:
     """One of the two that it is of."""
     async with open_members(maker, 2, store=a_store) as members:
         leader, helper = members
@@ -350,12 +350,12 @@ async def test_a_loan_that_is_over_leaves_pages_as_they_are_that_are_here(maker:
         leader.compute(8, 8)
         await anyio.wait_all_tasks_blocked()
         before = leader.content(8, 8)
-        lending, loan = helper.mover._context.lending, loan_of(helper)
-        assert lending is not None
-        note = lending.note(loan, [0, 1])._replace(word=1).pack()
+        peer_reads, window = helper.mover._context.peer_reads, window_of(helper)
+        assert peer_reads is not None
+        note = peer_reads.note(window, [0, 1])._replace(word=1).pack()
         part = KvPart(IndexRange(7, 9), IndexRange(0, 1), HEADS)
-        await helper.say(leader, replace(a_piece(PieceKind.LOAN, len(note)), part=part), note)
-        await leader.until_dropped("loan over")
+        await helper.say(leader, replace(a_piece(PieceKind.PEER_READ, len(note)), part=part), note)
+        await leader.until_dropped("window closed")
         assert leader.content(8, 8) == before
         helper.compute(0, 8)
         await leader.until_here(NUM_BLOCKS)
@@ -363,7 +363,7 @@ async def test_a_loan_that_is_over_leaves_pages_as_they_are_that_are_here(maker:
             member.free()
 
 
-async def test_a_loan_that_comes_damaged_is_sent_again_and_others_are_lent(
+async def test_a_peer_read_that_comes_damaged_is_offered_again_and_others_are_made(
     maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_members(maker, 2, store=a_store) as members:
@@ -372,7 +372,7 @@ async def test_a_loan_that_comes_damaged_is_sent_again_and_others_are_lent(
 
         def take_damaged(header: PieceHeader, piece: ReceivedPiece) -> None:
             nonlocal damaged
-            if header.kind is PieceKind.LOAN and damaged < 2:
+            if header.kind is PieceKind.PEER_READ and damaged < 2:
                 damaged += 1
                 piece.payload[-1] ^= 1
             take(header, piece)
@@ -386,28 +386,28 @@ async def test_a_loan_that_comes_damaged_is_sent_again_and_others_are_lent(
         counters = leader.mover.counters()
         assert counters.dropped == {"checksum": 2}
         assert counters.num_asked_again == 2
-        assert counters.num_bytes_borrowed == counters.num_bytes_exchanged.received
+        assert counters.num_bytes_peer_read == counters.num_bytes_exchanged.received
         assert store_of(leader).num_staged == 0
         for member in members:
             member.free()
 
 
-async def test_an_instance_lends_so_much_and_no_more() -> None:
+async def test_an_instance_opens_so_many_windows_and_no_more() -> None:
     """What is beyond it travels in pieces."""
-    async with open_members(TransportMaker("memory", lends=True), 2, store=a_store) as members:
-        lending = members[0].mover._context.lending
-        assert lending is not None
-        loans = [lending.begin() for _ in range(MAX_LOANS)]
-        assert lending.begin() is None
+    async with open_members(TransportMaker("memory", peer_reads=True), 2, store=a_store) as members:
+        peer_reads = members[0].mover._context.peer_reads
+        assert peer_reads is not None
+        windows = [peer_reads.begin() for _ in range(MAX_WINDOWS)]
+        assert peer_reads.begin() is None
         for member in members:
             member.join(members)
         members[0].compute(0, NUM_BLOCKS)
         await members[1].until_here(NUM_BLOCKS)
         assert store_of(members[0]).num_staged > 0
-        for loan in loans:
-            assert loan is not None
-            loan.end()
-            loan.end()
-        lending.check_integrity()
+        for window in windows:
+            assert window is not None
+            window.end()
+            window.end()
+        peer_reads.check_integrity()
         for member in members:
             member.free()

@@ -1,15 +1,15 @@
-"""A process that lends KV, for tests that stop and kill it.
+"""A process whose KV others read, for tests that stop and kill it.
 
-``python -m pdmesh.testing.lender SEED`` prints, in hex, the note of a loan of blocks 0, 1, ... of a `ByteStore` of that
-seed, and then reads lines: ``over`` ends the loan and writes zeros over all blocks; ``end``, or the end of its input,
-ends the process.
+``python -m pdmesh.testing.cache_owner SEED`` prints, in hex, the note of blocks 0, 1, ... of a `ByteStore` of that
+seed, and then reads lines: ``over`` closes their window and writes zeros over all blocks; ``end``, or the end of its
+input, ends the process.
 """
 
 from __future__ import annotations
 
 import sys
 
-from pdmesh.kv.loans import Lending
+from pdmesh.kv.peer_reads import PeerReads
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.reading import allow_readers
@@ -20,14 +20,14 @@ NUM_BLOCKS = 8
 def main() -> None:
     allow_readers()
     store = ByteStore(SMALL_LAYOUT, NUM_BLOCKS, seed=int(sys.argv[1]))
-    lending = Lending(store.shared, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
-    loan = lending.begin()
-    assert loan is not None
-    _print(lending.note(loan, range(NUM_BLOCKS)).pack().hex())
+    peer_reads = PeerReads(store.shared, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
+    window = peer_reads.begin()
+    assert window is not None
+    _print(peer_reads.note(window, range(NUM_BLOCKS)).pack().hex())
     for line in sys.stdin:
         if line.strip() != "over":
             break
-        loan.end()
+        window.end()
         store.data[:] = bytes(len(store.data))
         _print("over")
 

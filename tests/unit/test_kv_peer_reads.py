@@ -1,4 +1,4 @@
-"""What one process borrows of another, which may end its loan, stop or die at any moment."""
+"""What one process reads of another, which may close its window, stop or die at any moment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
-from pdmesh.kv import loans
-from pdmesh.kv.loans import Copies, Lender, Lending, LoanNote
+from pdmesh.kv import peer_reads as module
 from pdmesh.kv.moving import FREEZE_LIMIT_S
+from pdmesh.kv.peer_reads import CacheOwner, Copies, PeerReads, ReadNote
 from pdmesh.kv.sharing import HostCache, HostPeerCache, PeerCache, SharedCache, common_runs
 from pdmesh.model import IndexRange, KvLayout
+from pdmesh.testing.cache_owner import NUM_BLOCKS
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
-from pdmesh.testing.lender import NUM_BLOCKS
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 
 SEED = 7
@@ -30,25 +30,25 @@ OURS = [3, 4, 5, 0, 7, 6, 2, 1]
 LAYERS = IndexRange(0, SMALL_LAYOUT.num_layers)
 
 
-class LenderProcess(Protocol):
-    """`pdmesh.testing.lender`, and how to borrow from it."""
+class OwnerProcess(Protocol):
+    """`pdmesh.testing.cache_owner`, and how to read from it."""
 
     process: subprocess.Popen[str]
-    lender: Lender
-    note: LoanNote
+    owner: CacheOwner
+    note: ReadNote
 
 
 class _Running:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         self.process = process
-        self.lender = Lender(b"its data address", process.pid)
-        self.note = LoanNote.unpack(memoryview(bytes.fromhex(process.stdout.readline())))
+        self.owner = CacheOwner(b"its data address", process.pid)
+        self.note = ReadNote.unpack(memoryview(bytes.fromhex(process.stdout.readline())))
 
 
 @contextmanager
-def running_lender() -> Iterator[LenderProcess]:
-    command = [sys.executable, "-m", "pdmesh.testing.lender", str(SEED)]
+def running_owner() -> Iterator[OwnerProcess]:
+    command = [sys.executable, "-m", "pdmesh.testing.cache_owner", str(SEED)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield _Running(process)
@@ -56,13 +56,13 @@ def running_lender() -> Iterator[LenderProcess]:
             process.kill()
 
 
-def borrowing() -> tuple[ByteStore, Lending]:
+def reading() -> tuple[ByteStore, PeerReads]:
     store = ByteStore(SMALL_LAYOUT, NUM_BLOCKS)
-    return store, Lending(store.shared, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
+    return store, PeerReads(store.shared, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
 
 
-def borrow(lending: Lending, peer: LenderProcess) -> bool:
-    return lending.borrow(peer.lender, peer.note, [Copies(LAYERS, peer.note.block_ids, OURS)])
+def read(peer_reads: PeerReads, peer: OwnerProcess) -> bool:
+    return peer_reads.read(peer.owner, peer.note, [Copies(LAYERS, peer.note.block_ids, OURS)])
 
 
 def assert_copied(store: ByteStore) -> None:
@@ -72,42 +72,42 @@ def assert_copied(store: ByteStore) -> None:
             assert store.block(layer, ours) == theirs.block(layer, block_id)
 
 
-def test_what_another_process_lends_is_copied_until_the_loan_is_over() -> None:
-    store, lending = borrowing()
-    with running_lender() as peer:
-        assert borrow(lending, peer)
+def test_what_another_process_has_is_read_until_its_window_is_closed() -> None:
+    store, peer_reads = reading()
+    with running_owner() as peer:
+        assert read(peer_reads, peer)
         assert_copied(store)
         assert peer.process.stdin is not None
         assert peer.process.stdout is not None
         peer.process.stdin.write("over\n")
         peer.process.stdin.flush()
         assert peer.process.stdout.readline() == "over\n"
-        assert not borrow(lending, peer)
-    lending.close()
+        assert not read(peer_reads, peer)
+    peer_reads.close()
 
 
-def test_a_lender_that_stopped_is_read_and_one_that_died_is_not() -> None:
-    store, lending = borrowing()
-    with running_lender() as peer:
+def test_a_peer_that_stopped_is_read_and_one_that_died_is_not() -> None:
+    store, peer_reads = reading()
+    with running_owner() as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
-        assert borrow(lending, peer)
+        assert read(peer_reads, peer)
         assert_copied(store)
         peer.process.kill()
         peer.process.wait()
-        assert not borrow(lending, peer)
-        lending.forget(peer.lender.address)
-        assert not borrow(lending, peer)
-    lending.close()
+        assert not read(peer_reads, peer)
+        peer_reads.forget(peer.owner.address)
+        assert not read(peer_reads, peer)
+    peer_reads.close()
 
 
-def test_of_a_lender_that_may_not_be_read_pieces_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_peer_that_may_not_be_read_pieces_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, address: int, num_bytes: int, out_address: int) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(loans, "read_memory", refuse)
-    _, lending = borrowing()
-    with running_lender() as peer, pytest.raises(KvTransferError, match="the peer's memory cannot be read"):
-        borrow(lending, peer)
+    monkeypatch.setattr(module, "read_memory", refuse)
+    _, peer_reads = reading()
+    with running_owner() as peer, pytest.raises(KvTransferError, match="the peer's memory cannot be read"):
+        read(peer_reads, peer)
 
 
 @dataclass
@@ -130,7 +130,7 @@ class _Dying:
 class _DyingCache:
     cache: SharedCache
     kind: bytes = HostCache.kind
-    max_loan_bytes: int = HostCache.max_loan_bytes
+    max_read_bytes: int = HostCache.max_read_bytes
     copies_inline: bool = HostCache.copies_inline
     process: subprocess.Popen[str] = field(init=False)
 
@@ -141,24 +141,24 @@ class _DyingCache:
         return _Dying(self.cache.open(pid, described), self.process)
 
 
-def test_of_a_lender_that_died_after_the_copy_nothing_is_taken() -> None:
+def test_of_a_peer_that_died_after_the_copy_nothing_is_taken() -> None:
     """A device's memory that is gone reads as anything at all."""
     store = ByteStore(SMALL_LAYOUT, NUM_BLOCKS)
     cache = _DyingCache(store.shared)
-    lending = Lending(cache, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
-    with running_lender() as peer:
+    peer_reads = PeerReads(cache, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
+    with running_owner() as peer:
         cache.process = peer.process
         copies = [Copies(IndexRange(0, 1), peer.note.block_ids, OURS)]
-        assert not lending.borrow(peer.lender, peer.note, copies)
+        assert not peer_reads.read(peer.owner, peer.note, copies)
 
 
 def test_a_cache_of_another_layout_is_not_opened() -> None:
     layout = KvLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
     assert layout.block_bytes == SMALL_LAYOUT.block_bytes
     store = ByteStore(layout, NUM_BLOCKS)
-    lending = Lending(store.shared, layout, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
-    with running_lender() as peer, pytest.raises(KvTransferError, match="of another kind"):
-        borrow(lending, peer)
+    peer_reads = PeerReads(store.shared, layout, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
+    with running_owner() as peer, pytest.raises(KvTransferError, match="of another kind"):
+        read(peer_reads, peer)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ def test_blocks_that_follow_one_another_in_both_caches_are_one_copy(
     assert list(common_runs(theirs, ours)) == runs
 
 
-def test_what_fills_a_receivers_buffers_with_loans_holds_nobody_up_for_long() -> None:
+def test_what_fills_a_receivers_buffers_with_peer_reads_holds_nobody_up_for_long() -> None:
     """A decode that stands still may have its commit behind them: in host memory some 10 GB/s are copied."""
-    _, lending = borrowing()
+    _, peer_reads = reading()
     num_buffers = TransferConfig().num_receive_buffers
-    assert num_buffers * lending.max_pages * SMALL_LAYOUT.block_bytes < 10e9 * FREEZE_LIMIT_S / 8
+    assert num_buffers * peer_reads.max_pages * SMALL_LAYOUT.block_bytes < 10e9 * FREEZE_LIMIT_S / 8
 
 
 def test_a_cache_that_is_said_to_lie_beyond_all_memory_is_an_error() -> None:

@@ -12,8 +12,8 @@ import anyio.lowlevel
 import pytest
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.loans import Lender, LoanNote, LoanWriter, note_bytes
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
+from pdmesh.kv.peer_reads import CacheOwner, PeerReadWriter, ReadNote, note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.repair import FREE_PIECES
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.anyio
 KEY = MeshKey("")
 PAGE_BYTES = SMALL_LAYOUT.block_bytes
 HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
-A_LOAN = PieceHeader(
-    kind=PieceKind.LOAN,
+A_READ = PieceHeader(
+    kind=PieceKind.PEER_READ,
     request_key=request_key(REQUEST),
     epoch=EPOCH,
     capability=CAPABILITY,
@@ -41,12 +41,12 @@ A_LOAN = PieceHeader(
 
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
 def maker(request: pytest.FixtureRequest) -> TransportMaker:
-    return TransportMaker(request.param, lends=True)
+    return TransportMaker(request.param, peer_reads=True)
 
 
 @pytest.fixture
 def memory() -> TransportMaker:
-    return TransportMaker("memory", lends=True)
+    return TransportMaker("memory", peer_reads=True)
 
 
 def store_of(pair: Pair) -> HookedStore:
@@ -54,13 +54,13 @@ def store_of(pair: Pair) -> HookedStore:
     return pair.b.store
 
 
-def a_note(pair: Pair, block_ids: Sequence[int]) -> LoanNote:
+def a_note(pair: Pair, block_ids: Sequence[int]) -> ReadNote:
     """What the sender says of these blocks, in the transfer that it has granted."""
     transfer = pair.a.mover.departures._granted[request_key(REQUEST)]
-    writer, lending = transfer._writer, pair.a.mover._context.lending
-    assert isinstance(writer, LoanWriter)
-    assert lending is not None
-    return lending.note(writer._loan, block_ids)
+    writer, peer_reads = transfer._writer, pair.a.mover._context.peer_reads
+    assert isinstance(writer, PeerReadWriter)
+    assert peer_reads is not None
+    return peer_reads.note(writer._window, block_ids)
 
 
 async def say(pair: Pair, header: PieceHeader, payload: bytes = b"", *, backwards: bool = False) -> None:
@@ -112,7 +112,7 @@ async def test_nothing_is_staged(maker: TransportMaker, monkeypatch: pytest.Monk
             await finish(pair)
         counters = pair.b.mover.counters()
         assert store_of(pair).num_staged == 0
-        assert counters.num_bytes_borrowed == counters.num_bytes_received == 2 * pair.total_bytes
+        assert counters.num_bytes_peer_read == counters.num_bytes_received == 2 * pair.total_bytes
         assert pair.a.mover.counters().num_bytes_sent == 2 * pair.total_bytes
         assert counters.dropped == {}
         pair.free_all()
@@ -122,18 +122,18 @@ async def test_nothing_is_staged(maker: TransportMaker, monkeypatch: pytest.Monk
 async def test_who_cannot_read_is_sent_bytes(
     maker: TransportMaker, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    """However much it was lent before it said so; and nothing is lent to it from then on."""
-    lends = reason != "its setting is off"
+    """However much it was offered before it said so; and nothing is offered to it from then on."""
+    reads = reason != "its setting is off"
     if reason == "it may not open it":
         monkeypatch.setattr(HostCache, "open", refuse)
-    async with open_pair(maker, make_store=HookedStore, receiver_lends=lends) as pair:
+    async with open_pair(maker, make_store=HookedStore, receiver_reads=reads) as pair:
         if reason == "its cache is of another kind":
-            lending = pair.b.mover._context.lending
-            assert lending is not None
-            lending._head = b"gpu0" + lending._head[4:]
-        lending = pair.a.mover._context.lending
-        assert lending is not None
-        lending.max_pages = 1
+            peer_reads = pair.b.mover._context.peer_reads
+            assert peer_reads is not None
+            peer_reads._head = b"gpu0" + peer_reads._head[4:]
+        peer_reads = pair.a.mover._context.peer_reads
+        assert peer_reads is not None
+        peer_reads.max_pages = 1
         num_refused = None
         for committed_first in (True, False):
             pair.expect()
@@ -145,12 +145,12 @@ async def test_who_cannot_read_is_sent_bytes(
             sender.commit(FirstToken(7, 0))
             await finish(pair)
             counters = pair.b.mover.counters()
-            assert counters.num_bytes_borrowed == 0
+            assert counters.num_bytes_peer_read == 0
             assert counters.dropped == {"unreadable": counters.num_asked_again}
             assert num_refused in (None, counters.num_asked_again)
             num_refused = counters.num_asked_again
         assert pair.a.mover.counters().dropped == {}
-        assert not lending.lends_to(pair.b.transport.address)
+        assert not peer_reads.may_read(pair.b.transport.address)
         pair.free_all()
 
 
@@ -158,13 +158,15 @@ def refuse(*_: object) -> None:
     raise KvTransferError("not here")
 
 
-async def test_more_loans_may_be_refused_than_pieces_may_be_damaged(memory: TransportMaker) -> None:
+async def test_more_peer_reads_may_be_refused_than_pieces_may_be_damaged(memory: TransportMaker) -> None:
     """All of them are under way before it can say so."""
-    async with open_pair(memory, make_store=HookedStore, receiver_lends=False) as pair:
-        memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header, KEY).kind is PieceKind.NO_LOANS)
-        lending = pair.a.mover._context.lending
-        assert lending is not None
-        lending.max_pages = 1
+    async with open_pair(memory, make_store=HookedStore, receiver_reads=False) as pair:
+        memory.fabric.faults = MemoryFaults(
+            drop=lambda header: unpack_header(header, KEY).kind is PieceKind.NO_PEER_READS
+        )
+        peer_reads = pair.a.mover._context.peer_reads
+        assert peer_reads is not None
+        peer_reads.max_pages = 1
         pair.expect()
         sender = pair.offer()
         pair.grant()
@@ -176,8 +178,8 @@ async def test_more_loans_may_be_refused_than_pieces_may_be_damaged(memory: Tran
         memory.fabric.faults = MemoryFaults()
         for layer in range(SMALL_LAYOUT.num_layers):
             part = KvPart(IndexRange(0, 9), IndexRange(layer, layer + 1), HEADS)
-            lending.max_pages = 9
-            await say(pair, replace(A_LOAN, kind=PieceKind.NO_LOANS, part=part), backwards=True)
+            peer_reads.max_pages = 9
+            await say(pair, replace(A_READ, kind=PieceKind.NO_PEER_READS, part=part), backwards=True)
         sender.commit(FirstToken(7, 0))
         await finish(pair)
         pair.free_all()
@@ -203,7 +205,7 @@ async def test_what_was_given_back_while_it_was_copied_does_not_land(maker: Tran
         pair.grant()
         pair.compute(sender)
         sender.commit(FirstToken(7, 0))
-        await until_dropped(pair, "loan over")
+        await until_dropped(pair, "window closed")
         await anyio.wait_all_tasks_blocked()
         assert pair.b.outcomes == pair.a.outcomes == []
         assert pair.b.mover.counters().num_bytes_received == 0
@@ -229,7 +231,7 @@ async def test_what_was_committed_and_given_back_before_it_was_copied_does_not_l
         pair.a.mover.cancel(REQUEST, EPOCH)
         overwrite(pair)
         store.go_on()
-        await until_dropped(pair, "loan over")
+        await until_dropped(pair, "window closed")
         await anyio.wait_all_tasks_blocked()
         assert pair.b.outcomes == []
         assert pair.b.mover.counters().num_bytes_received == 0
@@ -246,7 +248,7 @@ async def test_what_was_committed_and_given_back_before_it_was_copied_does_not_l
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "failed"])
-async def test_a_transfer_that_ended_lends_nothing_more_and_the_next_one_does(
+async def test_nothing_is_read_of_a_transfer_that_ended_and_of_the_next_one_is(
     maker: TransportMaker, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The sender keeps the request; what was copied of the first transfer counts for none."""
@@ -261,12 +263,12 @@ async def test_a_transfer_that_ended_lends_nothing_more_and_the_next_one_does(
         if how == "withdrawn":
             pair.a.mover.departures.withdraw(REQUEST, EPOCH)
         else:
-            await say(pair, replace(A_LOAN, kind=PieceKind.ABORT), backwards=True)
+            await say(pair, replace(A_READ, kind=PieceKind.ABORT), backwards=True)
             assert isinstance(await pair.a.outcome(), FailedTransfer)
             assert isinstance(await pair.b.outcome(), FailedTransfer)
         pair.b.mover.cancel(REQUEST, EPOCH)
         store.go_on()
-        await until_dropped(pair, "loan over")
+        await until_dropped(pair, "window closed")
         assert pair.b.mover.counters().num_bytes_received == 0
         pair.expect(capability=CAPABILITY + 1)
         pair.grant(CAPABILITY + 1)
@@ -279,15 +281,15 @@ async def test_a_transfer_that_ended_lends_nothing_more_and_the_next_one_does(
 async def test_of_a_sender_that_died_nothing_is_taken(maker: TransportMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is not there any more; nothing more is asked of it."""
     async with open_pair(maker, make_store=HookedStore) as pair:
-        lending = pair.b.mover._context.lending
-        assert lending is not None
-        monkeypatch.setattr(lending, "lender", lambda address: Lender(address, 1 << 30))
+        peer_reads = pair.b.mover._context.peer_reads
+        assert peer_reads is not None
+        monkeypatch.setattr(peer_reads, "owner", lambda address: CacheOwner(address, 1 << 30))
         pair.expect()
         sender = pair.offer()
         pair.grant()
         pair.compute(sender)
         sender.commit(FirstToken(7, 0))
-        await until_dropped(pair, "loan over")
+        await until_dropped(pair, "window closed")
         await anyio.wait_all_tasks_blocked()
         counters = pair.b.mover.counters()
         assert (counters.num_bytes_received, counters.num_asked_again) == (0, 0)
@@ -320,13 +322,13 @@ async def test_blocks_stay_quarantined_while_a_thread_copies_to_them(maker: Tran
 
 
 @pytest.mark.parametrize("committed_first", [False, True])
-async def test_a_note_that_comes_damaged_is_lent_again(memory: TransportMaker, committed_first: bool) -> None:
+async def test_a_note_that_comes_damaged_is_sent_again(memory: TransportMaker, committed_first: bool) -> None:
     async with open_pair(memory, make_store=HookedStore) as pair:
         seen: set[KvPart] = set()
 
         def is_new(data: bytes) -> bool:
             header = unpack_header(data, KEY)
-            is_new = header.kind is PieceKind.LOAN and header.part not in seen
+            is_new = header.kind is PieceKind.PEER_READ and header.part not in seen
             seen.add(header.part)
             return is_new
 
@@ -355,13 +357,13 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "unreadable: not its cache": ({"card_address": "word"}, {}),
     "unreadable: no such block": ({"block_ids": [NUM_BLOCKS]}, {}),
     "unreadable: far away": ({"block_ids": [(1 << 32) - 1]}, {}),
-    "loan over: another word": ({"word": 1}, {}),
-    "loan over: no word": ({"word_address": 8}, {}),
+    "window closed: another word": ({"word": 1}, {}),
+    "window closed: no word": ({"word_address": 8}, {}),
     "range: too short": ({"block_ids": []}, {}),
     "range: too long": ({"block_ids": [0, 1]}, {}),
     "range: as many bytes as the page": ({}, {"payload_bytes": PAGE_BYTES}),
-    "range: of two layers, and one beyond": ({}, {"part": A_LOAN.part._replace(layers=IndexRange(2, 4))}),
-    "range: beyond the request": ({}, {"part": A_LOAN.part._replace(blocks=IndexRange(9, 10))}),
+    "range: of two layers, and one beyond": ({}, {"part": A_READ.part._replace(layers=IndexRange(2, 4))}),
+    "range: beyond the request": ({}, {"part": A_READ.part._replace(blocks=IndexRange(9, 10))}),
     "range: of another source": ({}, {"source": 1}),
     "checksum": ({}, {"checksum": 1}),
     "capability": ({}, {"capability": 1}),
@@ -371,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) -> None:
+async def test_a_peer_read_that_is_none_is_dropped(maker: TransportMaker, name: str) -> None:
     """Nothing is taken of it, and the honest rest of the transfer lands."""
     async with open_pair(maker, make_store=HookedStore) as pair:
         pair.expect()
@@ -383,9 +385,9 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
         if changes.get("card_address") == "word":
             changes = {"card_address": good.word_address}
         note = good._replace(**changes).pack()  # type: ignore[arg-type]
-        await say(pair, replace(A_LOAN, **header), note)  # type: ignore[arg-type]
+        await say(pair, replace(A_READ, **header), note)  # type: ignore[arg-type]
         await until_dropped(pair, name.partition(":")[0])
-        assert not any(pair.b.store.data) or name.startswith("loan over")
+        assert not any(pair.b.store.data) or name.startswith("window closed")
         assert pair.b.mover.counters().num_bytes_received == 0
         pair.compute(sender)
         sender.commit(FirstToken(7, 0))
@@ -393,7 +395,7 @@ async def test_a_loan_that_is_none_is_dropped(maker: TransportMaker, name: str) 
         pair.free_all()
 
 
-async def test_a_loan_that_comes_twice_is_copied_once(maker: TransportMaker) -> None:
+async def test_a_peer_read_that_comes_twice_is_copied_once(maker: TransportMaker) -> None:
     async with open_pair(maker, make_store=HookedStore) as pair:
         pair.expect()
         sender = pair.offer()
@@ -401,9 +403,9 @@ async def test_a_loan_that_comes_twice_is_copied_once(maker: TransportMaker) -> 
         await anyio.wait_all_tasks_blocked()
         note = a_note(pair, [pair.a_blocks[0]]).pack()
         for _ in range(2):
-            await say(pair, A_LOAN, note)
+            await say(pair, A_READ, note)
         await until_dropped(pair, "duplicate")
-        assert pair.b.mover.counters().num_bytes_borrowed == PAGE_BYTES
+        assert pair.b.mover.counters().num_bytes_peer_read == PAGE_BYTES
         pair.compute(sender, chunks=((0, 1), (1, 8)))
         await until_dropped(pair, "duplicate", 2)
         sender.commit(FirstToken(7, 0))
@@ -411,9 +413,9 @@ async def test_a_loan_that_comes_twice_is_copied_once(maker: TransportMaker) -> 
         pair.free_all()
 
 
-async def test_nobody_lends_for_ever_what_cannot_be_read(maker: TransportMaker) -> None:
+async def test_nobody_offers_for_ever_what_cannot_be_read(maker: TransportMaker) -> None:
     """A hostile sender, which asks for nothing but to be refused."""
-    async with open_pair(maker, make_store=HookedStore, receiver_lends=False) as pair:
+    async with open_pair(maker, make_store=HookedStore, receiver_reads=False) as pair:
         pair.expect()
         pair.offer()
         pair.grant()
@@ -421,7 +423,7 @@ async def test_nobody_lends_for_ever_what_cannot_be_read(maker: TransportMaker) 
         note = a_note(pair, [pair.a_blocks[0]]).pack()
         num_pages = 9 * SMALL_LAYOUT.num_layers
         for _ in range(2 * num_pages + 1):
-            await say(pair, A_LOAN, note)
+            await say(pair, A_READ, note)
         failed = await pair.b.outcome()
         assert isinstance(failed, FailedTransfer)
         assert "again and again" in failed.reason
@@ -430,8 +432,8 @@ async def test_nobody_lends_for_ever_what_cannot_be_read(maker: TransportMaker) 
         pair.free_all()
 
 
-async def test_nobody_refuses_for_ever_what_was_lent_once(maker: TransportMaker) -> None:
-    """A hostile receiver: it is sent once as bytes what it was lent, and what it was not lent not at all."""
+async def test_nobody_refuses_for_ever_what_was_offered_once(maker: TransportMaker) -> None:
+    """A hostile receiver: it is sent once as bytes what it was offered, and what it was not offered not at all."""
     async with open_pair(maker, make_store=HookedStore) as pair:
         pair.expect()
         sender = pair.offer()
@@ -442,7 +444,7 @@ async def test_nobody_refuses_for_ever_what_was_lent_once(maker: TransportMaker)
         part = KvPart(IndexRange(0, 4), IndexRange(0, SMALL_LAYOUT.num_layers), HEADS)
         for reason, other in (("range", part._replace(blocks=IndexRange(3, 5))), ("limit", part)):
             for _ in range(10):
-                await say(pair, replace(A_LOAN, kind=PieceKind.NO_LOANS, part=other), backwards=True)
+                await say(pair, replace(A_READ, kind=PieceKind.NO_PEER_READS, part=other), backwards=True)
             await until_dropped(pair, reason, 9, backwards=True)
         assert pair.a.mover.counters().dropped == {"range": 10, "limit": 9}
         pair.compute(sender, chunks=((4, 5),))
@@ -465,5 +467,5 @@ async def test_a_small_note_says_less_of_a_context(maker: TransportMaker, monkey
         pair.grant()
         await finish(pair)
         assert pair.a.mover.counters().num_pieces_sent == 3 * (2 + 3)
-        assert pair.b.mover.counters().num_bytes_borrowed == pair.total_bytes
+        assert pair.b.mover.counters().num_bytes_peer_read == pair.total_bytes
         pair.free_all()
