@@ -283,22 +283,24 @@ def test_a_record_names_the_bundle_that_placed_the_request() -> None:
     assert record.bundle == "pdmesh"
 
 
-def test_a_chunk_says_how_many_decoded_beside_it() -> None:
-    """So one sees whether its instance was in a prefill phase, or computed both at once."""
+def test_a_chunk_says_in_which_batching_mode_it_was_computed() -> None:
     told = Told()
     ids: dict[str, Any] = {"request_id": RequestId("r"), "epoch": Epoch(0)}
-    request = Request(**ids, gateway_id=G, num_prompt_tokens=8, max_tokens=4, arrival_s=0.0)
-    told.tell(
-        RequestArrived(request), [AdmitPrefill(**ids, instance_id=I, shards=(a_shard(I, 2),), transfer=None)], 0.0
-    )
+    request = Request(**ids, gateway_id=G, num_prompt_tokens=10, max_tokens=4, arrival_s=0.0)
+    admit = AdmitPrefill(**ids, instance_id=I, shards=(a_shard(I, 2),), transfer=None)
+    chunk = ChunkPlan(**ids, start=8, num_tokens=2, is_last=True)
+    waits = StepPlan(plan_id=2, chunks=(chunk,), with_decodes=False, holds_decodes=True)
+    told.tell(RequestArrived(request), [admit, RunStep(instance_id=I, plan=waits)], 0.0)
     told.tell(StepDone(I, 0, 0.1, (ChunkDone(**ids, num_tokens=5, is_last=False),), 31), [], 1.0)
-    told.tell(StepDone(I, 1, 0.1, (ChunkDone(**ids, num_tokens=3, is_last=True),), 0), [], 2.0)
+    told.tell(StepDone(I, 1, 0.1, (ChunkDone(**ids, num_tokens=3, is_last=False),), 0), [], 2.0)
+    told.tell(StepDone(I, 2, 0.1, (ChunkDone(**ids, num_tokens=2, is_last=True),), 0), [], 3.0)
     record = told.records.get("r")
     assert record is not None
-    mixed, alone = (entry for entry in record.entries if entry.what == "chunk")
-    assert mixed.detail == "tokens 0 to 4, step 0 of 100.0 ms beside 31 decodes"
+    mixed, alone, exclusive = (entry for entry in record.entries if entry.what == "chunk")
+    assert mixed.detail == "tokens 0 to 4, step 0 of 100.0 ms beside 31 decodes (mixed batching)"
     assert mixed.figures["num_decodes"] == 31
-    assert alone.detail == "tokens 5 to 7, step 1 of 100.0 ms, first token"
+    assert alone.detail == "tokens 5 to 7, step 1 of 100.0 ms"
+    assert exclusive.detail == "tokens 8 to 9, step 2 of 100.0 ms (exclusive batching), first token"
 
 
 @pytest.mark.parametrize(("prefix", "num_again"), [(6, 0), (4, 2)])

@@ -50,10 +50,10 @@ class Attempt:
     arrived_s: float
     placed_s: float | None = None  # when it left the queue
     num_done_tokens: int = 0  # of its prompt, computed
-    #: Its chunks in flight, where they start and whether in a parallel step: by instance and plan. They end in any
-    #: order.
-    in_flight: dict[tuple[InstanceId, int], tuple[int, bool]] = field(
-        default_factory=dict[tuple[InstanceId, int], tuple[int, bool]]
+    #: Its chunks in flight by instance and plan: where each starts, whether in a parallel step, whether decodes wait
+    #: for it. They end in any order.
+    in_flight: dict[tuple[InstanceId, int], tuple[int, bool, bool]] = field(
+        default_factory=dict[tuple[InstanceId, int], tuple[int, bool, bool]]
     )
     num_planned_tokens: int = 0
     num_receivers: int = 0  # of its KV, one after the other
@@ -98,6 +98,7 @@ class Chunk(NamedTuple):
     num_decodes: int = 0  # beside it in the step
     waited_s: float = 0.0  # that the step waited for KV which others compute
     in_parallel: bool = False  # others computed the tokens before or after it at the same time
+    is_exclusive: bool = False  # the instance's residents waited for the step (exclusive batching)
 
 
 class CrossedClass(NamedTuple):
@@ -181,7 +182,11 @@ class Lives:
                 case RunStep(instance_id=instance_id, plan=plan):
                     for chunk in plan.chunks:
                         if (known := self._find(chunk.request_id, chunk.epoch)) is not None:
-                            known[1].in_flight[instance_id, plan.plan_id] = chunk.start, plan.in_parallel
+                            known[1].in_flight[instance_id, plan.plan_id] = (
+                                chunk.start,
+                                plan.in_parallel,
+                                plan.holds_decodes,
+                            )
                             known[1].planned(chunk)
                 case ToInstanceOfRequest() | ToGateway():
                     self._commanded(command, now_s, found)
@@ -217,8 +222,8 @@ class Lives:
             if known is None or done.num_tokens == 0:
                 continue
             life, attempt = known
-            unknown = attempt.num_done_tokens, False
-            start, in_parallel = attempt.in_flight.pop((event.instance_id, event.plan_id), unknown)
+            unknown = attempt.num_done_tokens, False, False
+            start, in_parallel, is_exclusive = attempt.in_flight.pop((event.instance_id, event.plan_id), unknown)
             attempt.num_done_tokens += done.num_tokens
             if done.is_last and life.first_token_s is None:
                 life.first_token_s = now_s
@@ -232,6 +237,7 @@ class Lives:
                 event.num_decodes,
                 event.waited_s,
                 in_parallel,
+                is_exclusive,
             )
             found.append(Milestone(life, attempt, chunk))
 

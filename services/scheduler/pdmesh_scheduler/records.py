@@ -201,7 +201,9 @@ def _line(record: _Record, what: Happening) -> RecordLine | None:
             if what.waited_s > 0:
                 detail += f" and {ms(what.waited_s)} of waiting for KV"
             if what.num_decodes:
-                detail += f" beside {what.num_decodes} decodes"
+                detail += f" beside {what.num_decodes} decodes (mixed batching)"
+            elif what.is_exclusive:
+                detail += " (exclusive batching)"
             if what.is_last:
                 detail += ", first token" if record.num_delivered == 0 else ", next token"
             figures = {
