@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from pdmesh.engine.base import SequenceSlice
-from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine
+from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, timed_by
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import num_blocks_for
-from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.fit import fit
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.profile import shape_of
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.worker import measuring
 from pdmesh.worker.measuring import fits, measure_at_start, step_s
 
 MIXED = StepShape((ChunkShape(32, 100), ChunkShape(7, 0)), 3, 60)
@@ -68,3 +75,25 @@ def test_a_slow_engine_is_asked_for_less() -> None:
     assert measure_at_start(engine, limit_s=0.0) == ()
     assert num_steps == 1
     assert len(measure_at_start(engine, limit_s=60.0)) == 9
+
+
+def test_a_core_that_is_taken_for_a_while_does_not_make_tokens_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes that start take nine tenths of it, from the second step on, for 0.3 s."""
+    now_s = 0.0
+    truth = LinearLatencyModel(a_s=0.002, b_s=1e-4, c_s=1e-9, d_s=1e-9, decode_a_s=0.002, decode_s=1e-4)
+    computed_in_s = timed_by(truth)
+
+    def compute(batch: Sequence[SequenceSlice]) -> float:
+        nonlocal now_s
+        left_s = computed_in_s(batch)
+        while left_s > 0:
+            share, until_s = (1.0, 0.04) if now_s < 0.04 else (0.1, 0.34) if now_s < 0.34 else (1.0, inf)
+            took_s = min(left_s / share, until_s - now_s)
+            now_s, left_s = max(now_s + took_s, min(until_s, now_s + 1e-9)), left_s - took_s * share
+        return 0.0
+
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    engine = FakeEngine(num_blocks=4096, max_model_len=16384, checks_kv=False, step_s=compute)
+    model = fit([(shape_of(step), step.duration_s) for step in measure_at_start(engine)])
+    chunk = StepShape((ChunkShape(2048, 0),), 0, 0)
+    assert model.step_s(chunk) == pytest.approx(truth.step_s(chunk), rel=0.05)
