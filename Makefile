@@ -3,13 +3,13 @@
 #             file alone, ARGS="-n 0" for one process)
 # make test-all  that, then what is slow, all examples and seeds, and pyright: what CI runs
 # make lint   ruff, both type checkers, and which module may import which
-# make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing.md)
+# make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing/simulation.md)
 # make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results/printed.md
 # make fuzz   damage 5,000 event logs, checkpoints and configuration files, and say as much to the data plane
 #             (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" or "-k hostile" for some)
 # make resolve  look whether constraints.txt still resolves against the package index, without installing
 # make docs   write the tables of docs/configuration.md from the settings' types
-# make wheels  build wheels with compiled kernels into dist/: for this machine, and with a cross compiler for aarch64 (docs/wheels.md)
+# make wheels  build wheels with compiled kernels into dist/: for this machine, and with a cross compiler for aarch64 (docs/install.md)
 # make fmt    format and fix what can be fixed
 # make clean  remove the venv and what tools left behind
 #

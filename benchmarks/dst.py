@@ -7,7 +7,7 @@
 
 The first seed that breaks a law is cut down to what the failure needs, and its timeline is printed; the exit code is
 then 1.
-``docs/testing.md`` says what is simulated and which laws are checked.
+``docs/testing/simulation.md`` says what is simulated and which laws are checked.
 """
 
 from __future__ import annotations

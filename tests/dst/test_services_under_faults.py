@@ -1,4 +1,4 @@
-"""The real services on virtual time, under faults drawn from seeds, keep their laws. See ``docs/testing.md``."""
+"""The real services on virtual time, under seeded faults, keep their laws: see ``docs/testing/simulation.md``."""
 
 from __future__ import annotations
 
