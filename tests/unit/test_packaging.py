@@ -44,7 +44,10 @@ def wheels() -> ModuleType:
 def unpacked(wheels: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The content of a wheel that was built from the sdist where there is no compiler."""
     folder = tmp_path_factory.mktemp("wheel")
-    wheel = wheels.build_wheel("/nowhere/c++", folder)
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("CC", "/nowhere/cc")
+        wheel = wheels.build_wheel("/nowhere/c++", folder)
+    assert not wheels.has_compiled_core(wheel)
     assert wheels.kernels(wheel) == []
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -124,12 +127,17 @@ def test_a_mesh_starts_from_a_wheel_that_was_built_without_a_compiler(unpacked: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_wheel_has_kernels_inside_and_needs_no_compiler(wheels: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_has_kernels_and_a_compiled_core_inside_and_needs_no_compiler(
+    wheels: ModuleType, tmp_path: Path
+) -> None:
+    """One wheel for all of it, since compiling the core takes more than a minute of CPU."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no compiler to build a wheel with")
     wheel = wheels.build(compiler, tmp_path)
     assert f"_{platform.machine()}.whl" in wheel.name
+    assert f"-cp3{sys.version_info.minor}-cp3{sys.version_info.minor}-" in wheel.name
+    assert wheels.has_compiled_core(wheel)
     assert wheels.oldest_glibc(wheel.name) <= (2, 28)
     plainest = {"x86_64": "baseline", "aarch64": "neon"}[platform.machine()]
     assert f"pdmesh/engine/_kernels.{plainest}.so" in wheels.kernels(wheel)
@@ -137,6 +145,35 @@ def test_a_wheel_has_kernels_inside_and_needs_no_compiler(wheels: ModuleType, tm
     bare = {"PATH": "/nowhere"}
     subprocess.run([*install, str(wheel)], cwd=tmp_path, env={**os.environ, **bare}, check=True, timeout=100)
     assert kernels_of_a_mesh(tmp_path / "installed", tmp_path, **bare) == {"native"}
+    decides_as_python_does(tmp_path / "installed")
+
+
+#: Their stand-ins inherit from classes of the core, which compiled ones do not let, or they read its sources.
+PYTHON_ONLY = {"test_core_on_demand.py", "test_core_ranking.py", "test_core_rebalancing.py", "test_core_requests.py"}
+
+
+def decides_as_python_does(package: Path) -> None:
+    """The digests of all bundles, and the tests of the core and of policies, with the compiled core of ``package``."""
+    tests = [*ROOT.glob("tests/unit/test_core_*.py"), *ROOT.glob("tests/unit/test_policy*.py")]
+    names = sorted(str(path) for path in tests if path.name not in PYTHON_ONLY)
+    environ = {**os.environ, "PYTHONPATH": str(package)}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=environ,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "core: compiled by mypyc" in run("-m", "pdmesh.cli", "version")
+    digests = "tests/sim/test_command_digest.py"
+    assert "passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", digests, *names)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Annotated, cast
 import typer
 
 from pdmesh import __version__
+from pdmesh.build_info import core_build
 from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.operator_commands import app as operator_app
 from pdmesh.cli.operator_commands import ops_app, pool_app
@@ -349,10 +350,11 @@ def config_show(
 
 @app.command(epilog="Example: pdmesh version")
 def version() -> None:
-    """Print the version, and which CPU kernels were compiled when this pdmesh was built."""
+    """Print the version, which CPU kernels were compiled when this pdmesh was built, and whether its core was."""
     from pdmesh.engine.levels import compiled_levels
 
-    typer.echo(f"{__version__} (CPU kernels: {', '.join(compiled_levels()) or 'none, built without a compiler'})")
+    kernels = ", ".join(compiled_levels()) or "none, built without a compiler"
+    typer.echo(f"{__version__} (CPU kernels: {kernels}; core: {core_build()})")
 
 
 def _run_service(name: str, config: MeshConfig) -> None:

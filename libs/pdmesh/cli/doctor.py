@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pdmesh.build_info import core_build
 from pdmesh.cli.options import Output
 from pdmesh.cli.preflight import check_machine
 from pdmesh.cli.state import state_root
@@ -82,7 +83,7 @@ def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check
 
 
 def check_python() -> Check:
-    return Check("python", Severity.OK, f"{platform.python_version()} at {sys.executable}")
+    return Check("python", Severity.OK, f"{platform.python_version()} at {sys.executable}; core: {core_build()}")
 
 
 def check_torch() -> Iterator[Check]:

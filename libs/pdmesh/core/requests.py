@@ -75,7 +75,7 @@ FACTS: dict[Phase, Facts] = {
 }
 
 
-class IllegalTransition(AssertionError):
+class IllegalTransition(Exception):
     """A bug of the core: a request is in no phase in which this may be done to it."""
 
 

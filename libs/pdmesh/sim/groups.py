@@ -29,10 +29,10 @@ class SimulatedGroups:
         agenda: Agenda,
         exchange: SimulatedExchange,
         departures: SimulatedDepartures,
-        parallel_step_s: float = 0.0,
         report: Callable[[Event], None],
         end: Callable[[], None],
         go_on: Callable[[PlannedStep], None],
+        parallel_step_s: float = 0.0,
     ) -> None:
         self._profile = profile
         self._agenda = agenda

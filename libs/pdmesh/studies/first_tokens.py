@@ -151,7 +151,9 @@ class _Line:
 
     def _plan(self, index: int, pool: Sequence[FreeAt], now_s: float) -> tuple[PlannedChunk, ...]:
         after = [*self._waiting, *self._late]
-        queued_s = sum(free_s for free_s, _ in pool) + sum(self._works_s[each] for each in (index, *after))
+        queued_s = sum([free_s for free_s, _ in pool], 0.0) + sum(
+            [self._works_s[each] for each in (index, *after)], 0.0
+        )
         arrival_s, num_tokens = self._prompts[index]
         return self._planner.plan(
             num_tokens,

@@ -76,7 +76,7 @@ class ParallelPrefill:
             step_s = group_policy.latency.step_s(StepShape((ChunkShape(num_tokens // len(members), start),), 0, 0))
             lag_s = step_s * lag(members[-1].profile.kv_layout.num_layers, len(members))
             lagging_s = list(accumulate(begin_s, lambda before_s, each_s: max(each_s, before_s + lag_s)))
-            at_once = sum(lagging_s) - sum(begin_s) > _MAX_WAIT * step_s * len(members)
+            at_once = sum(lagging_s, 0.0) - sum(begin_s, 0.0) > _MAX_WAIT * step_s * len(members)
             slices = group_policy.slices(start, num_tokens, begin_s if at_once else lagging_s, size, lag_s, most)
         else:
             slices, at_once = group_policy.last_slices(start, num_left, begin_s, size), True

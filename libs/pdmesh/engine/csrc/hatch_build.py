@@ -13,12 +13,9 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from typing import NamedTuple
 
 SOURCE_FOLDER = "libs/pdmesh/engine/csrc"
 LIBRARY_FOLDER = "libs/pdmesh/engine"
@@ -55,27 +52,6 @@ LIBRARIES = {
 
 class BuildError(Exception):
     """Says what could not be compiled, and why."""
-
-
-class KernelsHook(BuildHookInterface[Any]):
-    """Compiles the kernels into the wheel."""
-
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        root = Path(self.root)
-        try:
-            machine, built, problems = compile_kernels(root, only_here=version == "editable")
-        except BuildError as error:
-            machine, built, problems = "", [], [f"the CPU engine will compute with torch, more slowly: {error}"]
-            for path in Path(root, LIBRARY_FOLDER).glob("_kernels.*"):
-                path.unlink(missing_ok=True)  # a library of other sources is worse than none
-        for problem in problems:
-            self.app.display_warning(problem)
-        if not built:
-            return
-        build_data["artifacts"] += [f"{LIBRARY_FOLDER}/{name}" for name in built]
-        build_data["pure_python"] = False
-        system = sysconfig.get_platform() if machine == platform.machine() else f"linux-{machine}"
-        build_data["tag"] = f"py3-none-{system.replace('-', '_').replace('.', '_')}"
 
 
 def compile_kernels(root: Path, *, only_here: bool = False) -> tuple[str, list[str], list[str]]:

@@ -23,7 +23,7 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
     "/live": ("get", "200 while the process answers", None, None),
     "/ping": ("get", "As /health", None, None),
     "/metrics": ("get", "Prometheus metrics", None, None),
-    "/version": ("get", "The version of pdmesh", None, None),
+    "/version": ("get", "The version of pdmesh, and whether its scheduling core is compiled", None, None),
 }
 
 

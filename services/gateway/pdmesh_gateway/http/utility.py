@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from pdmesh.build_info import core_build
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.http.body import decode_body
 from pdmesh_gateway.http.chat import template_messages
@@ -98,7 +99,7 @@ class UtilityEndpoints:
         await exchange.respond(self._serving.metrics.exposition(), content_type=PROMETHEUS)
 
     async def version(self, exchange: Exchange) -> None:
-        await exchange.respond_json({"version": version("pdmesh")})
+        await exchange.respond_json({"version": version("pdmesh"), "core": core_build()})
 
     async def openapi(self, exchange: Exchange) -> None:
         await exchange.respond_json(openapi_document(version("pdmesh")))
