@@ -157,6 +157,7 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # None: none; 0: the sampled token's; n: and the n most likely
     prompt_logprobs: int | None = None  # the same for prompt tokens (completions' ``echo`` with ``logprobs``)
+    grammar: str = ""  # that output tokens are held to (`pdmesh.grammars`); empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

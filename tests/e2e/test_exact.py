@@ -1,10 +1,15 @@
 """The promise: what comes out of a mesh of real processes is what `transformers` says, token for token."""
 
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Literal
 
+import anyio
+import openai
+import pydantic
 import pytest
 
 from pdmesh.testing.checkpoints import CheckpointShape, Family, write_checkpoint
@@ -120,3 +125,42 @@ async def test_a_seed_draws_the_same_tokens_alone_and_in_a_crowd(served: Served)
         other = await complete(client, served.mesh.model, prompt, 24, **{**SAMPLING, "seed": 12})
     assert alone.token_ids == again.token_ids
     assert alone.token_ids != other.token_ids
+
+
+class Answer(pydantic.BaseModel):
+    """What a typed client asks for."""
+
+    name: Annotated[str, pydantic.Field(max_length=8)]
+    kind: Literal["one", "two"]
+    sizes: Annotated[list[Annotated[int, pydantic.Field(ge=-9, le=999)]], pydantic.Field(max_length=3)]
+
+
+@pytest.mark.timeout(300)
+async def test_typed_answers_fit_their_type_whatever_runs_beside_them(served: Served) -> None:
+    """The first token is drawn where the prompt is computed, the others elsewhere; seeds draw the same each time."""
+    texts: dict[int, set[str | None]] = defaultdict(set)
+    limiter = anyio.CapacityLimiter(16)
+
+    async def ask(client: openai.AsyncOpenAI, seed: int) -> None:
+        async with limiter:
+            completion = await client.chat.completions.parse(
+                model=served.mesh.model,
+                messages=[{"role": "user", "content": "?" * (1 + seed)}],
+                response_format=Answer,
+                temperature=1.0,
+                seed=seed,
+                n=2,
+                max_tokens=120,
+            )
+        for index, choice in enumerate(completion.choices):
+            assert choice.message.parsed is not None
+            texts[2 * seed + index].add(choice.message.content)
+
+    async with (
+        openai.AsyncOpenAI(base_url=f"{served.mesh.base_url}/v1", api_key="none") as client,
+        anyio.create_task_group() as tasks,
+    ):
+        for seed in (*range(12), *range(12)):
+            tasks.start_soon(ask, client, seed)
+    assert len(texts) == 24
+    assert all(len(same) == 1 for same in texts.values())

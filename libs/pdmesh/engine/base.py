@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdmesh.engine.guide import Guide
 from pdmesh.kv.store import KvStore
 from pdmesh.model import ComputePath, FinishReason, RequestId, SamplingParams
 
@@ -31,10 +32,15 @@ class EngineSequence:
     token_ids: array.array[int]
     num_prompt_tokens: int
     block_table: list[int] = field(default_factory=list[int])
+    guide: Guide | None = None  # the engine's own: made and kept up by it, from ``params.grammar`` and the output
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> array.array[int]:
+        return self.token_ids[self.num_prompt_tokens :]
 
 
 def needs_prompt_tokens(params: SamplingParams) -> bool:
@@ -103,7 +109,7 @@ class Engine(Protocol):
         ...
 
     def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
-        """One forward pass; results in the order of ``batch``. Does not change the sequences.
+        """One forward pass; results in the order of ``batch``. Changes nothing of the sequences but their guides.
 
         An exception means a bug or a broken device: the runtime fails the batch's requests and stops the instance.
         """

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.attention import QuerySpan
-from pdmesh.engine.base import LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
+from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
 from pdmesh.engine.checkpoint import load_weights, random_weights
 from pdmesh.engine.choosing import choose_compute, choose_library
 from pdmesh.engine.compute import Loaded, PagedStore
-from pdmesh.engine.files import load_model_config
+from pdmesh.engine.files import load_model_config, load_model_info
 from pdmesh.engine.forward import StepOutput, step_spans
+from pdmesh.engine.guide import Guide
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelChoice
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
-from pdmesh.model import ComputePath
+from pdmesh.grammars import Grammars
+from pdmesh.model import ComputePath, FinishReason
 
 log = structlog.get_logger()
 
@@ -79,6 +81,8 @@ class TorchEngine:
         load = random_weights if has_random_weights else partial(load_weights, checkpoint_dir)
         weights = load(config, dtype=torch_dtype, device=self._device, packed=native, library=chosen.library)
         self._vocab_size = config.vocab_size
+        self._eos_token_ids = load_model_info(checkpoint_dir).eos_token_ids
+        self._grammars = Grammars(checkpoint_dir, vocab_size=config.vocab_size, eos_token_ids=self._eos_token_ids)
         loaded = Loaded(
             config=config,
             weights=weights,
@@ -133,12 +137,21 @@ class TorchEngine:
             return drawn
         rows = [spans[index].row + spans[index].num_tokens - 1 for index in sampling]
         sequences = [batch[index].sequence for index in sampling]
+        for sequence in sequences:
+            self._guide(sequence)
         num_top = {row: n for row, s in enumerate(sequences) if (n := s.params.logprobs) is not None}
         token_ids = output.draw(rows, sequences)
         logprobs = _logprobs_of(output.logits(rows), token_ids, num_top) if num_top else {}
         for row, index in enumerate(sampling):
             drawn[index] = _Drawn(token_ids[row], logprobs.get(row))
         return drawn
+
+    def _guide(self, sequence: EngineSequence) -> None:
+        if not sequence.params.grammar:
+            return
+        if sequence.guide is None:
+            sequence.guide = Guide(self._grammars.matcher(sequence.params.grammar), self._eos_token_ids)
+        sequence.guide.catch_up(sequence.output_token_ids)
 
     def _prompt_logprobs(self, part: SequenceSlice, row: int, output: StepOutput) -> tuple[Logprobs, ...]:
         """Log-probabilities of the prompt tokens that follow those of the slice, which begins at ``row``."""
@@ -196,6 +209,8 @@ def _result(part: SequenceSlice, drawn: _Drawn | None, prompt_logprobs: tuple[Lo
         return SliceResult(prompt_logprobs=prompt_logprobs)
     sequence = part.sequence
     reason, stop_token_id = finish_reason(sequence.params, sequence.num_output_tokens + 1, drawn.token_id)
+    if sequence.guide is not None:
+        reason = _end_by_grammar(sequence.guide, drawn.token_id) or reason
     return SliceResult(
         token_id=drawn.token_id,
         logprobs=drawn.logprobs,
@@ -203,3 +218,12 @@ def _result(part: SequenceSlice, drawn: _Drawn | None, prompt_logprobs: tuple[Lo
         stop_token_id=stop_token_id,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _end_by_grammar(guide: Guide, token_id: int) -> FinishReason | None:
+    """Return how a sequence ends with a token after which its grammar lets nothing follow; None if it goes on."""
+    guide.take([token_id])
+    if guide.error:
+        log.warning("an answer cannot be held to its grammar any more", error=guide.error)
+        return FinishReason.ERROR
+    return FinishReason.STOP if guide.is_complete else None

@@ -1,10 +1,10 @@
 """Drawing tokens from logits, so that noise in them does not change what is drawn.
 
-The order is vLLM's: logit bias and forbidden ends, penalties, temperature, min_p, top_k, top_p. Then each token's
-score gets Gumbel noise that depends on (seed, output index, token id) alone, and the highest is drawn (Gumbel-max).
-So a token that rounding moved into or out of the filters changes the draw only if it is itself the drawn one, and
-noise of ε in the scores gives another token with a probability of about ε, whatever the vocabulary. A walk along the
-cumulative distribution has neither: one token more or less shifts all that follow it.
+The order is vLLM's: logit bias, grammar and forbidden ends, penalties, temperature, min_p, top_k, top_p. Then each
+token's score gets Gumbel noise that depends on (seed, output index, token id) alone, and the highest is drawn
+(Gumbel-max). So a token that rounding moved into or out of the filters changes the draw only if it is itself the drawn
+one, and noise of ε in the scores gives another token with a probability of about ε, whatever the vocabulary. A walk
+along the cumulative distribution has neither: one token more or less shifts all that follow it.
 
 The filters cut on scores in steps of `_STEP`, far coarser than the noise of any dtype's sums, ties by id: which tokens
 they leave depends on how many lie in each step, not on the order of nearly equal ones, and needs no sort.
@@ -126,19 +126,24 @@ def changes_logits(sequence: EngineSequence) -> bool:
         or params.frequency_penalty != 0.0
         or bool(params.logit_bias)
         or sequence.num_output_tokens < params.min_tokens
+        or sequence.guide is not None
     )
 
 
 def process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
-    """Apply bias, forbidden ends and penalties to one row, in place."""
+    """Apply bias, grammar, forbidden ends and penalties to one row, in place."""
     params, vocab_size = sequence.params, len(logits)
     for token_id, bias in params.logit_bias:
         if 0 <= token_id < vocab_size:
             logits[token_id] += bias
+    if sequence.guide is not None:
+        sequence.guide.forbid(logits, params.eos_token_ids)
     if sequence.num_output_tokens < params.min_tokens:
-        for token_id in (*params.eos_token_ids, *params.stop_token_ids):
-            if 0 <= token_id < vocab_size:
-                logits[token_id] = -np.inf
+        ends = [token_id for token_id in (*params.eos_token_ids, *params.stop_token_ids) if 0 <= token_id < vocab_size]
+        before = logits[ends]
+        logits[ends] = -np.inf
+        if sequence.guide is not None and not np.isfinite(logits).any():
+            logits[ends] = before  # the grammar lets nothing else follow
     token_ids = np.array(sequence.token_ids, dtype=np.int64)
     if params.repetition_penalty != 1.0:
         seen = np.zeros(vocab_size, dtype=np.bool_)

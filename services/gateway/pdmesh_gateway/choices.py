@@ -50,7 +50,7 @@ class Choice:
     def advance(self, tokens: list[TokenOut]) -> Delta:
         """Turn delivered tokens into text. Raises GenerationFailed."""
         delta = Delta(index=self.index)
-        min_tokens = self.transcript.params.min_tokens
+        params = self.transcript.params
         for token in tokens:
             finish = finish_of(token)
             if finish == "error":
@@ -61,13 +61,16 @@ class Choice:
                 delta.token_ids.append(token.token_id)
                 delta.text_offsets.append(self.num_characters)
                 delta.logprobs.append(token.logprobs)
-                # The token that stopped the generation is no text, unless its text was asked for.
-                if finish != "stop" or self.stop.include_stop:
+                # A token that stands for the end is no text, unless its text was asked for. The last one of an answer
+                # that its grammar ended is text like any other.
+                is_last_text = params.grammar and token.stop_token_id is None
+                is_end = finish == "stop" and not (is_last_text and token.token_id not in params.eos_token_ids)
+                if not is_end or self.stop.include_stop:
                     piece = self.detokenizer.push(token.token_id)
             if finish is not None:
                 piece += self.detokenizer.flush()
             self.num_characters += len(piece)
-            shown, found = self.stop.push(piece, check=self.num_tokens > min_tokens)
+            shown, found = self.stop.push(piece, check=self.num_tokens > params.min_tokens)
             delta.text += shown
             if found is not None:
                 finish, delta.stop_reason = "stop", found

@@ -13,6 +13,7 @@ import anyio.to_thread
 from pdmesh.config import LOOPBACK, MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh.grammars import Grammars
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import watch_event_loop
@@ -20,6 +21,7 @@ from pdmesh.wire.endpoint import bind_socket, check_bind
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
+from pdmesh_gateway.grammars import GrammarChecker
 from pdmesh_gateway.grpc_service import serve_grpc
 from pdmesh_gateway.http.app import build_app
 from pdmesh_gateway.http.origins import Origins
@@ -81,6 +83,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             created=int(time.time()),
             info=info,
             tokenizer=tokenizer,
+            grammars=GrammarChecker(Grammars(directory, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)),
             generator=generator,
             link=link,
             admission=RequestLimiter(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),

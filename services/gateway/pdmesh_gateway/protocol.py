@@ -7,7 +7,7 @@ does. Ranges are checked in `pdmesh_gateway.sampling`, so that every refusal nam
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,6 +21,40 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk
     include_obfuscation: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """``response_format.json_schema``. Answers are held to the schema whether ``strict`` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """``response_format``: what an answer is to be. ``structures`` and ``triggers`` are those of a structural tag."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    structures: list[Any] = []
+    triggers: list[str] = []
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's ``structured_outputs``: one of `KINDS`."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # GBNF or Lark
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None  # false allows blanks and line breaks in JSON
+    disable_fallback: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +88,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Accepted; they change nothing here.
     cache_salt: str | None = None
     metadata: dict[str, Any] | None = None
@@ -73,10 +109,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_whitespace_pattern: Any = None
     logits_processors: Any = None
     prompt_logprobs: Any = None
-    response_format: Any = None
     return_tokens_as_token_ids: Any = None
     structural_tag: Any = None
-    structured_outputs: Any = None
     use_beam_search: Any = None
 
 
@@ -90,10 +124,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "logits_processors": ([],),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "structural_tag": (),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     # chat
     "audio": (),

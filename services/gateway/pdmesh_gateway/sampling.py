@@ -32,7 +32,9 @@ def check_supported(fields: SamplingFields) -> None:
     for name, neutral in UNSUPPORTED.items():
         value = getattr(fields, name, None)
         if value is not None and value not in neutral:
-            raise RequestRejected(f"`{name}` is not supported by this server.", param=name, code="unsupported_value")
+            instead = " Use `structured_outputs`." if name.startswith("guided_") or name == "structural_tag" else ""
+            message = f"`{name}` is not supported by this server.{instead}"
+            raise RequestRejected(message, param=name, code="unsupported_value")
 
 
 def number(
@@ -112,6 +114,7 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    grammar: str = "",
 ) -> SamplingParams:
     """Check all ranges and fill in defaults: the client's value, else the checkpoint's, else OpenAI's.
 
@@ -150,6 +153,7 @@ def sampling_params(
         eos_token_ids=() if fields.ignore_eos else info.eos_token_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 

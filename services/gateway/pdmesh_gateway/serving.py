@@ -16,6 +16,7 @@ from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys, Client
 from pdmesh_gateway.generate import Generator
+from pdmesh_gateway.grammars import GrammarChecker
 from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.limits import RequestLimiter
@@ -46,6 +47,7 @@ class Serving:
     created: int  # Unix time, seconds
     info: ModelInfo
     tokenizer: ModelTokenizer
+    grammars: GrammarChecker
     generator: Generator
     link: GatewaySession
     admission: RequestLimiter

@@ -53,7 +53,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             default=serving.config.default_max_tokens,
             what="messages",
         )
-        params = sampling_params(request, serving.info, max_tokens=max_tokens, logprobs=num_top)
+        grammar = await serving.grammars.grammar(request)
+        params = sampling_params(request, serving.info, max_tokens=max_tokens, logprobs=num_top, grammar=grammar)
         job = self.job(request, exchange, prompts=[prompt], params=params, n=n)
         return job, _ChatRendering(request, serving.tokenizer, model=request.model or serving.model, job=job)
 

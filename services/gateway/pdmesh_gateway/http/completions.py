@@ -65,6 +65,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             max_tokens=max_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
+            grammar=await serving.grammars.grammar(request),
         )
         job = self.job(request, exchange, prompts=prompts, params=params, n=n)
         echoed = await self._echoed(request, prompts) if request.echo else []

@@ -1,0 +1,66 @@
+"""Holding a sequence's output to its grammar: which tokens may follow, and when nothing can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+
+class Guide:
+    """What a grammar allows one sequence. It is rebuilt from output tokens wherever the sequence is held.
+
+    A step may be computed again after its token was drawn: then the guide goes back to the output that there is.
+    """
+
+    def __init__(self, matcher: LLMatcher, model_end_ids: Sequence[int] = ()) -> None:
+        self._matcher = matcher
+        self._model_end_ids = list(model_end_ids)
+        self._taken: list[int] = []
+
+    @property
+    def error(self) -> str:
+        """Why the output cannot go on, in the library's words; empty if it can."""
+        return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but an end can follow what was taken."""
+        return self._matcher.is_stopped()
+
+    def catch_up(self, output_token_ids: Sequence[int]) -> None:
+        """Take the output so far: usually nothing, or the one token that was appended since."""
+        output = list(output_token_ids)
+        if self._taken[: len(output)] != output[: len(self._taken)]:
+            self._matcher.reset()
+            self._taken = []
+        elif len(self._taken) > len(output):
+            self._matcher.rollback(len(self._taken) - len(output))
+            self._taken = output
+        self.take(output[len(self._taken) :])
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Take tokens that follow."""
+        if token_ids and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(list(token_ids))
+        self._taken += token_ids
+
+    def forbid(self, logits: npt.NDArray[np.float32], end_token_ids: Sequence[int]) -> None:
+        """Set logits (vocab_size) of tokens that cannot follow to -inf, in place.
+
+        The end tokens ``end_token_ids`` may be drawn where the output is a whole one, others only where nothing else
+        can follow.
+        """
+        if self._matcher.is_error():
+            return
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            return
+        allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
+        allowed[[token_id for token_id in self._model_end_ids if token_id < len(logits)]] = False
+        allowed[[token_id for token_id in end_token_ids if token_id < len(logits)]] = self._matcher.is_accepting()
+        if not allowed.any():
+            allowed[self._model_end_ids] = True
+        logits[~allowed] = -np.inf

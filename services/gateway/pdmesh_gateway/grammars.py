@@ -1,0 +1,204 @@
+"""Structured output: from ``response_format`` and vLLM's ``structured_outputs`` to a grammar, checked before anything
+waits for it.
+
+JSON is compact by default: where blanks are allowed, a model may write them for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+from llguidance import LLMatcher, StructTag, grammar_from
+
+from pdmesh.errors import RequestRejected
+from pdmesh.grammars import MAX_GRAMMAR_BYTES, Grammars
+from pdmesh_gateway.protocol import SamplingFields, StructuredOutputs
+from pdmesh_gateway.sampling import invalid
+
+#: A schema's own size, and what it may hold; OpenAI allows 5,000 properties, of which compiling takes seconds.
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_PROPERTIES = 1000
+MAX_ENUM_VALUES = 1000
+MAX_DEPTH = 64
+
+#: Compiling takes longer than this only for what is meant to; its thread goes on to the library's own limits.
+COMPILE_LIMIT_S = 3.0
+
+#: Grammars that were found good, the latest.
+MAX_KEPT = 256
+
+
+class GrammarChecker:
+    """Builds the grammar that a request asks for. A grammar is compiled once, off the event loop."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._good: dict[str, None] = {}
+        self._limiter = anyio.CapacityLimiter(1)  # whoever asks for hard ones waits for their own kind
+
+    async def grammar(self, fields: SamplingFields) -> str:
+        """Return the grammar that answers are held to; empty without one. Raises RequestRejected naming the field."""
+        asked = asked_for(fields)
+        if asked is None:
+            return ""
+        param, grammar = asked
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise invalid(param, f"`{param}` makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes.")
+        if grammar not in self._good:
+            await self._check(param, grammar)
+            self._good[grammar] = None
+            if len(self._good) > MAX_KEPT:
+                del self._good[next(iter(self._good))]
+        return grammar
+
+    async def _check(self, param: str, grammar: str) -> None:
+        with anyio.move_on_after(COMPILE_LIMIT_S):
+            problem = await anyio.to_thread.run_sync(
+                self._grammars.problem, grammar, abandon_on_cancel=True, limiter=self._limiter
+            )
+            if problem is None:
+                return
+            raise invalid(param, f"`{param}` cannot be obeyed: {problem}")
+        raise invalid(param, f"`{param}` takes longer than {COMPILE_LIMIT_S:g} s to compile: make it simpler.")
+
+
+def asked_for(fields: SamplingFields) -> tuple[str, str] | None:
+    """Return the field that asks for a grammar, and the grammar; None if nothing does. Raises RequestRejected."""
+    options, schema = fields.structured_outputs, fields.response_format
+    if options is not None and (asked := _of_options(options)) is not None:
+        if schema is not None and schema.type != "text":
+            raise invalid("structured_outputs", "`structured_outputs` and `response_format` cannot both be given.")
+        return asked
+    if schema is None or schema.type == "text":
+        return None
+    if schema.type == "json_object":
+        return "response_format", json_grammar({"type": "object"}, "response_format")
+    if schema.type == "json_schema":
+        if schema.json_schema is None or schema.json_schema.schema is None:
+            raise invalid("response_format", "`response_format.json_schema.schema` is missing.")
+        return "response_format", json_grammar(schema.json_schema.schema, "response_format")
+    if schema.type == "structural_tag":
+        return "response_format", _structural_tag(msgspec.to_builtins(schema), "response_format")
+    raise invalid(
+        "response_format",
+        f"`response_format.type` is {schema.type[:40]!r}: use text, json_object, json_schema or structural_tag.",
+    )
+
+
+def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str | None = None) -> str:
+    """Return the grammar of JSON that fits a schema, given as an object or its text. Raises RequestRejected.
+
+    It is compact, but for ``blanks``, or what the regular expression ``pattern`` allows between its parts.
+    """
+    if isinstance(schema, str):
+        if len(schema) > MAX_SCHEMA_BYTES:
+            raise _too_large(param)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise invalid(param, f"`{param}` has a schema that is not JSON: {error}") from None
+    if not isinstance(schema, Mapping | bool):
+        raise invalid(param, f"`{param}` has a schema that is no JSON object.")
+    _check_size(schema, param)
+    if pattern is not None:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": pattern})
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": blanks})
+
+
+def _of_options(options: StructuredOutputs) -> tuple[str, str] | None:
+    name = "structured_outputs"
+    given = [each for each in options.KINDS if getattr(options, each) not in (None, False)]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise invalid(name, f"`{name}` has {' and '.join(given)}: give one of them.")
+    blanks, pattern = options.disable_any_whitespace is False, options.whitespace_pattern
+    if options.json is not None:
+        return name, json_grammar(options.json, f"{name}.json", blanks=blanks, pattern=pattern)
+    if options.json_object:
+        return name, json_grammar({"type": "object"}, name, blanks=blanks, pattern=pattern)
+    if options.regex is not None:
+        return name, LLMatcher.grammar_from_regex(options.regex)
+    if options.choice is not None:
+        return name, _choice(options.choice, name)
+    if options.grammar is not None:
+        try:
+            return name, grammar_from("grammar", options.grammar)
+        except (ValueError, RecursionError) as error:
+            raise invalid(name, f"`{name}.grammar` cannot be read: {error}") from None
+    return name, _structural_tag(options.structural_tag, name)
+
+
+def _choice(choices: Sequence[str], param: str) -> str:
+    if not choices or "" in choices:
+        raise invalid(param, f"`{param}.choice` must hold texts, none of them empty.")
+    if len(choices) > MAX_ENUM_VALUES:
+        raise invalid(param, f"`{param}.choice` has {len(choices)} texts; {MAX_ENUM_VALUES} are allowed.")
+    return LLMatcher.grammar_from_regex("|".join(re.escape(choice) for choice in choices))
+
+
+def _structural_tag(given: Any, param: str) -> str:
+    """Text with tagged parts, in vLLM's first form: ``structures`` of begin, schema and end, and ``triggers``."""
+    try:
+        tag = msgspec.convert(json.loads(given) if isinstance(given, str) else given, _StructuralTag, strict=False)
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
+        raise invalid(param, f"`{param}` has a structural tag that cannot be read: {error}") from None
+    tags: list[StructTag] = []
+    for structure in tag.structures:
+        trigger = next((each for each in tag.triggers if each and structure.begin.startswith(each)), None)
+        if trigger is None:
+            raise invalid(param, f"`{param}` has a tag {structure.begin[:40]!r} that begins with none of the triggers.")
+        _check_size(structure.schema, param)
+        schema = json.dumps(structure.schema)
+        tags.append(StructTag(trigger=trigger, begin=structure.begin, grammar=schema, end=structure.end))
+    if not tags:
+        raise invalid(param, f"`{param}` has no tags.")
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+
+class _Structure(msgspec.Struct):
+    begin: str
+    schema: Any
+    end: str = ""
+
+
+class _StructuralTag(msgspec.Struct):
+    structures: list[_Structure]
+    triggers: list[str]
+
+
+def _check_size(schema: Any, param: str) -> None:
+    """Raise RequestRejected for a schema that is deeper or larger than any that is meant to be obeyed."""
+    num_properties = num_values = 0
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                properties, values = value.get("properties"), value.get("enum")
+                num_properties += len(properties) if isinstance(properties, Mapping) else 0
+                num_values += len(values) if isinstance(values, Sequence) else 0
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+        if num_properties > MAX_PROPERTIES:
+            raise invalid(param, f"`{param}` has a schema of over {MAX_PROPERTIES} properties.")
+        if num_values > MAX_ENUM_VALUES:
+            raise invalid(param, f"`{param}` has a schema of over {MAX_ENUM_VALUES} enum values.")
+        if not below:
+            break
+        level = below
+    else:
+        raise invalid(param, f"`{param}` has a schema that is more than {MAX_DEPTH} levels deep.")
+    if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
+        raise _too_large(param)
+
+
+def _too_large(param: str) -> RequestRejected:
+    return invalid(param, f"`{param}` has a schema of over {MAX_SCHEMA_BYTES} bytes.")

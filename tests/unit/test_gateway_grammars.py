@@ -1,0 +1,200 @@
+"""From what clients ask for to a grammar, or to a 400 that names the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh.grammars import Grammars
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
+from pdmesh_gateway.protocol import ChatRequest
+from pdmesh_gateway.sampling import check_supported
+
+pytestmark = pytest.mark.anyio
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+DEEP: dict[str, Any] = {"type": "integer"}
+for _ in range(200):
+    DEEP = {"type": "array", "items": DEEP}
+TAG = {"structures": [{"begin": "<f>", "schema": OBJECT, "end": "</f>"}], "triggers": ["<f"]}
+
+
+def request(**fields: Any) -> ChatRequest:
+    body = {"messages": [{"role": "user", "content": "?"}], **fields}
+    return msgspec.json.decode(json.dumps(body), type=ChatRequest)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def grammars(directory: Path) -> Grammars:
+    return Grammars(directory, vocab_size=512, eos_token_ids=(258, 256))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def structured(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": fields}
+
+
+#: What is asked for, a text that is allowed, and one that is not.
+ASKED: list[tuple[dict[str, Any], str, str]] = [
+    (json_schema(OBJECT), '{"a":12}', '{"b"'),
+    (json_schema(OBJECT), '{"a":12}', '{ "a"'),
+    ({"response_format": {"type": "json_object"}}, '{"any":[1,null]}', "[1]"),
+    (structured(json=OBJECT), '{"a":-1}', '{"a":"'),
+    (structured(json=json.dumps(OBJECT)), '{"a":0}', "a"),
+    (structured(json=OBJECT, disable_any_whitespace=False), '{ "a": 12 }', '{ "b'),
+    (structured(json=OBJECT, whitespace_pattern=" ?"), '{ "a": 12}', "{  "),
+    (structured(json_object=True), "{}", "1"),
+    (structured(regex="[0-9]{3}-[a-z]+"), "123-ab", "12-"),
+    (structured(choice=["a.b", "a(c"]), "a(c", "aab"),
+    (structured(grammar='root ::= "x" | "y" root'), "yyx", "z"),
+    (structured(grammar='start: "x" | "y" start'), "yx", "z"),
+    (structured(structural_tag=TAG), 'Some text <f>{"a":1}</f> and more', 'Some text <f>{"b'),
+]
+
+
+@pytest.mark.parametrize(("fields", "allowed", "forbidden"), ASKED, ids=[str(index) for index in range(len(ASKED))])
+async def test_what_is_asked_for_is_what_is_allowed(
+    grammars: Grammars, tokenizer: Tokenizer, fields: dict[str, Any], allowed: str, forbidden: str
+) -> None:
+    grammar = await GrammarChecker(grammars).grammar(request(**fields))
+    matcher = grammars.matcher(grammar)
+    good, bad = (tokenizer.encode(text, add_special_tokens=False).ids for text in (allowed, forbidden))
+    assert matcher.consume_tokens(good), matcher.get_error()
+    assert matcher.is_accepting()
+    assert not grammars.matcher(grammar).consume_tokens(bad)
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, structured(), structured(json=None)])
+async def test_nothing_is_asked_for(grammars: Grammars, fields: dict[str, Any]) -> None:
+    assert asked_for(request(**fields)) is None
+    assert await GrammarChecker(grammars).grammar(request(**fields)) == ""
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "xml"}}, "`response_format.type` is 'xml': use text, json_object"),
+    ({"response_format": {"type": "json_schema"}}, "`response_format.json_schema.schema` is missing"),
+    (json_schema([1]), "no JSON object"),
+    (json_schema(DEEP), "64 levels deep"),
+    (json_schema({"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}), "over 1000 properties"),
+    (json_schema({"enum": [str(i) for i in range(1001)]}), "over 1000 enum values"),
+    (json_schema({"const": "x" * 70_000}), "over 65536 bytes"),
+    (json_schema({"type": "no such type"}), "cannot be obeyed: "),
+    (json_schema({"$ref": "#/no/where"}), "cannot be obeyed: "),
+    (structured(json="{"), "not JSON"),
+    (structured(regex="(a"), "cannot be obeyed: "),
+    (structured(choice=[]), "must hold texts"),
+    (structured(choice=[str(i) for i in range(1001)]), "1001 texts; 1000 are allowed"),
+    (structured(grammar="start: nowhere"), "cannot be obeyed: "),
+    (structured(regex="a", choice=["b"]), "has regex and choice: give one of them"),
+    (structured(structural_tag={"structures": [], "triggers": []}), "has no tags"),
+    (structured(structural_tag={**TAG, "triggers": ["<g"]}), "begins with none of the triggers"),
+    (structured(structural_tag="{"), "structural tag that cannot be read"),
+    ({**structured(regex="a"), "response_format": {"type": "json_object"}}, "cannot both be given"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
+async def test_what_cannot_be_obeyed_is_a_400_that_names_the_field(
+    grammars: Grammars, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestRejected) as caught:
+        await GrammarChecker(grammars).grammar(request(**fields))
+    assert message in str(caught.value)
+    assert caught.value.status == 400
+    assert caught.value.param is not None
+    assert caught.value.param.split(".")[0] in fields
+
+
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"])
+def test_fields_that_vllm_has_given_up_point_to_the_new_one(name: str) -> None:
+    with pytest.raises(RequestRejected, match=f"`{name}` is not supported by this server. Use `structured_outputs`."):
+        check_supported(request(**{name: "x"}))
+
+
+async def test_a_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    problem = Grammars.problem
+
+    def count(self: Grammars, grammar: str) -> str | None:
+        compiled.append(grammar)
+        return problem(self, grammar)
+
+    monkeypatch.setattr(Grammars, "problem", count)
+    checker = GrammarChecker(grammars)
+    for _ in range(3):
+        await checker.grammar(request(**structured(regex="once")))
+    assert len(compiled) == 1
+
+
+async def test_one_that_takes_too_long_is_refused_meanwhile(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = anyio.Event()
+    monkeypatch.setattr("pdmesh_gateway.grammars.COMPILE_LIMIT_S", 0.01)
+    monkeypatch.setattr(Grammars, "problem", lambda _self, _grammar: anyio.from_thread.run(goes_on.wait))
+    try:
+        with pytest.raises(RequestRejected, match="make it simpler"):
+            await GrammarChecker(grammars).grammar(request(**structured(regex="a")))
+    finally:
+        goes_on.set()
+
+
+def test_without_a_tokenizer_a_grammar_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Grammars(tmp_path, vocab_size=10, eos_token_ids=()).problem("{}")
+
+
+def nested(depth: int) -> str:
+    return "(" * depth + "a" + "{1,50}){1,50}" * depth
+
+
+HOSTILE: list[dict[str, Any]] = [
+    json_schema({"type": "string", "maxLength": 10**9}),
+    json_schema({"type": "array", "minItems": 10**6}),
+    json_schema({"properties": {f"p{i}": {"type": "string"} for i in range(1000)}}),
+    json_schema({"anyOf": [{"const": f"v{i}", "type": "string"} for i in range(800)]}),
+    json_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    json_schema({"$ref": "http://127.0.0.1:1/schema.json"}),
+    json_schema({"type": "integer", "minimum": 5, "maximum": 4}),
+    json_schema({"type": "string", "pattern": "(?=a)b"}),
+    json_schema({"type": "number", "multipleOf": 1e-300}),
+    structured(regex="(a?){2000}a{2000}"),
+    structured(regex=nested(4)),
+    structured(regex="|".join(f"w{i}" for i in range(5000))),
+    structured(grammar="start: start start | " + " | ".join(f'"{i}"' for i in range(500))),
+    structured(grammar="start: " + "(" * 500 + '"a"' + ")" * 500),
+    structured(grammar="\x00"),
+    structured(choice=["a" * 4000] * 60),
+    structured(structural_tag={"structures": [{"begin": "a", "schema": {}, "end": ""}] * 200, "triggers": ["a"]}),
+]
+
+
+@pytest.mark.parametrize("fields", HOSTILE, ids=[str(index) for index in range(len(HOSTILE))])
+async def test_hostile_grammars_are_obeyed_or_refused(grammars: Grammars, fields: dict[str, Any]) -> None:
+    checker, status = GrammarChecker(grammars), 400
+    try:
+        status = 200 if not grammars.matcher(await checker.grammar(request(**fields))).is_error() else 500
+    except RequestRejected as refused:
+        status = refused.status
+    assert status in (200, 400)
